@@ -1,0 +1,65 @@
+"""What can go wrong, in one tree.
+
+BigBatchError
+ ├── ConfigurationError     an argument that cannot work; raised when the object is made     (also a ValueError)
+ │    └── BatchNormError    training-mode BatchNorm, whose statistics would be a micro-batch's
+ ├── LossError              this loss cannot be accumulated as it stands; nothing was added  (also a ValueError)
+ │    ├── UnreadableLoss    its graph does not tell what it was averaged over
+ │    ├── CoupledLoss       a sample's loss depends on the other samples
+ │    └── SeveralCounts     terms averaged over different things need their totals in advance
+ ├── WindowError            the window is not in a state for this call                       (also a RuntimeError)
+ │    ├── WindowOpen        a window was left open by `break` or an exception
+ │    ├── WindowDisturbed   something else stepped, zeroed or added gradients inside the window
+ │    └── WindowBroken      a backward failed halfway and has added part of its gradients
+ └── StateError             a state_dict that does not fit                                   (also a ValueError)
+
+Every message says what happened, what was found and what to type instead.
+"""
+
+
+class BigBatchError(Exception):
+    """Base of every error that bigbatch raises on purpose."""
+
+
+class ConfigurationError(BigBatchError, ValueError):
+    """An argument that cannot work."""
+
+
+class BatchNormError(ConfigurationError):
+    """Training-mode BatchNorm under accumulation normalises by the micro-batch, not the big batch."""
+
+
+class LossError(BigBatchError, ValueError):
+    """This loss cannot be accumulated as it stands; nothing was added to any gradient."""
+
+
+class UnreadableLoss(LossError):
+    """The loss's graph does not tell what it was averaged over."""
+
+
+class CoupledLoss(LossError):
+    """A sample's loss depends on the other samples of its batch, so no weights make the parts add up."""
+
+
+class SeveralCounts(LossError):
+    """The terms of the loss were averaged over different things, and their totals are not known yet."""
+
+
+class WindowError(BigBatchError, RuntimeError):
+    """The window is not in a state for this call."""
+
+
+class WindowOpen(WindowError):
+    """A window was left open by `break` or an exception."""
+
+
+class WindowDisturbed(WindowError):
+    """Something other than the accumulator stepped, zeroed or added gradients inside the window."""
+
+
+class WindowBroken(WindowError):
+    """A backward failed halfway and has added part of its gradients."""
+
+
+class StateError(BigBatchError, ValueError):
+    """A state_dict that does not fit the object it is loaded into."""
