@@ -1,0 +1,234 @@
+"""What the batch size asks of the learning rate.
+
+A batch κ times larger means κ times fewer updates from the same samples. At an unchanged learning rate
+training is therefore slower per sample, however exact the gradients are. Three rules say what to change:
+
+- linear, η → η·κ, for SGD. Goyal et al. 2017 (arXiv 1706.02677) trained ResNet-50 this way up to batches
+  of 8,192, with the first epochs warmed up, and report that it breaks down beyond.
+- square root, η → η·√κ, for Adam and RMSprop. Malladi et al. 2022 (2205.10287) derive it from stochastic
+  differential equations, where gradient noise dominates; their rule also moves β₁ and ε, which stay here.
+- β₂ → β₂^κ, which keeps the half-life of Adam's second moment the same number of samples. Marek et al. 2025
+  (2507.07101) propose it and leave β₁ alone.
+
+The last paper also advises *against* accumulation: unless several devices train several replicas, it found
+small batches, with β₂ rescaled, at least as good per FLOP, and more forgiving. So where no recipe fixes the
+batch, a smaller one is worth a try first; `scale_lr(optimizer, 512, 8)` goes that way too.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+from torch.optim import LBFGS, SGD, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, SparseAdam
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
+
+from bigbatch.errors import ConfigurationError
+
+Rule = Literal["auto", "linear", "sqrt"]
+
+ADAM_FAMILY = (Adam, Adamax, NAdam, RAdam, SparseAdam)  # AdamW is an Adam
+
+
+@dataclass(frozen=True)
+class GroupScaling:
+    """What changed in one parameter group; `beta2_*` is None where there is no second moment to keep."""
+
+    lr_before: float
+    lr_after: float
+    beta2_before: float | None = None
+    beta2_after: float | None = None
+
+    def __str__(self) -> str:
+        text = f"lr {self.lr_before:g} -> {self.lr_after:g}"
+        if self.beta2_before is not None and self.beta2_after is not None:
+            text += f", beta2 {self.beta2_before:g} -> {self.beta2_after:g}"
+        return text
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What `scale_lr` changed, group by group; `str()` of it is what was printed."""
+
+    optimizer: str
+    rule: Literal["linear", "sqrt"]
+    from_batch: int
+    to_batch: int
+    groups: tuple[GroupScaling, ...]
+
+    def __str__(self) -> str:
+        head = f"{self.optimizer}, batch {self.from_batch} -> {self.to_batch}, {self.rule} rule: "
+        if len(set(self.groups)) == 1:
+            return head + str(self.groups[0])
+        return head + "; ".join(f"group {i}: {group}" for i, group in enumerate(self.groups))
+
+
+def scale_lr(
+    optimizer: Optimizer, from_batch: int, to_batch: int, rule: Rule = "auto", *, quiet: bool = False
+) -> Scaling:
+    """Carry a learning rate that suited batches of `from_batch` samples over to batches of `to_batch`.
+
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> scaling = scale_lr(optimizer, from_batch=16, to_batch=64)
+    SGD, batch 16 -> 64, linear rule: lr 0.1 -> 0.4
+
+    In every parameter group, in place, with κ = `to_batch` / `from_batch`:
+
+        group["lr"] *= κ ** 1.0 or 0.5                      # "linear" for SGD, "sqrt" for Adam and RMSprop
+        group["betas"] = β₁, β₂ ** κ                        # Adam family; RMSprop's `alpha` likewise
+
+    Call it before making a scheduler, which takes its base rates from the optimizer once. A rule is a place
+    to start from: Goyal et al. 2017 found the linear one (with `warmup`), Malladi et al. 2022 the square
+    root, Marek et al. 2025 that of β₂; the last advise against accumulating on a single device where no
+    recipe fixes the batch, since a small batch does at least as well there. More in the module's docstring.
+    """
+    chosen = _chosen_rule(optimizer, rule)
+    kappa = _batch("to_batch", to_batch) / _batch("from_batch", from_batch)
+    factor = kappa if chosen == "linear" else math.sqrt(kappa)
+    scaling = Scaling(
+        type(optimizer).__name__,
+        chosen,
+        from_batch,
+        to_batch,
+        tuple(_scaled(optimizer, i, kappa, factor) for i in range(len(optimizer.param_groups))),
+    )
+    # Only now that every group has passed: a refusal leaves the optimizer as it was.
+    for group, change in zip(optimizer.param_groups, scaling.groups, strict=True):
+        _write(group, change)
+    if not quiet:
+        print(scaling)  # noqa: T201 - a learning rate changed behind the user's back is a bug hunt
+    return scaling
+
+
+def warmup(optimizer: Optimizer, updates: int) -> LRScheduler:
+    """A scheduler that raises the learning rate linearly over the first `updates` updates, then leaves it.
+
+    Update n runs at n / `updates` of the full rate: the first one already moves, number `updates` is the
+    first at full rate. It counts updates, not micro-batches, when stepped once per update:
+
+    >>> accumulator = Accumulator(model, optimizer, steps=4, scheduler=warmup(optimizer, 100))
+
+    It multiplies the rate, so it chains: `ChainedScheduler([warmup(...), cosine])` or, one after the other,
+    `SequentialLR(optimizer, [warmup(optimizer, 100), cosine], milestones=[100])`.
+
+    Goyal et al. 2017 warm up over the first five epochs, since the linear rule fails while the weights change
+    fastest.
+    """
+    _require_optimizer("warmup", optimizer)
+    _positive(
+        updates,
+        f"warmup(optimizer, updates={updates!r}): updates counts optimizer steps until the full rate, a "
+        "positive integer.\n\nFor five epochs:\n    updates = 5 * math.ceil(len(loader) / steps)",
+    )
+    return LinearLR(optimizer, start_factor=1 / updates, end_factor=1.0, total_iters=updates - 1)
+
+
+def _chosen_rule(optimizer: Optimizer, rule: Rule) -> Literal["linear", "sqrt"]:
+    """The rule asked for, or the one that the optimizer's class is known to follow."""
+    _require_optimizer("scale_lr", optimizer)
+    name = type(optimizer).__name__
+    if isinstance(optimizer, LBFGS):
+        raise ConfigurationError(
+            "scale_lr(LBFGS, ...): LBFGS evaluates the loss several times per step and its lr bounds a "
+            "search, so no rule ties it to the batch size.\n\nLeave its lr as it is."
+        )
+    if rule not in get_args(Rule):
+        raise ConfigurationError(f"scale_lr(..., rule={rule!r}): rule is one of {', '.join(get_args(Rule))}.")
+    if rule != "auto":
+        return rule
+    if isinstance(optimizer, SGD):
+        return "linear"
+    if isinstance(optimizer, (*ADAM_FAMILY, RMSprop)):
+        return "sqrt"
+    raise ConfigurationError(
+        f'scale_lr({name}, ..., rule="auto"): no published rule is known here for {name}.\n\n'
+        "Say which one it follows; only the learning rate is then changed:\n"
+        '    scale_lr(optimizer, from_batch, to_batch, rule="linear")  # steps grow with gradients, as SGD\n'
+        '    scale_lr(optimizer, from_batch, to_batch, rule="sqrt")    # normalised steps, as Adam'
+    )
+
+
+def _require_optimizer(function: str, optimizer: object) -> None:
+    """Refuse what is not one optimizer."""
+    if not isinstance(optimizer, Optimizer):
+        each = ""
+        if isinstance(optimizer, (list, tuple)):
+            each = f" Of several, call it for each: for each in optimizers: {function}(each, ...)"
+        found = type(optimizer).__name__
+        raise ConfigurationError(f"{function}({found}, ...): expected a torch.optim.Optimizer.{each}")
+
+
+def _batch(name: str, size: int) -> int:
+    """A batch size, or an error that says what was given."""
+    return _positive(
+        size,
+        f"scale_lr(..., {name}={size!r}): a batch size is a positive integer, the samples behind one "
+        "optimizer step: micro-batch x steps x ranks.",
+    )
+
+
+def _positive(value: object, otherwise: str) -> int:
+    """`value` where it is a positive integer (True is not), or the error."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigurationError(otherwise)
+    return value
+
+
+def _scaled(optimizer: Optimizer, index: int, kappa: float, factor: float) -> GroupScaling:
+    """What one group is to become."""
+    group = optimizer.param_groups[index]
+    if "initial_lr" in group:
+        raise ConfigurationError(
+            f"scale_lr after a scheduler: param group {index} has an initial_lr, so a scheduler was made "
+            "from this optimizer, or its state was loaded. A scheduler keeps base rates of its own and would "
+            "undo the change.\n\nScale first:\n"
+            "    optimizer = ...\n"
+            "    scale_lr(optimizer, from_batch, to_batch)\n"
+            "    scheduler = ...(optimizer)"
+        )
+    before = float(group["lr"])
+    after = before * factor
+    if not math.isfinite(after) or before < 0:
+        raise ConfigurationError(f"scale_lr: param group {index} would go from lr {before:g} to {after:g}.")
+    beta2 = _beta2(optimizer, group)
+    if beta2 is None:
+        return GroupScaling(before, after)
+    return GroupScaling(before, after, beta2, _same_half_life(beta2, kappa, index, factor))
+
+
+def _beta2(optimizer: Optimizer, group: dict[str, Any]) -> float | None:
+    """The decay of the second moment, where the optimizer's class says that there is one."""
+    if isinstance(optimizer, ADAM_FAMILY):
+        return float(group["betas"][1])
+    if isinstance(optimizer, RMSprop):
+        return float(group["alpha"])
+    return None
+
+
+def _same_half_life(beta2: float, kappa: float, index: int, factor: float) -> float:
+    """β₂^κ, refused where it would forget more than half at every update, or nothing ever."""
+    after: float = beta2**kappa
+    if beta2 > 0 and not (after >= min(beta2, 0.5) and after < 1):
+        half_life = math.log(0.5) / math.log(beta2)
+        raise ConfigurationError(
+            f"scale_lr: param group {index} has beta2={beta2:g}, a half-life of {half_life:.3g} updates, "
+            f"which cannot be kept: in batches {kappa:g} times the size beta2 would be {after:.3g}.\n\n"
+            f'Choose betas yourself and scale the rate alone:\n    group["lr"] *= {factor:g}'
+        )
+    return after
+
+
+def _write(group: dict[str, Any], change: GroupScaling) -> None:
+    """Set the new values, tensors in place: groups may share one, and CUDA graphs hold their addresses."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(change.lr_after)
+    else:
+        group["lr"] = change.lr_after
+    if change.beta2_after is None:
+        return
+    if "alpha" in group:
+        group["alpha"] = change.beta2_after
+    elif isinstance(group["betas"][1], Tensor):
+        group["betas"][1].fill_(change.beta2_after)
+    else:
+        group["betas"] = (group["betas"][0], change.beta2_after)

@@ -1,0 +1,213 @@
+"""`scale_lr` and `warmup`: what changes, what is said of it, and what is refused."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, SequentialLR
+
+from bigbatch.errors import ConfigurationError
+from bigbatch.learning_rate import GroupScaling, scale_lr, warmup
+
+
+def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
+    """An SGD over one small layer."""
+    return torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=lr, **settings)
+
+
+def two_groups(make: Callable[..., torch.optim.Optimizer], **settings: Any) -> torch.optim.Optimizer:
+    """An optimizer with a second group of its own learning rate."""
+    first, second = nn.Linear(3, 2), nn.Linear(2, 2)
+    return make([{"params": first.parameters()}, {"params": second.parameters(), "lr": 0.01}], **settings)
+
+
+def test_sgd_is_scaled_linearly_in_every_group() -> None:
+    """Each group's rate is multiplied by the ratio of the batches."""
+    optimizer = two_groups(torch.optim.SGD, lr=0.1)
+    scale_lr(optimizer, 16, 64)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.4, 0.04])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.Adamax,
+        torch.optim.SparseAdam,
+    ],
+)
+def test_the_adam_family_gets_the_square_root_and_keeps_its_half_life(
+    make: Callable[..., torch.optim.Optimizer],
+) -> None:
+    """The rate grows by the root; beta2's half-life stays the same number of samples; beta1 stays."""
+    optimizer = two_groups(make, lr=0.001)
+    scale_lr(optimizer, 32, 128)
+    for group, lr in zip(optimizer.param_groups, (0.002, 0.02), strict=True):
+        beta1, beta2 = group["betas"]
+        assert group["lr"] == pytest.approx(lr)
+        assert beta1 == 0.9
+        samples = 128 * math.log(0.5) / math.log(beta2)
+        assert samples == pytest.approx(32 * math.log(0.5) / math.log(0.999))
+
+
+def test_rmsprop_decays_by_alpha() -> None:
+    """RMSprop follows the square root too; its second moment's decay is called alpha."""
+    optimizer = torch.optim.RMSprop(nn.Linear(3, 2).parameters(), lr=0.01, alpha=0.99)
+    scale_lr(optimizer, 8, 32)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
+    assert optimizer.param_groups[0]["alpha"] == pytest.approx(0.99**4)
+
+
+def test_a_smaller_batch_is_a_way_too() -> None:
+    """Scaling down and up again is the identity."""
+    optimizer = torch.optim.AdamW(nn.Linear(3, 2).parameters(), lr=0.001)
+    scale_lr(optimizer, 512, 8)
+    assert optimizer.param_groups[0]["lr"] < 0.001
+    assert optimizer.param_groups[0]["betas"][1] > 0.999
+    scale_lr(optimizer, 8, 512)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+    assert optimizer.param_groups[0]["betas"][1] == pytest.approx(0.999)
+
+
+@pytest.mark.parametrize(("rule", "lr"), [("linear", 0.4), ("sqrt", 0.2)])
+def test_a_named_rule_wins_and_opens_unknown_optimizers(rule: Any, lr: float) -> None:
+    """What the user asks for is done, on any optimizer with a learning rate."""
+    assert scale_lr(sgd(), 1, 4, rule).groups[0].lr_after == pytest.approx(lr)
+    adagrad = torch.optim.Adagrad(nn.Linear(3, 2).parameters(), lr=0.1)
+    scale_lr(adagrad, 1, 4, rule)
+    assert adagrad.param_groups[0]["lr"] == pytest.approx(lr)
+
+
+def test_a_tensor_rate_is_changed_in_place_and_once() -> None:
+    """Groups that share one lr tensor see it multiplied once, and it stays the same tensor."""
+    rate, beta2 = torch.tensor(0.1), torch.tensor(0.99)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizer = torch.optim.Adam(
+        [{"params": layer.parameters()} for layer in layers],
+        lr=rate,
+        betas=(torch.tensor(0.9), beta2),
+        capturable=True,
+        foreach=False,
+    )
+    scale_lr(optimizer, 16, 64)
+    assert all(group["lr"] is rate for group in optimizer.param_groups)
+    assert rate.item() == pytest.approx(0.2)
+    assert beta2.item() == pytest.approx(0.99**4)
+
+
+def test_it_prints_what_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    """One line by default, nothing with quiet, and the result says the same."""
+    scaling = scale_lr(sgd(), 16, 64)
+    assert capsys.readouterr().out == "SGD, batch 16 -> 64, linear rule: lr 0.1 -> 0.4\n"
+    assert str(scaling) == "SGD, batch 16 -> 64, linear rule: lr 0.1 -> 0.4"
+    assert scaling.groups == (GroupScaling(0.1, 0.4),)
+    scaling = scale_lr(two_groups(torch.optim.AdamW, lr=0.001), 32, 128, quiet=True)
+    assert capsys.readouterr().out == ""
+    assert str(scaling) == (
+        "AdamW, batch 32 -> 128, sqrt rule: group 0: lr 0.001 -> 0.002, beta2 0.999 -> 0.996006; "
+        "group 1: lr 0.01 -> 0.02, beta2 0.999 -> 0.996006"
+    )
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, float("nan"), "64", None])
+def test_a_batch_size_is_a_positive_integer(size: Any) -> None:
+    """Anything else is refused, naming the argument and what was given."""
+    with pytest.raises(ConfigurationError, match=r"to_batch=.*a batch size is a positive integer"):
+        scale_lr(sgd(), 16, size)
+    with pytest.raises(ConfigurationError, match=r"from_batch="):
+        scale_lr(sgd(), size, 16)
+
+
+def test_unknown_optimizers_and_rules_say_what_to_type() -> None:
+    """No rule is guessed."""
+    adagrad = torch.optim.Adagrad(nn.Linear(3, 2).parameters())
+    with pytest.raises(ConfigurationError, match=r'Adagrad(.|\n)*rule="linear"(.|\n)*rule="sqrt"'):
+        scale_lr(adagrad, 16, 64)
+    with pytest.raises(ConfigurationError, match="rule is one of auto, linear, sqrt"):
+        scale_lr(sgd(), 16, 64, rule="cubic")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="LBFGS"):
+        scale_lr(torch.optim.LBFGS(nn.Linear(3, 2).parameters()), 16, 64, rule="linear")
+    with pytest.raises(ConfigurationError, match="for each in optimizers: scale_lr"):
+        scale_lr([sgd(), sgd()], 16, 64)  # type: ignore[arg-type]
+
+
+def test_a_half_life_shorter_than_an_update_is_refused_and_nothing_changes() -> None:
+    """beta2 = 0.95 cannot keep its half-life of 13.5 updates in batches 64 times the size."""
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.001)
+    optimizer.add_param_group({"params": nn.Linear(2, 2).parameters(), "betas": (0.9, 0.95)})
+    with pytest.raises(ConfigurationError, match=r'group 1 .*13\.5 updates(.|\n)*group\["lr"\] \*= 8'):
+        scale_lr(optimizer, 16, 1024)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.001]
+    assert [group["betas"][1] for group in optimizer.param_groups] == [0.999, 0.95]
+
+
+def test_scaling_after_a_scheduler_is_refused() -> None:
+    """A scheduler has already copied the base rates, and would undo the change."""
+    optimizer = sgd()
+    warmup(optimizer, 10)
+    with pytest.raises(ConfigurationError, match=r"Scale first"):
+        scale_lr(optimizer, 16, 64)
+
+
+def rates(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int) -> list[float]:
+    """The learning rate of each of the next updates."""
+    seen = []
+    for _ in range(updates):
+        seen.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return seen
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1, dtype=torch.float64)])
+@pytest.mark.parametrize("updates", [1, 2, 5, 1000])
+def test_warmup_starts_above_zero_and_ends_at_the_full_rate(updates: int, lr: Any) -> None:
+    """Update n runs at n / updates of the rate, and stays there afterwards."""
+    optimizer = sgd(lr.clone() if isinstance(lr, torch.Tensor) else lr)
+    seen = rates(optimizer, warmup(optimizer, updates), updates + 2)
+    expected = [0.1 * min(n, updates) / updates for n in range(1, updates + 3)]
+    assert seen == pytest.approx(expected, rel=1e-10)
+
+
+def test_warmup_composes_with_other_schedules() -> None:
+    """Before a cosine and on top of one."""
+    optimizer = sgd()
+    schedulers: list[Any] = [warmup(optimizer, 4), CosineAnnealingLR(optimizer, 6)]
+    seen = rates(optimizer, SequentialLR(optimizer, schedulers, milestones=[4]), 10)
+    cosine = [0.05 * (1 + math.cos(math.pi * n / 6)) for n in range(6)]
+    assert seen == pytest.approx([0.025, 0.05, 0.075, 0.1, *cosine])
+
+    optimizer = sgd()
+    chained = ChainedScheduler([warmup(optimizer, 4), CosineAnnealingLR(optimizer, 6)], optimizer)
+    both = [min(n + 1, 4) / 4 * 0.05 * (1 + math.cos(math.pi * n / 6)) for n in range(6)]
+    assert rates(optimizer, chained, 6) == pytest.approx(both)
+
+
+def test_warmup_resumes_from_its_state() -> None:
+    """Stopped after three updates and loaded, it goes on as if it had not been."""
+    optimizer = sgd()
+    scheduler = warmup(optimizer, 8)
+    rates(optimizer, scheduler, 3)
+    state, settings = scheduler.state_dict(), optimizer.state_dict()
+    expected = rates(optimizer, scheduler, 7)
+
+    other = sgd()
+    resumed = warmup(other, 8)
+    other.load_state_dict(settings)
+    resumed.load_state_dict(state)
+    assert rates(other, resumed, 7) == expected
+
+
+@pytest.mark.parametrize("updates", [0, -3, True, 2.0, float("nan"), None])
+def test_warmup_refuses_nonsense(updates: Any) -> None:
+    """The number of updates is a positive integer, and the message says how to get it."""
+    with pytest.raises(ConfigurationError, match=r"positive integer(.|\n)*math\.ceil"):
+        warmup(sgd(), updates)
+    with pytest.raises(ConfigurationError, match=r"expected a torch\.optim\.Optimizer"):
+        warmup(nn.Linear(2, 2), 5)  # type: ignore[arg-type]
