@@ -1,0 +1,24 @@
+"""What every test stands on: one torch thread, Hypothesis profiles, GPU tests that say why they skip."""
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+# A first backward or a cold cache takes longer than any deadline worth setting.
+hypothesis.settings.register_profile("default", deadline=None)
+# A red run in CI must be red again when a person repeats it.
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `cuda` where there is no GPU, and say so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch.cuda.is_available() is False"))
