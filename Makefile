@@ -1,0 +1,67 @@
+# Every target makes what it needs, from python3 (3.10 or newer) and make alone; the second time is quick.
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+PIP    := $(RUN) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+ARGS   ?=
+
+# oneDNN picks AMX kernels for bfloat16 where the processor announces AMX, and dies with an illegal
+# instruction where a virtual machine does not let it use them. The cap is harmless on other processors.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check format bench
+
+help:  ## this list
+	@echo 'make TARGET [ARGS="..."]'
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST)
+
+train: $(VENV)/.ready  ## the textbook's experiment, measured: ARGS="--epochs 3 --clip 1.0"
+	@$(VENV)/bin/bigbatch train $(ARGS)
+
+# One torch thread per worker: workers that each start a thread per core only wait for one another.
+test: $(VENV)/.ready-test  ## every test: ARGS="-k window -x"
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+check: $(VENV)/.ready-lint  ## format, lint and types, changing nothing
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m mypy
+
+format: $(VENV)/.ready-lint  ## put the code into its format and fix what can be fixed
+	@$(RUN) -m ruff check --fix-only --quiet .
+	@$(RUN) -m ruff format .
+
+bench: $(VENV)/.ready-bench  ## the tables of exactness and overhead: ARGS="--json"
+	@$(RUN) -m benchmarks.exactness $(ARGS)
+	@$(RUN) -m benchmarks.overhead $(ARGS)
+
+# The environment grows in steps, so that the first command of a newcomer waits for little. Each stamp
+# is written last: an interrupted install is taken up again.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "bigbatch needs Python 3.10 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "hint: name another one, as in: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@$(RUN) -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV) ..." >&2; $(PYTHON) -m venv $(VENV); }
+	@echo "Installing torch and bigbatch into $(VENV) ..." >&2
+	@$(PIP) torch numpy  # numpy: torch warns at import where it is missing
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.ready-bench: $(VENV)/.ready
+	@echo "Installing what the benchmarks compare with ..." >&2
+	@$(PIP) --editable '.[bench]'
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready-bench
+	@echo "Installing the test tools ..." >&2
+	@$(PIP) --editable '.[test]'
+	@touch $@
+
+# mypy reads the tests too, so it needs what they import.
+$(VENV)/.ready-lint: $(VENV)/.ready-test
+	@echo "Installing the linters ..." >&2
+	@$(PIP) --editable '.[lint]'
+	@touch $@
