@@ -6,8 +6,8 @@ RUN    := $(VENV)/bin/python
 PIP    := $(RUN) -m pip install -qq --disable-pip-version-check --constraint constraints.txt
 ARGS   ?=
 
-# oneDNN picks AMX kernels for bfloat16 where the processor announces AMX, and dies with an illegal
-# instruction where a virtual machine does not let it use them. The cap is harmless on other processors.
+# On some processors oneDNN's choice for a bfloat16 matmul dies with an illegal instruction; under this cap it
+# does not. It only lowers what oneDNN may use, and is set here because a library must not set it for others.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
