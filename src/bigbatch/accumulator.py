@@ -1,0 +1,244 @@
+"""Micro-batches come in, updates come out."""
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from bigbatch import checks
+from bigbatch.errors import ConfigurationError, StateError, WindowError, WindowOpen
+from bigbatch.frozen import FrozenWeights
+from bigbatch.gradients import all_parameters
+from bigbatch.over import Over
+from bigbatch.samples import Surroundings
+from bigbatch.stepping import Stepper
+from bigbatch.terms import Count, Term, checked_count, read
+from bigbatch.update import Update
+from bigbatch.window import Window
+
+Batch = TypeVar("Batch")
+STATE_VERSION = 1
+
+
+class Accumulator:
+    """Accumulate gradients over micro-batches so that each update has exactly the big batch's gradient.
+
+        accumulator = Accumulator(model, optimizer, steps=4)
+        for inputs, labels in accumulator.over(loader):
+            accumulator.backward(criterion(model(inputs), labels))
+
+    It replaces, and unlike it is exact for short windows, short micro-batches, masked targets and class weights:
+
+        for i, (inputs, labels) in enumerate(loader):
+            loss = criterion(model(inputs), labels) / 4
+            loss.backward()
+            if (i + 1) % 4 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    `model` and `optimizer` are one or a sequence each; the gradient's norm is then one over all of them.
+
+    Args:
+        model: whose BatchNorm layers are looked at and whose frozen weights are known.
+        optimizer: whose parameters get gradients; a loss leaves all others alone.
+        steps: micro-batches per update; may be set to another number between windows.
+        clip_norm: the largest norm of the corrected gradient. `math.inf` reports the norm and clips nothing.
+        scheduler: stepped once per real update, not after a skipped one.
+        scaler: unscaled, stepped and updated once per window; pass the loss unscaled.
+        gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
+        batch_norm: "refuse" training-mode BatchNorm, or accept "micro"-batch statistics, which differ.
+        counts: a function from a batch to the counts of the loss's terms, for losses with several counts.
+        skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN. Costs one host
+            synchronisation per update; none with a fused optimizer and no scheduler.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        *,
+        steps: int,
+        clip_norm: float | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        scaler: GradScaler | None = None,
+        gradient_dtype: torch.dtype | None = torch.float32,
+        batch_norm: Literal["refuse", "micro"] = "refuse",
+        counts: Callable[[Any], Any] | None = None,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        """Check every argument; nothing is changed yet."""
+        self._models = checks.models(model)
+        optimizers = checks.optimizers(optimizer, self._models)
+        self._steps = checks.steps(steps)
+        self._gradient_dtype = checks.gradient_dtype(gradient_dtype)
+        self._batch_norm = checks.batch_norm(batch_norm)
+        self._counts = checks.counts(counts)
+        self._stepper = Stepper(
+            optimizers,
+            schedulers=checks.schedulers(scheduler, optimizers),
+            scaler=checks.scaler(scaler),
+            clip_norm=checks.clip_norm(clip_norm),
+            skip_nonfinite=skip_nonfinite,
+        )
+        self._stepper.watch()
+        self._surroundings = Surroundings(
+            own=frozenset(id(p) for p in all_parameters(optimizers)),
+            is_weight=FrozenWeights(self._models),
+            micro_batch_norm=batch_norm == "micro",
+        )
+        self._window: Window | None = None
+        self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
+        self._last = False
+        self._totals: tuple[Count, ...] | None = None
+        self._warned = False
+        self._only_own: bool | None = None  # unknown until the first backward
+
+    @property
+    def steps(self) -> int:
+        """How many micro-batches make an update."""
+        return self._steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        steps = checks.steps(steps)
+        if self._window is not None and steps != self._steps:
+            msg = (
+                f"steps cannot change from {self._steps} to {steps} inside a window: {self._window.micro_batches} "
+                "micro-batches were weighed for the old one.\n"
+                "Change it between windows, after accumulator.flush() or when backward has returned an Update."
+            )
+            raise WindowOpen(msg)
+        self._steps = steps
+
+    @property
+    def remaining(self) -> int:
+        """How many micro-batches are missing until the window is full."""
+        return self._steps - (self._window.micro_batches if self._window is not None else 0)
+
+    def over(self, loader: Iterable[Batch]) -> Over[Batch]:
+        """Wrap a loader, so that its last window is closed even if it is short.
+
+        It looks one batch ahead (a window ahead with `counts=`) and forwards `len`.
+        """
+        self._refuse_open_window()
+        return Over(loader, self, self._counts)
+
+    def backward(self, loss: Tensor, count: float | Tensor | Literal["sum", "once"] | None = None) -> Update | None:
+        """Add one micro-batch's gradient; returns the Update that it completed, or None.
+
+        `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
+        """
+        checks.loss(loss, self._stepper.scaler)
+        checks.batch_norm_modules(self._models, self._batch_norm)
+        terms = self._read(loss, count)
+        if self._window is None:
+            self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
+        if self._only_own is None:
+            self._only_own = not checks.reentrant_checkpoint(loss)
+        self._window.add(loss, terms, only_own=self._only_own)
+        if self._last or self._window.micro_batches >= self._steps:
+            return self.flush()
+        return None
+
+    def flush(self) -> Update | None:
+        """End the window early and make its update; None where no window is open."""
+        if self._window is None:
+            return None
+        if not self._window.micro_batches:
+            self.discard()
+            return None
+        update = self._window.close()
+        self._window, self._resumed = None, False
+        return update
+
+    def discard(self) -> None:
+        """Drop the open window and its gradients; the model and the optimizer are as before it."""
+        if self._window is not None:
+            self._window.discard()
+        self._window, self._resumed = None, False
+
+    def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
+        """Call `hook()` before each step, when `.grad` holds the big batch's gradient, corrected and not yet clipped.
+
+        It may read or change the gradients. Returns a function that removes it.
+        """
+        key = object()
+        self._stepper.hooks[id(key)] = hook
+
+        def remove(key: object = key) -> None:
+            self._stepper.hooks.pop(id(key), None)
+
+        return remove
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the open window, if any: its gradients and totals, in mid-window too.
+
+        Not in it: the model, the optimizer, the scheduler, the scaler and the loader's position. Save those beside it.
+        """
+        window = None if self._window is None else self._window.state_dict()
+        return {"version": STATE_VERSION, "steps": self._steps, "window": window}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with a saved window. Load the model and the optimizer first, then give `over` the remaining batches."""
+        if not isinstance(state, dict) or not {"version", "steps", "window"} <= state.keys():
+            msg = "this is not the state_dict() of an Accumulator: it should hold version, steps and window"
+            raise StateError(msg)
+        if state["version"] != STATE_VERSION:
+            msg = f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
+            raise StateError(msg)
+        self.discard()
+        self._steps = checks.steps(state["steps"])
+        if state["window"] is not None:
+            window = Window(self._stepper, self._steps, self._gradient_dtype)
+            try:
+                window.load_state_dict(state["window"])
+            except BaseException:
+                window.discard()
+                raise
+            self._window, self._resumed = window, True
+
+    def _read(self, loss: Tensor, count: object) -> list[Term]:
+        if count is not None:
+            kind, number = checked_count(count)
+            return [Term(None, kind, number, "count=", None)]
+        terms = read(loss, self._surroundings)
+        if not self._warned and checks.looks_divided(loss, self._steps):
+            self._warned = True
+            warnings.warn(checks.divided_message(self._steps), stacklevel=3)
+        return terms
+
+    def _known_totals(self) -> tuple[Count, ...] | None:
+        if self._counts is not None and self._totals is None:
+            msg = "counts= needs the batches of a window in advance: iterate over accumulator.over(loader)"
+            raise WindowError(msg)
+        return self._totals
+
+    def _refuse_open_window(self) -> None:
+        if self._window is None or self._resumed:
+            return
+        self._window.check()
+        msg = (
+            f"a window is still open, with {self._window.micro_batches} of {self._steps} micro-batches, left by break or "
+            "an exception.\n"
+            "Make its update with accumulator.flush(), or drop it with accumulator.discard(); then go on."
+        )
+        raise WindowOpen(msg)
+
+    # What Over tells us.
+
+    def _opening(self) -> None:
+        self._refuse_open_window()
+
+    def _batch(self, *, last: bool, totals: tuple[Count, ...] | None) -> None:
+        self._last, self._totals = last, totals
+
+    def _exhausted(self) -> None:
+        self.flush()  # the last batch made no backward: what came before must not be lost
+
+    def _left(self) -> None:
+        self._last, self._totals = False, None

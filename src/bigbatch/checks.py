@@ -1,0 +1,217 @@
+"""Misuse, caught at its first occurrence: what was found and what to type instead."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from bigbatch.errors import BatchNormError, ConfigurationError, LossError
+from bigbatch.graph import Node, edges, operation, saved_number, saved_tensor
+
+
+def models(model: object) -> tuple[nn.Module, ...]:
+    """Accept one module or several."""
+    found = tuple(model) if isinstance(model, list | tuple) else (model,)
+    for module in found:
+        if not isinstance(module, nn.Module):
+            msg = f"model must be an nn.Module or a sequence of them; found {type(module).__name__}"
+            raise ConfigurationError(msg)
+    if not found:
+        msg = "model is an empty sequence; pass at least one nn.Module"
+        raise ConfigurationError(msg)
+    return found
+
+
+def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimizer, ...]:
+    """Accept one optimizer or several, each with parameters of the models."""
+    found = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    theirs = {id(p) for module in modules for p in module.parameters()}
+    seen: set[int] = set()
+    if not found:
+        msg = "optimizer is an empty sequence; pass at least one torch.optim.Optimizer"
+        raise ConfigurationError(msg)
+    for each in found:
+        if not isinstance(each, Optimizer):
+            msg = f"optimizer must be a torch.optim.Optimizer or a sequence of them; found {type(each).__name__}"
+            raise ConfigurationError(msg)
+        name = type(each).__name__
+        if isinstance(each, LBFGS):
+            msg = (
+                "LBFGS evaluates the loss several times within one step, through a closure, so there is no window to "
+                "accumulate.\nUse a first-order optimizer such as torch.optim.AdamW."
+            )
+            raise ConfigurationError(msg)
+        mine = {id(p) for group in each.param_groups for p in group["params"]}
+        if not mine & theirs:
+            msg = (
+                f"{name} shares no parameter with the model: it holds {len(mine)} tensors, none of them among the model's "
+                f"{len(theirs)}.\nMake it from this model:  {name}(model.parameters(), ...). (A model moved or "
+                "re-created after its optimizer was made has other parameters.)"
+            )
+            raise ConfigurationError(msg)
+        if mine & seen:
+            msg = f"{len(mine & seen)} parameters belong to two optimizers; each may be stepped by one"
+            raise ConfigurationError(msg)
+        seen |= mine
+    return found
+
+
+def steps(number: object) -> int:
+    """Accept a positive integer."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        msg = f"steps must be a positive integer, the number of micro-batches per update; found {number!r}"
+        raise ConfigurationError(msg)
+    return number
+
+
+def clip_norm(norm: object) -> float | None:
+    """Accept a positive norm or none."""
+    if norm is None:
+        return None
+    if isinstance(norm, bool) or not isinstance(norm, int | float) or math.isnan(norm) or norm <= 0:
+        msg = f"clip_norm must be a positive number (math.inf only reports the norm) or None; found {norm!r}"
+        raise ConfigurationError(msg)
+    return float(norm)
+
+
+def gradient_dtype(dtype: object) -> torch.dtype | None:
+    """Accept what low-precision gradients may be added up in."""
+    if dtype is None or dtype in (torch.float32, torch.float64):
+        return dtype  # type: ignore[return-value]  # narrowed by the test above
+    msg = f"gradient_dtype must be torch.float32, torch.float64 or None (the parameter's own); found {dtype!r}"
+    raise ConfigurationError(msg)
+
+
+def batch_norm(mode: object) -> Literal["refuse", "micro"]:
+    """Accept one of the two modes."""
+    if mode == "refuse" or mode == "micro":
+        return mode  # type: ignore[return-value]  # narrowed by the test above
+    msg = f'batch_norm must be "refuse" or "micro"; found {mode!r}'
+    raise ConfigurationError(msg)
+
+
+def counts(function: object) -> Callable[[Any], Any] | None:
+    """Accept a function of a batch."""
+    if function is None or callable(function):
+        return function
+    msg = f"counts must be a function from a batch to its counts, one per term of the loss; found {function!r}"
+    raise ConfigurationError(msg)
+
+
+def scaler(found: object) -> GradScaler | None:
+    """Accept a gradient scaler."""
+    if found is None or isinstance(found, GradScaler):
+        return found
+    msg = f"scaler must be a torch.amp.GradScaler; found {type(found).__name__}"
+    raise ConfigurationError(msg)
+
+
+def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
+    """Accept schedulers that step without an argument."""
+    found = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    for each in found:
+        if isinstance(each, ReduceLROnPlateau):
+            msg = (
+                "ReduceLROnPlateau steps on a validation metric, which an update does not have.\n"
+                "Keep it out and call it yourself after each validation:  scheduler.step(validation_loss)"
+            )
+            raise ConfigurationError(msg)
+        if not isinstance(each, LRScheduler):
+            msg = f"scheduler must be a torch.optim.lr_scheduler.LRScheduler or a sequence; found {type(each).__name__}"
+            raise ConfigurationError(msg)
+        if not any(each.optimizer is o for o in known):
+            msg = f"{type(each).__name__} schedules an optimizer that was not given to this accumulator"
+            raise ConfigurationError(msg)
+    return found
+
+
+def loss(value: object, grad_scaler: GradScaler | None) -> None:
+    """Refuse what backward could not use, before anything is touched."""
+    if not isinstance(value, Tensor):
+        hint = " (a model output: pass its .loss)" if hasattr(value, "loss") else ""
+        msg = f"backward takes the loss, a tensor; found {type(value).__name__}{hint}"
+        raise LossError(msg)
+    if value.numel() != 1:
+        msg = (
+            f"backward takes one number, a mean or a sum; found a tensor of shape {tuple(value.shape)}.\n"
+            "Reduce it:  loss.mean(), or criterion(..., reduction='mean')"
+        )
+        raise LossError(msg)
+    if value.is_complex():
+        msg = f"backward takes a real loss; found {value.dtype}. Take loss.real or loss.abs()"
+        raise LossError(msg)
+    if not value.requires_grad:
+        msg = (
+            "this loss has no graph: it was computed under torch.no_grad(), detached, or from frozen parameters alone.\n"
+            "Compute it from the model's output with gradients on."
+        )
+        raise LossError(msg)
+    if grad_scaler is not None and _is_scaled(value, grad_scaler):
+        msg = (
+            "this loss has already been through scaler.scale(): it would be scaled twice.\n"
+            "Pass it as it is:  accumulator.backward(loss)"
+        )
+        raise LossError(msg)
+
+
+def _is_scaled(value: Tensor, grad_scaler: GradScaler) -> bool:
+    node, scale = value.grad_fn, getattr(grad_scaler, "_scale", None)
+    if node is None or scale is None or operation(node) != "Mul":
+        return False
+    factors = (saved_tensor(node, "other"), saved_tensor(node, "self"))
+    return any(factor is not None and factor.data_ptr() == scale.data_ptr() for factor in factors)
+
+
+def looks_divided(value: Tensor, number: int) -> bool:
+    """Tell whether the last thing done to the loss was to divide it by `steps`."""
+    node = value.grad_fn
+    if node is None or number == 1 or operation(node) not in {"Div", "Mul"}:
+        return False
+    factor = saved_number(node, "other")
+    if factor is None and operation(node) == "Mul":
+        factor = saved_number(node, "self")
+    return factor == (number if operation(node) == "Div" else 1 / number)
+
+
+def divided_message(number: int) -> str:
+    """Say what a loss divided by `steps` comes to."""
+    return (
+        f"this loss looks divided by steps ({number}) already, as hand-written accumulation does; bigbatch averages by "
+        f"itself, so its gradients would be {number} times too small. Pass the undivided loss."
+    )
+
+
+def batch_norm_modules(modules: Sequence[nn.Module], mode: str) -> None:
+    """Refuse BatchNorm in training mode: it would normalise by the micro-batch."""
+    if mode == "micro":
+        return
+    for model in modules:
+        for name, module in model.named_modules():
+            if isinstance(module, _BatchNorm) and module.training:
+                msg = (
+                    f"{type(module).__name__} '{name}' is in training mode: it normalises each micro-batch by its own "
+                    "mean and variance, not the big batch's, so the gradients differ, by 30 to 120 % where we measured.\n"
+                    "Either freeze it (module.eval()), or use GroupNorm or LayerNorm, or accept the difference:\n"
+                    '    Accumulator(..., batch_norm="micro")'
+                )
+                raise BatchNormError(msg)
+
+
+def reentrant_checkpoint(value: Tensor) -> bool:
+    """Tell whether the graph holds a reentrant checkpoint, which cannot run with a chosen set of parameters."""
+    stack, seen = [value.grad_fn], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if operation(node) == "CheckpointFunction":
+            return True
+        stack.extend(below for below, _ in edges(node))
+    return False

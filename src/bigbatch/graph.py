@@ -1,0 +1,123 @@
+"""Autograd nodes as they stand: what they are called, how large they are, what they came from.
+
+Everything here is read from a node's metadata. A saved tensor is looked at only where no hook guards it: unpacking
+one of those may copy it from the host or recompute a checkpointed block.
+"""
+
+from functools import cache
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+Edge: TypeAlias = tuple[Node | None, int]
+Shape: TypeAlias = tuple[int, ...]
+
+_WRAP = 1 << 63  # torch shows a saved negative integer as unsigned 64-bit
+
+
+def operation(node: Node) -> str:
+    """Give the operation behind a node: `NllLossBackward0` is `NllLoss`."""
+    return _operation(node.name())
+
+
+@cache
+def _operation(name: str) -> str:
+    return name.rstrip("0123456789").removesuffix("Backward")
+
+
+def edges(node: Node) -> tuple[Edge, ...]:
+    """Return the inputs of the operation; (None, 0) stands for one without gradient."""
+    return node.next_functions
+
+
+def shape(node: Node, output: int = 0) -> Shape:
+    """Return the shape of one of the operation's results."""
+    metadata: Any = node
+    return tuple(metadata._input_metadata[output].shape)
+
+
+def is_leaf(node: Node) -> bool:
+    """Tell whether the node is a tensor that gradients are added to."""
+    return node.name() == "torch::autograd::AccumulateGrad"
+
+
+def is_custom(node: Node) -> bool:
+    """Tell whether the node is a Python `autograd.Function`; compiled code and checkpoints are, too."""
+    return isinstance(node, BackwardCFunction)
+
+
+def variable(leaf: Node) -> Tensor:
+    """Return the tensor that a leaf node adds gradients to."""
+    accumulate: Any = leaf
+    found: Tensor = accumulate.variable
+    return found
+
+
+def saved(node: Node, name: str, default: Any = None) -> Any:
+    """Return a saved attribute that is not a tensor: a dimension, a size, a flag."""
+    return getattr(node, "_saved_" + name, default)
+
+
+def saved_dim(node: Node, name: str, rank: int) -> int:
+    """Return a saved dimension as an index into a shape of this rank."""
+    dim: int = getattr(node, "_saved_" + name)
+    if dim >= _WRAP:
+        dim -= 2 * _WRAP
+    return dim % rank if rank else 0
+
+
+def saved_dims(node: Node, rank: int) -> Shape:
+    """Return the saved dimensions of a reduction; none saved means all."""
+    dims = getattr(node, "_saved_dim", None)
+    if dims is None or dims == ():
+        return tuple(range(rank))
+    if isinstance(dims, int):
+        dims = (dims,)
+    return tuple((d - 2 * _WRAP if d >= _WRAP else d) % rank for d in dims)
+
+
+def saved_tensor(node: Node, name: str) -> Tensor | None:
+    """Return a saved tensor, or None where it was not saved or a hook guards it."""
+    raw = getattr(node, "_raw_saved_" + name, None)
+    if raw is None or getattr(raw, "unpack_hook", None) is not None:
+        return None
+    try:
+        found = getattr(node, "_saved_" + name)
+    except RuntimeError:  # the graph was freed by an earlier backward
+        return None
+    return found if isinstance(found, Tensor) else None
+
+
+def saved_number(node: Node, name: str) -> float | None:
+    """Return a saved scalar, where reading it does not wait for a device."""
+    plain = getattr(node, "_raw_saved_" + name, None)
+    if plain is None:
+        found = getattr(node, "_saved_" + name, None)
+        return float(found) if isinstance(found, int | float) else None
+    tensor = saved_tensor(node, name)
+    if tensor is None or tensor.dim() or tensor.device.type != "cpu" or tensor.is_complex():
+        return None
+    return float(tensor)
+
+
+def is_parameter(node: Node | None, own: frozenset[int] = frozenset()) -> bool:
+    """Tell whether a node is a parameter, perhaps seen through a transpose, a cast or a view."""
+    for _ in range(8):
+        if node is None:
+            return False
+        if is_leaf(node):
+            found = variable(node)
+            return isinstance(found, torch.nn.Parameter) or id(found) in own
+        if operation(node) not in _LOOKS_THROUGH:
+            return False
+        node = node.next_functions[0][0]
+    return False
+
+
+_LOOKS_THROUGH = frozenset(
+    "T Transpose Permute View ReshapeAlias UnsafeView Expand Unsqueeze Squeeze Clone Alias ToCopy Slice Select Split "
+    "SplitWithSizes Unbind Chunk WeightNormInterface".split()
+)

@@ -1,0 +1,138 @@
+"""Where a term's samples lie in a tensor, followed from the reduction down towards the model.
+
+A layout says of every dimension of a tensor what became of it on the way up to the loss. Reshapes glue dimensions
+together and cut them apart, so a dimension is a row of parts, outermost first, and a part is one of three things:
+
+    Axis     it reaches the reduction with its positions apart: samples may lie along it
+    PICKED   one position was chosen, others were left out or went elsewhere (`rewards[:n]`, `hidden[:, 0]`)
+    "Mm"     the operation of that name mixed its positions: samples must not lie along it
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias
+
+from bigbatch.graph import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A dimension that a reduction averaged or summed last of all, or a piece of it.
+
+    Two branches of a loss hold the same samples side by side only where their axes `match`.
+    """
+
+    reduction: int
+    dim: int
+    order: tuple[object, ...] = ()  # the index or mask its rows were taken by
+    path: tuple[object, ...] = ()  # which piece of it, where a reshape cut it
+
+    def piece(self, outer: int, inner: int, which: int) -> "Axis":
+        """Return the outer (0) or inner (1) piece after a cut into outer x inner."""
+        return replace(self, path=(*self.path, (outer, inner, which)))
+
+    def reordered(self, by: object) -> "Axis":
+        """Return the axis as it lies behind an index."""
+        return replace(self, order=(*self.order, by))
+
+    def matches(self, other: "Axis") -> bool:
+        """Tell whether one is the other or a piece of it."""
+        if (self.reduction, self.dim, self.order) != (other.reduction, other.dim, other.order):
+            return False
+        return all(a == b for a, b in zip(self.path, other.path, strict=False))
+
+
+class _Picked:
+    """The type of PICKED."""
+
+    def __repr__(self) -> str:
+        """Show the name."""
+        return "PICKED"
+
+
+PICKED: Final = _Picked()
+
+Tag: TypeAlias = Axis | _Picked | str
+Part: TypeAlias = tuple[int, Tag]
+Dim: TypeAlias = tuple[Part, ...]
+Layout: TypeAlias = tuple[Dim, ...]
+
+
+def mixed(sizes: Shape, by: str) -> Layout:
+    """Return a layout in which an operation has mixed everything."""
+    return tuple(((size, by),) for size in sizes)
+
+
+def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:
+    """Return the layout of an input that was broadcast from `sizes` to `out`."""
+    skip = len(out) - len(sizes)
+    if skip == 0 and sizes == out:
+        return layout
+    return tuple(
+        ((1, by),) if size == 1 and out[skip + i] != 1 else layout[skip + i] for i, size in enumerate(sizes)
+    )
+
+
+def reshaped(layout: Layout, sizes: Shape, by: str) -> Layout:
+    """Return the layout before a reshape: the same parts, cut and glued to fit `sizes`."""
+    if 0 in sizes:
+        return mixed(sizes, by)
+    pending = [part for dim in layout for part in dim][::-1]
+    result: list[Dim] = []
+    for size in sizes:
+        dim = _unit(pending, by) if size == 1 else _fill(size, pending)
+        if dim is None:
+            return mixed(sizes, by)
+        result.append(dim)
+    return tuple(result)
+
+
+def _unit(pending: list[Part], by: str) -> Dim:
+    """Take a dimension of size 1: one that was there, or the outermost sliver of what comes next."""
+    if not pending:
+        return ((1, by),)
+    if pending[-1][0] == 1:
+        return (pending.pop(),)
+    size, tag = pending[-1]
+    return ((1, tag.piece(1, size, 0) if isinstance(tag, Axis) else tag),)
+
+
+def _fill(size: int, pending: list[Part]) -> Dim | None:
+    """Take parts until they make up `size`, cutting the last one; None where the cuts do not meet."""
+    parts: list[Part] = []
+    while size > 1:
+        if not pending:
+            return None
+        part, tag = pending.pop()
+        if part == 1:
+            continue
+        if size % part == 0:
+            parts.append((part, tag))
+            size //= part
+        elif part % size == 0:
+            rest = part // size
+            outer, inner = (tag.piece(size, rest, 0), tag.piece(size, rest, 1)) if isinstance(tag, Axis) else (tag, tag)
+            parts.append((size, outer))
+            pending.append((rest, inner))
+            size = 1
+        else:
+            return None
+    return tuple(parts)
+
+
+def sample_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[Axis, ...] | str | None:
+    """Say along which axes the samples of a model's output lie, given the dimensions that may hold them.
+
+    The outermost part is taken to be the samples' (batch first). Answers the axes, or the name of the operation that
+    mixed it, or None where nothing but picked rows is left.
+    """
+    found: list[Axis] = []
+    culprit: str | None = None
+    for dim in dims:
+        for size, tag in layout[dim]:
+            if isinstance(tag, Axis):
+                found.append(tag)
+            elif isinstance(tag, str) and not found:
+                culprit = culprit or tag
+                if size > 1:
+                    return culprit
+    return tuple(found) or culprit

@@ -1,0 +1,216 @@
+"""The counts of one window: weigh each micro-batch, add up, correct at the end.
+
+Counts are known only after each forward, the total only after the last. So a micro-batch is weighed against a
+provisional total, a power of two, and the whole sum is corrected once:
+
+    sum over i of (d_i / provisional) * gradient_i     times     provisional / (sum over i of d_i)
+
+On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are never waited for.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import SeveralCounts
+from bigbatch.graph import Node
+from bigbatch.terms import Count, Term
+
+_RATIO_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What to multiply into a micro-batch's gradient: one weight for the whole loss, or one per term."""
+
+    whole: Count = 1.0
+    each: tuple[tuple[Node, Count], ...] = ()
+
+    @property
+    def nothing(self) -> bool:
+        """Whether this micro-batch is known to contribute nothing."""
+        return isinstance(self.whole, float) and self.whole == 0.0
+
+
+@dataclass
+class Ledger:
+    """The running totals of one window."""
+
+    steps: int
+    totals: tuple[Count, ...] | None = None  # each data term's total, where it is known in advance
+    micro_batches: int = 0
+    provisional: Count | None = None
+    total: Count = 0.0
+    loss: Count = 0.0
+    loss_known: bool = True
+    kind: str = ""  # of the data terms: "mean", "sum", "known"
+    reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
+    in_ratio: Tensor | None = None  # on a device: whether several counts have kept their ratio so far
+
+    def weigh(self, terms: list[Term]) -> Weights:
+        """Return the weights of the next micro-batch, or raise; nothing is entered yet."""
+        data = [term for term in terms if term.kind != "once"]
+        if self.totals is not None:
+            return self._known(terms, data)
+        kinds = {term.kind for term in data}
+        if len(kinds) > 1 or (self.kind and kinds and kinds != {self.kind}):
+            raise SeveralCounts(several(terms, "a mean beside a sum"))
+        if "mean" in kinds:
+            return Weights(self._share(data, terms))
+        first = self.micro_batches == 0
+        once = tuple((term.node, 1.0 if first else 0.0) for term in terms if term.kind == "once" and term.node is not None)
+        if not data:
+            return Weights(1.0 if first else 0.0)
+        return Weights(1.0, once)
+
+    def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
+        """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
+        data = [term for term in terms if term.kind != "once"]
+        value: Count = loss.detach().item() if loss.device.type == "cpu" else loss.detach().double()
+        if self.totals is None and data and data[0].kind == "mean":
+            self.kind = "mean"
+            count = data[0].count
+            self.total = self.total + count
+            if isinstance(count, Tensor):
+                self.loss = self.loss + torch.where(count > 0, value * count, 0.0)
+            elif count:
+                self.loss = self.loss + value * count
+        else:
+            self.kind = "known" if self.totals is not None else self.kind or ("sum" if data else "")
+            self._enter_parts(terms, weights, value, factors)
+        self.micro_batches += 1
+
+    def _enter_parts(self, terms: list[Term], weights: Weights, value: Count, factors: dict[Node, Tensor]) -> None:
+        """Add up a loss whose terms have weights of their own: counted terms tell their value, one may be the rest."""
+        of = dict(weights.each)
+        rest, rest_weight, unknown = value, weights.whole, 0
+        for term in terms:
+            if term.node not in of or term.node is None:
+                continue
+            if term.value is None:
+                unknown, rest_weight = unknown + 1, of[term.node]
+                continue
+            part = factors[term.node] * term.value
+            amount: Count = part.item() if part.device.type == "cpu" else part.double()
+            rest = rest - amount
+            self.loss = self.loss + amount * of[term.node]
+        whole = any(term.node not in of for term in terms)
+        if unknown + whole > 1 and not all(weight == 1.0 for weight in of.values() if isinstance(weight, float)):
+            self.loss_known = False
+        if unknown or whole:
+            self.loss = self.loss + rest * rest_weight
+
+    def correction(self) -> Count:
+        """Return what the summed gradient is to be multiplied with."""
+        if self.kind != "mean" or self.provisional is None:
+            return 1.0
+        if isinstance(self.total, Tensor):
+            return torch.where(self.total > 0, self.provisional / self.total, 0.0)
+        return self.provisional / self.total if self.total else 0.0
+
+    def big_loss(self) -> Count | None:
+        """Return the big batch's own loss, where it can be known."""
+        if not self.loss_known:
+            return None
+        if self.kind != "mean":
+            return self.loss
+        if isinstance(self.total, Tensor):
+            return self.loss / self.total
+        return self.loss / self.total if self.total else math.nan
+
+    def _share(self, data: list[Term], terms: list[Term]) -> Count:
+        self._keep_ratio(data, terms)
+        count = data[0].count
+        if isinstance(count, Tensor):
+            if self.provisional is None:
+                self.provisional = _power_of_two(count.double().clamp(min=1.0) * self.steps)
+            return count / self.provisional
+        if not count:
+            return 0.0
+        if self.provisional is None:
+            self.provisional = 2.0 ** round(math.log2(count * self.steps))
+        return count / self.provisional
+
+    def _keep_ratio(self, data: list[Term], terms: list[Term]) -> None:
+        """Several counts in constant ratio are as good as one."""
+        counts = [term.count for term in data]
+        if not self.reference:
+            if isinstance(counts[0], Tensor) or counts[0]:
+                self.reference = counts
+            elif any(counts):
+                raise SeveralCounts(several(terms, "counts not in constant ratio"))
+            return
+        if len(counts) != len(self.reference):
+            raise SeveralCounts(several(terms, f"{len(counts)} terms here and {len(self.reference)} before"))
+        first, *others = counts
+        for now, then in zip(others, self.reference[1:], strict=True):
+            here, there = now * self.reference[0], then * first
+            if isinstance(here, Tensor) or isinstance(there, Tensor):
+                kept = torch.as_tensor((here - there) ** 2 <= (_RATIO_TOLERANCE * here) ** 2)
+                self.in_ratio = kept if self.in_ratio is None else self.in_ratio & kept
+            elif abs(here - there) > _RATIO_TOLERANCE * max(here, there):
+                raise SeveralCounts(several(terms, "counts not in constant ratio"))
+
+    def _known(self, terms: list[Term], data: list[Term]) -> Weights:
+        """Weigh by totals that were counted in advance: nothing is left to correct."""
+        totals = self.totals or ()
+        if len(totals) != len(data):
+            raise SeveralCounts(
+                f"counts= gave {len(totals)} counts, and the loss has {len(data)} terms over data: {listed(data)}.\n"
+                "Return one count per term, in the order in which they are written."
+            )
+        weights: list[tuple[Node, Count]] = []
+        for term, total in zip(data, totals, strict=True):
+            if term.node is None:
+                return Weights(_ratio(term.count, total))
+            weights.append((term.node, 1.0 if term.kind == "sum" else _ratio(term.count, total)))
+        first = self.micro_batches == 0
+        weights += [(term.node, float(first)) for term in terms if term.kind == "once" and term.node is not None]
+        _refuse_shared_nodes(terms, weights)
+        if len(weights) == 1:
+            return Weights(weights[0][1])
+        return Weights(1.0, tuple(weights))
+
+
+def _ratio(count: Count, total: Count) -> Count:
+    if isinstance(count, Tensor) or isinstance(total, Tensor):
+        share = torch.as_tensor(count / total)
+        return torch.where(torch.as_tensor(total) > 0, share, torch.zeros_like(share))
+    return count / total if total else 0.0
+
+
+def _power_of_two(number: Tensor) -> Tensor:
+    return torch.exp2(torch.round(torch.log2(number)))
+
+
+def _refuse_shared_nodes(terms: list[Term], weights: list[tuple[Node, Count]]) -> None:
+    """One learned factor over terms of different counts leaves no place for two weights."""
+    seen: dict[Node, Count] = {}
+    for node, weight in weights:
+        if node in seen and seen[node] is not weight and seen[node] != weight:
+            raise SeveralCounts(
+                f"terms with different counts stand under one learned factor: {listed(terms)}.\n"
+                "Multiply it into each term: a * x + a * y instead of a * (x + y)."
+            )
+        seen[node] = weight
+
+
+def listed(terms: list[Term]) -> str:
+    """Show terms with their counts, without waiting for a device."""
+    return ", ".join(
+        f"{term.name} ({term.kind}{'' if isinstance(term.count, Tensor) or term.kind != 'mean' else f' over {term.count:g}'})"
+        for term in terms
+    )
+
+
+def several(terms: list[Term], found: str) -> str:
+    """Explain that several counts must be known before the first backward."""
+    return (
+        f"the terms of this loss were averaged over different things: found {found} in {listed(terms)}.\n"
+        "Their gradients share one buffer, so each term's total over the window must be known before its first backward. "
+        "Give the counts of a batch, one per term in the order in which they are written:\n"
+        "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
+        "The wrapped loader then looks a window ahead. A sum counts as 'sum'. BigStep needs none of this."
+    )

@@ -1,0 +1,471 @@
+"""What each operation does to samples: given the layout of its result, the layouts of its inputs.
+
+One rule per kind of operation. An operation without a rule is one we know nothing about; the reader then refuses.
+"""
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from bigbatch.graph import (
+    Edge,
+    Node,
+    Shape,
+    edges,
+    operation,
+    saved,
+    saved_dim,
+    saved_dims,
+    saved_tensor,
+    shape,
+)
+from bigbatch.layout import PICKED, Axis, Dim, Layout, Tag, broadcast, mixed, reshaped
+
+Inputs: TypeAlias = list[tuple[Edge, Layout]]
+Rule: TypeAlias = Callable[[Node, int, Layout], Inputs]
+
+NONE, MEAN, SUM = range(3)  # how torch writes a fused loss's reduction
+
+
+def _size(edge: Edge) -> Shape:
+    node, output = edge
+    return shape(node, output) if node is not None else ()
+
+
+def _only(node: Node) -> Edge:
+    return edges(node)[0]
+
+
+def pointwise(node: Node, output: int, layout: Layout) -> Inputs:
+    """Each element comes from the elements at its place."""
+    out, name = shape(node, output), operation(node)
+    return [(edge, broadcast(layout, _size(edge), out, name) if edge[0] else ()) for edge in edges(node)]
+
+
+def fused_loss(node: Node, output: int, layout: Layout) -> Inputs:
+    """Elementwise losses; with a reduction of their own they mix everything."""
+    if saved(node, "reduction") == NONE:
+        return pointwise(node, output, layout)
+    return everything(node, output, layout)
+
+
+def everything(node: Node, _output: int, _layout: Layout) -> Inputs:
+    """Each element comes from all elements."""
+    return [(edge, mixed(_size(edge), operation(node))) for edge in edges(node)]
+
+
+def view(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Reshapes: the same elements in the same order."""
+    edge = _only(node)
+    return [(edge, reshaped(layout, _size(edge), operation(node)))]
+
+
+def unsqueeze(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Remove the dimension that was put in."""
+    dim = saved_dim(node, "dim", len(layout))
+    return [(_only(node), layout[:dim] + layout[dim + 1 :])]
+
+
+def squeeze(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Put the dimensions of size 1 back that were dropped."""
+    edge = _only(node)
+    sizes = _size(edge)
+    dims = saved_dims(node, len(sizes))
+    dropped = {d for d in dims if sizes[d] == 1}
+    kept = iter(layout)
+    return [(edge, tuple(((1, PICKED),) if d in dropped else next(kept) for d in range(len(sizes))))]
+
+
+def transpose(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Swap two dimensions back."""
+    rank = len(layout)
+    if operation(node) == "T":
+        return [(_only(node), layout[::-1])]
+    a, b = saved_dim(node, "dim0", rank), saved_dim(node, "dim1", rank)
+    order = list(layout)
+    order[a], order[b] = order[b], order[a]
+    return [(_only(node), tuple(order))]
+
+
+def permute(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Put permuted dimensions back."""
+    rank = len(layout)
+    order: list[Dim] = [()] * rank
+    for place, dim in enumerate(saved(node, "dims")):
+        order[(dim - (1 << 64) if dim >= 1 << 63 else dim) % rank] = layout[place]
+    return [(_only(node), tuple(order))]
+
+
+def reduction(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Sums, norms, maxima over some dimensions: those are mixed."""
+    edge, name = _only(node), operation(node)
+    sizes = _size(edge)
+    if not layout:
+        return everything(node, 0, layout)
+    dims = saved_dims(node, len(sizes))
+    keep = bool(saved(node, "keepdim")) or len(layout) == len(sizes)
+    rest = iter(layout)
+    result: list[Dim] = []
+    for d, size in enumerate(sizes):
+        if d in dims:
+            result.append(((size, name),))
+            if keep:
+                next(rest)
+        else:
+            result.append(next(rest))
+    return [(edge, tuple(result))]
+
+
+def along(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Softmax, sorting, cumulative sums, gathering: one dimension is mixed."""
+    name = operation(node)
+    mixing: Inputs = []
+    for edge in edges(node):
+        sizes = _size(edge)
+        if edge[0] is None or not sizes:
+            mixing.append((edge, layout if edge[0] else ()))
+            continue
+        dim = saved_dim(node, "dim", len(sizes))
+        mixing.append((edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :])))
+    return mixing
+
+
+def spatial(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Pooling, padding and interpolation: batch and channel stay, positions are mixed."""
+    edge, name = _only(node), operation(node)
+    sizes = _size(edge)
+    return [(edge, (*layout[:2], *(((size, name),) for size in sizes[2:])))]
+
+
+def attention(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Scaled dot products: batch and head stay, positions are mixed."""
+    name = operation(node)
+    return [
+        (edge, (*layout[:2], *(((size, name),) for size in _size(edge)[2:]))) if edge[0] else (edge, ())
+        for edge in edges(node)
+    ]
+
+
+def _chunk(layout: Layout, dim: int, size: int, outer: bool, name: str) -> Layout:
+    """Give the layout of a tensor of which an even share along `dim` was taken."""
+    part = layout[dim]
+    took = 1
+    for n, _ in part:
+        took *= n
+    if took == size:
+        return layout
+    if took == 0 or size % took:
+        return (*layout[:dim], ((size, name),), *layout[dim + 1 :])
+    share = (size // took, PICKED)
+    return (*layout[:dim], (share, *part) if outer else (*part, share), *layout[dim + 1 :])
+
+
+def take_slice(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Even shares (`rewards[:n]`, `rewards[n:]`, `x[::2]`) stay apart; other cuts move rows past each other."""
+    edge = _only(node)
+    sizes = _size(edge)
+    dim = saved_dim(node, "dim", len(sizes))
+    size, took = sizes[dim], shape(node, 0)[dim]
+    start, step = saved(node, "start") or 0, saved(node, "step") or 1
+    start = start - (1 << 64) if start >= 1 << 63 else start
+    start = max(start + size, 0) if start < 0 else start
+    even = took and (start % took == 0 if step == 1 else start < step and took * step == size)
+    if took == size or even:
+        return [(edge, _chunk(layout, dim, size, step == 1, operation(node)))]
+    return [(edge, (*layout[:dim], ((size, operation(node)),), *layout[dim + 1 :]))]
+
+
+def split(node: Node, output: int, layout: Layout) -> Inputs:
+    """Equal chunks stay apart; unequal ones move rows past each other."""
+    edge = _only(node)
+    sizes = _size(edge)
+    dim = saved_dim(node, "dim", len(sizes))
+    took = {shape(node, n)[dim] for n in range(_results(node))}
+    if len(took) == 1:
+        return [(edge, _chunk(layout, dim, sizes[dim], True, operation(node)))]
+    del output
+    return [(edge, (*layout[:dim], ((sizes[dim], operation(node)),), *layout[dim + 1 :]))]
+
+
+def _results(node: Node) -> int:
+    metadata: object = getattr(node, "_input_metadata", ())
+    return len(metadata) if isinstance(metadata, list | tuple) else 1
+
+
+def select(node: Node, _output: int, layout: Layout) -> Inputs:
+    """One position along a dimension."""
+    edge = _only(node)
+    sizes = _size(edge)
+    dim = saved_dim(node, "dim", len(sizes))
+    return [(edge, (*layout[:dim], ((sizes[dim], PICKED),), *layout[dim:]))]
+
+
+def _reordered(dim: Dim, by: object) -> Dim:
+    return tuple((size, tag.reordered(by) if isinstance(tag, Axis) else tag) for size, tag in dim)
+
+
+def _tag(dim: Dim) -> Tag:
+    return dim[0][1] if dim else PICKED
+
+
+def index(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
+    edge, name = _only(node), operation(node)
+    sizes = _size(edge)
+    indices = saved(node, "indices") if getattr(node, "_raw_saved_indices", None) is not None else None
+    chosen = [(d, i) for d, i in enumerate(indices or ()) if i is not None]
+    places = [d for d, _ in chosen]
+    if not chosen or places != list(range(places[0], places[0] + len(places))):
+        return everything(node, 0, layout)
+    first, tensor = chosen[0]
+    covers = tensor.dim() if tensor.dtype.is_floating_point is False and str(tensor.dtype) == "torch.bool" else 1
+    if covers == 1 and tensor.dim() != 1:
+        return everything(node, 0, layout)
+    rows = layout[first]
+    taken = 1
+    for n, _ in rows:
+        taken *= n
+    covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
+    if taken > covered:  # some rows were taken twice
+        return everything(node, 0, layout)
+    head: Dim = _reordered(((sizes[first], _tag(rows)),), (name, tensor.data_ptr()))
+    picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
+    return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
+
+
+def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Rows chosen by numbers along one dimension."""
+    edge, name = _only(node), operation(node)
+    sizes = _size(edge)
+    dim = saved_dim(node, "dim", len(sizes))
+    by = saved_tensor(node, "index")
+    if by is None or by.numel() > sizes[dim]:
+        return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :]))]
+    rows = _reordered(((sizes[dim], _tag(layout[dim])),), (name, by.data_ptr()))
+    return [(edge, (*layout[:dim], rows, *layout[dim + 1 :]))]
+
+
+def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Elements chosen by a mask, outermost dimension first."""
+    edge = _only(node)
+    sizes = _size(edge)
+    mask = saved_tensor(node, "mask")
+    by = (operation(node), mask.data_ptr() if mask is not None else None)
+    rows = _reordered(((sizes[0], _tag(layout[0])),), by)
+    return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
+
+
+def cat(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Concatenation: along its dimension each input holds some of the rows."""
+    dim = saved_dim(node, "dim", len(layout))
+    return [
+        (edge, (*layout[:dim], ((_size(edge)[dim], _tag(layout[dim])),), *layout[dim + 1 :]))
+        for edge in edges(node)
+        if edge[0] is not None and len(_size(edge)) == len(layout)
+    ]
+
+
+def stack(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Stacking: the new dimension goes."""
+    dim = saved_dim(node, "dim", len(layout))
+    return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
+
+
+def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:
+    """The diagonal pairs each row with the column of its number."""
+    edge = _only(node)
+    sizes = _size(edge)
+    dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
+    rest = iter(layout[:-1])
+    tag = _tag(layout[-1]) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
+    return [(edge, tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes)))]
+
+
+def matmul(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Rows of the left factor, columns of the right one; the inner dimension is mixed."""
+    name = operation(node)
+    left, right = MATMULS[name]
+    result: Inputs = []
+    for place, edge in enumerate(edges(node)):
+        sizes = _size(edge)
+        if edge[0] is None:
+            result.append((edge, ()))
+        elif place == left:
+            result.append((edge, (*layout[: len(sizes) - 1], ((sizes[-1], name),))))
+        elif place == right and len(sizes) > 1:
+            # Rows of one factor against rows of the other: what mixes them further up is not to blame.
+            rows = layout[-1] if any(isinstance(tag, Axis) for _, tag in layout[-1]) else ((sizes[-1], name),)
+            inner: Dim = ((sizes[-2], name),)
+            last = (rows, inner) if name == "Cdist" else (inner, rows)
+            result.append((edge, (*_batch(layout, len(sizes), name, sizes), *last)))
+        elif place == right:
+            result.append((edge, (((sizes[0], name),),)))
+        else:  # what was added
+            result.append((edge, broadcast(layout, sizes, shape(node), name)))
+    return result
+
+
+def _batch(layout: Layout, rank: int, name: str, sizes: Shape) -> Layout:
+    """Give the leading dimensions of a batched right factor; a plain matrix has none."""
+    return layout[: rank - 2] if len(layout) == rank else mixed(sizes[:-2], name)
+
+
+def outer(node: Node, _output: int, layout: Layout) -> Inputs:
+    """The outer product of two vectors."""
+    first, second = edges(node)[:2]
+    return [(first, layout[:1]), (second, layout[1:])]
+
+
+def nll(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Pick each row's target: samples stay, classes are mixed."""
+    edge, name = _only(node), operation(node)
+    sizes = _size(edge)
+    if saved(node, "reduction") != NONE:
+        return everything(node, 0, layout)
+    if len(sizes) == 1:
+        return [(edge, mixed(sizes, name))]
+    return [(edge, (layout[0], ((sizes[1], name),), *layout[1:]))]
+
+
+def per_sample(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Multi-class margins: one value a row, from the whole row."""
+    if saved(node, "reduction") != NONE:
+        return everything(node, 0, layout)
+    edge, name = _only(node), operation(node)
+    return [(edge, (*layout[:1], *(((size, name),) for size in _size(edge)[1:])))]
+
+
+def ctc(node: Node, _output: int, layout: Layout) -> Inputs:
+    """One value a sequence, from log-probabilities of shape (time, batch, classes)."""
+    edge, name = _only(node), operation(node)
+    sizes = _size(edge)
+    if len(sizes) != len(("time", "batch", "classes")) or not layout:
+        return everything(node, 0, layout)
+    return [(edge, (((sizes[0], name),), layout[0], ((sizes[2], name),)))]
+
+
+def layer_norm(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Normalise over the last dimensions: those are mixed."""
+    name = operation(node)
+    kept = len(layout) - len(saved(node, "normalized_shape", (0,)))
+    return _normalised(node, layout, kept, name)
+
+
+def group_norm(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Normalise within a sample: all but the first dimension is mixed."""
+    return _normalised(node, layout, 1, operation(node))
+
+
+def batch_norm(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Batch statistics mix the samples; running statistics do not."""
+    name = operation(node)
+    if saved(node, "training"):
+        sizes = shape(node)
+        layout = (((sizes[0], name),), layout[1], *(((size, name),) for size in sizes[2:]))
+    return _normalised(node, layout, len(layout), name)
+
+
+def _normalised(node: Node, layout: Layout, kept: int, name: str) -> Inputs:
+    first, *rest = edges(node)
+    inner = tuple(((size, name),) for size in shape(node)[kept:])
+    return [(first, (*layout[:kept], *inner)), *((edge, mixed(_size(edge), name)) for edge in rest)]
+
+
+MATMULS: dict[str, tuple[int, int]] = {  # which inputs are the left and the right factor
+    "Mm": (0, 1),
+    "Addmm": (1, 2),
+    "Bmm": (0, 1),
+    "Baddbmm": (1, 2),
+    "Mv": (0, 1),
+    "Addmv": (1, 2),
+    "Cdist": (0, 1),
+}
+
+NORMS: dict[str, Rule] = {
+    "NativeLayerNorm": layer_norm,
+    "FusedRmsNorm": layer_norm,
+    "NativeGroupNorm": group_norm,
+    "NativeBatchNorm": batch_norm,
+    "CudnnBatchNorm": batch_norm,
+    "MiopenBatchNorm": batch_norm,
+}
+
+POINTWISE_LOSSES = frozenset(
+    "MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss".split()
+)
+ROW_LOSSES = frozenset("MultiMarginLoss MultilabelMarginLoss".split())
+NLL = frozenset("NllLoss NllLoss2D".split())
+
+# Pure functions of their inputs alone: nothing but parameters below them means a regulariser.
+PURE_POINTWISE = frozenset(
+    "Add Sub Rsub Mul Div Pow Exp Exp2 Expm1 Log Log2 Log10 Log1P Sqrt Rsqrt Neg Abs Sgn Sign Sin Cos Tan Asin Acos Atan "
+    "Atan2 Sinh Cosh Tanh Asinh Acosh Atanh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Celu Gelu Silu Mish Hardtanh "
+    "Hardswish Hardsigmoid Hardshrink Softshrink Threshold PreluKernel Clamp ClampMin ClampMax Lerp Addcmul Addcdiv "
+    "Maximum Minimum Fmax Fmin Erf Erfc Erfinv Reciprocal ToCopy Clone Alias Logaddexp Logaddexp2 Hypot Sinc Logit "
+    "Digamma Lgamma Polygamma Xlogy SpecialXlog1Py SpecialEntr SpecialErfcx SpecialNdtri SpecialLogNdtr NanToNum Round "
+    "Floor Ceil Trunc Frac Fmod Remainder Expand Real Imag Conj Copysign".split()
+)
+# Pointwise, with an input that the graph does not show: a mask, a condition, noise.
+MASKED_POINTWISE = frozenset("Where MaskedFill NativeDropout FusedDropout RreluWithNoise MaskedScale".split())
+REDUCTIONS = frozenset(
+    "Sum Mean Prod Var Std VarMean StdMean Logsumexp Amax Amin Max Min Median Nanmedian Norm LinalgVectorNorm Nansum "
+    "Kthvalue Mode Aminmax".split()
+)
+ALONG = frozenset(
+    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu Flip Roll Renorm "
+    "Unfold".split()
+)
+VIEWS = frozenset("View UnsafeView ReshapeAlias Reshape".split())
+SPATIAL = frozenset(
+    "AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D "
+    "AdaptiveMaxPool3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D "
+    "UpsampleBicubic2D UpsampleTrilinear3D ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D "
+    "PixelShuffle PixelUnshuffle Im2Col Col2Im GridSampler2D".split()
+)
+ATTENTION = frozenset(
+    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention "
+    "ScaledDotProductCudnnAttention".split()
+)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(PURE_POINTWISE | MASKED_POINTWISE, pointwise),
+    **dict.fromkeys(POINTWISE_LOSSES, fused_loss),
+    **dict.fromkeys(ROW_LOSSES, per_sample),
+    **dict.fromkeys(NLL, nll),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(ALONG, along),
+    **dict.fromkeys(VIEWS, view),
+    **dict.fromkeys(SPATIAL, spatial),
+    **dict.fromkeys(ATTENTION, attention),
+    **dict.fromkeys(MATMULS, matmul),
+    **NORMS,
+    "Unsqueeze": unsqueeze,
+    "Squeeze": squeeze,
+    "T": transpose,
+    "Transpose": transpose,
+    "Permute": permute,
+    "Slice": take_slice,
+    "Split": split,
+    "SplitWithSizes": split,
+    "Select": select,
+    "Unbind": select,
+    "Index": index,
+    "IndexSelect": index_select,
+    "MaskedSelect": masked_select,
+    "Cat": cat,
+    "Stack": stack,
+    "Diagonal": diagonal,
+    "Ger": outer,
+    "Pdist": everything,
+    "Dot": everything,
+    "Cov": everything,
+    "CtcLoss": ctc,
+    "CudnnCtcLoss": ctc,
+}
+
+
+def rule_of(name: str) -> Rule | None:
+    """Return what is known of an operation; the backward of a pointwise operation is pointwise, too."""
+    found = RULES.get(name)
+    if found is None and name.endswith("Backward") and name.removesuffix("Backward") in PURE_POINTWISE:
+        return pointwise
+    return found

@@ -1,0 +1,99 @@
+"""A loader that looks ahead: one batch, to know the last one; or a window, to count it."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar
+
+from bigbatch.errors import ConfigurationError
+from bigbatch.terms import Count, checked_count
+
+Batch = TypeVar("Batch")
+
+
+class Listener(Protocol):
+    """What an `Over` tells the accumulator that made it."""
+
+    @property
+    def remaining(self) -> int: ...  # micro-batches until the window is full
+    def _opening(self) -> None: ...
+    def _batch(self, *, last: bool, totals: tuple[Count, ...] | None) -> None: ...
+    def _exhausted(self) -> None: ...
+    def _left(self) -> None: ...
+
+
+class Over(Generic[Batch]):
+    """A loader's batches, with the accumulator told beforehand which one is the last.
+
+    Any iterable will do: a loader, a generator, an endless stream. `len` is forwarded where there is one.
+    """
+
+    def __init__(self, loader: Iterable[Batch], listener: Listener, counts: Callable[[Any], Any] | None) -> None:
+        """Wrap a loader; nothing is read from it yet."""
+        self._loader, self._listener, self._counts = loader, listener, counts
+        self.last = False  # whether the batch given out last is the loader's last
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches, where the loader knows it."""
+        if not isinstance(self._loader, Sized):
+            msg = f"this loader has no length: {type(self._loader).__name__} does not define len()"
+            raise TypeError(msg)
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Give out the batches; a window left open by the end of the loader is closed."""
+        self._listener._opening()
+        try:
+            for batch, self.last, totals in self._look_ahead():
+                self._listener._batch(last=self.last, totals=totals)
+                yield batch
+            self._listener._exhausted()
+        finally:  # also after `break` and exceptions
+            self._listener._left()
+
+    def _look_ahead(self) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
+        if self._counts is not None:
+            yield from self._window_ahead(self._counts)
+        elif isinstance(self._loader, Over):  # the inner one looks ahead for both
+            for batch in self._loader:
+                yield batch, self._loader.last, None
+        else:
+            source = iter(self._loader)
+            for batch in source:
+                current = batch
+                break
+            else:
+                return
+            for following in source:
+                yield current, False, None
+                current = following
+            yield current, True, None
+
+    def _window_ahead(self, counts: Callable[[Any], Any]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
+        source = iter(self._loader)
+        window: deque[Batch] = deque()
+        while True:
+            steps = self._listener.remaining
+            window.extend(islice(source, max(steps + 1 - len(window), 0)))  # one more, to know the last
+            if not window:
+                return
+            now = [window.popleft() for _ in range(min(steps, len(window)))]
+            totals = _totals([counts(batch) for batch in now])
+            for place, batch in enumerate(now):
+                yield batch, not window and place == len(now) - 1, totals
+
+
+def _totals(counted: list[Any]) -> tuple[Count, ...]:
+    """Add up the counts of a window's batches, term by term."""
+    rows = [row if isinstance(row, tuple | list) else (row,) for row in counted]
+    if len({len(row) for row in rows}) > 1:
+        msg = f"counts= must return as many counts for every batch; it returned {[len(row) for row in rows]}"
+        raise ConfigurationError(msg)
+    totals: list[Count] = []
+    for column in zip(*rows, strict=True):
+        checked = [checked_count(count) for count in column]
+        if all(kind == "sum" for kind, _ in checked):
+            totals.append(1.0)
+        else:
+            totals.append(sum((number for _, number in checked[1:]), start=checked[0][1]))
+    return tuple(totals)

@@ -1,0 +1,221 @@
+"""One reduction: what it was taken over, and whether it is over data at all."""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bigbatch import refusals
+from bigbatch.graph import Edge, Node, edges, operation, saved, saved_dims, saved_tensor, shape
+from bigbatch.layout import Axis, Dim, Layout
+from bigbatch.operations import MEAN, NLL, NONE, POINTWISE_LOSSES, ROW_LOSSES, SUM, VIEWS, Rule, rule_of
+from bigbatch.samples import Samples, Surroundings, parameters_alone
+
+Count: TypeAlias = float | Tensor
+Kind: TypeAlias = Literal["mean", "sum", "once"]
+
+FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
+
+_LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """What a reduction was over: `count` things averaged, or data summed, or parameters alone."""
+
+    kind: Kind
+    count: Count
+    name: str
+    sizes: frozenset[float] = frozenset()  # dividing a sum by one of these makes it a mean (kl_div's batchmean)
+
+
+def read_reduction(edge: Edge, surroundings: Surroundings) -> Sum | list[tuple[Edge, tuple[Node, ...]]] | None:
+    """Follow means, sums and reshapes, one inside the other, to what they were taken over.
+
+    Answers the reduction; or, where scalars were stacked, those with the factor that the reduction is to them; or None
+    where there is no reduction.
+    """
+    chain = _Chain()
+    node, output = edge
+    while node is not None:
+        name = operation(node)
+        if name in {"Mean", "Sum"}:
+            chain.reduce(node, name)
+        elif name == "Dot":
+            chain.dot(node)
+            break
+        elif name in _LINEAR:
+            rule: Rule | None = rule_of(name)
+            chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
+        elif name == "Stack" and len(shape(node, output)) == 1:
+            return [(below, tuple(chain.means)) for below in edges(node) if below[0] is not None]
+        else:
+            break
+        node, output = edges(node)[0]
+    if not chain.kinds:
+        return None
+    return chain.read((node, output), surroundings)
+
+
+@dataclass
+class _Chain:
+    """Reductions inside each other, outermost first, and the layout below the last of them."""
+
+    layout: Layout = ()
+    kinds: list[str] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    means: list[Node] = field(default_factory=list)
+    below: list[Edge] = field(default_factory=list)
+
+    def reduce(self, node: Node, name: str) -> None:
+        """Pass a mean or a sum: the dimensions it took away come back as axes."""
+        sizes: tuple[int, ...] = tuple(saved(node, "self_sym_sizes"))
+        dims = saved_dims(node, len(sizes))
+        keep = bool(saved(node, "keepdim", False))
+        rest = iter(self.layout)
+        layout: list[Dim] = []
+        count = 1
+        for dim, size in enumerate(sizes):
+            if dim in dims:
+                layout.append(((size, Axis(len(self.kinds), dim)),))
+                count *= size
+                if keep:
+                    next(rest, None)
+            else:
+                layout.append(next(rest))
+        self.layout = tuple(layout)
+        self.kinds.append(name)
+        self.counts.append(count)
+        if name == "Mean":
+            self.means.append(node)
+
+    def dot(self, node: Node) -> None:
+        """Pass a dot product: the sum of a pointwise product."""
+        self.layout = (((0, Axis(len(self.kinds), 0)),),)
+        self.kinds.append("Sum")
+        self.counts.append(0)
+        self.below = list(edges(node))
+
+    def read(self, edge: Edge, surroundings: Surroundings) -> Sum:
+        """Walk on below and say what the samples' own reduction was over."""
+        samples = Samples(surroundings)
+        if 0 in self.counts and self.kinds[self.counts.index(0)] == "Mean":
+            return Sum("mean", 0.0, "Mean")  # a mean over nothing counts nothing
+        for below in self.below or [edge]:
+            if below[0] is None:
+                samples.gradless = True
+            else:
+                samples.walk(below, self.layout)
+        return self._over(samples, edge)
+
+    def _over(self, samples: Samples, edge: Edge) -> Sum:
+        level = self._level(samples)
+        name = self.kinds[level]
+        parts = self.below or [edge]
+        if name == "Mean":
+            # Means of parameters alone are the same in every micro-batch, so any weights that add up to 1 serve; but
+            # beside a term over data they must not be taken for one.
+            if not samples.data and not samples.gradless:
+                return Sum("once", 1.0, name)
+            return Sum("mean", float(self.counts[level]), name)
+        if not samples.data and not samples.gradless:
+            return Sum("once", 1.0, name)
+        if all(parameters_alone(part, samples.surroundings.own) for part in parts):
+            return Sum("once", 1.0, name)
+        if not samples.data:
+            raise refusals.data_or_constant(name)
+        if "Mean" in self.kinds[:level]:
+            raise refusals.scaled_sum("Mean", "a number")
+        return Sum("sum", 1.0, name, self._sizes(edge))
+
+    def _level(self, samples: Samples) -> int:
+        if samples.axes:
+            return samples.axes[0].reduction
+        for dim in self.layout:
+            for _, tag in dim:
+                if isinstance(tag, Axis):
+                    return tag.reduction
+        return 0
+
+    def _sizes(self, edge: Edge) -> frozenset[float]:
+        """Give the divisors that make this sum a mean: its rows, or, for class probabilities, its positions."""
+        node, output = edge
+        if node is None or len(self.kinds) > 1:
+            return frozenset()
+        sizes = shape(node, output)
+        found = {float(sizes[0])} if sizes else set()
+        while node is not None and operation(node) in {"Neg", "Mul"}:
+            node = next((below for below, _ in edges(node) if below is not None), None)
+        if node is not None and operation(node) == "LogSoftmax" and len(sizes) > 1:
+            found.add(float(self.counts[0] // max(sizes[1], 1)))
+        return frozenset(found)
+
+
+def read_fused(node: Node, name: str, surroundings: Surroundings) -> Sum:
+    """Read a loss that reduces by itself: cross-entropy, squared error and their kin."""
+    edge = next((edge for edge in edges(node) if edge[0] is not None), (None, 0))
+    below, output = edge
+    assert below is not None  # noqa: S101 - a node without gradient inputs would not exist
+    sizes = shape(below, output)
+    how = saved(node, "reduction")
+    axes: list[Dim] = [((size, Axis(0, dim)),) for dim, size in enumerate(sizes)]
+    if name in NLL:
+        axes[1 if len(sizes) > 1 else 0] = ((sizes[1 if len(sizes) > 1 else 0], name),)
+        count: Count = _targets(node, name) if how == MEAN else 1.0
+    elif name in ROW_LOSSES:
+        axes[1:] = [((size, name),) for size in sizes[1:]]
+        count = float(sizes[0]) if len(sizes) > 1 else 1.0
+    else:
+        count = float(torch.Size(sizes).numel())
+    if how == NONE:  # one element, not reduced
+        return Sum("mean", 1.0, name)
+    samples = Samples(surroundings)
+    if 0 not in sizes:
+        for other in edges(node):
+            if other[0] is not None and shape(*other) == sizes:
+                samples.walk(other, tuple(axes))
+    if how == SUM:
+        return Sum("sum", 1.0, name)
+    return Sum("mean", count, name)
+
+
+def _targets(node: Node, name: str) -> Count:
+    """How many targets a cross-entropy was averaged over, or the sum of their class weights."""
+    total = saved_tensor(node, "total_weight")
+    if total is None:
+        raise refusals.hidden(name)
+    if total.dtype in _LOW_PRECISION:  # bf16 cannot count beyond 256
+        total = _count_again(node, name)
+    total = total.detach()
+    return total.item() if total.device.type == "cpu" else total
+
+
+def _count_again(node: Node, name: str) -> Tensor:
+    target, weight = saved_tensor(node, "target"), saved_tensor(node, "weight")
+    if target is None:
+        raise refusals.hidden(name)
+    ignored = saved(node, "ignore_index")
+    kept = target != (ignored - (1 << 64) if ignored >= 1 << 63 else ignored)
+    if weight is None:
+        return kept.sum()
+    return torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
+
+
+def label_smoothing(node: Node, surroundings: Surroundings) -> Sum | None:
+    """Recognise `cross_entropy(label_smoothing=...)`, which torch builds from a plain one and a sum over classes."""
+    inputs = [below for below, _ in edges(node)]
+    if len(inputs) != 2 or any(below is None or operation(below) != "Mul" or len(edges(below)) != 1 for below in inputs):  # noqa: PLR2004
+        return None
+    plain, smooth = (edges(below)[0][0] for below in inputs if below is not None)
+    if plain is None or smooth is None or operation(plain) not in NLL:
+        return None
+    while smooth is not None and operation(smooth) in {"Div", "Sum", "MaskedFill", "Neg", "Mul", "View"}:
+        smooth = edges(smooth)[0][0]
+    source = edges(plain)[0][0]
+    while source is not None and operation(source) == "View":
+        source = edges(source)[0][0]
+    if smooth is None or source is not smooth or operation(source) != "LogSoftmax":
+        return None
+    return read_fused(plain, operation(plain), surroundings)

@@ -1,0 +1,111 @@
+"""What the reader says when it refuses a loss: what was found, why it matters, the line that settles it."""
+
+from bigbatch.errors import CoupledLoss, UnreadableLoss
+
+_COUNT = """Say what the loss was averaged over:
+    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over
+for example
+    accumulator.backward(loss, count=(labels != -100).sum())
+and where it is one term of several, counted(term, n) in its place."""
+
+_WORDS = {
+    "Mm": "a matrix product of samples with samples",
+    "Bmm": "a matrix product of samples with samples",
+    "Addmm": "a matrix product of samples with samples",
+    "Cdist": "distances between all pairs",
+    "Pdist": "distances between all pairs",
+    "Softmax": "a softmax over the batch",
+    "LogSoftmax": "a softmax over the batch",
+    "Sort": "sorting across the batch",
+    "Topk": "choosing the largest across the batch",
+    "Cumsum": "a running sum across the batch",
+    "Mean": "a mean over the batch inside the loss",
+    "Sum": "a sum over the batch inside the loss",
+    "Std": "a standard deviation over the batch",
+    "Var": "a variance over the batch",
+    "NativeBatchNorm": "BatchNorm in training mode",
+    "CudnnBatchNorm": "BatchNorm in training mode",
+    "Slice": "rows shifted against each other",
+    "Index": "rows taken by index and put beside other rows",
+    "IndexSelect": "rows taken by index and put beside other rows",
+}
+
+
+def coupled(name: str) -> CoupledLoss:
+    """Explain that samples meet in the named operation."""
+    what = f"{name}Backward ({_WORDS[name]})" if name in _WORDS else f"{name}Backward" if name.isidentifier() else name
+    return CoupledLoss(
+        f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.\n"
+        "A micro-batch cannot know the samples of the others, so no weights make the parts add up to the big batch's "
+        "gradient.\n"
+        "Use BigStep with bigbatch.across, which runs the micro-batches of a window together; or, if this operation "
+        "really acts on each sample alone, say so:\n"
+        "    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over"
+    )
+
+
+def unknown(name: str) -> UnreadableLoss:
+    """Explain that an operation below the mean is unknown."""
+    return UnreadableLoss(
+        f"cannot tell whether the samples of this loss stay apart: found {name} between the model and the mean, an "
+        f"operation that bigbatch knows nothing about.\n{_COUNT}"
+    )
+
+
+def gradless_factor(name: str) -> UnreadableLoss:
+    """Explain that a factor without gradient may be a frozen weight or other samples."""
+    return UnreadableLoss(
+        f"cannot tell whether the samples of this loss stay apart: found {name}Backward of the model's output with a "
+        "tensor that has no gradient and is no parameter or buffer of the model. A frozen weight leaves samples apart; "
+        f"other samples (detached keys, targets) do not.\n{_COUNT}"
+    )
+
+
+def scaled_sum(name: str, by: str) -> UnreadableLoss:
+    """Explain that a factor above a data sum may be a count or a constant."""
+    verb = "divided by" if name == "Div" else "times"
+    return UnreadableLoss(
+        f"cannot tell what this loss was averaged over: found {name}Backward, a sum over data {verb} {by}. That may be "
+        "a count, which differs from micro-batch to micro-batch, or a constant, which does not.\n"
+        f"{_COUNT}\n"
+        "If it is a constant, move it inside the sum, (0.5 * x).sum(), or write counted(term, 'sum')."
+    )
+
+
+def nonlinear(name: str) -> UnreadableLoss:
+    """Explain that a function above the mean does not add up."""
+    return UnreadableLoss(
+        f"this loss does not add up over micro-batches: found {name}Backward above its mean, and a function of a mean "
+        "is not the mean of the function (the root of a mean, a product of means).\n"
+        "Use BigStep with bigbatch.across.mean, or apply the function to each sample below the mean.\n"
+        "If there is no batch mean below it, say what the loss is over:\n"
+        "    accumulator.backward(loss, count=n)"
+    )
+
+
+def custom(name: str) -> UnreadableLoss:
+    """Explain that a custom or compiled function hides its reduction."""
+    kind = "a compiled function" if name == "CompiledFunction" else "a custom function"
+    return UnreadableLoss(
+        f"cannot tell what this loss was averaged over: found {name}Backward, {kind}, which hides its reduction.\n{_COUNT}"
+    )
+
+
+def hidden(name: str) -> UnreadableLoss:
+    """Explain that the count is behind a saved-tensor hook."""
+    return UnreadableLoss(
+        f"cannot tell what this loss was averaged over without computing it again: {name}Backward keeps its count "
+        "behind a saved-tensor hook (a checkpointed or offloaded loss).\n"
+        f"Take the loss out of the checkpoint (checkpoint the model alone), or:\n{_COUNT}"
+    )
+
+
+def data_or_constant(name: str) -> UnreadableLoss:
+    """Explain that a sum may be over data or over constants."""
+    return UnreadableLoss(
+        f"cannot tell whether this is a sum over data or a regulariser: below {name}Backward parameters meet a tensor "
+        "without gradient, which may be data or a constant.\n"
+        "Say which:\n"
+        "    counted(term, 'once')     # the same in every micro-batch: counts once per window\n"
+        "    counted(term, 'sum')      # a sum over this micro-batch's data"
+    )

@@ -1,0 +1,178 @@
+"""Below a reduction: along which axis do the samples lie, and are they still apart?
+
+The walk goes from the reduction down to the first operation that holds a parameter (or is compiled): what lies below
+is the model. Every operation on the way must keep the samples apart, and all its branches must hold the same samples
+side by side; otherwise the loss is coupled and no weights make micro-batches add up to the big batch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from bigbatch import refusals
+from bigbatch.graph import (
+    Edge,
+    Node,
+    edges,
+    is_custom,
+    is_leaf,
+    is_parameter,
+    operation,
+    saved_number,
+    saved_tensor,
+    shape,
+)
+from bigbatch.layout import Axis, Layout, sample_axes
+from bigbatch.operations import (
+    MASKED_POINTWISE,
+    MATMULS,
+    NORMS,
+    PURE_POINTWISE,
+    REDUCTIONS,
+    VIEWS,
+    Inputs,
+    rule_of,
+)
+
+_MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink".split())
+_PURE = PURE_POINTWISE | REDUCTIONS | VIEWS | frozenset(MATMULS) | frozenset(
+    "Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split()
+)
+# under which names torch saves the two factors, where it saves them
+_FACTORS = {"Addmm": ("mat1", "mat2"), "Addmv": ("mat", "vec"), "Mv": ("self", "vec"), "Baddbmm": ("batch1", "batch2")}
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the reader knows beside the graph: whose parameters these are, and which tensors are the model's."""
+
+    own: frozenset[int] = frozenset()  # ids of the optimizers' parameters: a plain tensor may be one
+    is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
+    micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
+
+
+@dataclass
+class Samples:
+    """What the walk below one reduction found."""
+
+    surroundings: Surroundings
+    axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
+    data: bool = False  # the model's output was met
+    gradless: bool = False  # a tensor without gradient was met: data, or a constant
+    _seen: set[tuple[Node, int, Layout]] = field(default_factory=set)
+
+    def walk(self, edge: Edge, layout: Layout) -> None:
+        """Follow one branch to the model; raises where samples are coupled or an operation is unknown."""
+        stack: Inputs = [(edge, layout)]
+        while stack:
+            (node, output), layout = stack.pop()
+            if node is None or (node, output, layout) in self._seen:
+                continue
+            self._seen.add((node, output, layout))
+            stack.extend(self._below(node, output, layout))
+
+    def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
+        name = operation(node)
+        if is_leaf(node):
+            if not is_parameter(node, self.surroundings.own):
+                self._model(layout, (0,))
+            return []
+        rule = rule_of(name)
+        if rule is None or is_custom(node):
+            if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.surroundings.own) for n, _ in edges(node)):
+                raise refusals.unknown(name)
+            self._model(layout, (0,))
+            return []
+        if name in NORMS and self.surroundings.micro_batch_norm and "BatchNorm" in name:
+            self._model(layout, (0,))
+            return []
+        if name in MATMULS or name in NORMS or name == "Convolution":
+            return self._layer(node, name, layout, rule(node, output, layout))
+        inputs = rule(node, output, layout)
+        if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
+            self.gradless = self.gradless or not _by_number(node, name)
+        return inputs
+
+    def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
+        """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
+        own = self.surroundings.own
+        data, weight = MATMULS.get(name, (0, 1))
+        matrix = name in MATMULS
+        held = [is_parameter(edge[0], own) for edge, _ in inputs]
+        if held[data] and held[weight]:
+            return []
+        if held[weight]:
+            mine = inputs[data][1] or layout
+            self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))))
+            return []
+        if held[data] and matrix:
+            self._model(layout, (*range(len(layout) - 2), len(layout) - 1))
+            return []
+        if matrix:
+            for place, which in ((0, data), (1, weight)):
+                if inputs[which][0][0] is None:
+                    self._factor_without_gradient(node, name, place, layout)
+        return [(edge, below) for edge, below in inputs if edge[0] is not None]
+
+    def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
+        """A frozen weight or batch data? Only the first leaves the rows apart."""
+        tensor = saved_tensor(node, _FACTORS.get(name, ("self", "mat2"))[place])
+        if tensor is None or not self.surroundings.is_weight(tensor):
+            raise refusals.gradless_factor(name)
+        self._model(layout, tuple(range(len(layout))))
+
+    def _model(self, layout: Layout, dims: tuple[int, ...]) -> None:
+        """The model's edge: its samples lie along its outermost dimension; compare with the other branches."""
+        self.data = True
+        if not layout:
+            return
+        found = sample_axes(layout, dims)
+        if isinstance(found, str):
+            raise refusals.coupled(found)
+        if found is None:
+            return
+        agreed = found if self.axes is None else tuple(a for a in self.axes if any(a.matches(b) for b in found))
+        if not agreed:
+            raise refusals.coupled(self._where_rows_meet())
+        self.axes = agreed
+
+    def _where_rows_meet(self) -> str:
+        """Name the operation whose inputs hold samples along different axes; slow, for the error alone."""
+        for node, output, layout in self._seen:
+            rule = rule_of(operation(node))
+            inputs = [below for edge, below in rule(node, output, layout) if edge[0] is not None] if rule else []
+            axes = [{(tag.reduction, tag.dim, tag.order) for dim in below for _, tag in dim if isinstance(tag, Axis)} for below in inputs]
+            if any(a and b and not a & b for a in axes for b in axes):
+                return operation(node)
+        return "rows set against other rows"
+
+
+def parameters_alone(edge: Edge, own: frozenset[int]) -> bool:
+    """Tell whether a value is made of parameters and numbers, the same for every micro-batch."""
+    stack, seen = [edge[0]], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is None:
+            return False
+        if node in seen or is_leaf(node):
+            if is_leaf(node) and not is_parameter(node, own):
+                return False
+            continue
+        seen.add(node)
+        name = operation(node)
+        if name not in _PURE or is_custom(node):
+            return False
+        scalar = not shape(node)
+        for below, _ in edges(node):
+            if below is None and (scalar or _by_number(node, name)):
+                continue  # a 0-d tensor without gradient, or a Python number
+            stack.append(below)
+    return True
+
+
+def _by_number(node: Node, name: str) -> bool:
+    """Tell whether what has no gradient here is a number, as in `0.5 * p`."""
+    if name not in {"Mul", "Div", "Pow"}:
+        return False
+    return any(saved_number(node, which) is not None for which in ("other", "self", "exponent"))

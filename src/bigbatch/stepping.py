@@ -1,0 +1,142 @@
+"""From a window's summed gradient to the step: correct, show, clip, step, each once."""
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from bigbatch.errors import WindowDisturbed
+from bigbatch.gradients import Gradients
+from bigbatch.terms import Count
+
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+@dataclass
+class Stepper:
+    """The optimizers of a window and what is to happen when it closes."""
+
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[LRScheduler] = ()
+    scaler: GradScaler | None = None
+    clip_norm: float | None = None
+    skip_nonfinite: bool = False
+    hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    window_open: bool = False  # an optimizer stepped by hand while it is raises
+    _stepping: bool = False
+    _stepped: bool = False
+
+    def watch(self) -> None:
+        """Notice each step of the optimizers, whoever calls it."""
+        me = weakref.ref(self)
+
+        def noticed(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+            stepper = me()
+            if stepper is not None:
+                stepper._notice()
+
+        for optimizer in self.optimizers:
+            weakref.finalize(self, optimizer.register_step_pre_hook(noticed).remove)
+
+    def _notice(self) -> None:
+        if self.window_open and not self._stepping:
+            msg = (
+                "optimizer.step() was called inside a window. Nothing was stepped, and the window is as it was.\n"
+                "Take the call out: accumulator.backward(loss) steps when the window is full.\n"
+                "To end a window early:  accumulator.flush()"
+            )
+            raise WindowDisturbed(msg)
+        self._stepped = True
+
+    def step(self, gradients: Gradients, correction: Count) -> tuple[Tensor | None, bool | Tensor]:
+        """Make the update; returns the gradient's norm before clipping, and whether the step was skipped."""
+        active = [o for o in self.optimizers if any(p.grad is not None for g in o.param_groups for p in g["params"])]
+        if self.scaler is not None:
+            self._unscale(active)
+        if self.hooks:
+            gradients.scale(correction)
+            correction = 1.0
+            for hook in list(self.hooks.values()):
+                hook()
+        norm = gradients.norm() if self.clip_norm is not None or self.skip_nonfinite else None
+        factor = correction
+        if norm is not None:
+            norm = norm * (correction.to(norm) if isinstance(correction, Tensor) else correction)
+            if self.clip_norm is not None and self.clip_norm != float("inf"):
+                factor = factor * torch.clamp(self.clip_norm / (norm + _CLIP_EPSILON), max=1.0)
+        watched = norm is not None and self.skip_nonfinite and self.scaler is None  # a scaler skips by itself
+        nonfinite = ~torch.isfinite(norm) if watched and norm is not None else None
+        skipped = self._apply(gradients, factor, active, nonfinite)
+        if self.schedulers and not skipped:
+            for scheduler in self.schedulers:
+                scheduler.step()
+        return (norm if self.clip_norm is not None else None), skipped
+
+    def _unscale(self, active: Sequence[Optimizer]) -> None:
+        """Divide the loss scale out, once; an inf anywhere skips all optimizers of the window."""
+        assert self.scaler is not None  # noqa: S101 - the caller has looked
+        for optimizer in active:
+            self.scaler.unscale_(optimizer)
+        if len(active) > 1 and self.scaler.is_enabled():
+            flags = [flag for o in active for flag in self.scaler._found_inf_per_device(o).values()]
+            anywhere = torch.stack([flag.to(flags[0].device) for flag in flags]).sum()
+            for flag in flags:
+                flag.copy_(anywhere)
+
+    def _apply(self, gradients: Gradients, factor: Count, active: Sequence[Optimizer], nonfinite: Tensor | None) -> bool | Tensor:
+        """Step every optimizer, or none."""
+        fused = bool(active) and self.scaler is None and all(_is_fused(o) for o in active)
+        if nonfinite is not None and (self.schedulers or not fused):
+            if bool(nonfinite):  # the one host synchronisation
+                return True
+            nonfinite = None
+        handed: dict[str, Tensor] = {}
+        if fused and isinstance(factor, Tensor) and _all_float32(gradients):
+            handed["grad_scale"] = (1.0 / factor).float()
+        else:
+            gradients.scale(factor)
+        if fused and nonfinite is not None:
+            handed["found_inf"] = nonfinite.float()
+        gradients.narrow()
+        self._stepped = False
+        with self._by_us(active, handed):
+            for optimizer in active:
+                if self.scaler is not None:
+                    self.scaler.step(optimizer)
+                else:
+                    optimizer.step()
+        if self.scaler is not None and active:
+            self.scaler.update()
+        if nonfinite is not None:
+            return nonfinite
+        return bool(active) and not self._stepped
+
+    @contextmanager
+    def _by_us(self, active: Sequence[Optimizer], handed: dict[str, Tensor]) -> Iterator[None]:
+        """Step with our own mark on it, and with what fused kernels take as attributes."""
+        self._stepping = True
+        for optimizer in active:
+            vars(optimizer).update(handed)
+        try:
+            yield
+        finally:
+            self._stepping = False
+            for optimizer in active:
+                for name in handed:
+                    vars(optimizer).pop(name, None)
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    supports: Any = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _all_float32(gradients: Gradients) -> bool:
+    return all(g.dtype == torch.float32 for g in gradients.dense())

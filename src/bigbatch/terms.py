@@ -1,0 +1,183 @@
+"""What a loss was averaged over, read from its graph.
+
+    L(big batch) = sum over terms t of  factor_t * (sum of S_t,i) / (sum of d_t,i)        i over micro-batches
+
+A micro-batch's loss shows S_t,i / d_t,i. Its graph tells the rest: which nodes are the terms, and of each the count
+d_t,i. Factors need no reading: a gradient passes through them by itself.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bigbatch import refusals
+from bigbatch.errors import LossError
+from bigbatch.graph import Edge, Node, edges, is_custom, is_leaf, operation, saved, saved_number
+from bigbatch.reductions import FUSED, Count, Kind, Sum, label_smoothing, read_fused, read_reduction
+from bigbatch.samples import Surroundings, parameters_alone
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One mean or sum inside a loss: `mean` over `count` things, `sum` over data, or `once`, of parameters alone."""
+
+    node: Node | None  # where a weight for this term alone may be put; None: the loss itself
+    kind: Kind
+    count: Count
+    name: str
+    value: Tensor | None = None  # known for counted terms only
+
+
+class _Counted(torch.autograd.Function):
+    """An identity in the graph that carries a count."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, kind: Kind, count: Count) -> Tensor:
+        ctx.kind, ctx.count, ctx.value = kind, count, value.detach()
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        del ctx
+        return gradients[0], None, None
+
+
+def counted(value: Tensor, count: float | Tensor | Literal["sum", "once"]) -> Tensor:
+    """Say what a value was averaged over, where its graph cannot tell.
+
+    >>> loss = counted(ce, tokens) + 0.1 * counted(aux, samples)
+
+    `count` is the number of things that this micro-batch's mean is over, as a number or a tensor on any device; or
+    "sum" for a plain sum over data; or "once" for a term that is the same in every micro-batch, such as a regulariser.
+    It is your word: nothing below it is read. A masked mean with nothing left to average must not be NaN in its
+    gradient: write `x.sum() / n.clamp(min=1)`.
+    """
+    kind, number = checked_count(count)
+    if value.dim():
+        msg = f"counted takes a 0-d tensor, a mean or a sum; found one of shape {tuple(value.shape)}"
+        raise LossError(msg)
+    if not value.requires_grad:
+        return value
+    result: Tensor = _Counted.apply(value, kind, number)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return result
+
+
+def checked_count(count: object) -> tuple[Kind, Count]:
+    """Return the kind and number of a count that a user gave, or refuse it."""
+    if count == "sum" and isinstance(count, str):
+        return "sum", 1.0
+    if count == "once" and isinstance(count, str):
+        return "once", 1.0
+    if isinstance(count, Tensor):
+        if count.numel() != 1 or count.requires_grad or count.is_complex():
+            msg = f"a count is one number without gradient; found a tensor of shape {tuple(count.shape)}"
+            raise LossError(msg)
+        if count.device.type == "cpu":
+            return checked_count(count.item())
+        return "mean", count.detach().reshape(())
+    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < float("inf"):
+        msg = f"a count is a number of things, 0 or more, or 'sum' or 'once'; found {count!r}"
+        raise LossError(msg)
+    return "mean", float(count)
+
+
+class _Place(NamedTuple):
+    """A scalar on the way down from the loss."""
+
+    edge: Edge
+    pinned: Node | None  # a product with a parameter above: a weight must be put there, to reach both factors
+    factors: tuple[Node, ...]  # constant factors passed on the way, outermost first
+
+
+def read(loss: Tensor, surroundings: Surroundings) -> list[Term]:
+    """Return the terms of a loss in the order they were written, or raise a LossError that says what to type."""
+    root = loss.grad_fn
+    if root is None:  # a bare parameter
+        return [Term(None, "once", 1.0, "a parameter")]
+    terms: list[Term] = []
+    stack = [_Place((root, loss.output_nr), None, ())]
+    while stack:
+        below = _step(stack.pop(), surroundings)
+        if isinstance(below, Term):
+            terms.append(below)
+        else:
+            stack.extend(reversed(below))
+    return terms
+
+
+def _step(place: _Place, surroundings: Surroundings) -> Term | list[_Place]:
+    """Go one scalar operation down: to the scalars that it was made of, or to a term."""
+    node, output = place.edge
+    assert node is not None  # noqa: S101 - _Place is only made of edges that carry gradient
+    name = operation(node)
+    if is_custom(node):
+        return _custom(place, node, output, name)
+    if is_leaf(node):
+        return Term(place.pinned or node, "once", 1.0, "a parameter")
+    if name in {"Add", "Sub", "Rsub"}:
+        return _sum(place, node, surroundings)
+    if name in {"Mul", "Div"}:
+        return _product(place, node, name, surroundings)
+    if name in FUSED:
+        return _term(place, node, read_fused(node, name, surroundings), surroundings)
+    found = read_reduction(place.edge, surroundings)
+    if isinstance(found, list):
+        return [_Place(edge, place.pinned, (*place.factors, *factors)) for edge, factors in found]
+    if found is not None:
+        return _term(place, node, found, surroundings)
+    if parameters_alone(place.edge, surroundings.own):
+        return Term(place.pinned or node, "once", 1.0, name)
+    raise refusals.nonlinear(name)
+
+
+def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_Place]:
+    carried: Any = node
+    if name == "_Counted":
+        return Term(place.pinned or node, carried.kind, carried.count, "counted", carried.value)
+    if name == "_DDPSink":  # DDP's find_unused_parameters wraps a model's outputs in an identity
+        return [place._replace(edge=edges(node)[output])]
+    raise refusals.custom(name)
+
+
+def _sum(place: _Place, node: Node, surroundings: Surroundings) -> Term | list[_Place]:
+    smoothed = label_smoothing(node, surroundings)
+    if smoothed is not None:
+        return _term(place, node, smoothed, surroundings)
+    scaled = saved(node, "alpha", 1) != 1  # torch.add(a, b, alpha=0.1)
+    return [
+        place._replace(edge=edge, factors=(*place.factors, node) if scaled and second else place.factors)
+        for second, edge in enumerate(edges(node))
+        if edge[0] is not None
+    ]
+
+
+def _product(place: _Place, node: Node, name: str, surroundings: Surroundings) -> Term | list[_Place]:
+    """A scalar times a constant, or times a learned factor as in `exp(-s) * loss`."""
+    inputs = edges(node)
+    if len(inputs) == 1 or inputs[1][0] is None:
+        return [place._replace(edge=inputs[0], factors=(*place.factors, node))]
+    if inputs[0][0] is None and name == "Mul":
+        return [place._replace(edge=inputs[1], factors=(*place.factors, node))]
+    learned = [inputs[0][0] is None or parameters_alone(edge, surroundings.own) for edge in inputs]
+    if all(learned):
+        return Term(place.pinned or node, "once", 1.0, name)
+    if learned[1] or (learned[0] and name == "Mul"):
+        factors = (*place.factors, node)
+        return [place._replace(edge=inputs[0 if learned[1] else 1], pinned=place.pinned or node, factors=factors)]
+    raise refusals.nonlinear(name)
+
+
+def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings) -> Term:
+    """Make a term of a reduction: a sum over data must not have been scaled, unless by its own size."""
+    at = place.pinned or node
+    if found.kind != "sum" or not place.factors:
+        return Term(at, found.kind, found.count, found.name)
+    nearest = place.factors[-1]
+    name = operation(nearest)
+    by = saved_number(nearest, "other")
+    if name == "Div" and by is not None and by in found.sizes:
+        return Term(at, "mean", by, found.name)
+    if parameters_alone(place.edge, surroundings.own):
+        return Term(at, "once", 1.0, found.name)
+    raise refusals.scaled_sum(name, f"the number {by:g}" if by is not None else "a tensor")

@@ -1,0 +1,209 @@
+"""One window: weigh, add up, correct, clip, step. Both entrances stand on it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.arrival import Arrival
+from bigbatch.errors import SeveralCounts, StateError, WindowBroken
+from bigbatch.gradients import LOW_PRECISION, Gradients
+from bigbatch.graph import Node, operation
+from bigbatch.ledger import Ledger, Weights
+from bigbatch.stepping import Stepper
+from bigbatch.terms import Count, Term
+from bigbatch.update import Update
+
+
+class Window:
+    """The micro-batches between two updates.
+
+    What it replaces, for micro-batches of any size:
+
+        for micro_batch in window:
+            (loss(micro_batch) / len(window)).backward()      # wrong as soon as two sizes or counts differ
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+
+    def __init__(
+        self, stepper: Stepper, steps: int, dtype: torch.dtype | None, totals: tuple[Count, ...] | None = None
+    ) -> None:
+        """Open a window; `totals` are the terms' counts over all of it, where they are known in advance."""
+        self._stepper = stepper
+        self._gradients = Gradients(stepper.optimizers, dtype)
+        self._ledger = Ledger(steps, totals)
+        self._residual: Count = 1.0  # what a low-precision loss could not be weighed with; see _low_precision
+        self._loss_dtype = torch.float32
+        self._first_count: Arrival | None = None
+        self._broken: BaseException | None = None
+        stepper.window_open = True
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches have been added."""
+        return self._ledger.micro_batches
+
+    def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
+        """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
+        self.check()
+        weights = self._ledger.weigh(terms)
+        factors: dict[Node, Tensor] = {}
+        if not weights.nothing:
+            hooks = _weigh_terms(weights, loss, terms, factors)
+            try:
+                start = self._start(weights.whole, loss)
+                torch.autograd.backward(loss, start, inputs=self._gradients.parameters if only_own else None)
+                for node in factors:
+                    factors[node] = factors[node] / start.reshape(())
+            except BaseException as error:
+                self._broken = error
+                raise
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            self._gradients.remember()
+        if not self._ledger.micro_batches:
+            self._first_count = next((Arrival(term.count) for term in terms if isinstance(term.count, Tensor)), None)
+        self._ledger.enter(terms, weights, loss, factors)
+        self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+
+    def check(self) -> None:
+        """Raise where the window cannot go on."""
+        if self._broken is not None:
+            msg = (
+                f"a backward of this window failed with {type(self._broken).__name__} and has added part of its "
+                "gradients.\nDrop the window and go on with the next:  accumulator.discard()"
+            )
+            raise WindowBroken(msg) from self._broken
+        self._gradients.check()
+
+    def close(self) -> Update:
+        """Correct, clip and step; the parameters are as before the window, but for the step."""
+        self.check()
+        ledger = self._ledger
+        self._refuse_lost_ratio()
+        loss = ledger.big_loss()
+        norm: Tensor | None = None
+        skipped: bool | Tensor = True
+        try:
+            if self._counted_anything():
+                correction = ledger.correction() * self._residual
+                norm, skipped = self._stepper.step(self._gradients, correction)
+        except BaseException as error:
+            self._broken = error
+            raise
+        self.discard()
+        return Update(
+            micro_batches=ledger.micro_batches,
+            count=ledger.totals if ledger.totals is not None else ledger.total,
+            grad_norm=norm,
+            _loss=None if loss is None else torch.as_tensor(loss, dtype=self._loss_dtype),
+            _skipped=skipped,
+        )
+
+    def discard(self) -> None:
+        """Drop the window: no gradient is left of it."""
+        self._gradients.release()
+        self._stepper.window_open = False
+
+    def _start(self, weight: Count, loss: Tensor) -> Tensor:
+        """Return what to start the backward with: the weight, times the loss scale where there is one."""
+        if loss.dtype in LOW_PRECISION:
+            weight = self._low_precision(weight)
+        if isinstance(weight, Tensor):
+            gradient = weight.to(loss.device, torch.float32 if loss.dtype in LOW_PRECISION else loss.dtype)
+        else:
+            gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
+        if self._stepper.scaler is not None:
+            gradient = self._stepper.scaler.scale(gradient)
+        return gradient.to(loss.dtype).expand(loss.shape)
+
+    def _low_precision(self, weight: Count) -> Count:
+        """Split a weight into a power of two, which bf16 holds exactly, and a residual.
+
+        The gradients are kept in units of the latest residual, so they are rescaled, in float32, when it changes.
+        """
+        if isinstance(weight, Tensor):
+            mantissa, _ = torch.frexp(weight)
+            residual: Count = torch.where(weight > 0, mantissa * 2, 1.0)
+        else:
+            residual = math.frexp(weight)[0] * 2
+        if self._ledger.micro_batches and not (isinstance(residual, float) and residual == self._residual):
+            self._gradients.scale(self._residual / residual)
+        self._residual = residual
+        return weight / residual
+
+    def _counted_anything(self) -> bool:
+        """Whether anything was counted; an empty window makes no update."""
+        if self._ledger.kind != "mean":
+            return True
+        if self._first_count is not None and self._first_count.read() > 0:
+            return True
+        return bool(self._ledger.total > 0)
+
+    def _refuse_lost_ratio(self) -> None:
+        """On a device, whether several counts kept their ratio is only known now: one wait, before the step."""
+        if self._ledger.in_ratio is not None and not bool(self._ledger.in_ratio):
+            msg = (
+                "the terms of this loss were averaged over different things, in no constant ratio: nothing was stepped.\n"
+                "Give the counts of a batch in advance, one per term in the order in which they are written:\n"
+                "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
+                "and drop this window:  accumulator.discard()"
+            )
+            raise SeveralCounts(msg)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the window: its provisional gradients and its running totals."""
+        self.check()
+        ledger = self._ledger
+        return {
+            "gradients": self._gradients.snapshot(),
+            "residual": self._residual,
+            "totals": None if ledger.totals is None else list(ledger.totals),
+            **{name: getattr(ledger, name) for name in _LEDGER},
+            "reference": list(ledger.reference),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a window was saved."""
+        if len(state["gradients"]) != len(self._gradients.parameters):
+            msg = (
+                f"this window was saved with {len(state['gradients'])} trainable parameters, and the optimizer has "
+                f"{len(self._gradients.parameters)} now. Load it into the same model and optimizer."
+            )
+            raise StateError(msg)
+        self._gradients.restore(state["gradients"])
+        self._residual = state["residual"]
+        for name in (*_LEDGER, "reference"):
+            setattr(self._ledger, name, state[name])
+        self._ledger.totals = None if state["totals"] is None else tuple(state["totals"])
+
+
+_LEDGER = ("micro_batches", "provisional", "total", "loss", "loss_known", "kind", "in_ratio")
+
+
+def _weigh_terms(weights: Weights, loss: Tensor, terms: list[Term], factors: dict[Node, Tensor]) -> list[Any]:
+    """Put each term's own weight on its node, where terms have different ones; returns the handles."""
+    if weights.each and loss.dtype in LOW_PRECISION:
+        names = ", ".join(term.name for term in terms)
+        msg = (
+            f"the terms of this loss ({names}) need weights of their own, and a {loss.dtype} loss would round them.\n"
+            "Compute the loss in float32:  criterion(logits.float(), labels)"
+        )
+        raise SeveralCounts(msg)
+    return [node.register_prehook(_weigher(node, weight, factors)) for node, weight in dict(weights.each).items()]
+
+
+def _weigher(node: Node, weight: Count, factors: dict[Node, Tensor]) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+    def weigh(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        factors[node] = gradients[0].detach()
+        factor = weight.to(gradients[0].dtype) if isinstance(weight, Tensor) else weight
+        return (gradients[0] * factor, *gradients[1:])
+
+    if operation(node) == "torch::autograd::AccumulateGrad":
+        msg = "a bare parameter cannot carry a weight of its own"
+        raise SeveralCounts(msg)
+    return weigh
