@@ -1,0 +1,44 @@
+"""The command line: one file per command, put together here.
+
+Nothing here imports torch before a command runs, so that `bigbatch --help` answers at once.
+"""
+
+import sys
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from bigbatch.cli.train import train
+
+app = typer.Typer(
+    name="bigbatch",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain help, readable in any terminal
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            found = metadata.version("bigbatch")
+        except metadata.PackageNotFoundError:
+            found = "(not installed)"
+        typer.echo(f"bigbatch {found}")
+        raise typer.Exit
+
+
+@app.callback()
+def bigbatch(
+    version: Annotated[  # noqa: ARG001 - acted on by its callback
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+    ] = False,
+) -> None:
+    """The batch you want, in the memory you have, with the same gradients."""
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that cannot show × or ± gets a question mark instead of a traceback.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

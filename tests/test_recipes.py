@@ -1,0 +1,166 @@
+"""The recipes: that they run what they say, measure what they report, and say what they measured."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from bigbatch.errors import ConfigurationError
+from bigbatch.recipes.catalog import ADAMW, RECIPES, TEXTBOOK
+from bigbatch.recipes.compare import compare
+from bigbatch.recipes.findings import findings
+from bigbatch.recipes.live_bytes import LiveBytes
+from bigbatch.recipes.loops import textbook_loop
+from bigbatch.recipes.recipe import Task
+from bigbatch.recipes.results import Comparison, Spread
+
+
+@pytest.fixture(scope="module")
+def textbook() -> Comparison:
+    """Row 14's experiment, two seeds."""
+    return compare(TEXTBOOK, seeds=2)
+
+
+@pytest.fixture(scope="module")
+def adamw() -> Comparison:
+    """Row 15's, two seeds of three epochs."""
+    return compare(ADAMW, seeds=2, epochs=3)
+
+
+def test_the_experiment_is_the_pages(textbook: Comparison) -> None:
+    """630 updates against 160, and 150 on 9,600 samples in the textbook's loop."""
+    assert [arm.updates for arm in textbook.arms] == [630, 150, 160, 160, 160]
+    assert [arm.samples_used for arm in textbook.arms] == [10_000, 9_600, 10_000, 10_000, 10_000]
+    assert [arm.learning_rate for arm in textbook.arms] == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.4])
+
+
+def test_the_figures_are_those_measured_before(textbook: Comparison) -> None:
+    """Losses and accuracies of an independent measurement with ten seeds, within what seeds differ by."""
+    losses = [arm.loss.mean for arm in textbook.arms]
+    assert losses == pytest.approx([0.108, 0.183, 0.178, 0.178, 0.107], abs=0.015)
+    first = [arm.accuracy_first.mean for arm in textbook.arms]
+    assert first == pytest.approx([0.97, 0.87, 0.88, 0.88, 0.97], abs=0.05)
+    assert all(arm.accuracy_last.mean > 0.97 for arm in textbook.arms)
+
+
+@pytest.mark.parametrize("name", ["textbook", "adamw"])
+def test_bigbatch_ends_in_the_true_batchs_weights(name: str, request: pytest.FixtureRequest) -> None:
+    """Both of its arms, with short windows, short micro-batches and clipping; the textbook's loop does not."""
+    comparison: Comparison = request.getfixturevalue(name)
+    assert comparison.accumulated.distance <= 1e-12
+    assert comparison.rescaled.distance <= 1e-12
+    assert comparison.textbook.distance > 1e-3
+    assert comparison.true.distance == 0
+
+
+def test_memory_is_that_of_a_micro_batch(textbook: Comparison) -> None:
+    """An accumulated update needs less than half of what the true batch of four times the size needs."""
+    assert textbook.accumulated.peak_bytes < 0.5 * textbook.true.peak_bytes
+    assert textbook.small.peak_bytes <= textbook.accumulated.peak_bytes
+    assert compare(TEXTBOOK, seeds=1, epochs=1).true.peak_bytes == textbook.true.peak_bytes
+
+
+def test_live_bytes_counts_what_lives() -> None:
+    """Views and in-place results are free, what was there before is not counted, what is freed is forgotten."""
+    before = torch.ones(1000)
+    live = LiveBytes()
+    with live:
+        before.add_(1)
+        first = before * 2
+        second = first.view(10, 100)
+        assert live.now == live.peak == 4000
+        third = second + 1
+        assert live.now == 8000
+        del first, second
+        assert live.now == 4000
+        fourth = third.sum()
+        del third
+    assert (live.now, live.peak) == (fourth.untyped_storage().nbytes(), 8000)
+
+
+def test_live_bytes_sees_the_backward() -> None:
+    """Gradients are made inside the engine, and count."""
+    layer = nn.Linear(100, 50, bias=False)
+    inputs = torch.ones(1, 100)
+    live = LiveBytes()
+    with live:
+        layer(inputs).sum().backward()
+    assert live.now == 4 * 100 * 50
+
+
+def test_the_textbook_loop_is_the_textbooks() -> None:
+    """Two windows by hand: each micro-batch weighs a half, whatever its size, and the fifth is dropped."""
+    task = Task.of(dataclasses.replace(TEXTBOOK, samples=40), seed=0, epochs=1)
+    sizes = [16, 8, 8, 4, 4]
+    batches = list(zip(task.inputs.split(sizes), task.labels.split(sizes), strict=True))
+    expected = nn.Linear(10, 2, dtype=torch.float64)
+    expected.load_state_dict(task.model.state_dict())
+    for pair in (batches[:2], batches[2:4]):
+        loss = sum(cross_entropy(expected(inputs), labels) for inputs, labels in pair) / 2
+        gradients = torch.autograd.grad(loss, list(expected.parameters()))  # type: ignore[arg-type]
+        with torch.no_grad():
+            for parameter, gradient in zip(expected.parameters(), gradients, strict=True):
+                parameter.sub_(gradient, alpha=0.1)
+    optimizer = torch.optim.SGD(task.model.parameters(), lr=0.1)
+    for _ in textbook_loop(task.model, optimizer, [batches], 2, None):
+        pass
+    torch.testing.assert_close(task.model.state_dict(), expected.state_dict(), rtol=1e-14, atol=1e-14)
+
+
+def test_clipping_changes_every_arm_and_no_equality(textbook: Comparison) -> None:
+    """The page's bonus: with a small norm all arms learn less, and bigbatch still equals the true batch."""
+    clipped = compare(TEXTBOOK, seeds=1, clip_norm=0.05)
+    assert clipped.clip_norm == 0.05
+    assert all(slow.loss.mean > fast.loss.mean for slow, fast in zip(clipped.arms, textbook.arms, strict=True))
+    assert clipped.accumulated.distance <= 1e-12
+
+
+def test_the_same_seed_gives_the_same_numbers(textbook: Comparison) -> None:
+    """Only times differ between two runs; the global random state is left alone."""
+    state = torch.random.get_rng_state()
+    threads = torch.get_num_threads()
+    again = compare(TEXTBOOK, seeds=2)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert torch.get_num_threads() == threads
+    timeless = [dataclasses.replace(arm, ms_per_update=0, ms_per_epoch=0) for arm in textbook.arms]
+    assert [dataclasses.replace(arm, ms_per_update=0, ms_per_epoch=0) for arm in again.arms] == timeless
+
+
+def test_the_sentences_say_what_was_measured(textbook: Comparison) -> None:
+    """Every figure in them is one of the comparison's."""
+    lost, slower, claimed = findings(textbook)
+    assert "left 40 of 1,000 samples out of every epoch, since 63 micro-batches" in lost
+    assert "150 updates where the true batch makes 160" in lost
+    assert f"loss of {textbook.accumulated.loss.mean:.3f} against {textbook.small.loss.mean:.3f}" in slower
+    assert "accumulating learns slower" in slower
+    assert "claims about 70 % validation accuracy before accumulating and 78 % after" in claimed
+    assert f"measured: {100 * textbook.small.accuracy_last.mean:.1f} % before" in claimed
+
+
+def test_the_sentences_follow_the_numbers_elsewhere(textbook: Comparison, adamw: Comparison) -> None:
+    """A short last micro-batch is named, and slowness is not claimed where there was none."""
+    assert "last micro-batch has 8 of them instead of 32" in findings(adamw)[0]
+    assert "gives no figures" in findings(adamw)[2]
+    faster = dataclasses.replace(textbook.accumulated, loss=Spread(0.01, None))
+    arms = (*textbook.arms[:2], faster, *textbook.arms[3:])
+    assert "did not learn slower here" in findings(dataclasses.replace(textbook, arms=arms))[1]
+
+
+def test_adamw_is_the_second_example(adamw: Comparison) -> None:
+    """32 × 4 = 128 at 0.001, clipped at 1, rescaled by the root."""
+    assert (ADAMW.features, ADAMW.classes, ADAMW.batch, ADAMW.clip_norm) == (100, 10, 128, 1.0)
+    assert adamw.clip_norm == 1.0
+    assert [arm.learning_rate for arm in adamw.arms] == pytest.approx([0.001, 0.001, 0.001, 0.001, 0.002])
+    assert [arm.updates for arm in adamw.arms] == [96, 24, 24, 24, 24]
+    assert list(RECIPES) == ["textbook", "adamw"]
+
+
+def test_every_epoch_is_told_and_nothing_runs_without_one() -> None:
+    """Six trainings per seed: the five shown and the true batch at the rescaled rate."""
+    told: list[tuple[int, str]] = []
+    compare(TEXTBOOK, seeds=2, epochs=1, on_epoch=lambda seed, arm: told.append((seed, arm)))
+    assert len(told) == len(set(told)) == 12
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        compare(TEXTBOOK, seeds=0)
