@@ -1,0 +1,891 @@
+# ruff: noqa: E501, PLC3002  (a row of a table is a line)
+"""Every loss that must be read from its graph alone, those that need their counts, and those that may go either way.
+
+A row is a `samples.Loss`. `READABLE` must be exact with no argument at all. `SEVERAL` needs `counts=`. `EITHER` may be
+read or refused, but if it is read it must be exact: these are the losses that would tempt a reader to guess.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.samples import (
+    CLASSES,
+    STEPS,
+    Attention,
+    Batch,
+    Line,
+    Loss,
+    Recurrent,
+    Tempered,
+    Tokens,
+    conv,
+    images,
+    mlp,
+    one_row,
+    rows,
+    seeded,
+    sequences,
+    stack,
+)
+
+Function = Callable[[Any, Batch], Tensor]
+WEIGHT = torch.tensor([0.3, 1.7, 0.9, 2.4], dtype=torch.float64)
+SHAPES: dict[int, tuple[int, ...]] = {2: (), 3: (3,), 4: (2, 3), 5: (2, 2, 2)}
+
+
+# Cross-entropy: every mix of its options.
+
+
+def cross_entropy(
+    dimensions: int, target: str, *, weighted: bool, smoothing: float, reduction: str, module: bool
+) -> Loss:
+    """One row for `F.cross_entropy` (or its module) on inputs of 1 to 5 dimensions."""
+    weight = WEIGHT if weighted else None
+    options: dict[str, Any] = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
+    model = mlp() if dimensions <= 2 else conv(dimensions - 2)
+    batch = {1: one_row, 2: rows}.get(dimensions) or images(*SHAPES[dimensions])
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        if module:
+            return nn.CrossEntropyLoss(**options)(model(batch["x"]), batch[target])
+        return F.cross_entropy(model(batch["x"]), batch[target], **options)
+
+    def count(batch: Batch) -> float:
+        if target == "probs":
+            return batch["probs"].numel() / CLASSES
+        kept = batch[target][batch[target] != -100]
+        return float(WEIGHT[kept].sum()) if weighted else float(kept.numel())
+
+    words = [
+        "module" if module else "functional",
+        f"{dimensions}-D",
+        {"label": "indices", "partly": "ignored", "probs": "probabilities"}[target],
+        *(["weights"] if weighted else []),
+        *(["smoothing"] if smoothing else []),
+        reduction,
+    ]
+    return Loss(
+        "cross_entropy-" + "-".join(words),
+        model,
+        batch,
+        loss,
+        count=count if reduction == "mean" else None,
+        join=stack if dimensions == 1 else Loss.join,
+        single=dimensions == 1,
+    )
+
+
+def cross_entropies() -> Iterator[Loss]:
+    """All mixes as a function; on 2-D inputs also as a module."""
+    for dimensions, target, weighted, smoothing, reduction in itertools.product(
+        (1, 2, 3, 4, 5), ("label", "partly", "probs"), (False, True), (0.0, 0.1), ("mean", "sum")
+    ):
+        for module in (False, True) if dimensions == 2 else (False,):
+            yield cross_entropy(
+                dimensions, target, weighted=weighted, smoothing=smoothing, reduction=reduction, module=module
+            )
+
+
+# The other losses of torch.nn.functional.
+
+
+def log_probs(model: nn.Module, batch: Batch) -> Tensor:
+    """Log-probabilities of the classes, in dimension 1."""
+    return model(batch["x"]).log_softmax(1)
+
+
+def twice(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Two outputs of one model."""
+    return model(batch["x"]), model(batch["x2"])
+
+
+def thrice(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Three outputs of one model."""
+    return model(batch["x"]), model(batch["x2"]), model(batch["x3"])
+
+
+def ctc(model: nn.Module, batch: Batch, reduction: str, *, zero_infinity: bool = False) -> Tensor:
+    """CTC on time-major log-probabilities."""
+    return F.ctc_loss(
+        model(batch["x"]).log_softmax(2).transpose(0, 1),
+        batch["ctc"],
+        batch["ctc_inputs"],
+        batch["ctc_lengths"],
+        reduction=reduction,
+        zero_infinity=zero_infinity,
+    )
+
+
+# name: (loss given the model, the batch and a reduction; its count when the reduction is a mean)
+PAIRWISE: dict[str, tuple[Callable[[Any, Batch, str], Tensor], Callable[[Batch], float]]] = {
+    "mse": (lambda m, b, r: F.mse_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
+    "l1": (lambda m, b, r: F.l1_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
+    "smooth_l1": (lambda m, b, r: F.smooth_l1_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
+    "smooth_l1-beta": (
+        lambda m, b, r: F.smooth_l1_loss(m(b["x"]), b["value"], reduction=r, beta=0.3),
+        lambda b: b["value"].numel(),
+    ),
+    "huber": (
+        lambda m, b, r: F.huber_loss(m(b["x"]), b["value"], reduction=r, delta=0.7),
+        lambda b: b["value"].numel(),
+    ),
+    "bce": (
+        lambda m, b, r: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["unit"], reduction=r),
+        lambda b: b["unit"].numel(),
+    ),
+    "bce-weight": (
+        lambda m, b, r: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["binary"], weight=WEIGHT, reduction=r),
+        lambda b: b["unit"].numel(),
+    ),
+    "bce_with_logits": (
+        lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], reduction=r),
+        lambda b: b["unit"].numel(),
+    ),
+    "bce_with_logits-weight": (
+        lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], weight=WEIGHT, reduction=r),
+        lambda b: b["unit"].numel(),
+    ),
+    "bce_with_logits-weight-per-sample": (
+        lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], weight=b["probs"], reduction=r),
+        lambda b: b["unit"].numel(),
+    ),
+    "bce_with_logits-pos_weight": (
+        lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], pos_weight=WEIGHT, reduction=r),
+        lambda b: b["unit"].numel(),
+    ),
+    "bce_with_logits-weight-pos_weight": (
+        lambda m, b, r: F.binary_cross_entropy_with_logits(
+            m(b["x"]), b["unit"], weight=WEIGHT, pos_weight=WEIGHT.flip(0), reduction=r
+        ),
+        lambda b: b["unit"].numel(),
+    ),
+    "kl_div": (lambda m, b, r: F.kl_div(log_probs(m, b), b["probs"], reduction=r), lambda b: b["probs"].numel()),
+    "kl_div-log_target": (
+        lambda m, b, r: F.kl_div(log_probs(m, b), b["probs"].log(), reduction=r, log_target=True),
+        lambda b: b["probs"].numel(),
+    ),
+    "poisson_nll": (
+        lambda m, b, r: F.poisson_nll_loss(m(b["x"]), b["events"], reduction=r),
+        lambda b: b["events"].numel(),
+    ),
+    "poisson_nll-full": (
+        lambda m, b, r: F.poisson_nll_loss(m(b["x"]).exp(), b["events"], log_input=False, full=True, reduction=r),
+        lambda b: b["events"].numel(),
+    ),
+    "gaussian_nll": (
+        lambda m, b, r: F.gaussian_nll_loss(m(b["x"]), b["value"], F.softplus(m(b["x2"])), reduction=r),
+        lambda b: b["value"].numel(),
+    ),
+    "gaussian_nll-full": (
+        lambda m, b, r: F.gaussian_nll_loss(m(b["x"]), b["value"], m(b["x2"]).exp(), full=True, reduction=r),
+        lambda b: b["value"].numel(),
+    ),
+    "soft_margin": (
+        lambda m, b, r: F.soft_margin_loss(m(b["x"]), b["signs"], reduction=r),
+        lambda b: b["signs"].numel(),
+    ),
+    "hinge_embedding": (
+        lambda m, b, r: F.hinge_embedding_loss(m(b["x"]), b["signs"], reduction=r),
+        lambda b: b["signs"].numel(),
+    ),
+    "margin_ranking": (
+        lambda m, b, r: F.margin_ranking_loss(*twice(m, b), b["signs"], margin=0.2, reduction=r),
+        lambda b: b["signs"].numel(),
+    ),
+    "cosine_embedding": (
+        lambda m, b, r: F.cosine_embedding_loss(*twice(m, b), b["sign"], margin=0.1, reduction=r),
+        lambda b: len(b["sign"]),
+    ),
+    "triplet_margin": (lambda m, b, r: F.triplet_margin_loss(*thrice(m, b), reduction=r), lambda b: len(b["x"])),
+    "triplet_margin-swap": (
+        lambda m, b, r: F.triplet_margin_loss(*thrice(m, b), swap=True, margin=0.5, reduction=r),
+        lambda b: len(b["x"]),
+    ),
+    "triplet_margin-distance": (
+        lambda m, b, r: F.triplet_margin_with_distance_loss(*thrice(m, b), reduction=r),
+        lambda b: len(b["x"]),
+    ),
+    "multi_margin": (lambda m, b, r: F.multi_margin_loss(m(b["x"]), b["label"], reduction=r), lambda b: len(b["x"])),
+    "multi_margin-weight": (
+        lambda m, b, r: F.multi_margin_loss(m(b["x"]), b["label"], p=2, margin=0.8, weight=WEIGHT, reduction=r),
+        lambda b: len(b["x"]),
+    ),
+    "multilabel_margin": (
+        lambda m, b, r: F.multilabel_margin_loss(m(b["x"]), b["many"], reduction=r),
+        lambda b: len(b["x"]),
+    ),
+    "multilabel_soft_margin": (
+        lambda m, b, r: F.multilabel_soft_margin_loss(m(b["x"]), b["binary"], reduction=r),
+        lambda b: len(b["x"]),
+    ),
+    "multilabel_soft_margin-weight": (
+        lambda m, b, r: F.multilabel_soft_margin_loss(m(b["x"]), b["binary"], weight=WEIGHT, reduction=r),
+        lambda b: len(b["x"]),
+    ),
+    "nll": (lambda m, b, r: F.nll_loss(log_probs(m, b), b["label"], reduction=r), lambda b: len(b["x"])),
+    "nll-ignored": (
+        lambda m, b, r: F.nll_loss(log_probs(m, b), b["partly"], reduction=r),
+        lambda b: int((b["partly"] != -100).sum()),
+    ),
+    "nll-weight": (
+        lambda m, b, r: F.nll_loss(log_probs(m, b), b["label"], weight=WEIGHT, reduction=r),
+        lambda b: float(WEIGHT[b["label"]].sum()),
+    ),
+    "nll-ignore_index": (
+        lambda m, b, r: F.nll_loss(
+            log_probs(m, b), b["label"].index_fill(0, torch.tensor(0), 1), ignore_index=2, reduction=r
+        ),
+        lambda b: 1 + int((b["label"][1:] != 2).sum()),
+    ),
+}
+
+
+def reducing(function: Callable[[Any, Batch, str], Tensor], reduction: str) -> Function:
+    """A row of PAIRWISE with one reduction."""
+    return lambda m, b: function(m, b, reduction)
+
+
+def weighted_nll(target: str, reduction: str) -> Function:
+    """nll_loss on images."""
+    return lambda m, b: F.nll_loss(log_probs(m, b), b[target], weight=WEIGHT, reduction=reduction)
+
+
+def weight_of(target: str) -> Callable[[Batch], float]:
+    """The class weights of the targets that are not ignored."""
+    return lambda b: float(WEIGHT[b[target][b[target] != -100]].sum())
+
+
+def torch_losses() -> Iterator[Loss]:
+    """Each row of PAIRWISE as a mean and as a sum, and those that need other data."""
+    for name, (function, count) in PAIRWISE.items():
+        for reduction in ("mean", "sum"):
+            yield Loss(
+                f"{name}-{reduction}",
+                mlp(),
+                rows,
+                reducing(function, reduction),
+                count=count if reduction == "mean" else None,
+            )
+    for target in ("label", "partly"):
+        for reduction in ("mean", "sum"):
+            yield Loss(
+                f"nll-2d-{target}-{reduction}",
+                conv(2),
+                images(2, 3),
+                weighted_nll(target, reduction),
+                count=weight_of(target) if reduction == "mean" else None,
+            )
+    yield Loss("ctc-mean", mlp(), sequences, lambda m, b: ctc(m, b, "mean"), count=lambda b: len(b["x"]))
+    yield Loss("ctc-sum", mlp(), sequences, lambda m, b: ctc(m, b, "sum"))
+    yield Loss("ctc-zero_infinity", mlp(), sequences, lambda m, b: ctc(m, b, "mean", zero_infinity=True))
+    yield Loss(
+        "kl_div-batchmean",
+        mlp(),
+        rows,
+        lambda m, b: F.kl_div(log_probs(m, b), b["probs"], reduction="batchmean"),
+        count=lambda b: len(b["x"]),
+    )
+    yield Loss(
+        "kl_div-batchmean-log_target",
+        mlp(),
+        rows,
+        lambda m, b: nn.KLDivLoss(reduction="batchmean", log_target=True)(log_probs(m, b), b["probs"].log()),
+        count=lambda b: len(b["x"]),
+    )
+    yield Loss(
+        "kl_div-batchmean-images",
+        conv(2),
+        images(2, 3),
+        lambda m, b: F.kl_div(log_probs(m, b), b["probs"], reduction="batchmean"),
+        count=lambda b: len(b["x"]),
+    )
+
+
+# Preferences.
+
+
+def token_log_probs(logits: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+    """Log-probability of each sequence: a masked sum over its tokens."""
+    each = logits[:, :-1].log_softmax(-1).gather(2, tokens[:, 1:, None]).squeeze(2)
+    return (each * mask[:, 1:]).sum(-1)
+
+
+def dpo_two_calls(model: nn.Module, batch: Batch) -> Tensor:
+    """DPO with one call for the chosen and one for the rejected."""
+    chosen = token_log_probs(model(batch["tokens"]), batch["tokens"], batch["mask"])
+    rejected = token_log_probs(model(batch["others"]), batch["others"], batch["mask"])
+    reference = batch["reference"][:, 0] - batch["reference"][:, 1]
+    return -F.logsigmoid(0.1 * (chosen - rejected - reference)).mean()
+
+
+def dpo_one_call(model: nn.Module, batch: Batch) -> Tensor:
+    """DPO as TRL runs it: chosen and rejected concatenated, one call, split again."""
+    tokens = torch.cat([batch["tokens"], batch["others"]])
+    log_probs = token_log_probs(model(tokens), tokens, batch["mask"].repeat(2, 1))
+    chosen, rejected = log_probs.chunk(2)
+    margins = 0.1 * ((chosen - batch["reference"][:, 0]) - (rejected - batch["reference"][:, 1]))
+    return (-F.logsigmoid(margins) * 0.9 - F.logsigmoid(-margins) * 0.1).mean()
+
+
+def dpo_slices(model: nn.Module, batch: Batch) -> Tensor:
+    """IPO on the two halves of one call, by slices."""
+    n = len(batch["tokens"])
+    tokens = torch.cat([batch["tokens"], batch["others"]])
+    log_probs = token_log_probs(model(tokens), tokens, batch["mask"].repeat(2, 1))
+    return ((log_probs[:n] - log_probs[n:] - 1 / 0.2) ** 2).mean()
+
+
+def simpo(model: nn.Module, batch: Batch) -> Tensor:
+    """SimPO: mean log-probability per sequence, no reference model."""
+    length = batch["mask"][:, 1:].sum(-1)
+    chosen = token_log_probs(model(batch["tokens"]), batch["tokens"], batch["mask"]) / length
+    rejected = token_log_probs(model(batch["others"]), batch["others"], batch["mask"]) / length
+    return -F.logsigmoid(2 * (chosen - rejected) - 0.5).mean()
+
+
+def rewards_chunk(model: nn.Module, batch: Batch) -> Tensor:
+    """A reward model's loss on the halves of one call."""
+    chosen, rejected = model(torch.cat([batch["x"], batch["x2"]])).squeeze(-1).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
+def rewards_slices(model: nn.Module, batch: Batch) -> Tensor:
+    """The same by slices."""
+    rewards = model(torch.cat([batch["x"], batch["x2"]]))
+    n = len(batch["x"])
+    return -F.logsigmoid(rewards[:n] - rewards[n:]).mean()
+
+
+def policy_gradient(model: nn.Module, batch: Batch) -> Tensor:
+    """The clipped PPO objective, per row."""
+    log_prob = log_probs(model, batch).gather(1, batch["label"][:, None]).squeeze(1)
+    ratio = (log_prob - batch["probs"].log().gather(1, batch["label"][:, None]).squeeze(1)).exp()
+    return -torch.min(ratio * batch["scalar"], ratio.clamp(0.8, 1.2) * batch["scalar"]).mean()
+
+
+PREFERENCES = [
+    Loss("reward-two-calls", mlp(1), rows, lambda m, b: -F.logsigmoid(m(b["x"]) - m(b["x2"])).mean()),
+    Loss(
+        "reward-margin",
+        mlp(1),
+        rows,
+        lambda m, b: F.softplus(m(b["x2"]).squeeze(1) - m(b["x"])[:, 0] + b["scalar"]).mean(),
+    ),
+    Loss("reward-chunk", mlp(1), rows, rewards_chunk),
+    Loss("reward-slices", mlp(1), rows, rewards_slices),
+    Loss("dpo-two-calls", seeded(Tokens), sequences, dpo_two_calls),
+    Loss("dpo-one-call", seeded(Tokens), sequences, dpo_one_call),
+    Loss("ipo-slices", seeded(Tokens), sequences, dpo_slices),
+    Loss("simpo", seeded(Tokens), sequences, simpo),
+    Loss("ppo-clipped", mlp(), rows, policy_gradient),
+]
+
+
+# Means and sums written by hand, and what may stand between them and the model.
+
+
+def squares(model: nn.Module, batch: Batch) -> Tensor:
+    """Squared errors, one per element."""
+    return (model(batch["x"]) - batch["value"]) ** 2
+
+
+def per_sample_dice(model: nn.Module, batch: Batch) -> Tensor:
+    """Soft Dice of each sample and class on its own."""
+    p = model(batch["x"]).sigmoid()
+    overlap = (p * batch["binary"]).sum((2, 3))
+    return (1 - (2 * overlap + 1) / (p.sum((2, 3)) + batch["binary"].sum((2, 3)) + 1)).mean()
+
+
+def focal(model: nn.Module, batch: Batch) -> Tensor:
+    """Focal loss, sample by sample."""
+    each = F.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
+    return ((1 - (-each).exp()) ** 2 * each).mean()
+
+
+def masked_mean_per_sequence(model: nn.Module, batch: Batch) -> Tensor:
+    """Each sequence's mean over its own tokens, then the mean over sequences."""
+    each = F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["tokens"], reduction="none")
+    return ((each * batch["mask"]).sum(1) / batch["mask"].sum(1)).mean()
+
+
+def next_token(model: nn.Module, batch: Batch) -> Tensor:
+    """The language model's loss, shifted by hand."""
+    logits = model(batch["tokens"])[:, :-1]
+    return F.cross_entropy(logits.reshape(-1, CLASSES), batch["labels"][:, 1:].reshape(-1))
+
+
+def masked_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    """Only the tokens behind a boolean mask."""
+    return F.cross_entropy(model(batch["x"])[batch["mask"]], batch["tokens"][batch["mask"]])
+
+
+def vae(model: nn.Module, batch: Batch) -> Tensor:
+    """Reconstruction and divergence, both per sample."""
+    mean, log_variance = model(batch["x"]).chunk(2, dim=1)
+    divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum(1)
+    return (mean - batch["value"][:, :2]).pow(2).sum(1).mean() + divergence.mean()
+
+
+def quantiles(model: nn.Module, batch: Batch) -> Tensor:
+    """The pinball loss of four quantiles."""
+    error = batch["scalar"][:, None] - model(batch["x"])
+    levels = torch.tensor([0.1, 0.4, 0.6, 0.9], dtype=torch.float64)
+    return torch.maximum(levels * error, (levels - 1) * error).mean()
+
+
+TAILS = [
+    Loss("mean", mlp(), rows, lambda m, b: squares(m, b).mean(), count=lambda b: b["value"].numel()),
+    Loss("sum", mlp(), rows, lambda m, b: squares(m, b).sum()),
+    Loss("mean-all-dims", mlp(), rows, lambda m, b: squares(m, b).mean((0, 1))),
+    Loss("mean-several-dims", conv(2), images(2, 3), lambda m, b: squares(m, b).mean((0, 2, 3)).mean()),
+    Loss("mean-inner-then-outer", conv(2), images(2, 3), lambda m, b: squares(m, b).mean((1, 2, 3)).mean()),
+    Loss("mean-of-mean-of-mean", conv(2), images(2, 3), lambda m, b: squares(m, b).mean(3).mean((1, 2)).mean(0)),
+    Loss("mean-over-samples-first", mlp(), rows, lambda m, b: squares(m, b).mean(0).mean()),
+    Loss("mean-keepdim", mlp(), rows, lambda m, b: squares(m, b).mean(1, keepdim=True).mean((0, 1))),
+    Loss("sum-of-features-mean-of-samples", mlp(), rows, lambda m, b: squares(m, b).sum(1).mean()),
+    Loss("mean-of-features-sum-of-samples", mlp(), rows, lambda m, b: squares(m, b).mean(1).sum()),
+    Loss("sum-then-sum", mlp(), rows, lambda m, b: squares(m, b).sum(0).sum()),
+    Loss("mean-squeezed", mlp(1), rows, lambda m, b: (m(b["x"]).squeeze(-1) - b["scalar"]).pow(2).mean()),
+    Loss("mean-flattened", conv(2), images(2, 3), lambda m, b: squares(m, b).flatten().mean()),
+    Loss("mean-reshaped", conv(2), images(2, 3), lambda m, b: squares(m, b).reshape(-1, 3).sum(1).mean()),
+    Loss("mean-view", conv(2), images(2, 3), lambda m, b: squares(m, b).view(len(b["x"]), -1).abs().mean()),
+    Loss("mean-transposed", mlp(), rows, lambda m, b: squares(m, b).t().mean()),
+    Loss("mean-permuted", conv(2), images(2, 3), lambda m, b: squares(m, b).permute(2, 3, 0, 1).mean()),
+    Loss("mean-movedim", conv(2), images(2, 3), lambda m, b: squares(m, b).movedim(0, -1).sum(0).mean()),
+    Loss("mean-after-transposed-sum", conv(2), images(2, 3), lambda m, b: squares(m, b).permute(2, 0, 3, 1).sum((0, 3)).mean()),
+    Loss("mean-of-select", mlp(), rows, lambda m, b: squares(m, b)[:, 2].mean()),
+    Loss("mean-of-last-step", mlp(), sequences, lambda m, b: squares(m, b)[:, -1].mean()),
+    Loss("mean-of-gather", mlp(), rows, lambda m, b: -log_probs(m, b).gather(1, b["label"][:, None]).mean()),
+    Loss("mean-of-own-label", mlp(), rows, lambda m, b: -log_probs(m, b)[torch.arange(len(b["x"])), b["label"]].mean()),
+    Loss("mean-of-lengths", mlp(), sequences, lambda m, b: squares(m, b)[torch.arange(len(b["x"])), b["lengths"] - 1].mean()),
+    Loss("mean-of-unfold", mlp(), sequences, lambda m, b: squares(m, b).unfold(1, 2, 1).mean()),
+    Loss("mean-of-maximum-per-sample", mlp(), rows, lambda m, b: m(b["x"]).max(1).values.pow(2).mean()),
+    Loss("mean-of-amax-per-sample", mlp(), sequences, lambda m, b: m(b["x"]).amax((1, 2)).pow(2).mean()),
+    Loss("mean-of-topk-per-sample", mlp(), rows, lambda m, b: m(b["x"]).topk(2, dim=1).values.exp().mean()),
+    Loss("mean-of-sort-per-sample", mlp(), rows, lambda m, b: (m(b["x"]).sort(1).values * WEIGHT).exp().mean()),
+    Loss("mean-of-cumsum-per-sample", mlp(), sequences, lambda m, b: m(b["x"]).cumsum(1).pow(2).mean()),
+    Loss("mean-of-steps", mlp(), sequences, lambda m, b: (m(b["x"])[:, 1:] - m(b["x"])[:, :-1]).pow(2).mean()),
+    Loss("mean-of-diff", mlp(), sequences, lambda m, b: m(b["x"]).diff(dim=1).pow(2).mean()),
+    Loss("mean-of-norm-per-sample", mlp(), rows, lambda m, b: (m(b["x"]) - b["value"]).norm(dim=1).mean()),
+    Loss("mean-of-std-per-sample", mlp(), rows, lambda m, b: m(b["x"]).std(1).mean()),
+    Loss("mean-of-logsumexp", mlp(), rows, lambda m, b: (m(b["x"]).logsumexp(1) ** 2).mean()),
+    Loss("mean-of-softmax", mlp(), rows, lambda m, b: (m(b["x"]).softmax(1) - b["probs"]).pow(2).mean()),
+    Loss("mean-of-entropy", mlp(), rows, lambda m, b: -(m(b["x"]).softmax(1) * log_probs(m, b)).sum(1).mean()),
+    Loss("mean-of-normalized", mlp(), rows, lambda m, b: (F.normalize(m(b["x"]), dim=1) - b["value"]).pow(2).mean()),
+    Loss("mean-of-cosine", mlp(), rows, lambda m, b: 1 - F.cosine_similarity(*twice(m, b)).mean()),
+    Loss("mean-of-layer-norm", mlp(), rows, lambda m, b: (F.layer_norm(m(b["x"]), (CLASSES,)) - b["value"]).pow(2).mean()),
+    Loss("mean-of-where", mlp(), rows, lambda m, b: torch.where(b["binary"] > 0, m(b["x"]), m(b["x"]) ** 2).mean()),
+    Loss("mean-of-masked-fill", mlp(), sequences, lambda m, b: squares(m, b).masked_fill(~b["mask"][..., None], 0.0).mean()),
+    Loss("mean-of-masked-product", mlp(), sequences, lambda m, b: (squares(m, b) * b["mask"][..., None]).mean()),
+    Loss("mean-of-concatenated-features", mlp(), rows, lambda m, b: torch.cat(twice(m, b), dim=1).pow(2).mean()),
+    Loss("mean-of-stacked-features", mlp(), rows, lambda m, b: torch.stack(twice(m, b), dim=1).sum(1).pow(2).mean()),
+    Loss("mean-of-concatenated-samples", mlp(), rows, lambda m, b: torch.cat(twice(m, b)).pow(2).mean()),
+    Loss("mean-of-padded", mlp(), sequences, lambda m, b: F.pad(m(b["x"]), (0, 0, 1, 1)).cumsum(1).pow(2).mean()),
+    Loss("mean-of-weighted-samples", mlp(), rows, lambda m, b: (squares(m, b).sum(1) * b["unit"][:, 0]).mean()),
+    Loss("mean-of-broadcast-classes", mlp(), rows, lambda m, b: (m(b["x"])[:, :, None] - m(b["x2"])[:, None]).pow(2).mean()),
+    Loss("einsum-per-sample", mlp(), rows, lambda m, b: torch.einsum("nd,nd->n", *twice(m, b)).tanh().mean()),
+    Loss("einsum-outer", mlp(), rows, lambda m, b: torch.einsum("ni,nj->nij", *twice(m, b)).tanh().mean()),
+    Loss("einsum-attention", mlp(), sequences, lambda m, b: torch.einsum("nsd,ntd->nst", m(b["x"]), m(b["x"])).tanh().mean()),
+    Loss("bmm-per-sample", mlp(), sequences, lambda m, b: (m(b["x"]) @ m(b["x"]).mT).softmax(-1).pow(2).mean()),
+    Loss("pooled", conv(2), images(4, 4), lambda m, b: F.cross_entropy(m(b["x"]).mean((2, 3)), b["whole"])),
+    Loss("avg-pool", conv(2), images(4, 4), lambda m, b: F.avg_pool2d(m(b["x"]), 2).pow(2).mean()),
+    Loss("max-pool", conv(2), images(4, 4), lambda m, b: F.max_pool2d(m(b["x"]), 2).pow(2).mean()),
+    Loss("adaptive-pool", conv(2), images(4, 4), lambda m, b: F.cross_entropy(F.adaptive_avg_pool2d(m(b["x"]), 1).flatten(1), b["whole"])),
+    Loss("interpolated", conv(2), images(2, 2), lambda m, b: F.interpolate(m(b["x"]), scale_factor=2, mode="bilinear").tanh().mean()),
+    Loss("total-variation", conv(2), images(4, 4), lambda m, b: (m(b["x"])[..., 1:] - m(b["x"])[..., :-1]).abs().mean()),
+    Loss("instance-normalized", conv(2), images(4, 4), lambda m, b: F.instance_norm(m(b["x"])).exp().mean()),
+    Loss("gram-per-sample", conv(2), images(4, 4), lambda m, b: (m(b["x"]).flatten(2) @ m(b["x"]).flatten(2).mT / 16).pow(2).mean()),
+    Loss("dice-per-sample", conv(2), images(4, 4), per_sample_dice),
+    Loss("focal-per-sample", mlp(), rows, focal),
+    Loss("vae", mlp(), rows, vae),
+    Loss("quantiles", mlp(), rows, quantiles),
+    Loss("next-token", seeded(Tokens), sequences, next_token, count=lambda b: int((b["labels"][:, 1:] != -100).sum())),
+    Loss("next-token-tied", seeded(lambda: Tokens("tied")), sequences, next_token),
+    Loss("next-token-frozen-head", seeded(lambda: Tokens("frozen")), sequences, next_token),
+    Loss("next-token-float32-logits", seeded(Tokens), sequences, lambda m, b: F.cross_entropy(m(b["tokens"]).double().flatten(0, 1), b["labels"].flatten())),
+    Loss("classes-second", mlp(), sequences, lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["labels"])),
+    Loss("masked-tokens", mlp(), sequences, masked_tokens, count=lambda b: int(b["mask"].sum())),
+    Loss("masked-mean", mlp(), sequences, lambda m, b: squares(m, b)[b["mask"]].mean(), count=lambda b: CLASSES * int(b["mask"].sum())),
+    Loss("masked-select-mean", mlp(), sequences, lambda m, b: squares(m, b).masked_select(b["mask"][..., None]).mean()),
+    Loss("masked-sum", mlp(), sequences, lambda m, b: squares(m, b)[b["mask"]].sum()),
+    Loss("masked-mean-per-sequence", mlp(), sequences, masked_mean_per_sequence, count=lambda b: len(b["x"])),
+    Loss("squeezed-mean-per-sequence", mlp(1), sequences, lambda m, b: (m(b["x"]).squeeze(-1).mean(1) - b["reference"][:, 0]).pow(2).mean()),
+]  # fmt: skip
+
+
+# Terms: their factors and their sums.
+
+
+def total(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of terms by Python's own `sum`, which starts at 0."""
+    result = sum(terms)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def two_heads(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """A cross-entropy and a squared error, both over the same samples."""
+    out = model(batch["x"])
+    return F.cross_entropy(out, batch["label"]), F.mse_loss(out, batch["value"])
+
+
+def stacked(how: str) -> Function:
+    """Two terms in one tensor."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        terms = torch.stack(two_heads(model, batch))
+        return {"sum": terms.sum, "mean": terms.mean}[how]()
+
+    return loss
+
+
+def weighed(model: nn.Module, batch: Batch) -> Tensor:
+    """A stack of terms times a tensor of their weights."""
+    return (torch.stack(two_heads(model, batch)) * torch.tensor([0.3, 0.7], dtype=torch.float64)).sum()
+
+
+def deep_supervision(model: nn.Module, batch: Batch) -> Tensor:
+    """The same masked cross-entropy at two depths: one count for both."""
+    hidden = model(batch["tokens"])
+    target = batch["labels"].flatten()
+    return F.cross_entropy(hidden.flatten(0, 1), target) + 0.4 * F.cross_entropy(2 * hidden.flatten(0, 1), target)
+
+
+def uncertainty(model: Any, batch: Batch) -> Tensor:
+    """Kendall's learned weights: exp(-s) · term + s for each term."""
+    ce, mse = two_heads(model, batch)
+    return (-model.s).exp() * ce + model.s + 0.5 * (-model.t).exp() * mse + 0.5 * model.t
+
+
+def added_in_place(model: nn.Module, batch: Batch) -> Tensor:
+    """A running total, as many training loops write it."""
+    total = torch.zeros((), dtype=torch.float64)
+    for term in two_heads(model, batch):
+        total = total + term
+    total += 0.1 * F.l1_loss(model(batch["x"]), batch["value"])
+    return total
+
+
+SUMS_OF_TERMS = [
+    Loss("two-terms", mlp(), rows, lambda m, b: total(two_heads(m, b))),
+    Loss("factor", mlp(), rows, lambda m, b: 0.3 * squares(m, b).mean()),
+    Loss("factor-tensor", mlp(), rows, lambda m, b: squares(m, b).mean() * torch.tensor(0.3, dtype=torch.float64)),
+    Loss("factor-tensor-first", mlp(), rows, lambda m, b: torch.tensor(0.3, dtype=torch.float64) * squares(m, b).mean()),
+    Loss("factor-float32-tensor", mlp(), rows, lambda m, b: torch.tensor(0.5) * squares(m, b).mean()),
+    Loss("factor-one-element-tensor", mlp(), rows, lambda m, b: (torch.full((1,), 0.3, dtype=torch.float64) * squares(m, b).mean()).sum()),
+    Loss("divided", mlp(), rows, lambda m, b: squares(m, b).mean() / 3),
+    Loss("divided-by-tensor", mlp(), rows, lambda m, b: squares(m, b).mean() / torch.tensor(3.0, dtype=torch.float64)),
+    Loss("negated", mlp(), rows, lambda m, b: -log_probs(m, b).mean()),
+    Loss("subtracted", mlp(), rows, lambda m, b: two_heads(m, b)[1] - 0.2 * two_heads(m, b)[0]),
+    Loss("subtracted-from-number", mlp(), rows, lambda m, b: 1 - 0.2 * m(b["x"]).sigmoid().mean()),
+    Loss("add-alpha", mlp(), rows, lambda m, b: torch.add(*two_heads(m, b), alpha=0.4)),
+    Loss("sub-alpha", mlp(), rows, lambda m, b: torch.sub(*two_heads(m, b), alpha=0.4)),
+    Loss("plus-constant", mlp(), rows, lambda m, b: squares(m, b).mean() + 2.0),
+    Loss("plus-constant-tensor", mlp(), rows, lambda m, b: squares(m, b).mean() + torch.tensor(2.0, dtype=torch.float64)),
+    Loss("factors-nested", mlp(), rows, lambda m, b: -0.5 * ((two_heads(m, b)[0] / 2 - 3 * two_heads(m, b)[1]) * 0.1)),
+    Loss("same-term-twice", mlp(), rows, lambda m, b: (lambda t: t + 0.5 * t)(squares(m, b).mean())),
+    Loss("cast", mlp(), rows, lambda m, b: squares(m, b).mean().to(torch.float64).double()),
+    Loss("viewed", mlp(), rows, lambda m, b: squares(m, b).mean().view(1).squeeze(0).reshape(())),
+    Loss("one-element", mlp(), rows, lambda m, b: squares(m, b).mean().unsqueeze(0).sum()),
+    Loss("cloned", mlp(), rows, lambda m, b: squares(m, b).mean().clone().contiguous()),
+    Loss("steps-unrolled", mlp(), sequences, lambda m, b: total([F.cross_entropy(m(b["x"][:, t]), b["tokens"][:, t]) for t in range(STEPS)]) / STEPS),
+    Loss("stack-sum", mlp(), rows, stacked("sum")),
+    Loss("stack-mean", mlp(), rows, stacked("mean")),
+    Loss("stack-weighed", mlp(), rows, weighed),
+    Loss("stack-of-one", mlp(), rows, lambda m, b: torch.stack([squares(m, b).mean()]).mean()),
+    Loss("cat-sum", mlp(), rows, lambda m, b: torch.cat([t.view(1) for t in two_heads(m, b)]).sum()),
+    Loss("running-total", mlp(), rows, added_in_place),
+    Loss("two-sums", mlp(), rows, lambda m, b: squares(m, b).sum() + F.l1_loss(m(b["x"]), b["value"], reduction="sum")),
+    Loss("sums-subtracted", mlp(), rows, lambda m, b: squares(m, b).sum() - F.l1_loss(m(b["x"]), b["value"], reduction="sum")),
+    Loss("deep-supervision", seeded(Tokens), sequences, deep_supervision),
+    Loss("uncertainty-one-term", seeded(Tempered), rows, lambda m, b: (-m.s).exp() * squares(m, b).mean() + m.s),
+    Loss("uncertainty-two-terms", seeded(Tempered), rows, uncertainty),
+    Loss("learned-weight", seeded(Tempered), rows, lambda m, b: F.softplus(m.s) * two_heads(m, b)[0] / (1 + m.t**2)),
+    Loss("learned-temperature", seeded(Tempered), rows, lambda m, b: F.cross_entropy(m(b["x"]) * m.s.exp(), b["label"])),
+]  # fmt: skip
+
+
+# Regularisers: parameters alone, counted once per window.
+
+
+def l1(model: nn.Module) -> Tensor:
+    """Sum of absolute values over all parameters."""
+    return sum((p.abs().sum() for p in model.parameters()), torch.zeros((), dtype=torch.float64))
+
+
+def l2(model: nn.Module) -> Tensor:
+    """Sum of squares over all parameters."""
+    return sum((p.pow(2).sum() for p in model.parameters()), torch.zeros((), dtype=torch.float64))
+
+
+def orthogonality(model: nn.Module) -> Tensor:
+    """How far the first layer's rows are from orthonormal."""
+    weight = next(model.parameters())
+    return (weight.mT @ weight - torch.eye(3, dtype=torch.float64)).pow(2).mean()
+
+
+def norm_of_all(model: nn.Module) -> Tensor:
+    """The global norm of the parameters: a root above a sum, allowed where no data is."""
+    return torch.cat([p.flatten() for p in model.parameters()]).norm()
+
+
+REGULARISERS: dict[str, Callable[[nn.Module], Tensor]] = {
+    "l1": lambda m: 0.01 * l1(m),
+    "l2": lambda m: 0.5 * l2(m),
+    "l2-mean": lambda m: next(m.parameters()).pow(2).mean(),
+    "norm": lambda m: 0.1 * next(m.parameters()).norm(),
+    "norms": lambda m: 0.1 * sum(p.norm() for p in m.parameters()),
+    "norm-of-all": lambda m: 0.1 * norm_of_all(m),
+    "root": lambda m: 0.1 * l2(m).sqrt(),
+    "product": lambda m: 0.1 * l1(m) * l2(m),
+    "orthogonality": orthogonality,
+    "sum-of-all-parameters": lambda m: torch.stack([p.sum() for p in m.parameters()]).sum() * 0.1,
+}
+
+
+def regularised() -> Iterator[Loss]:
+    """Each regulariser beside a mean, a sum and a masked mean."""
+    data: dict[str, Function] = {
+        "mean": lambda m, b: squares(m, b).mean(),
+        "sum": lambda m, b: squares(m, b).sum(),
+        "ignored": lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]),
+    }
+
+    def added(main: Function, term: Callable[[nn.Module], Tensor]) -> Function:
+        return lambda m, b: main(m, b) + term(m)
+
+    for (kind, main), (name, term) in itertools.product(data.items(), REGULARISERS.items()):
+        yield Loss(f"{kind}+{name}", mlp(), rows, added(main, term))
+    yield Loss("term-first", mlp(), rows, lambda m, b: l2(m) + squares(m, b).mean())
+    yield Loss("term-subtracted", mlp(), rows, lambda m, b: squares(m, b).mean() - 0.7 * next(m.parameters()).norm())
+
+
+# Models whose last operations stand in the graph's tail.
+
+
+def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """WGAN-GP: the critic's slope at each sample, kept near 1."""
+    x = batch["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).pow(2).mean()
+
+
+def r1(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss and the squared slope at each sample."""
+    x = batch["x"].clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.softplus(-out).mean() + 5 * slope.pow(2).sum(1).mean()
+
+
+def lora() -> nn.Module:
+    """A frozen body and head around one trained low-rank layer."""
+    body = nn.Sequential(
+        nn.Linear(3, 6),
+        nn.Linear(6, 2, bias=False),
+        nn.Linear(2, 6, bias=False),
+        nn.LayerNorm(6),
+        nn.GELU(),
+        nn.Dropout(0.0),
+        nn.Linear(6, CLASSES),
+    )
+    for index in (0, 3, 6):
+        body[index].requires_grad_(requires_grad=False)
+    return body
+
+
+MODELS = [
+    Loss("line", seeded(Line), rows, lambda m, b: ((m.w * b["x"] + m.b - b["x2"]) ** 2).mean(), count=lambda b: b["x"].numel()),
+    Loss("line-sum", seeded(Line), rows, lambda m, b: ((m(b["x"]) - b["x2"]) ** 2).sum()),
+    Loss("line-matmul", seeded(Line), rows, lambda m, b: ((b["x"] @ m.w + m.b - b["scalar"]) ** 2).mean()),
+    Loss("line-dot", seeded(Line), rows, lambda m, b: (((b["x"] * m.w).sum(1) + m.b - b["scalar"]) ** 2).mean()),
+    Loss("line-decayed", seeded(Line), rows, lambda m, b: ((m(b["x"]) - b["x2"]) ** 2).mean() + 0.1 * (m.w**2).sum()),
+    Loss("line-distance", seeded(Line), rows, lambda m, b: (b["x"] - m.w).norm(dim=1).mean()),
+    Loss("lstm", seeded(lambda: Recurrent(nn.LSTM, batch_first=True)), sequences, lambda m, b: squares(m, b).mean()),
+    Loss("lstm-last-step", seeded(lambda: Recurrent(nn.LSTM, batch_first=True)), sequences, lambda m, b: squares(m, b)[:, -1].mean()),
+    Loss("gru", seeded(lambda: Recurrent(nn.GRU, batch_first=True)), sequences, lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["labels"].flatten())),
+    Loss("lstm-time-major", seeded(lambda: Recurrent(nn.LSTM, batch_first=False)), sequences, lambda m, b: F.mse_loss(m(b["x"].transpose(0, 1)).transpose(0, 1), b["value"])),
+    Loss("gru-time-major", seeded(lambda: Recurrent(nn.GRU, batch_first=False)), sequences, lambda m, b: F.cross_entropy(m(b["x"].transpose(0, 1)).permute(1, 2, 0), b["labels"])),
+    Loss("linear-time-major", mlp(), sequences, lambda m, b: (m(b["x"].transpose(0, 1)).transpose(0, 1).softmax(2) - b["value"]).pow(2).sum((1, 2)).mean()),
+    Loss("lstm-head", seeded(lambda: nn.Sequential(Recurrent(nn.LSTM, batch_first=True), nn.Linear(4, 4))), sequences, lambda m, b: F.cross_entropy(m(b["x"])[:, -1], b["tokens"][:, 0])),
+    Loss("attention", seeded(Attention), sequences, lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["labels"])),
+    Loss("attention-frozen-head", seeded(lambda: Attention("frozen")), sequences, lambda m, b: F.cross_entropy(m(b["x"]).transpose(1, 2), b["labels"])),
+    Loss("attention-no-head", seeded(lambda: Attention("absent")), sequences, lambda m, b: (m(b["x"]).mean(1) - b["value"][:, 0].repeat(1, 2)).pow(2).mean()),
+    Loss("multihead-attention", seeded(lambda: nn.TransformerEncoderLayer(3, 1, 5, dropout=0.0, batch_first=True)), sequences, lambda m, b: m(b["x"])[b["mask"]].pow(3).mean()),
+    Loss("embedding", seeded(lambda: nn.Embedding(CLASSES, 3)), sequences, lambda m, b: (m(b["tokens"]) - b["x"]).pow(2).mean()),
+    Loss("embedding-mean", seeded(lambda: nn.Embedding(CLASSES, 3)), sequences, lambda m, b: (m(b["tokens"]).mean(1) - b["x"][:, 0]).pow(2).mean()),
+    Loss("embedding-bag", seeded(lambda: nn.EmbeddingBag(CLASSES, 3, mode="sum")), sequences, lambda m, b: (m(b["tokens"]) - b["x"][:, 0]).pow(2).mean()),
+    Loss("embedding-dot", seeded(lambda: nn.Embedding(CLASSES, 3)), sequences, lambda m, b: -F.logsigmoid((m(b["tokens"][:, 0]) * m(b["tokens"][:, 1])).sum(1)).mean()),
+    Loss("conv", conv(2), images(4, 4), lambda m, b: F.mse_loss(m(b["x"]), b["value"]), count=lambda b: b["value"].numel()),
+    Loss("conv-relu-pool-linear", seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(3, 4))), images(4, 4), lambda m, b: F.cross_entropy(m(b["x"]), b["whole"])),
+    Loss("group-norm", seeded(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.SiLU())), images(4, 4), lambda m, b: m(b["x"]).mean((2, 3)).pow(2).mean()),
+    Loss("group-norm-frozen", seeded(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4, affine=False), nn.SiLU())), images(4, 4), lambda m, b: m(b["x"]).pow(2).mean()),
+    Loss("frozen-batch-norm", seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4).eval())), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"])),
+    Loss("lora", seeded(lora), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
+    Loss("frozen-head", seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4).requires_grad_(requires_grad=False))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
+    Loss("frozen-conv-head", seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 2).requires_grad_(requires_grad=False), nn.Flatten())), images(4, 4), lambda m, b: m(b["x"]).pow(2).mean()),
+    Loss("two-calls-averaged", mlp(), rows, lambda m, b: F.cross_entropy((m(b["x"]) + m(b["x2"])) / 2, b["label"])),
+    Loss("gradient-penalty", mlp(1), rows, gradient_penalty),
+    Loss("gradient-penalty-r1", mlp(1), rows, r1),
+]  # fmt: skip
+
+
+READABLE: list[Loss] = [
+    *cross_entropies(),
+    *torch_losses(),
+    *PREFERENCES,
+    *TAILS,
+    *SUMS_OF_TERMS,
+    *regularised(),
+    *MODELS,
+]
+
+
+# Terms whose counts are in no constant ratio: their totals must be known in advance.
+
+
+def kept(batch: Batch) -> int:
+    """Targets that are not ignored."""
+    return int((batch["labels"] != -100).sum())
+
+
+def masked_and_mean(model: nn.Module, batch: Batch) -> Tensor:
+    """A mean over the tokens that count, and one over all of them."""
+    out = model(batch["x"])
+    return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten()) + 0.3 * F.mse_loss(out, batch["value"])
+
+
+def two_maskings(model: nn.Module, batch: Batch) -> Tensor:
+    """Two cross-entropies, each with targets of its own."""
+    out = model(batch["x"])
+    return F.cross_entropy(out, batch["partly"]) - 0.2 * F.cross_entropy(-out, batch["label"], ignore_index=0)
+
+
+SEVERAL = [
+    Loss("masked+mean", mlp(), sequences, masked_and_mean, counts=lambda b: (kept(b), b["value"].numel())),
+    Loss(
+        "masked+mean+once",
+        mlp(),
+        sequences,
+        lambda m, b: masked_and_mean(m, b) + 0.1 * l2(m),
+        counts=lambda b: (kept(b), b["value"].numel()),
+    ),
+    Loss(
+        "two-maskings",
+        mlp(),
+        rows,
+        two_maskings,
+        counts=lambda b: (int((b["partly"] != -100).sum()), int((b["label"] != 0).sum())),
+    ),
+    Loss(
+        "weighted+mean",
+        mlp(),
+        rows,
+        lambda m, b: F.cross_entropy(m(b["x"]), b["label"], weight=WEIGHT) + m(b["x"]).pow(2).mean(),
+        counts=lambda b: (float(WEIGHT[b["label"]].sum()), b["value"].numel()),
+    ),
+    Loss(
+        "masked-selection+per-sequence",
+        mlp(),
+        sequences,
+        lambda m, b: squares(m, b)[b["mask"]].mean() + masked_mean_per_sequence(m, b),
+        counts=lambda b: (CLASSES * int(b["mask"].sum()), len(b["x"])),
+    ),
+    Loss(
+        "stacked",
+        mlp(),
+        sequences,
+        lambda m, b: torch.stack([masked_tokens(m, b), squares(m, b).mean()]).mean(),
+        counts=lambda b: (int(b["mask"].sum()), b["value"].numel()),
+    ),
+]
+
+
+# Losses that tempt a reader to guess: exact or refused, never close.
+
+
+def one_by_one(model: nn.Module, batch: Batch) -> list[Tensor]:
+    """A loss per sample, in a list."""
+    return [F.mse_loss(model(x), y) for x, y in zip(batch["x"], batch["value"], strict=True)]
+
+
+def interleaved(model: nn.Module, batch: Batch) -> Tensor:
+    """Chosen and rejected in turns."""
+    rewards = model(torch.stack([batch["x"], batch["x2"]], dim=1).flatten(0, 1))
+    return -F.logsigmoid(rewards[0::2] - rewards[1::2]).mean()
+
+
+EITHER = [
+    Loss("einsum-constant", mlp(), rows, lambda m, b: torch.einsum("nd,d->n", m(b["x"]), WEIGHT).tanh().mean()),
+    Loss("matmul-constant", mlp(), rows, lambda m, b: (m(b["x"]) @ torch.outer(WEIGHT, WEIGHT)).tanh().mean()),
+    Loss("conv-constant", conv(2), images(4, 3), lambda m, b: F.conv2d(m(b["x"]), WEIGHT.view(1, 4, 1, 1)).tanh().mean()),
+    Loss("centres", seeded(Line), rows, lambda m, b: torch.cdist(b["x"], m.w.view(3, 1) * torch.eye(3).double()).min(1).values.mean()),
+    Loss("list-stack-mean", mlp(), rows, lambda m, b: torch.stack(one_by_one(m, b)).mean()),
+    Loss("list-stack-sum", mlp(), rows, lambda m, b: torch.stack(one_by_one(m, b)).sum()),
+    Loss("list-sum-over-length", mlp(), rows, lambda m, b: total(one_by_one(m, b)) / len(b["x"])),
+    Loss("list-sum", mlp(), rows, lambda m, b: sum(one_by_one(m, b), torch.zeros(()).double())),
+    Loss("list-cat-mean", mlp(), rows, lambda m, b: torch.cat([squares(m, {"x": x[None], "value": v[None]}) for x, v in zip(b["x"], b["value"], strict=True)]).mean()),
+    Loss("mean-times-size", mlp(), rows, lambda m, b: squares(m, b).mean() * len(b["x"])),
+    Loss("mean-times-size-tensor", mlp(), rows, lambda m, b: squares(m, b).mean() * torch.tensor(float(len(b["x"])))),
+    Loss("mean-over-size-tensor", mlp(), rows, lambda m, b: squares(m, b).mean() / b["probs"].sum()),
+    Loss("mean-plus-size", mlp(), rows, lambda m, b: squares(m, b).mean() + 0.1 * len(b["x"])),
+    Loss("sum-over-size", mlp(), rows, lambda m, b: squares(m, b).sum() / len(b["x"])),
+    Loss("sum-over-numel", mlp(), rows, lambda m, b: squares(m, b).sum() / b["value"].numel()),
+    Loss("sum-over-four", mlp(), rows, lambda m, b: squares(m, b).sum() / 4),
+    Loss("sum-over-eleven", mlp(), rows, lambda m, b: squares(m, b).sum() / 11),
+    Loss("sum-over-one", mlp(), rows, lambda m, b: squares(m, b).sum() / 1),
+    Loss("sum-of-scaled", mlp(), rows, lambda m, b: (0.5 * squares(m, b)).sum()),
+    Loss("sum-of-divided-by-size", mlp(), rows, lambda m, b: (squares(m, b) / len(b["x"])).sum()),
+    Loss("sum-of-divided-by-mask", mlp(), sequences, lambda m, b: (squares(m, b) * b["mask"][..., None] / b["mask"].sum()).sum()),
+    Loss("sum-over-samples-divided-by-size", mlp(), rows, lambda m, b: (squares(m, b).sum(0) / len(b["x"])).mean()),
+    Loss("sum-over-features-over-four", mlp(), rows, lambda m, b: (squares(m, b).sum(1) / 4).sum()),
+    Loss("mean-over-samples-sum-of-features", mlp(), rows, lambda m, b: squares(m, b).mean(0).sum()),
+    Loss("mean-over-samples-weighed", mlp(), rows, lambda m, b: (squares(m, b).mean(0) * WEIGHT).sum()),
+    Loss("mean-over-samples-dot", mlp(), rows, lambda m, b: squares(m, b).mean(0) @ WEIGHT),
+    Loss("sum-over-samples-weighed", mlp(), rows, lambda m, b: (squares(m, b).sum(0) * WEIGHT).sum()),
+    Loss("dot-with-ones", mlp(1), rows, lambda m, b: squares(m, {**b, "value": b["scalar"][:, None]}).flatten() @ torch.ones(len(b["x"]), dtype=torch.float64)),
+    Loss("dot-of-errors", mlp(1), rows, lambda m, b: (lambda e: e @ e)(m(b["x"]).flatten() - b["scalar"])),
+    Loss("einsum-of-everything", mlp(), rows, lambda m, b: torch.einsum("nd,nd->", m(b["x"]), b["value"])),
+    Loss("sum-and-mean", mlp(), rows, lambda m, b: squares(m, b).sum() + m(b["x"]).abs().mean()),
+    Loss("sum-and-masked-mean", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]) + squares(m, b).sum()),
+    Loss("interleaved-pairs", mlp(1), rows, interleaved),
+    Loss("reshaped-pairs", mlp(1), rows, lambda m, b: (lambda r: F.softplus(r[:, 1] - r[:, 0]).mean())(m(torch.stack([b["x"], b["x2"]], 1).flatten(0, 1)).view(-1, 2))),
+    Loss("time-major-last", seeded(lambda: Recurrent(nn.GRU, batch_first=False)), sequences, lambda m, b: m(b["x"].transpose(0, 1))[-1].pow(2).mean()),
+    Loss("time-major-sum-of-steps", seeded(lambda: Recurrent(nn.GRU, batch_first=False)), sequences, lambda m, b: m(b["x"].transpose(0, 1)).sum(0).pow(2).mean()),
+    Loss("time-major-cumsum", mlp(), sequences, lambda m, b: m(b["x"].transpose(0, 1)).cumsum(0).pow(2).mean()),
+    Loss("time-major-softmax-of-steps", mlp(), sequences, lambda m, b: m(b["x"].transpose(0, 1)).softmax(0).pow(2).mean()),
+    Loss("last-hidden-state", seeded(lambda: nn.LSTM(3, CLASSES, batch_first=True)), sequences, lambda m, b: m(b["x"])[1][0][-1].pow(2).mean()),
+    Loss("channels-first-features", mlp(), rows, lambda m, b: m(b["x"]).t().softmax(0).pow(2).mean()),
+    Loss("parameter-mean-times-data-mean", seeded(Tempered), rows, lambda m, b: (m.s * squares(m, b)).mean()),
+    Loss("mean-detached-part", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"]).detach() * 0.5).pow(2).mean()),
+    Loss("shuffled", mlp(), rows, lambda m, b: m(b["x"])[torch.arange(len(b["x"])).flip(0)].pow(2).mean()),
+    Loss("flipped", mlp(), rows, lambda m, b: m(b["x"]).flip(0).pow(2).mean()),
+    Loss("repeated", mlp(), rows, lambda m, b: m(b["x"]).repeat(2, 1).pow(2).mean()),
+    Loss("repeat-interleaved", mlp(), rows, lambda m, b: m(b["x"]).repeat_interleave(2, 0).pow(2).mean()),
+    Loss("first-sample-only", mlp(), rows, lambda m, b: m(b["x"])[0].pow(2).mean()),
+    Loss("all-but-the-first", mlp(), rows, lambda m, b: F.pad(m(b["x"])[1:], (0, 0, 0, 1)).pow(2).mean()),
+    Loss("scattered", mlp(), rows, lambda m, b: torch.zeros(len(b["x"]), CLASSES, dtype=torch.float64).scatter(1, b["label"][:, None], m(b["x"])[:, :1]).pow(2).mean()),
+    Loss("sparsemax-of-features", mlp(), sequences, lambda m, b: (m(b["x"]).sort(-1).values.cumsum(-1) - 1).relu().mean()),
+    Loss("index-add-by-class", mlp(), rows, lambda m, b: torch.zeros(CLASSES, CLASSES, dtype=torch.float64).index_add(0, b["label"], m(b["x"])).pow(2).mean()),
+    Loss("mean-of-max-over-two-calls", mlp(), rows, lambda m, b: torch.maximum(*twice(m, b)).mean()),
+    Loss("max-of-two-means", mlp(), rows, lambda m, b: torch.maximum(*two_heads(m, b))),
+    Loss("where-on-means", mlp(), rows, lambda m, b: torch.where(two_heads(m, b)[0] > 1, *two_heads(m, b))),
+    Loss("lerp-of-means", mlp(), rows, lambda m, b: torch.lerp(*two_heads(m, b), 0.3)),
+    Loss("unused-half", mlp(), rows, lambda m, b: two_heads(m, b)[0] + 0 * two_heads(m, b)[1]),
+    Loss("nan_to_num", mlp(), rows, lambda m, b: squares(m, b).mean().nan_to_num()),
+    Loss("clamped-mean", mlp(), rows, lambda m, b: squares(m, b).mean().clamp(max=100.0)),
+    Loss("nanmean", mlp(), rows, lambda m, b: squares(m, b).nanmean()),
+    Loss("average-over-groups", mlp(), rows, lambda m, b: torch.stack([squares(m, b)[b["label"] == c].sum() for c in range(CLASSES)]).sum()),
+    Loss("mean-of-means-over-groups", mlp(), rows, lambda m, b: torch.stack([(squares(m, b) * (b["label"] == c)[:, None]).sum() / ((b["label"] == c).sum() + 1) for c in range(CLASSES)]).mean()),
+    Loss("trapezoid-over-samples", mlp(1), rows, lambda m, b: torch.trapezoid(m(b["x"]).flatten())),
+    Loss("masked-mean-by-hand", mlp(), sequences, lambda m, b: (squares(m, b).mean(-1) * b["mask"]).sum() / b["mask"].sum()),
+    Loss("masked-mean-of-means", mlp(), sequences, lambda m, b: (squares(m, b).mean(-1) * b["mask"]).mean() / b["mask"].double().mean()),
+    Loss("mean-of-padding", mlp(), sequences, lambda m, b: F.pad(squares(m, b).flatten(), (0, 3)).mean()),
+    Loss("chunk-of-samples-first-half", mlp(), rows, lambda m, b: m(torch.cat([b["x"], b["x2"]])).chunk(2)[0].pow(2).mean()),
+    Loss("kl-of-two-heads", mlp(), rows, lambda m, b: F.kl_div(log_probs(m, b), m(b["x2"]).softmax(1), reduction="batchmean")),
+]  # fmt: skip

@@ -1,0 +1,180 @@
+"""The definition of exact: the same training run over real big batches, in plain torch, to compare with."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+from bigbatch import Accumulator
+from bigbatch.errors import LossError
+from bigbatch.update import Update
+from tests.samples import Batch, Loss
+
+TOLERANCE = 1e-12  # of the norm, in float64
+FLOOR = 1e-2  # below this norm a gradient may be the rounding of larger numbers that cancel
+OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+LossFunction = Callable[[Any, Batch], Tensor]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run left behind, and what it said on the way."""
+
+    weights: list[Tensor]
+    steps: list[list[Tensor]]
+    state: list[Tensor]
+    losses: list[float | None]  # None: not told
+    norms: list[float | None]
+    counts: list[float | None]
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain SGD: a step is the gradient, so comparing steps compares gradients."""
+    return torch.optim.SGD(parameters, lr=0.5)
+
+
+def windows(batches: Sequence[Batch], steps: int) -> list[Sequence[Batch]]:
+    """The micro-batches behind each update; the last window may be short."""
+    return [batches[start : start + steps] for start in range(0, len(batches), steps)]
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters an optimizer gets."""
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    """The parameters as they are now."""
+    return [p.detach().clone() for p in trained(model)]
+
+
+def state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Every number an optimizer keeps, in the order of its parameters."""
+    kept = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+    return [
+        torch.as_tensor(each[key], dtype=torch.float64)
+        for each in kept
+        for key in sorted(each)
+        if each[key] is not None
+    ]
+
+
+def big_batches(
+    case: Loss,
+    batches: Sequence[Batch],
+    steps: int,
+    *,
+    model: nn.Module | None = None,
+    loss: LossFunction | None = None,
+    optimizer: OptimizerFactory = sgd,
+    clip_norm: float | None = None,
+    epochs: int = 1,
+) -> Run:
+    """One forward and backward over each window's samples joined."""
+    model = model or case.model()
+    loss = loss or case.loss
+    updater = optimizer(trained(model))
+    run = Run([], [], [], [], [], [])
+    before = weights(model)
+    for _ in range(epochs):
+        for window in windows(batches, steps):
+            batch = case.join(window)
+            if case.count and not case.count(batch):
+                continue  # nothing to average: no update
+            updater.zero_grad()
+            value = loss(model, batch)
+            value.backward()
+            norm = clip_grad_norm_(trained(model), float("inf") if clip_norm is None else clip_norm)
+            updater.step()
+            after = weights(model)
+            run.steps.append([a - b for a, b in zip(after, before, strict=True)])
+            before = after
+            run.losses.append(float(value.detach()))
+            run.norms.append(float(norm))
+            run.counts.append(float(case.count(batch)) if case.count else None)
+    run.weights.extend(before)
+    run.state.extend(state(updater))
+    return run
+
+
+def accumulated(
+    case: Loss,
+    batches: Sequence[Batch],
+    steps: int,
+    *,
+    model: nn.Module | None = None,
+    loss: LossFunction | None = None,
+    optimizer: OptimizerFactory = sgd,
+    clip_norm: float | None = None,
+    epochs: int = 1,
+    counts: Callable[[Batch], tuple[float, ...]] | None = None,
+) -> Run:
+    """The same updates, micro-batch by micro-batch."""
+    model = model or case.model()
+    loss = loss or case.loss
+    updater = optimizer(trained(model))
+    accumulator = Accumulator(model, updater, steps=steps, clip_norm=clip_norm, counts=counts)
+    run = Run([], [], [], [], [], [])
+    before = weights(model)
+    for _ in range(epochs):
+        for batch in accumulator.over(batches):
+            update = accumulator.backward(loss(model, batch))
+            if update is None or update.skipped:
+                continue
+            after = weights(model)
+            run.steps.append([a - b for a, b in zip(after, before, strict=True)])
+            before = after
+            run.losses.append(told(update, several=case.counts is not None))
+            run.norms.append(None if update.grad_norm is None else float(update.grad_norm))
+            run.counts.append(one(update.count) if case.count else None)
+    run.weights.extend(before)
+    run.state.extend(state(updater))
+    return run
+
+
+def told(update: Update, *, several: bool) -> float | None:
+    """The big batch's loss; of terms with several counts it may be unknown, and then says so."""
+    try:
+        return float(update.loss)
+    except LossError:
+        if several:
+            return None
+        raise
+
+
+def one(count: object) -> float:
+    """The count of a loss that has but one."""
+    assert isinstance(count, float | int | Tensor), f"several counts: {count}"
+    return float(count)
+
+
+def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor], floor: float = 1e-30) -> float:
+    """How far apart two lists of tensors are, relative to the norm of the second, or to `floor` if that is larger."""
+    assert [a.shape for a in ours] == [b.shape for b in theirs]
+    if not theirs:
+        return 0.0
+    a = torch.cat([each.double().flatten() for each in ours])
+    b = torch.cat([each.double().flatten() for each in theirs])
+    return float((a - b).norm() / b.norm().clamp_min(floor))
+
+
+def close(ours: Sequence[float | None], theirs: Sequence[float | None], tolerance: float) -> bool:
+    """Numbers equal to a relative tolerance, or to that of 1 where they cancel; what was not told is not compared."""
+    return len(ours) == len(theirs) and all(
+        a is None or b is None or abs(a - b) <= tolerance * max(abs(b), 1.0) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def assert_equal(ours: Run, theirs: Run, tolerance: float = TOLERANCE) -> None:
+    """The accumulated run is the big-batch run: steps, weights, optimizer state, and what was told."""
+    assert len(ours.steps) == len(theirs.steps)
+    for index, (mine, true) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        assert distance(mine, true, FLOOR) <= tolerance * 10 ** min(index, 1), f"update {index}: the step differs"
+    assert distance(ours.weights, theirs.weights) <= tolerance, "the final weights differ"
+    assert distance(ours.state, theirs.state, FLOOR) <= tolerance, "the optimizer's state differs"
+    assert close(ours.losses, theirs.losses, tolerance), f"Update.loss {ours.losses}, the big batch's {theirs.losses}"
+    assert close(ours.norms, theirs.norms, tolerance), f"Update.grad_norm {ours.norms}, the big batch's {theirs.norms}"
+    assert close(ours.counts, theirs.counts, tolerance), f"Update.count {ours.counts}, the true {theirs.counts}"

@@ -1,0 +1,357 @@
+# ruff: noqa: E501, PLC3002  (a row of a table is a line)
+"""Every loss that must be refused, with the error it must raise and the operation that the error must name.
+
+`UNREADABLE` has no count in its graph, or something nonlinear above its mean. `COUPLED` ends in an ordinary mean or
+cross-entropy, but a sample's part in it depends on the other samples. `SETTLED` are unreadable ones that `counted` settles.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import counted
+from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
+from tests.losses import WEIGHT, log_probs, masked_mean_per_sequence, squares, twice, two_heads
+from tests.samples import CLASSES, Attention, Batch, Loss, Tempered, conv, images, mlp, rows, seeded, sequences
+
+EYE = torch.eye(CLASSES, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Refused(Loss):
+    """A loss, the error it must raise, and a pattern for the operation that the error must name (case ignored)."""
+
+    error: type[LossError] = UnreadableLoss
+    names: str = ""
+
+
+class Square(torch.autograd.Function):
+    """A custom function, acting element by element, which a graph cannot know."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """x²."""
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """2 x."""
+        (x,) = ctx.saved_tensors
+        return 2 * x * grads[0]
+
+
+def square(x: Tensor) -> Tensor:
+    """Apply the custom function."""
+    result: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return result
+
+
+@functools.cache
+def compiled(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss compiled ahead of time, without the cost of code generation."""
+    made: Callable[..., Tensor] = torch.compile(loss, backend="aot_eager")
+    return made
+
+
+def mean_square(out: Tensor, target: Tensor) -> Tensor:
+    """What gets compiled."""
+    return ((out - target) ** 2).mean()
+
+
+def focal_on_mean(model: nn.Module, batch: Batch) -> Tensor:
+    """A focal loss that takes its confidence from the mean: a frequent mistake."""
+    ce = F.cross_entropy(model(batch["x"]), batch["label"])
+    return (1 - (-ce).exp()) ** 2 * ce
+
+
+def masked_by_hand(model: nn.Module, batch: Batch) -> Tensor:
+    """A masked mean as most people write it."""
+    return (squares(model, batch).sum(-1) * batch["mask"]).sum() / batch["mask"].sum()
+
+
+def ranged(batch: Batch) -> Tensor:
+    """0, 1, 2, ... one per sample."""
+    return torch.arange(len(batch["x"]))
+
+
+UNREADABLE = [
+    Refused("sum-times-number", mlp(), rows, lambda m, b: 0.01 * squares(m, b).sum(), names="mul"),
+    Refused("sum-over-number", mlp(), rows, lambda m, b: squares(m, b).sum() / 100, names="div"),
+    Refused("ce-sum-times-number", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") * 0.1, names="mul"),
+    Refused("ce-sum-over-number", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") / 100, names="div"),
+    Refused("mse-sum-over-number", mlp(), rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"], reduction="sum") / 100, names="div"),
+    Refused("sum-over-tensor", mlp(), sequences, masked_by_hand, names="div"),
+    Refused("sum-times-tensor", mlp(), rows, lambda m, b: squares(m, b).sum() * torch.tensor(0.01, dtype=torch.float64), names="mul"),
+    Refused("sum-over-weights", mlp(), rows, lambda m, b: (squares(m, b).sum(1) * b["unit"][:, 0]).sum() / b["unit"][:, 0].sum(), names="div"),
+    Refused("ce-sum-over-kept", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"], reduction="sum") / (b["partly"] != -100).sum(), names="div"),
+    Refused("each-over-tensor", mlp(), sequences, lambda m, b: (squares(m, b) * b["mask"][..., None] / b["mask"].sum()).sum(), names="div|sum"),
+    Refused("mean-plus-scaled-sum", mlp(), rows, lambda m, b: squares(m, b).mean() + 0.01 * m(b["x"]).abs().sum(), names="mul"),
+    Refused("custom-above", mlp(), rows, lambda m, b: square(squares(m, b).mean()), names="Square"),
+    Refused("custom-below", mlp(), rows, lambda m, b: square(m(b["x"]) - b["value"]).mean(), names="Square"),
+    Refused("custom-deep-below", mlp(), rows, lambda m, b: F.cross_entropy(square(m(b["x"])).tanh(), b["label"]), names="Square"),
+    Refused("custom-beside-parameter", seeded(Tempered), rows, lambda m, b: (m.s * square(m(b["x"]))).mean(), names="Square"),
+    Refused("compiled-loss", mlp(), rows, lambda m, b: compiled(mean_square)(m(b["x"]), b["value"]), names="compile"),
+    Refused("root-of-mean", mlp(), rows, lambda m, b: squares(m, b).mean().sqrt(), names="sqrt"),
+    Refused("root-of-mse", mlp(), rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"]) ** 0.5, names="pow"),
+    Refused("square-of-mean", mlp(), rows, lambda m, b: m(b["x"]).mean() ** 2, names="pow"),
+    Refused("log-of-mean", mlp(), rows, lambda m, b: squares(m, b).mean().log(), names="log"),
+    Refused("perplexity", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]).exp(), names="exp"),
+    Refused("focal-on-mean", mlp(), rows, focal_on_mean, names="mul|pow|exp"),
+    Refused("product-of-means", mlp(), rows, lambda m, b: two_heads(m, b)[0] * two_heads(m, b)[1], names="mul"),
+    Refused("ratio-of-means", mlp(), rows, lambda m, b: two_heads(m, b)[0] / two_heads(m, b)[1], names="div"),
+    Refused("one-over-mean", mlp(), rows, lambda m, b: 1 / squares(m, b).mean(), names="reciprocal|div"),
+    Refused("absolute-mean", mlp(), rows, lambda m, b: m(b["x"]).mean().abs(), names="abs"),
+    Refused("hinge-on-mean", mlp(), rows, lambda m, b: (squares(m, b).mean() - 0.1).relu(), names="relu"),
+    Refused("larger-mean", mlp(), rows, lambda m, b: torch.maximum(*two_heads(m, b)), names="max"),
+    Refused("norm-of-terms", mlp(), rows, lambda m, b: torch.stack(two_heads(m, b)).norm(), names="norm"),
+    Refused("product-of-terms", mlp(), rows, lambda m, b: torch.stack(two_heads(m, b)).prod(), names="prod"),
+    Refused("geometric-mean", mlp(), rows, lambda m, b: squares(m, b).log().mean().exp(), names="exp"),
+    Refused("log-of-sum", mlp(), rows, lambda m, b: m(b["x"]).exp().sum().log(), names="log"),
+    Refused("root-beside-mean", mlp(), rows, lambda m, b: squares(m, b).mean() + 0.1 * squares(m, b).mean().sqrt(), names="sqrt"),
+    Refused("norm", mlp(), rows, lambda m, b: (m(b["x"]) - b["value"]).norm(), error=LossError, names="norm"),
+    Refused("logsumexp", mlp(), rows, lambda m, b: m(b["x"]).logsumexp((0, 1)), error=LossError, names="logsumexp"),
+    Refused("largest", mlp(), rows, lambda m, b: squares(m, b).max(), error=LossError, names="max"),
+    Refused("median", mlp(), rows, lambda m, b: squares(m, b).median(), error=LossError, names="median"),
+    Refused("variance", mlp(), rows, lambda m, b: m(b["x"]).var(), error=LossError, names="var"),
+    Refused("product", mlp(), rows, lambda m, b: m(b["x"]).prod(), error=LossError, names="prod"),
+]  # fmt: skip
+
+
+# Coupled losses, as their papers and repositories write them.
+
+
+def normalized(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Two views of each sample on the unit sphere."""
+    a, b = twice(model, batch)
+    return F.normalize(a, dim=1), F.normalize(b, dim=1)
+
+
+def clip(model: Any, batch: Batch) -> Tensor:
+    """CLIP: both directions, a learned temperature."""
+    a, b = normalized(model, batch)
+    logits = model.s.exp() * a @ b.t()
+    return (F.cross_entropy(logits, ranged(batch)) + F.cross_entropy(logits.t(), ranged(batch))) / 2
+
+
+def clip_scaled_last(model: Any, batch: Batch) -> Tensor:
+    """CLIP, the temperature above the product: the first operation that holds a parameter is not the model."""
+    a, b = normalized(model, batch)
+    return F.cross_entropy(model.s.exp() * (a @ b.t()), ranged(batch))
+
+
+def nt_xent(model: Any, batch: Batch) -> Tensor:
+    """SimCLR: 2 n views, each against all others."""
+    z = torch.cat(normalized(model, batch))
+    n = len(batch["x"])
+    logits = (z @ z.t() / model.s.exp()).masked_fill(torch.eye(2 * n, dtype=torch.bool), -1e9)
+    return F.cross_entropy(logits, (torch.arange(2 * n) + n) % (2 * n))
+
+
+def sup_con(model: nn.Module, batch: Batch) -> Tensor:
+    """Supervised contrast: every sample of the same class is a positive."""
+    z = torch.cat(normalized(model, batch))
+    label = batch["label"].repeat(2)
+    itself = torch.eye(len(z), dtype=torch.bool)
+    positive = (label[:, None] == label) & ~itself
+    log_prob = (z @ z.t() / 0.5).masked_fill(itself, -1e9).log_softmax(1)
+    return -((log_prob * positive).sum(1) / positive.sum(1)).mean()
+
+
+def siglip(model: Any, batch: Batch) -> Tensor:
+    """Pairwise sigmoid contrast with learned temperature and bias."""
+    a, b = normalized(model, batch)
+    logits = a @ b.t() * model.s.exp() + model.t
+    return -F.logsigmoid((2 * torch.eye(len(a), dtype=torch.float64) - 1) * logits).sum(1).mean()
+
+
+def dice(model: nn.Module, batch: Batch, dims: tuple[int, ...]) -> Tensor:
+    """Soft Dice whose sums run over samples."""
+    p = model(batch["x"]).sigmoid()
+    y = batch["binary"]
+    return (1 - (2 * (p * y).sum(dims) + 1) / (p.sum(dims) + y.sum(dims) + 1)).mean()
+
+
+def standardized(x: Tensor) -> Tensor:
+    """Each feature with mean 0 and deviation 1 over the batch; one sample has none."""
+    return (x - x.mean(0)) / (x.var(0, unbiased=False) + 0.1).sqrt()
+
+
+def barlow_twins(model: nn.Module, batch: Batch) -> Tensor:
+    """The cross-correlation of two views, kept near the identity."""
+    a, b = twice(model, batch)
+    correlation = standardized(a).t() @ standardized(b) / len(a)
+    return (correlation - EYE).pow(2).mean()
+
+
+def vicreg_covariance(model: nn.Module, batch: Batch) -> Tensor:
+    """Off-diagonal covariance over the batch."""
+    z = model(batch["x"])
+    z = z - z.mean(0)
+    return ((z.t() @ z / len(z)) * (1 - EYE)).pow(2).mean()
+
+
+def load_balancing(model: nn.Module, batch: Batch) -> Tensor:
+    """Switch Transformer's auxiliary loss: share of samples times mean probability, per expert; the gate is noisy."""
+    probs = (model(batch["x"]) + batch["value"]).softmax(1)
+    share = F.one_hot(probs.argmax(1), CLASSES).double().mean(0)
+    return CLASSES * (share * probs.mean(0)).sum()
+
+
+def correlation(model: nn.Module, batch: Batch) -> Tensor:
+    """One minus Pearson's correlation with the target."""
+    x = model(batch["x"])[:, 0]
+    x, y = x - x.mean(), batch["scalar"] - batch["scalar"].mean()
+    return 1 - (x * y).sum() / (x.norm() * y.norm() + 1)
+
+
+def correlation_cosine(model: nn.Module, batch: Batch) -> Tensor:
+    """The same by cosine similarity along the batch, per feature."""
+    x = model(batch["x"])
+    return 1 - F.cosine_similarity(x - x.mean(0), batch["value"] - batch["value"].mean(0), dim=0).mean()
+
+
+def index_pairs(model: nn.Module, batch: Batch) -> Tensor:
+    """Differences of all pairs, by index."""
+    z = model(batch["x"])
+    i, j = torch.triu_indices(len(z), len(z))
+    return (z[i] - z[j]).abs().mean()
+
+
+def index_select_pairs(model: nn.Module, batch: Batch) -> Tensor:
+    """Products of all pairs, by index_select."""
+    z = model(batch["x"])
+    i, j = torch.triu_indices(len(z), len(z))
+    return (z.index_select(0, i) * z.index_select(0, j)).tanh().mean()
+
+
+def mixup(model: nn.Module, batch: Batch) -> Tensor:
+    """Outputs mixed with those of other samples; in a hidden layer the graph's tail would not show it."""
+    out = model(batch["x"])
+    return F.cross_entropy(0.7 * out + 0.3 * out[ranged(batch).roll(1)], batch["label"])
+
+
+def hard_examples(model: nn.Module, batch: Batch) -> Tensor:
+    """The worse half of the batch."""
+    each = F.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
+    return each.topk((len(each) + 1) // 2).values.mean()
+
+
+def batch_hard_triplets(model: nn.Module, batch: Batch) -> Tensor:
+    """The farthest positive and the nearest negative of the batch."""
+    z = model(batch["x"])
+    distance = torch.cdist(z, z)
+    same = batch["label"][:, None] == batch["label"]
+    farthest = (distance * same).amax(1)
+    nearest = (distance + 10 * same).amin(1)
+    return (farthest - nearest + 1).relu().mean()
+
+
+def mmd(model: nn.Module, batch: Batch) -> Tensor:
+    """Maximum mean discrepancy between outputs and targets."""
+    x, y = model(batch["x"]), batch["value"]
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return (-(a[:, None] - b[None]).pow(2).sum(2)).exp()
+
+    return kernel(x, x).mean() - 2 * kernel(x, y).mean()
+
+
+def attended(model: nn.Module, batch: Batch) -> Tensor:
+    """Samples that attend to each other."""
+    x = model(batch["x"])[None]
+    return F.scaled_dot_product_attention(x, x, x).pow(2).mean()
+
+
+COUPLED = [
+    Refused("clip", seeded(Tempered), rows, clip, error=CoupledLoss, names="mm|matmul"),
+    Refused("clip-scaled-last", seeded(Tempered), rows, clip_scaled_last, error=CoupledLoss, names="mm|matmul"),
+    Refused("info-nce", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]) @ m(b["x2"]).t() / 0.1, ranged(b)), error=CoupledLoss, names="mm|matmul"),
+    Refused("info-nce-einsum", mlp(), rows, lambda m, b: F.cross_entropy(torch.einsum("nd,md->nm", *twice(m, b)), ranged(b)), error=CoupledLoss, names="mm|matmul"),
+    Refused("info-nce-against-fixed", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]) @ b["value"].t(), ranged(b)), error=LossError, names="mm|matmul"),
+    Refused("nt-xent", seeded(Tempered), rows, nt_xent, error=CoupledLoss, names="mm|matmul"),
+    Refused("sup-con", mlp(), rows, sup_con, error=CoupledLoss, names="mm|matmul"),
+    Refused("siglip", seeded(Tempered), rows, siglip, error=CoupledLoss, names="mm|matmul"),
+    Refused("dice-of-the-batch", conv(2), images(4, 4), lambda m, b: dice(m, b, (0, 1, 2, 3)), error=LossError, names="sum|div"),
+    Refused("dice-per-class", conv(2), images(4, 4), lambda m, b: dice(m, b, (0, 2, 3)), error=LossError, names="sum|div"),
+    Refused("barlow-twins", mlp(), rows, barlow_twins, error=CoupledLoss, names="mm|matmul"),
+    Refused("barlow-twins-sum", mlp(), rows, lambda m, b: CLASSES * barlow_twins(m, b), error=CoupledLoss, names="mm|matmul"),
+    Refused("vicreg-variance", mlp(), rows, lambda m, b: (1 - (m(b["x"]).var(0, unbiased=False) + 1e-4).sqrt()).relu().mean(), error=CoupledLoss, names="var"),
+    Refused("vicreg-covariance", mlp(), rows, vicreg_covariance, error=CoupledLoss, names="mm|matmul"),
+    Refused("vicreg", mlp(), rows, lambda m, b: F.mse_loss(*twice(m, b)) + 25 * vicreg_covariance(m, b), error=CoupledLoss, names="mm|matmul"),
+    Refused("centred", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"]).mean(0)).pow(2).mean(), error=CoupledLoss, names="mean"),
+    Refused("centred-by-sum", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"]).sum(0, keepdim=True)).pow(2).mean(), error=CoupledLoss, names="sum"),
+    Refused("centred-logits", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]) - m(b["x"]).mean(0), b["label"]), error=CoupledLoss, names="mean"),
+    Refused("scaled-by-the-mean", mlp(), rows, lambda m, b: (m(b["x"]) / m(b["x"]).exp().mean()).pow(2).mean(), error=CoupledLoss, names="mean"),
+    Refused("standardized", mlp(), rows, lambda m, b: (standardized(m(b["x"])) - b["value"]).pow(2).mean(), error=CoupledLoss, names="mean|var"),
+    Refused("over-deviation", mlp(), rows, lambda m, b: (m(b["x"]) / (m(b["x"]).std(0, unbiased=False) + 1)).exp().mean(), error=CoupledLoss, names="std"),
+    Refused("normalized-over-the-batch", mlp(), rows, lambda m, b: F.normalize(m(b["x"]), dim=0).exp().mean(), error=CoupledLoss, names="norm"),
+    Refused("batch-norm-without-parameters", mlp(), rows, lambda m, b: F.batch_norm(torch.cat(twice(m, b)), None, None, training=True).exp().mean(), error=CoupledLoss, names="batch_?norm"),
+    Refused("all-differences", mlp(), rows, lambda m, b: (m(b["x"])[:, None] - m(b["x"])[None]).abs().mean(), error=CoupledLoss, names="sub|unsqueeze|expand"),
+    Refused("ranking-of-all-pairs", mlp(1), rows, lambda m, b: F.softplus(-(m(b["x"]) - m(b["x"]).t()) * (b["scalar"][:, None] - b["scalar"]).sign()).mean(), error=CoupledLoss, names="sub|transpose|T\\b"),
+    Refused("cdist", mlp(), rows, lambda m, b: torch.cdist(*twice(m, b)).mean(), error=CoupledLoss, names="cdist"),
+    Refused("cdist-to-fixed", mlp(), rows, lambda m, b: (-torch.cdist(m(b["x"]), b["value"])).exp().mean(), error=LossError, names="cdist"),
+    Refused("pdist", mlp(), rows, lambda m, b: F.pdist(torch.cat(twice(m, b))).mean(), error=CoupledLoss, names="pdist"),
+    Refused("index-pairs", mlp(), rows, index_pairs, error=CoupledLoss, names="index"),
+    Refused("index-select-pairs", mlp(), rows, index_select_pairs, error=CoupledLoss, names="index"),
+    Refused("load-balancing", mlp(), rows, load_balancing, error=LossError, names="mean|mul|sum"),
+    Refused("load-balancing-beside-ce", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) + 0.01 * load_balancing(m, b), error=LossError, names="mean|mul|sum"),
+    Refused("importance", mlp(), rows, lambda m, b: (lambda i: i.var() / i.mean() ** 2)(m(b["x"]).softmax(1).sum(0)), error=LossError, names="var|div|sum|pow"),
+    Refused("marginal-entropy", mlp(), rows, lambda m, b: (lambda p: (p * p.log()).sum())(m(b["x"]).softmax(1).mean(0)), error=LossError, names="mean|mul|log"),
+    Refused("hard-examples", mlp(), rows, hard_examples, error=CoupledLoss, names="topk"),
+    Refused("sorted", mlp(), rows, lambda m, b: (m(b["x"]).sort(0).values * ranged(b)[:, None]).mean(), error=CoupledLoss, names="sort"),
+    Refused("sliced-wasserstein", mlp(), rows, lambda m, b: (m(b["x"]).sort(0).values - b["value"].sort(0).values).pow(2).mean(), error=CoupledLoss, names="sort"),
+    Refused("softmax-over-samples", mlp(), rows, lambda m, b: (m(b["x"]).softmax(0) * b["value"]).mean(), error=CoupledLoss, names="softmax"),
+    Refused("softmax-of-transposed", mlp(), rows, lambda m, b: (m(b["x"]).t().log_softmax(1) * b["value"].t()).mean(), error=CoupledLoss, names="softmax"),
+    Refused("softmax-of-flattened", mlp(), rows, lambda m, b: (m(b["x"]).flatten().softmax(0) - 0.1).pow(2).mean(), error=CoupledLoss, names="softmax"),
+    Refused("softmax-of-reshaped", mlp(), rows, lambda m, b: m(b["x"]).view(1, -1).log_softmax(-1).pow(2).mean(), error=CoupledLoss, names="softmax"),
+    Refused("list-net", mlp(1), rows, lambda m, b: -(b["scalar"].softmax(0) * m(b["x"]).squeeze(1).log_softmax(0)).mean(), error=CoupledLoss, names="softmax"),
+    Refused("cumsum", mlp(), rows, lambda m, b: m(b["x"]).cumsum(0).pow(2).mean(), error=CoupledLoss, names="cumsum"),
+    Refused("cox", mlp(1), rows, lambda m, b: (m(b["x"])[:, 0] - m(b["x"])[:, 0].logcumsumexp(0)).mean(), error=CoupledLoss, names="cumsumexp"),
+    Refused("neighbours", mlp(), rows, lambda m, b: (torch.cat(twice(m, b))[1:] - torch.cat(twice(m, b))[:-1]).pow(2).mean(), error=CoupledLoss, names="sub|slice"),
+    Refused("neighbours-of-one-call", mlp(), rows, lambda m, b: (lambda z: (z[1:] - z[:-1]).pow(2).mean())(m(torch.cat([b["x"], b["x2"]]))), error=CoupledLoss, names="sub|slice"),
+    Refused("rolled", mlp(), rows, lambda m, b: (m(b["x"]) * m(b["x"]).roll(1, 0)).tanh().mean(), error=CoupledLoss, names="roll"),
+    Refused("mirrored", mlp(), rows, lambda m, b: (m(b["x"]) * m(b["x"]).flip(0)).tanh().mean(), error=CoupledLoss, names="flip"),
+    Refused("logsumexp-over-samples", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"]).logsumexp(0)).pow(2).mean(), error=CoupledLoss, names="logsumexp"),
+    Refused("largest-of-the-batch", mlp(), rows, lambda m, b: (m(b["x"]).amax(0) - 1).pow(2).mean(), error=CoupledLoss, names="amax"),
+    Refused("gram-of-the-batch", mlp(), rows, lambda m, b: (m(b["x"]).t() @ m(b["x"])).tanh().mean(), error=CoupledLoss, names="mm|matmul"),
+    Refused("correlation", mlp(), rows, correlation, error=LossError, names="div|sum|mul"),
+    Refused("correlation-cosine", mlp(), rows, correlation_cosine, error=CoupledLoss, names="sum|mean|norm|cosine"),
+    Refused("mixup-of-outputs", mlp(), rows, mixup, error=CoupledLoss, names="index"),
+    Refused("batch-hard-triplets", mlp(), rows, batch_hard_triplets, error=CoupledLoss, names="cdist|max|min"),
+    Refused("mmd", mlp(), rows, mmd, error=CoupledLoss, names="sub|unsqueeze|expand"),
+    Refused("attention-over-samples", mlp(), rows, attended, error=CoupledLoss, names="scaled_?dot_?product|softmax|bmm"),
+    Refused("layer-norm-over-samples", mlp(), rows, lambda m, b: F.layer_norm(m(b["x"]).t(), (len(b["x"]),)).exp().mean(), error=CoupledLoss, names="layer_?norm"),
+    Refused("conv-over-samples", mlp(), rows, lambda m, b: F.conv1d(m(b["x"]).t()[None], WEIGHT.view(1, 4, 1).expand(1, 4, 3), padding=1).tanh().mean(), error=CoupledLoss, names="conv"),
+    Refused("pooled-over-samples", mlp(), rows, lambda m, b: F.avg_pool1d(m(b["x"]).t()[None], 3, 1, 1).tanh().mean(), error=CoupledLoss, names="pool"),
+    Refused("matmul-from-the-left", mlp(), rows, lambda m, b: (torch.ones(len(b["x"]), len(b["x"]), dtype=torch.float64).triu() @ m(b["x"])).tanh().mean(), error=LossError, names="mm|matmul"),
+    Refused("reshaped-across-samples", mlp(3), rows, lambda m, b: torch.cat(twice(m, b)).view(-1, 2).prod(1).mean(), error=CoupledLoss, names="prod|view"),
+    Refused("per-class-sums", mlp(), rows, lambda m, b: torch.zeros(CLASSES, CLASSES, dtype=torch.float64).index_add(0, b["label"], m(b["x"])).tanh().mean(), error=CoupledLoss, names="index"),
+    Refused("sequences-centred-over-samples", mlp(), sequences, lambda m, b: (m(b["x"]) - m(b["x"]).mean((0, 1))).pow(2).mean(), error=CoupledLoss, names="mean"),
+    Refused("masked-softmax-over-tokens", mlp(1), sequences, lambda m, b: (m(b["x"])[b["mask"]].softmax(0) - 0.1).pow(2).mean(), error=CoupledLoss, names="softmax"),
+    Refused("attention-centred", seeded(lambda: Attention("frozen")), sequences, lambda m, b: (m(b["x"]) - m(b["x"]).mean(0)).pow(2).mean(), error=CoupledLoss, names="mean"),
+    Refused("learned-weight-of-centred", seeded(Tempered), rows, lambda m, b: (m.s * (m(b["x"]) - m(b["x"]).mean(0))).pow(2).mean(), error=CoupledLoss, names="mean"),
+    Refused("centred-beside-ce", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) - 0.1 * (m(b["x"]) - m(b["x"]).mean(0)).abs().mean(), error=CoupledLoss, names="mean"),
+]  # fmt: skip
+
+# What the error's advice turns unreadable losses into.
+
+SETTLED = [
+    Loss("sum-over-tensor", mlp(), sequences, lambda m, b: counted(masked_by_hand(m, b), b["mask"].sum()), count=lambda b: int(b["mask"].sum())),
+    Loss("sum-over-length", mlp(), rows, lambda m, b: counted(squares(m, b).sum() / len(b["x"]), len(b["x"])), count=lambda b: len(b["x"])),
+    Loss("scaled-sum", mlp(), rows, lambda m, b: counted(0.01 * squares(m, b).sum(), "sum")),
+    Loss("scaled-sum-and-regulariser", mlp(), rows, lambda m, b: counted(0.01 * squares(m, b).sum(), "sum") + counted(square(m[0].weight).sum(), "once")),
+    Loss("custom", mlp(), rows, lambda m, b: counted(square(m(b["x"]) - b["value"]).mean(), len(b["x"])), count=lambda b: len(b["x"])),
+    Loss("custom-and-regulariser", mlp(), rows, lambda m, b: 0.5 * counted(square(m(b["x"])).mean(), len(b["x"])) + m[0].weight.norm()),
+    Loss("compiled", mlp(), rows, lambda m, b: counted(compiled(mean_square)(m(b["x"]), b["value"]), len(b["x"])), count=lambda b: len(b["x"])),
+    Loss("fractional", mlp(), rows, lambda m, b: counted((squares(m, b).sum(1) * b["unit"][:, 0]).sum() / b["unit"][:, 0].sum(), b["unit"][:, 0].sum()), count=lambda b: float(b["unit"][:, 0].sum())),
+    Loss("same-counts", mlp(), sequences, lambda m, b: counted(masked_by_hand(m, b), b["mask"].sum()) + 0.3 * counted(m(b["x"])[b["mask"]].mean(), b["mask"].sum())),
+    Loss("part-of-a-sum", mlp(), rows, lambda m, b: counted(squares(m, b).sum() / len(b["x"]), len(b["x"])) + 0.1 * F.l1_loss(m(b["x"]), b["value"])),
+    Loss("per-sequence", mlp(), sequences, lambda m, b: counted(masked_mean_per_sequence(m, b), len(b["x"]))),
+    Loss("kl", mlp(), rows, lambda m, b: counted(F.kl_div(log_probs(m, b), b["probs"], reduction="sum") / len(b["x"]), len(b["x"]))),
+]  # fmt: skip

@@ -1,0 +1,119 @@
+"""Every loss that no weights can accumulate is refused before anything is added, and the error names the operation."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigbatch import Accumulator
+from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
+from tests.losses import READABLE, SEVERAL
+from tests.reference import big_batches, distance, sgd, trained
+from tests.refused import COUPLED, UNREADABLE, Refused
+from tests.samples import Batch, Loss
+
+SPLIT = (5, 3, 4)
+REFUSED = [*UNREADABLE, *COUPLED]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
+    "ignore:.*:DeprecationWarning:torch",  # torch.compile's own imports
+)
+
+
+def first_refusal(case: Loss) -> tuple[LossError, list[Tensor | None]]:
+    """The error of the first micro-batch, and the gradients it left."""
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(SPLIT))
+    batches = iter(accumulator.over(case.micro_batches(SPLIT)))
+    with pytest.raises(LossError) as caught:
+        accumulator.backward(case.loss(model, next(batches)))
+    return caught.value, [p.grad for p in trained(model)]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_refused_at_the_first_micro_batch(case: Refused) -> None:
+    """The first loss raises, names the operation it found, and leaves no gradient behind."""
+    error, gradients = first_refusal(case)
+    assert isinstance(error, case.error), f"{type(error).__name__}: {error}"
+    assert re.search(case.names, str(error).splitlines()[0], re.IGNORECASE), str(error)
+    assert all(gradient is None or not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("case", UNREADABLE, ids=str)
+def test_an_unreadable_loss_prints_the_line_that_settles_it(case: Refused) -> None:
+    """The message ends in something to type."""
+    error, _ = first_refusal(case)
+    assert re.search(r"count=|counted\(|across", str(error)), str(error)
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=str)
+def test_a_coupled_loss_points_to_what_can_do_it(case: Refused) -> None:
+    """The message names BigStep or across; where it is merely unreadable, what to type."""
+    error, _ = first_refusal(case)
+    if isinstance(error, CoupledLoss):
+        assert re.search(r"BigStep|across", str(error)), str(error)
+    else:
+        assert re.search(r"count=|counted\(|BigStep|across", str(error)), str(error)
+
+
+def weighted_split(case: Loss, batches: list[Batch]) -> list[Tensor]:
+    """The gradient that weighing micro-batches by their number of samples gives: as good as weights can do."""
+    model = case.model()
+    total = sum(len(batch["x"]) for batch in batches)
+    for batch in batches:
+        (case.loss(model, batch) * len(batch["x"]) / total).backward()
+    return [-0.5 * p.grad if p.grad is not None else torch.zeros_like(p) for p in trained(model)]
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=str)
+def test_refusing_is_right(case: Refused) -> None:
+    """A coupled loss really differs from its big batch, however the parts are weighed by size."""
+    batches = case.micro_batches(SPLIT)
+    (true,) = big_batches(case, batches, steps=len(SPLIT)).steps
+    assert distance(weighted_split(case, batches), true) > 1e-3
+
+
+def test_weighing_by_size_would_be_right_for_a_plain_mean() -> None:
+    """The comparison above can tell: on a loss that is not coupled it finds no difference."""
+    case = next(case for case in READABLE if case.name == "mse-mean")
+    batches = case.micro_batches(SPLIT)
+    (true,) = big_batches(case, batches, steps=len(SPLIT)).steps
+    assert distance(weighted_split(case, batches), true) < 1e-12
+
+
+def test_a_window_goes_on_after_a_refusal() -> None:
+    """Nothing was added, so the same micro-batch may be given again with another loss."""
+    case = next(case for case in REFUSED if case.name == "root-of-mean")
+    plain = next(case for case in READABLE if case.name == "mse-mean")
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(SPLIT))
+    batches = case.micro_batches(SPLIT)
+    for batch in accumulator.over(batches):
+        with pytest.raises(UnreadableLoss):
+            accumulator.backward(case.loss(model, batch))
+        accumulator.backward(plain.loss(model, batch))
+    true = big_batches(plain, batches, steps=len(SPLIT))
+    assert distance([p.detach() for p in trained(model)], true.weights) <= 1e-12
+
+
+def test_counts_of_the_wrong_length_are_refused() -> None:
+    """`counts=` must give one number per data term; the error says how many terms were found."""
+    case = SEVERAL[0]
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=lambda batch: (len(batch["x"]),))
+    batch = next(iter(accumulator.over(case.micro_batches((3, 2)))))
+    with pytest.raises(LossError, match="2"):
+        accumulator.backward(case.loss(model, batch))
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), True, "mean", torch.ones(2), 1j])
+def test_nonsense_counts_are_refused(count: object) -> None:
+    """A count is a number of things, 0 or more."""
+    case = next(case for case in READABLE if case.name == "mse-mean")
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    (batch,) = case.micro_batches((3,))
+    with pytest.raises(LossError, match="count"):
+        accumulator.backward(F.mse_loss(model(batch["x"]), batch["value"]), count=count)  # type: ignore[arg-type]
