@@ -1,0 +1,1 @@
+"""What is claimed, measured: `python -m benchmarks.exactness` and `python -m benchmarks.overhead`."""
