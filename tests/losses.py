@@ -237,10 +237,8 @@ PAIRWISE: dict[str, tuple[Callable[[Any, Batch, str], Tensor], Callable[[Batch],
         lambda b: float(WEIGHT[b["label"]].sum()),
     ),
     "nll-ignore_index": (
-        lambda m, b, r: F.nll_loss(
-            log_probs(m, b), b["label"].index_fill(0, torch.tensor(0), 1), ignore_index=2, reduction=r
-        ),
-        lambda b: 1 + int((b["label"][1:] != 2).sum()),
+        lambda m, b, r: F.nll_loss(log_probs(m, b), b["label"], ignore_index=2, reduction=r),
+        lambda b: int((b["label"] != 2).sum()),
     ),
 }
 
@@ -833,7 +831,6 @@ EITHER = [
     Loss("mean-times-size", mlp(), rows, lambda m, b: squares(m, b).mean() * len(b["x"])),
     Loss("mean-times-size-tensor", mlp(), rows, lambda m, b: squares(m, b).mean() * torch.tensor(float(len(b["x"])))),
     Loss("mean-over-size-tensor", mlp(), rows, lambda m, b: squares(m, b).mean() / b["probs"].sum()),
-    Loss("mean-plus-size", mlp(), rows, lambda m, b: squares(m, b).mean() + 0.1 * len(b["x"])),
     Loss("sum-over-size", mlp(), rows, lambda m, b: squares(m, b).sum() / len(b["x"])),
     Loss("sum-over-numel", mlp(), rows, lambda m, b: squares(m, b).sum() / b["value"].numel()),
     Loss("sum-over-four", mlp(), rows, lambda m, b: squares(m, b).sum() / 4),

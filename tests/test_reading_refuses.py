@@ -18,7 +18,7 @@ SPLIT = (5, 3, 4)
 REFUSED = [*UNREADABLE, *COUPLED]
 pytestmark = pytest.mark.filterwarnings(
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
-    "ignore:.*:DeprecationWarning:torch",  # torch.compile's own imports
+    "ignore:The .grad attribute of a Tensor:UserWarning",  # torch.compile looks at it
 )
 
 
@@ -39,6 +39,17 @@ def test_refused_at_the_first_micro_batch(case: Refused) -> None:
     assert isinstance(error, case.error), f"{type(error).__name__}: {error}"
     assert re.search(case.names, str(error).splitlines()[0], re.IGNORECASE), str(error)
     assert all(gradient is None or not gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=str)
+def test_coupled_also_when_a_micro_batch_is_one_sample(case: Refused) -> None:
+    """A softmax over one sample couples nothing yet, but in the big batch it would."""
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
+    (batch,) = case.micro_batches((1,))
+    loss = case.loss(model, batch)
+    with pytest.raises(LossError):
+        accumulator.backward(loss)
 
 
 @pytest.mark.parametrize("case", UNREADABLE, ids=str)
@@ -103,9 +114,10 @@ def test_counts_of_the_wrong_length_are_refused() -> None:
     case = SEVERAL[0]
     model = case.model()
     accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=lambda batch: (len(batch["x"]),))
-    batch = next(iter(accumulator.over(case.micro_batches((3, 2)))))
+    batches = iter(accumulator.over(case.micro_batches((3, 2))))
+    loss = case.loss(model, next(batches))
     with pytest.raises(LossError, match="2"):
-        accumulator.backward(case.loss(model, batch))
+        accumulator.backward(loss)
 
 
 @pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), True, "mean", torch.ones(2), 1j])
