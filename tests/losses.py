@@ -45,15 +45,15 @@ def cross_entropy(
     dimensions: int, target: str, *, weighted: bool, smoothing: float, reduction: str, module: bool
 ) -> Loss:
     """One row for `F.cross_entropy` (or its module) on inputs of 1 to 5 dimensions."""
-    weight = WEIGHT if weighted else None
-    options: dict[str, Any] = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
+    options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
     model = mlp() if dimensions <= 2 else conv(dimensions - 2)
     batch = {1: one_row, 2: rows}.get(dimensions) or images(*SHAPES[dimensions])
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
+        weight = WEIGHT.to(batch["x"].dtype) if weighted else None
         if module:
-            return nn.CrossEntropyLoss(**options)(model(batch["x"]), batch[target])
-        return F.cross_entropy(model(batch["x"]), batch[target], **options)
+            return nn.CrossEntropyLoss(weight, **options)(model(batch["x"]), batch[target])
+        return F.cross_entropy(model(batch["x"]), batch[target], weight, **options)
 
     def count(batch: Batch) -> float:
         if target == "probs":
@@ -658,7 +658,7 @@ def regularised() -> Iterator[Loss]:
         return lambda m, b: main(m, b) + term(m)
 
     for (kind, main), (name, term) in itertools.product(data.items(), REGULARISERS.items()):
-        yield Loss(f"{kind}+{name}", mlp(), rows, added(main, term))
+        yield Loss(f"{kind}+{name}", mlp(), rows, added(main, term), told=kind != "sum")
     yield Loss("term-first", mlp(), rows, lambda m, b: l2(m) + squares(m, b).mean())
     yield Loss("term-subtracted", mlp(), rows, lambda m, b: squares(m, b).mean() - 0.7 * next(m.parameters()).norm())
 

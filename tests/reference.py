@@ -127,7 +127,7 @@ def accumulated(
             after = weights(model)
             run.steps.append([a - b for a, b in zip(after, before, strict=True)])
             before = after
-            run.losses.append(told(update, several=case.counts is not None))
+            run.losses.append(told(update, always=case.told and case.counts is None))
             run.norms.append(None if update.grad_norm is None else float(update.grad_norm))
             run.counts.append(one(update.count) if case.count else None)
     run.weights.extend(before)
@@ -135,14 +135,14 @@ def accumulated(
     return run
 
 
-def told(update: Update, *, several: bool) -> float | None:
-    """The big batch's loss; of terms with several counts it may be unknown, and then says so."""
+def told(update: Update, *, always: bool) -> float | None:
+    """The big batch's loss, or None where it may be unknown and says so."""
     try:
         return float(update.loss)
     except LossError:
-        if several:
-            return None
-        raise
+        if always:
+            raise
+        return None
 
 
 def one(count: object) -> float:
