@@ -28,7 +28,7 @@ class Loss:
     """A loss someone may write, with a model and data to write it for.
 
     `count(batch)` is what the loss was averaged over, where a single term makes that one number.
-    `counts(batch)` are the counts of its several terms. `single`: a micro-batch is one sample without a batch dimension.
+    `counts(batch)` are the counts of several terms. `single`: a micro-batch is one sample without a batch dimension.
     `told`: the big batch's loss can be known from the micro-batches' losses; not so where a term that counts once
     stands beside a sum, or where several counts meet, since a graph keeps the sum of the terms and not their values.
     """
