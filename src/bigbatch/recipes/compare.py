@@ -33,13 +33,12 @@ class Tally:
         model.register_forward_pre_hook(self._forward)
         optimizer.register_step_post_hook(self._stepped)
 
-    def end_epoch(self) -> None:
-        """Forget what was not stepped: every loop here starts an epoch from cleared gradients."""
-        self._pending = 0
-
     def _forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if module.training:
-            self._pending += len(inputs[0])
+        if not module.training:
+            return
+        if all(parameter.grad is None for parameter in module.parameters()):
+            self._pending = 0  # what was not stepped has been cleared: it is lost, not late
+        self._pending += len(inputs[0])
 
     def _stepped(self, *_: object) -> None:
         self.updates += 1
@@ -137,7 +136,6 @@ def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epo
         started = time.perf_counter()
         next(training)
         run.seconds.append(time.perf_counter() - started)
-        run.tally.end_epoch()
         run.loss, accuracy = task.validate(model)
         run.accuracies.append(accuracy)
         on_epoch()
