@@ -69,7 +69,7 @@ def fabric(work: Workload, clip: float | None) -> Runner:
     from lightning.fabric import Fabric
 
     bare = work.fresh_model()
-    with silence("lightning.fabric"):
+    with silence("lightning.fabric", "lightning.pytorch"):
         manager = Fabric(accelerator="cpu" if work.device == "cpu" else "cuda", devices=1)
         model, optimizer = manager.setup(bare, work.optimizer(bare))
 
