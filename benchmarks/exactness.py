@@ -21,7 +21,7 @@ GOAL = 1e-12
 WAITS = "refused (BigStep, not built yet)"
 NOTES = [
     (
-        "Relative distance of the final weights from those of the true big batch, |w − w*| / |w*|, after one epoch of"
+        "Relative distance of the final weights from those of the true big batch, `|w − w*| / |w*|`, after one epoch of"
         " SGD in float64, where rounding is about 1e-16."
     ),
     (
