@@ -207,7 +207,7 @@ class Accumulator:
             kind, number = checked_count(count)
             return [Term(None, kind, number, "count=", None)]
         terms = read(loss, self._surroundings)
-        if not self._warned and checks.looks_divided(loss, self._steps):
+        if not self._warned and checks.looks_divided(loss, terms, self._steps):
             self._warned = True
             warnings.warn(checks.divided_message(self._steps), stacklevel=3)
         return terms

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.graph import Node, edges, operation, saved_number, saved_tensor
+from bigbatch.terms import Term
 
 
 def models(model: object) -> tuple[nn.Module, ...]:
@@ -168,10 +169,12 @@ def _is_scaled(value: Tensor, grad_scaler: GradScaler) -> bool:
     return any(factor is not None and factor.data_ptr() == scale.data_ptr() for factor in factors)
 
 
-def looks_divided(value: Tensor, number: int) -> bool:
+def looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
     """Tell whether the last thing done to the loss was to divide it by `steps`."""
     node = value.grad_fn
     if node is None or number == 1 or operation(node) not in {"Div", "Mul"}:
+        return False
+    if any(term.divisor is node for term in terms):  # a sum over as many rows
         return False
     factor = saved_number(node, "other")
     if factor is None and operation(node) == "Mul":

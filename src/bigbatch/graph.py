@@ -100,7 +100,23 @@ def saved_number(node: Node, name: str) -> float | None:
     tensor = saved_tensor(node, name)
     if tensor is None or tensor.dim() or tensor.device.type != "cpu" or tensor.is_complex():
         return None
-    return float(tensor)
+    return float(tensor.detach())
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Tell whether a saved 0-d tensor was a Python number: torch promotes those less than real 0-d tensors."""
+    if tensor.dim() or tensor.dtype not in (torch.float64, torch.int64):
+        return False
+    weaker = torch.float16 if tensor.dtype == torch.float64 else torch.uint8
+    return torch.result_type(torch.empty((), dtype=weaker, device=tensor.device), tensor) != tensor.dtype
+
+
+def python_number(node: Node, name: str) -> float | None:
+    """Return a saved scalar that was written as a Python number, not one that was computed."""
+    if getattr(node, "_raw_saved_" + name, None) is None:
+        return saved_number(node, name)
+    tensor = saved_tensor(node, name)
+    return float(tensor) if tensor is not None and is_number(tensor) else None
 
 
 def is_parameter(node: Node | None, own: frozenset[int] = frozenset()) -> bool:

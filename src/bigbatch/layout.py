@@ -8,6 +8,7 @@ together and cut them apart, so a dimension is a row of parts, outermost first, 
     "Mm"     the operation of that name mixed its positions: samples must not lie along it
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -23,14 +24,14 @@ class Axis:
 
     reduction: int
     dim: int
-    order: tuple[object, ...] = ()  # the index or mask its rows were taken by
+    order: tuple[tuple[str, object], ...] = ()  # the operation and the index or mask its rows were taken by
     path: tuple[object, ...] = ()  # which piece of it, where a reshape cut it
 
     def piece(self, outer: int, inner: int, which: int) -> "Axis":
         """Return the outer (0) or inner (1) piece after a cut into outer x inner."""
         return replace(self, path=(*self.path, (outer, inner, which)))
 
-    def reordered(self, by: object) -> "Axis":
+    def reordered(self, by: tuple[str, object]) -> "Axis":
         """Return the axis as it lies behind an index."""
         return replace(self, order=(*self.order, by))
 
@@ -74,12 +75,14 @@ def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:
 
 def reshaped(layout: Layout, sizes: Shape, by: str) -> Layout:
     """Return the layout before a reshape: the same parts, cut and glued to fit `sizes`."""
-    if 0 in sizes:
-        return mixed(sizes, by)
     pending = [part for dim in layout for part in dim][::-1]
+    if 0 in sizes or any(size == 0 for size, _ in pending):  # nothing there to follow
+        return mixed(sizes, by)
+    # A batch of one among the rows of a linear layer: its reshapes leave the last dimension alone.
+    rows = len(layout) > 0 and len(sizes) > 0 and math.prod(size for size, _ in layout[-1]) == sizes[-1]
     result: list[Dim] = []
     for size in sizes:
-        dim = _unit(pending, by) if size == 1 else _fill(size, pending)
+        dim = _unit(pending, by) if size == 1 else _fill(size, pending, keep_ones=rows)
         if dim is None:
             return mixed(sizes, by)
         result.append(dim)
@@ -96,14 +99,14 @@ def _unit(pending: list[Part], by: str) -> Dim:
     return ((1, tag.piece(1, size, 0) if isinstance(tag, Axis) else tag),)
 
 
-def _fill(size: int, pending: list[Part]) -> Dim | None:
+def _fill(size: int, pending: list[Part], *, keep_ones: bool) -> Dim | None:
     """Take parts until they make up `size`, cutting the last one; None where the cuts do not meet."""
     parts: list[Part] = []
     while size > 1:
         if not pending:
             return None
         part, tag = pending.pop()
-        if part == 1:
+        if part == 1 and not (keep_ones and isinstance(tag, Axis)):
             continue
         if size % part == 0:
             parts.append((part, tag))
@@ -116,17 +119,22 @@ def _fill(size: int, pending: list[Part]) -> Dim | None:
             size = 1
         else:
             return None
+    for one, tag in reversed(pending):  # a batch of one in the middle belongs to either side
+        if one != 1:
+            break
+        if keep_ones and isinstance(tag, Axis):
+            parts.append((1, tag))
     return tuple(parts)
 
 
-def sample_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[Axis, ...] | str | None:
+def sample_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[Axis, ...] | str:
     """Say along which axes the samples of a model's output lie, given the dimensions that may hold them.
 
-    The outermost part is taken to be the samples' (batch first). Answers the axes, or the name of the operation that
-    mixed it, or None where nothing but picked rows is left.
+    The outermost part is taken to be the samples' (batch first). Answers the axes, outermost first, or the name of the
+    operation that mixed the samples or left some out.
     """
     found: list[Axis] = []
-    culprit: str | None = None
+    culprit = ""
     for dim in dims:
         for size, tag in layout[dim]:
             if isinstance(tag, Axis):
@@ -135,4 +143,4 @@ def sample_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[Axis, ...] | str
                 culprit = culprit or tag
                 if size > 1:
                     return culprit
-    return tuple(found) or culprit
+    return tuple(found) or culprit or "Select"

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from bigbatch import refusals
 from bigbatch.errors import SeveralCounts
 from bigbatch.graph import Node
 from bigbatch.terms import Count, Term
@@ -47,15 +48,18 @@ class Ledger:
     loss_known: bool = True
     kind: str = ""  # of the data terms: "mean", "sum", "known"
     reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
+    factors: list[tuple[float | None, ...]] | None = None  # constants of the window's first micro-batch
     in_ratio: Tensor | None = None  # on a device: whether several counts have kept their ratio so far
 
     def weigh(self, terms: list[Term]) -> Weights:
         """Return the weights of the next micro-batch, or raise; nothing is entered yet."""
         data = [term for term in terms if term.kind != "once"]
+        self._keep_factors(data)
         if self.totals is not None:
             return self._known(terms, data)
         kinds = {term.kind for term in data}
         if len(kinds) > 1 or (self.kind and kinds and kinds != {self.kind}):
+            self._refuse_doubtful(data)
             raise SeveralCounts(several(terms, "a mean beside a sum"))
         if "mean" in kinds:
             return Weights(self._share(data, terms))
@@ -133,6 +137,15 @@ class Ledger:
             self.provisional = 2.0 ** round(math.log2(count * self.steps))
         return count / self.provisional
 
+    def _keep_factors(self, data: list[Term]) -> None:
+        """A constant factor is constant: one that changes with the micro-batch may be a count in disguise."""
+        now = [term.factors for term in data]
+        if self.factors is None or len(self.factors) != len(now):
+            self.factors = now
+        for term, before in zip(data, self.factors, strict=True):
+            if term.factors != before:
+                raise refusals.changing_factor(term.name, _shown(before), _shown(term.factors))
+
     def _keep_ratio(self, data: list[Term], terms: list[Term]) -> None:
         """Several counts in constant ratio are as good as one."""
         counts = [term.count for term in data]
@@ -151,7 +164,14 @@ class Ledger:
                 kept = torch.as_tensor((here - there) ** 2 <= (_RATIO_TOLERANCE * here) ** 2)
                 self.in_ratio = kept if self.in_ratio is None else self.in_ratio & kept
             elif abs(here - there) > _RATIO_TOLERANCE * max(here, there):
+                self._refuse_doubtful(data)
                 raise SeveralCounts(several(terms, "counts not in constant ratio"))
+
+    @staticmethod
+    def _refuse_doubtful(data: list[Term]) -> None:
+        for term in data:
+            if term.doubtful:
+                raise refusals.data_or_constant(term.name)
 
     def _known(self, terms: list[Term], data: list[Term]) -> Weights:
         """Weigh by totals that were counted in advance: nothing is left to correct."""
@@ -179,6 +199,10 @@ def _ratio(count: Count, total: Count) -> Count:
         share = torch.as_tensor(count / total)
         return torch.where(torch.as_tensor(total) > 0, share, torch.zeros_like(share))
     return count / total if total else 0.0
+
+
+def _shown(factors: tuple[float | None, ...]) -> str:
+    return " x ".join("a tensor" if factor is None else f"{factor:g}" for factor in factors) or "none"
 
 
 def _power_of_two(number: Tensor) -> Tensor:

@@ -199,7 +199,7 @@ def select(node: Node, _output: int, layout: Layout) -> Inputs:
     return [(edge, (*layout[:dim], ((sizes[dim], PICKED),), *layout[dim:]))]
 
 
-def _reordered(dim: Dim, by: object) -> Dim:
+def _reordered(dim: Dim, by: tuple[str, object]) -> Dim:
     return tuple((size, tag.reordered(by) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
 
@@ -340,7 +340,40 @@ def ctc(node: Node, _output: int, layout: Layout) -> Inputs:
     sizes = _size(edge)
     if len(sizes) != len(("time", "batch", "classes")) or not layout:
         return everything(node, 0, layout)
-    return [(edge, (((sizes[0], name),), layout[0], ((sizes[2], name),)))]
+    # Time comes first here, and is known not to hold samples: PICKED, so that samples may lie behind it.
+    return [(edge, (((sizes[0], PICKED),), layout[0], ((sizes[2], name),)))]
+
+
+def convolution(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Samples stay; channels and positions are mixed."""
+    name = operation(node)
+    first, *rest = edges(node)
+    sizes = _size(first)
+    return [(first, (*layout[:1], *(((size, name),) for size in sizes[1:]))), *((e, mixed(_size(e), name)) for e in rest)]
+
+
+def flip(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Rows in another order."""
+    name, rank = operation(node), len(layout)
+    dims = {(d - (1 << 64) if d >= 1 << 63 else d) % rank for d in saved(node, "dims") or range(rank)}
+    return [(_only(node), tuple(((shape(node)[d], name),) if d in dims else dim for d, dim in enumerate(layout)))]
+
+
+def pad(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Padded dimensions no longer line up."""
+    edge, name = _only(node), operation(node)
+    sizes = _size(edge)
+    return [
+        (edge, tuple(((n, name),) if n != m else dim for n, m, dim in zip(sizes, shape(node), layout, strict=True)))
+    ]
+
+
+def unfold(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Windows over one dimension, put last: that dimension is mixed."""
+    edge, name = _only(node), operation(node)
+    sizes = _size(edge)
+    dim = saved_dim(node, "dimension", len(sizes))
+    return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 : -1]))]
 
 
 def layer_norm(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -411,8 +444,8 @@ REDUCTIONS = frozenset(
     "Kthvalue Mode Aminmax".split()
 )
 ALONG = frozenset(
-    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu Flip Roll Renorm "
-    "Unfold".split()
+    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu Renorm IndexAdd "
+    "ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
 )
 VIEWS = frozenset("View UnsafeView ReshapeAlias Reshape".split())
 SPATIAL = frozenset(
@@ -446,6 +479,8 @@ RULES: dict[str, Rule] = {
     "Slice": take_slice,
     "Split": split,
     "SplitWithSizes": split,
+    "UnsafeSplit": split,
+    "UnsafeSplitWithSizes": split,
     "Select": select,
     "Unbind": select,
     "Index": index,
@@ -455,6 +490,12 @@ RULES: dict[str, Rule] = {
     "Stack": stack,
     "Diagonal": diagonal,
     "Ger": outer,
+    "Convolution": convolution,
+    "Flip": flip,
+    "Roll": flip,
+    "ConstantPadNd": pad,
+    "Unfold": unfold,
+    "IndexPut": everything,
     "Pdist": everything,
     "Dot": everything,
     "Cov": everything,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch import refusals
-from bigbatch.graph import Edge, Node, edges, operation, saved, saved_dims, saved_tensor, shape
+from bigbatch.graph import Edge, Node, edges, operation, python_number, saved, saved_dims, saved_tensor, shape
 from bigbatch.layout import Axis, Dim, Layout
 from bigbatch.operations import MEAN, NLL, NONE, POINTWISE_LOSSES, ROW_LOSSES, SUM, VIEWS, Rule, rule_of
 from bigbatch.samples import Samples, Surroundings, parameters_alone
@@ -28,6 +28,9 @@ class Sum:
     kind: Kind
     count: Count
     name: str
+    doubtful: bool = False  # parameters and a tensor without gradient alone: over data, or a constant
+    scaled: Node | None = None  # a factor right below a sum, `(x / n).sum()`
+    scaled_by_constant: bool = False  # which is a number, and not the sum's own size
     sizes: frozenset[float] = frozenset()  # dividing a sum by one of these makes it a mean (kl_div's batchmean)
 
 
@@ -37,8 +40,9 @@ def read_reduction(edge: Edge, surroundings: Surroundings) -> Sum | list[tuple[E
     Answers the reduction; or, where scalars were stacked, those with the factor that the reduction is to them; or None
     where there is no reduction.
     """
-    chain = _Chain()
     node, output = edge
+    assert node is not None  # noqa: S101 - only edges that carry gradient are read
+    chain = _Chain(tuple(((1, "View"),) for _ in shape(node, output)))
     while node is not None:
         name = operation(node)
         if name in {"Mean", "Sum"}:
@@ -49,14 +53,28 @@ def read_reduction(edge: Edge, surroundings: Surroundings) -> Sum | list[tuple[E
         elif name in _LINEAR:
             rule: Rule | None = rule_of(name)
             chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
-        elif name == "Stack" and len(shape(node, output)) == 1:
-            return [(below, tuple(chain.means)) for below in edges(node) if below[0] is not None]
+        elif chain.kinds and (scalars := _scalars(node, output, name)):
+            return [(below, (*chain.means, *factors)) for below, factors in scalars]
         else:
             break
         node, output = edges(node)[0]
     if not chain.kinds:
-        return None
+        return [((node, output), ())] if node is not edge[0] and node is not None else None
     return chain.read((node, output), surroundings)
+
+
+def _scalars(node: Node, output: int, name: str) -> list[tuple[Edge, tuple[Node, ...]]]:
+    """Give the scalars that a tensor was put together from: stacked, concatenated, or weighed by a constant after."""
+    inputs = [edge for edge in edges(node) if edge[0] is not None]
+    single = all(torch.Size(shape(*edge)).numel() == 1 for edge in inputs if edge[0] is not None)
+    if (name == "Stack" and all(not shape(*edge) for edge in inputs if edge[0] is not None)) or (name == "Cat" and single):
+        return [(edge, ()) for edge in inputs]
+    if name in {"Mul", "Div"} and len(inputs) == 1 and inputs[0][0] is not None:
+        below, place = inputs[0]
+        if not shape(below, place) and torch.Size(shape(node, output)).numel() == 1:
+            return [(inputs[0], (node,))]
+        return [(edge, (node, *factors)) for edge, factors in _scalars(below, place, operation(below))]
+    return []
 
 
 @dataclass
@@ -100,9 +118,9 @@ class _Chain:
 
     def read(self, edge: Edge, surroundings: Surroundings) -> Sum:
         """Walk on below and say what the samples' own reduction was over."""
-        samples = Samples(surroundings)
-        if 0 in self.counts and self.kinds[self.counts.index(0)] == "Mean":
-            return Sum("mean", 0.0, "Mean")  # a mean over nothing counts nothing
+        samples = Samples(surroundings, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
+        if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
+            return Sum("mean", 0.0, "Mean") if "Mean" in self.kinds else Sum("sum", 1.0, "Sum")
         for below in self.below or [edge]:
             if below[0] is None:
                 samples.gradless = True
@@ -119,7 +137,7 @@ class _Chain:
             # beside a term over data they must not be taken for one.
             if not samples.data and not samples.gradless:
                 return Sum("once", 1.0, name)
-            return Sum("mean", float(self.counts[level]), name)
+            return Sum("mean", float(self.counts[level]), name, doubtful=not samples.data, sizes=frozenset(map(float, self.counts)))
         if not samples.data and not samples.gradless:
             return Sum("once", 1.0, name)
         if all(parameters_alone(part, samples.surroundings.own) for part in parts):
@@ -128,7 +146,10 @@ class _Chain:
             raise refusals.data_or_constant(name)
         if "Mean" in self.kinds[:level]:
             raise refusals.scaled_sum("Mean", "a number")
-        return Sum("sum", 1.0, name, self._sizes(edge))
+        sizes = self._sizes(edge)
+        scaled = _factor_below(edge)
+        constant = scaled is not None and _is_constant(scaled, sizes | {float(self.counts[level])})
+        return Sum("sum", 1.0, name, scaled=scaled, scaled_by_constant=constant, sizes=sizes)
 
     def _level(self, samples: Samples) -> int:
         if samples.axes:
@@ -150,7 +171,53 @@ class _Chain:
             node = next((below for below, _ in edges(node) if below is not None), None)
         if node is not None and operation(node) == "LogSoftmax" and len(sizes) > 1:
             found.add(float(self.counts[0] // max(sizes[1], 1)))
+        if node is not None and operation(node) == "LogSoftmax" and len(sizes) == 1:
+            found = {1.0}
         return frozenset(found)
+
+
+def _is_one_distribution(edge: Edge) -> bool:
+    """Tell cross-entropy with class probabilities of a single sample: a product with a 1-d log-softmax."""
+    node = edge[0]
+    while node is not None and operation(node) in {"Neg", "Mul"}:
+        node = next((below for below, _ in edges(node) if below is not None), None)
+    return node is not None and operation(node) == "LogSoftmax" and len(shape(node)) == 1 and shape(node) != (1,)
+
+
+def _factor_below(edge: Edge) -> Node | None:
+    """Find a number that was multiplied into a sum from below, `(x / n).sum()`: it may be a count."""
+    node = edge[0]
+    while node is not None and operation(node) in {"Neg", "Mul", "Div"}:
+        if operation(node) != "Neg" and _by_scalar(node):
+            return node
+        node = next((below for below, _ in edges(node) if below is not None), None)
+    return None
+
+
+def _by_scalar(node: Node) -> bool:
+    inputs = edges(node)
+    if len(inputs) == 1:
+        return True
+    if all(below is not None for below, _ in inputs):
+        return False
+    tensors = [saved_tensor(node, which) for which in ("other", "self")]
+    return any(tensor is not None and not tensor.dim() for tensor in tensors)
+
+
+def _is_constant(factor: Node, sizes: frozenset[float]) -> bool:
+    """Tell a constant such as 0.5 from a count: a Python number that is no size of the sum."""
+    number = python_number(factor, "other")
+    if number is None or not number:
+        return False
+    if operation(factor) == "Mul" and number == 0.5:  # noqa: PLR2004 - half a square is a habit, not half a batch of two
+        return True
+    divisor = number if operation(factor) == "Div" else 1 / number
+    below = edges(factor)[0][0]
+    if below is not None and operation(below) == "Sum":  # a mean over features written by hand
+        whole, rest = saved(below, "self_sym_sizes"), shape(below)
+        if divisor == torch.Size(whole).numel() / max(torch.Size(rest).numel(), 1):
+            return True
+    return divisor not in sizes
 
 
 def read_fused(node: Node, name: str, surroundings: Surroundings) -> Sum:
@@ -171,7 +238,7 @@ def read_fused(node: Node, name: str, surroundings: Surroundings) -> Sum:
         count = float(torch.Size(sizes).numel())
     if how == NONE:  # one element, not reduced
         return Sum("mean", 1.0, name)
-    samples = Samples(surroundings)
+    samples = Samples(surroundings, unbatched=name in NLL | ROW_LOSSES and len(sizes) == 1)
     if 0 not in sizes:
         for other in edges(node):
             if other[0] is not None and shape(*other) == sizes:

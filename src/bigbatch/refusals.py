@@ -68,7 +68,28 @@ def scaled_sum(name: str, by: str) -> UnreadableLoss:
         f"cannot tell what this loss was averaged over: found {name}Backward, a sum over data {verb} {by}. That may be "
         "a count, which differs from micro-batch to micro-batch, or a constant, which does not.\n"
         f"{_COUNT}\n"
-        "If it is a constant, move it inside the sum, (0.5 * x).sum(), or write counted(term, 'sum')."
+        "If it is a constant, say that this is a plain sum:  counted(term, 'sum')"
+    )
+
+
+def mean_times_count(number: str) -> UnreadableLoss:
+    """Explain that a mean times its own count is a sum."""
+    return UnreadableLoss(
+        f"found MulBackward, a mean times the number {number}, which is how many things it is over: that makes it a sum, "
+        "and the big batch's sum is over more.\n"
+        "Take the sum itself, criterion(..., reduction='sum'). If the number is a constant and only happens to be equal, "
+        "say what the loss was averaged over:\n"
+        "    accumulator.backward(loss, count=n)"
+    )
+
+
+def changing_factor(name: str, before: str, now: str) -> UnreadableLoss:
+    """Explain that a factor is not constant over the window."""
+    return UnreadableLoss(
+        f"the factor of {name} is not the same in all micro-batches of this window: {before} before and {now} now. The "
+        "big batch has one factor, so this may be a count in disguise.\n"
+        "If it is meant to differ (mixup), say what the loss was averaged over:\n"
+        "    accumulator.backward(loss, count=n)"
     )
 
 

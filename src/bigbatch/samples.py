@@ -57,10 +57,11 @@ class Samples:
     """What the walk below one reduction found."""
 
     surroundings: Surroundings
+    unbatched: bool = False  # the loss of one sample, given without a batch dimension
     axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
     data: bool = False  # the model's output was met
     gradless: bool = False  # a tensor without gradient was met: data, or a constant
-    _seen: set[tuple[Node, int, Layout]] = field(default_factory=set)
+    _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
     def walk(self, edge: Edge, layout: Layout) -> None:
         """Follow one branch to the model; raises where samples are coupled or an operation is unknown."""
@@ -69,7 +70,7 @@ class Samples:
             (node, output), layout = stack.pop()
             if node is None or (node, output, layout) in self._seen:
                 continue
-            self._seen.add((node, output, layout))
+            self._seen[node, output, layout] = None
             stack.extend(self._below(node, output, layout))
 
     def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
@@ -129,23 +130,23 @@ class Samples:
             return
         found = sample_axes(layout, dims)
         if isinstance(found, str):
+            if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
+                return
             raise refusals.coupled(found)
-        if found is None:
-            return
         agreed = found if self.axes is None else tuple(a for a in self.axes if any(a.matches(b) for b in found))
         if not agreed:
-            raise refusals.coupled(self._where_rows_meet())
+            raise refusals.coupled(self._where_rows_meet((*found, *(self.axes or ()))))
         self.axes = agreed
 
-    def _where_rows_meet(self) -> str:
-        """Name the operation whose inputs hold samples along different axes; slow, for the error alone."""
+    def _where_rows_meet(self, axes: tuple[Axis, ...]) -> str:
+        """Name the operation that put rows beside other rows; slow, for the error alone."""
         for node, output, layout in self._seen:
             rule = rule_of(operation(node))
             inputs = [below for edge, below in rule(node, output, layout) if edge[0] is not None] if rule else []
-            axes = [{(tag.reduction, tag.dim, tag.order) for dim in below for _, tag in dim if isinstance(tag, Axis)} for below in inputs]
-            if any(a and b and not a & b for a in axes for b in axes):
+            held = [{(tag.reduction, tag.dim) for dim in below for _, tag in dim if isinstance(tag, Axis)} for below in inputs]
+            if any(a - b and b - a for a in held for b in held):
                 return operation(node)
-        return "rows set against other rows"
+        return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")
 
 
 def parameters_alone(edge: Edge, own: frozenset[int]) -> bool:

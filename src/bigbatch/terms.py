@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bigbatch import refusals
 from bigbatch.errors import LossError
-from bigbatch.graph import Edge, Node, edges, is_custom, is_leaf, operation, saved, saved_number
+from bigbatch.graph import Edge, Node, edges, is_custom, is_leaf, operation, python_number, saved, saved_number
 from bigbatch.reductions import FUSED, Count, Kind, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.samples import Surroundings, parameters_alone
 
@@ -27,6 +27,9 @@ class Term:
     count: Count
     name: str
     value: Tensor | None = None  # known for counted terms only
+    divisor: Node | None = None  # a division that made a sum a mean
+    factors: tuple[float | None, ...] = ()  # the constants it was multiplied with, where they can be read
+    doubtful: bool = False  # may be over data or over constants
 
 
 class _Counted(torch.autograd.Function):
@@ -171,13 +174,33 @@ def _product(place: _Place, node: Node, name: str, surroundings: Surroundings) -
 def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings) -> Term:
     """Make a term of a reduction: a sum over data must not have been scaled, unless by its own size."""
     at = place.pinned or node
-    if found.kind != "sum" or not place.factors:
-        return Term(at, found.kind, found.count, found.name)
+    numbers = tuple(_number(factor) for factor in place.factors)
+    if found.kind == "mean":
+        for factor, number in zip(place.factors, numbers, strict=True):
+            if operation(factor) == "Mul" and number in found.sizes and number != 1:
+                raise refusals.mean_times_count(f"{number:g}")
+        return Term(at, "mean", found.count, found.name, factors=numbers, doubtful=found.doubtful)
+    if found.kind == "once":
+        return Term(at, "once", 1.0, found.name)
+    if found.scaled is not None and not found.scaled_by_constant:
+        raise refusals.scaled_sum(operation(found.scaled), "a number or tensor inside it")
+    if not place.factors:
+        return Term(at, "sum", 1.0, found.name, factors=() if found.scaled is None else (_number(found.scaled),))
     nearest = place.factors[-1]
-    name = operation(nearest)
-    by = saved_number(nearest, "other")
-    if name == "Div" and by is not None and by in found.sizes:
-        return Term(at, "mean", by, found.name)
+    number = python_number(nearest, "other")
+    if operation(nearest) == "Div" and number is not None and number in found.sizes:
+        return Term(at, "mean", number, found.name, divisor=nearest, factors=numbers[:-1])
     if parameters_alone(place.edge, surroundings.own):
         return Term(at, "once", 1.0, found.name)
-    raise refusals.scaled_sum(name, f"the number {by:g}" if by is not None else "a tensor")
+    raise refusals.scaled_sum(operation(nearest), f"the number {number:g}" if number is not None else "a tensor")
+
+
+def _number(factor: Node) -> float | None:
+    """Read a constant factor, where that does not wait for a device."""
+    inputs = edges(factor)
+    if operation(factor) in {"Add", "Sub"}:
+        return float(saved(factor, "alpha"))
+    if len(inputs) > 1 and inputs[0][0] is not None and inputs[1][0] is not None:
+        return None  # a learned factor
+    found = saved_number(factor, "other")
+    return saved_number(factor, "self") if found is None and inputs[0][0] is None else found
