@@ -307,6 +307,7 @@ COUPLED = [
     Refused("sorted", mlp(), rows, lambda m, b: (m(b["x"]).sort(0).values * ranged(b)[:, None]).mean(), error=CoupledLoss, names="sort"),
     Refused("sliced-wasserstein", mlp(), rows, lambda m, b: (m(b["x"]).sort(0).values - b["value"].sort(0).values).pow(2).mean(), error=CoupledLoss, names="sort"),
     Refused("softmax-over-samples", mlp(), rows, lambda m, b: (m(b["x"]).softmax(0) * b["value"]).mean(), error=CoupledLoss, names="softmax"),
+    Refused("softmax-of-sequences-over-samples", mlp(), sequences, lambda m, b: m(b["x"]).softmax(0).pow(2).mean(), error=CoupledLoss, names="softmax"),
     Refused("softmax-of-transposed", mlp(), rows, lambda m, b: (m(b["x"]).t().log_softmax(1) * b["value"].t()).mean(), error=CoupledLoss, names="softmax"),
     Refused("softmax-of-flattened", mlp(), rows, lambda m, b: (m(b["x"]).flatten().softmax(0) - 0.1).pow(2).mean(), error=CoupledLoss, names="softmax"),
     Refused("softmax-of-reshaped", mlp(), rows, lambda m, b: m(b["x"]).view(1, -1).log_softmax(-1).pow(2).mean(), error=CoupledLoss, names="softmax"),
@@ -338,6 +339,11 @@ COUPLED = [
     Refused("learned-weight-of-centred", seeded(Tempered), rows, lambda m, b: (m.s * (m(b["x"]) - m(b["x"]).mean(0))).pow(2).mean(), error=CoupledLoss, names="mean"),
     Refused("centred-beside-ce", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) - 0.1 * (m(b["x"]) - m(b["x"]).mean(0)).abs().mean(), error=CoupledLoss, names="mean"),
 ]  # fmt: skip
+
+# With one sample per micro-batch these are, node for node, losses that keep samples apart: `x.view(1, -1)` is
+# `x.flatten(1)`, and two rows less each other are a pair.
+INVISIBLE_ALONE = {"softmax-of-reshaped", "masked-softmax-over-tokens", "neighbours", "neighbours-of-one-call"}
+
 
 # What the error's advice turns unreadable losses into.
 
