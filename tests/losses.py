@@ -886,3 +886,17 @@ EITHER = [
     Loss("chunk-of-samples-first-half", mlp(), rows, lambda m, b: m(torch.cat([b["x"], b["x2"]])).chunk(2)[0].pow(2).mean()),
     Loss("kl-of-two-heads", mlp(), rows, lambda m, b: F.kl_div(log_probs(m, b), m(b["x2"]).softmax(1), reduction="batchmean")),
 ]  # fmt: skip
+
+# With micro-batches all of one size these are, node for node, other losses that must be read: a size cannot be told from a
+# constant factor, a list of samples from a list of terms. Only uneven micro-batches show what they are.
+AMBIGUOUS_WHEN_EVEN = {
+    "list-stack-sum",
+    "list-sum",
+    "mean-times-size",
+    "mean-times-size-tensor",
+    "mean-over-size-tensor",
+    "sum-over-one",
+    "sum-over-four",
+    "sum-over-eleven",
+    "first-sample-only",
+}
