@@ -15,9 +15,10 @@ from bigbatch.errors import ConfigurationError, StateError, WindowError, WindowO
 from bigbatch.frozen import FrozenWeights
 from bigbatch.gradients import all_parameters
 from bigbatch.over import Over
+from bigbatch.reader import Reader
 from bigbatch.samples import Surroundings
 from bigbatch.stepping import Stepper
-from bigbatch.terms import Count, Term, checked_count, read
+from bigbatch.terms import Count, Term, checked_count
 from bigbatch.update import Update
 from bigbatch.window import Window
 
@@ -86,11 +87,12 @@ class Accumulator:
             skip_nonfinite=skip_nonfinite,
         )
         self._stepper.watch()
-        self._surroundings = Surroundings(
+        surroundings = Surroundings(
             own=frozenset(id(p) for p in all_parameters(optimizers)),
             is_weight=FrozenWeights(self._models),
             micro_batch_norm=batch_norm == "micro",
         )
+        self._reader = Reader(surroundings)
         self._window: Window | None = None
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
         self._last = False
@@ -206,7 +208,7 @@ class Accumulator:
         if count is not None:
             kind, number = checked_count(count)
             return [Term(None, kind, number, "count=", None)]
-        terms = read(loss, self._surroundings)
+        terms = self._reader.read(loss)
         if not self._warned and checks.looks_divided(loss, terms, self._steps):
             self._warned = True
             warnings.warn(checks.divided_message(self._steps), stacklevel=3)

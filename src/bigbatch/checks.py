@@ -174,7 +174,7 @@ def looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
     node = value.grad_fn
     if node is None or number == 1 or operation(node) not in {"Div", "Mul"}:
         return False
-    if any(term.divisor is node for term in terms):  # a sum over as many rows
+    if any(term.divided for term in terms):  # a sum over as many rows
         return False
     factor = saved_number(node, "other")
     if factor is None and operation(node) == "Mul":

@@ -22,6 +22,7 @@ class Gradients:
         """Take hold of the parameters; `dtype` is what low-precision ones add up in."""
         self._dtype = dtype
         self.parameters = [p for p in all_parameters(optimizers) if p.requires_grad]
+        self.leaves = tuple(self.parameters)
         present = sum(p.grad is not None for p in self.parameters)
         if present:
             msg = (

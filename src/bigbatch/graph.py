@@ -4,7 +4,6 @@ Everything here is read from a node's metadata. A saved tensor is looked at only
 one of those may copy it from the host or recompute a checkpointed block.
 """
 
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -15,17 +14,24 @@ from torch.autograd.graph import Node
 Edge: TypeAlias = tuple[Node | None, int]
 Shape: TypeAlias = tuple[int, ...]
 
+_LEAF = "AccumulateGrad"
 _WRAP = 1 << 63  # torch shows a saved negative integer as unsigned 64-bit
 
 
 def operation(node: Node) -> str:
     """Give the operation behind a node: `NllLossBackward0` is `NllLoss`."""
-    return _operation(node.name())
+    kind = type(node)
+    known = _operations.get(kind)
+    if known is not None:
+        return known
+    name = node.name()
+    found = name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+    if kind.__name__ == name.rpartition("::")[2] and not is_custom(node):  # a kind of its own; asking for names is slow
+        _operations[kind] = found
+    return found
 
 
-@cache
-def _operation(name: str) -> str:
-    return name.rstrip("0123456789").removesuffix("Backward")
+_operations: dict[type, str] = {}
 
 
 def edges(node: Node) -> tuple[Edge, ...]:
@@ -41,7 +47,7 @@ def shape(node: Node, output: int = 0) -> Shape:
 
 def is_leaf(node: Node) -> bool:
     """Tell whether the node is a tensor that gradients are added to."""
-    return node.name() == "torch::autograd::AccumulateGrad"
+    return operation(node) == _LEAF
 
 
 def is_custom(node: Node) -> bool:
@@ -124,10 +130,11 @@ def is_parameter(node: Node | None, own: frozenset[int] = frozenset()) -> bool:
     for _ in range(8):
         if node is None:
             return False
-        if is_leaf(node):
+        name = operation(node)
+        if name == _LEAF:
             found = variable(node)
             return isinstance(found, torch.nn.Parameter) or id(found) in own
-        if operation(node) not in _LOOKS_THROUGH:
+        if name not in _LOOKS_THROUGH:
             return False
         node = node.next_functions[0][0]
     return False

@@ -1,15 +1,17 @@
 """Where a term's samples lie in a tensor, followed from the reduction down towards the model.
 
 A layout says of every dimension of a tensor what became of it on the way up to the loss. Reshapes glue dimensions
-together and cut them apart, so a dimension is a row of parts, outermost first, and a part is one of three things:
+together and cut them apart, so a dimension is a row of parts, outermost first, and a part is one of four things:
 
     Axis     it reaches the reduction with its positions apart: samples may lie along it
-    PICKED   one position was chosen, others were left out or went elsewhere (`rewards[:n]`, `hidden[:, 0]`)
+    SHARED   an even share of it came this way (`rewards[:n]` and `rewards[n:]`): samples lie behind it
+    PICKED   one position was chosen and the others left out (`hidden[:, 0]`): samples must not lie along it
     "Mm"     the operation of that name mixed its positions: samples must not lie along it
 """
 
 import math
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from typing import Final, TypeAlias
 
 from bigbatch.graph import Shape
@@ -42,17 +44,17 @@ class Axis:
         return all(a == b for a, b in zip(self.path, other.path, strict=False))
 
 
-class _Picked:
-    """The type of PICKED."""
+class Taken(Enum):
+    """A dimension of which not all came this way."""
 
-    def __repr__(self) -> str:
-        """Show the name."""
-        return "PICKED"
+    SHARED = auto()
+    PICKED = auto()
 
 
-PICKED: Final = _Picked()
+SHARED: Final = Taken.SHARED
+PICKED: Final = Taken.PICKED
 
-Tag: TypeAlias = Axis | _Picked | str
+Tag: TypeAlias = Axis | Taken | str
 Part: TypeAlias = tuple[int, Tag]
 Dim: TypeAlias = tuple[Part, ...]
 Layout: TypeAlias = tuple[Dim, ...]
@@ -82,17 +84,17 @@ def reshaped(layout: Layout, sizes: Shape, by: str) -> Layout:
     rows = len(layout) > 0 and len(sizes) > 0 and math.prod(size for size, _ in layout[-1]) == sizes[-1]
     result: list[Dim] = []
     for size in sizes:
-        dim = _unit(pending, by) if size == 1 else _fill(size, pending, keep_ones=rows)
+        dim = _unit(pending) if size == 1 else _fill(size, pending, keep_ones=rows)
         if dim is None:
             return mixed(sizes, by)
         result.append(dim)
     return tuple(result)
 
 
-def _unit(pending: list[Part], by: str) -> Dim:
+def _unit(pending: list[Part]) -> Dim:
     """Take a dimension of size 1: one that was there, or the outermost sliver of what comes next."""
     if not pending:
-        return ((1, by),)
+        return ((1, PICKED),)
     if pending[-1][0] == 1:
         return (pending.pop(),)
     size, tag = pending[-1]
@@ -106,7 +108,7 @@ def _fill(size: int, pending: list[Part], *, keep_ones: bool) -> Dim | None:
         if not pending:
             return None
         part, tag = pending.pop()
-        if part == 1 and not (keep_ones and isinstance(tag, Axis)):
+        if part == 1 and not (keep_ones and not isinstance(tag, Taken)):
             continue
         if size % part == 0:
             parts.append((part, tag))
@@ -122,7 +124,7 @@ def _fill(size: int, pending: list[Part], *, keep_ones: bool) -> Dim | None:
     for one, tag in reversed(pending):  # a batch of one in the middle belongs to either side
         if one != 1:
             break
-        if keep_ones and isinstance(tag, Axis):
+        if keep_ones and not isinstance(tag, Taken):
             parts.append((1, tag))
     return tuple(parts)
 
@@ -130,17 +132,16 @@ def _fill(size: int, pending: list[Part], *, keep_ones: bool) -> Dim | None:
 def sample_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[Axis, ...] | str:
     """Say along which axes the samples of a model's output lie, given the dimensions that may hold them.
 
-    The outermost part is taken to be the samples' (batch first). Answers the axes, outermost first, or the name of the
-    operation that mixed the samples or left some out.
+    The outermost part is taken to be the samples' (batch first). Answers the axes, outermost first (none where a single
+    sample was picked), or the name of the operation that mixed the samples or left some out.
     """
     found: list[Axis] = []
-    culprit = ""
     for dim in dims:
         for size, tag in layout[dim]:
             if isinstance(tag, Axis):
                 found.append(tag)
             elif isinstance(tag, str) and not found:
-                culprit = culprit or tag
-                if size > 1:
-                    return culprit
-    return tuple(found) or culprit or "Select"
+                return tag
+            elif tag is PICKED and size > 1 and not found:
+                return "Select"
+    return tuple(found)

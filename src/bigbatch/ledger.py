@@ -10,6 +10,7 @@ On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are 
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from bigbatch.terms import Count, Term
 _RATIO_TOLERANCE = 1e-12
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """What to multiply into a micro-batch's gradient: one weight for the whole loss, or one per term."""
 
     whole: Count = 1.0
@@ -53,7 +53,7 @@ class Ledger:
 
     def weigh(self, terms: list[Term]) -> Weights:
         """Return the weights of the next micro-batch, or raise; nothing is entered yet."""
-        data = [term for term in terms if term.kind != "once"]
+        data = _over_data(terms)
         self._keep_factors(data)
         if self.totals is not None:
             return self._known(terms, data)
@@ -71,7 +71,7 @@ class Ledger:
 
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
-        data = [term for term in terms if term.kind != "once"]
+        data = _over_data(terms)
         value: Count = loss.detach().item() if loss.device.type == "cpu" else loss.detach().double()
         if self.totals is None and data and data[0].kind == "mean":
             self.kind = "mean"
@@ -142,12 +142,15 @@ class Ledger:
         now = [term.factors for term in data]
         if self.factors is None or len(self.factors) != len(now):
             self.factors = now
-        for term, before in zip(data, self.factors, strict=True):
-            if term.factors != before:
-                raise refusals.changing_factor(term.name, _shown(before), _shown(term.factors))
+        elif now != self.factors:
+            before, term = next((b, t) for b, t in zip(self.factors, data, strict=True) if t.factors != b)
+            raise refusals.changing_factor(term.name, _shown(before), _shown(term.factors))
 
     def _keep_ratio(self, data: list[Term], terms: list[Term]) -> None:
         """Several counts in constant ratio are as good as one."""
+        if len(data) == 1 and len(self.reference) <= 1:
+            self.reference = self.reference or [data[0].count]
+            return
         counts = [term.count for term in data]
         if not self.reference:
             if isinstance(counts[0], Tensor) or counts[0]:
@@ -192,6 +195,10 @@ class Ledger:
         if len(weights) == 1:
             return Weights(weights[0][1])
         return Weights(1.0, tuple(weights))
+
+
+def _over_data(terms: list[Term]) -> list[Term]:
+    return terms if len(terms) == 1 and terms[0].kind != "once" else [t for t in terms if t.kind != "once"]
 
 
 def _ratio(count: Count, total: Count) -> Count:

@@ -18,7 +18,7 @@ from bigbatch.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.layout import PICKED, Axis, Dim, Layout, Tag, broadcast, mixed, reshaped
+from bigbatch.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, broadcast, mixed, reshaped
 
 Inputs: TypeAlias = list[tuple[Edge, Layout]]
 Rule: TypeAlias = Callable[[Node, int, Layout], Inputs]
@@ -155,7 +155,7 @@ def _chunk(layout: Layout, dim: int, size: int, outer: bool, name: str) -> Layou
         return layout
     if took == 0 or size % took:
         return (*layout[:dim], ((size, name),), *layout[dim + 1 :])
-    share = (size // took, PICKED)
+    share = (size // took, SHARED)
     return (*layout[:dim], (share, *part) if outer else (*part, share), *layout[dim + 1 :])
 
 
@@ -192,11 +192,12 @@ def _results(node: Node) -> int:
 
 
 def select(node: Node, _output: int, layout: Layout) -> Inputs:
-    """One position along a dimension."""
+    """One position along a dimension; of an unbind, all of them go somewhere."""
     edge = _only(node)
     sizes = _size(edge)
     dim = saved_dim(node, "dim", len(sizes))
-    return [(edge, (*layout[:dim], ((sizes[dim], PICKED),), *layout[dim:]))]
+    tag = PICKED if operation(node) == "Select" else SHARED
+    return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
 
 
 def _reordered(dim: Dim, by: tuple[str, object]) -> Dim:
@@ -340,8 +341,8 @@ def ctc(node: Node, _output: int, layout: Layout) -> Inputs:
     sizes = _size(edge)
     if len(sizes) != len(("time", "batch", "classes")) or not layout:
         return everything(node, 0, layout)
-    # Time comes first here, and is known not to hold samples: PICKED, so that samples may lie behind it.
-    return [(edge, (((sizes[0], PICKED),), layout[0], ((sizes[2], name),)))]
+    # Time comes first here, and is known not to hold samples: these lie behind it.
+    return [(edge, (((sizes[0], SHARED),), layout[0], ((sizes[2], name),)))]
 
 
 def convolution(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -393,7 +394,8 @@ def batch_norm(node: Node, _output: int, layout: Layout) -> Inputs:
     name = operation(node)
     if saved(node, "training"):
         sizes = shape(node)
-        layout = (((sizes[0], name),), layout[1], *(((size, name),) for size in sizes[2:]))
+        # instance_norm is a batch_norm of one batch with all samples' channels side by side
+        layout = (((sizes[0], name if sizes[0] > 1 else PICKED),), layout[1], *(((size, name),) for size in sizes[2:]))
     return _normalised(node, layout, len(layout), name)
 
 

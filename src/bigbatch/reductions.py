@@ -8,9 +8,10 @@ from torch import Tensor
 
 from bigbatch import refusals
 from bigbatch.graph import Edge, Node, edges, operation, python_number, saved, saved_dims, saved_tensor, shape
-from bigbatch.layout import Axis, Dim, Layout
+from bigbatch.layout import PICKED, Axis, Dim, Layout
 from bigbatch.operations import MEAN, NLL, NONE, POINTWISE_LOSSES, ROW_LOSSES, SUM, VIEWS, Rule, rule_of
 from bigbatch.samples import Samples, Surroundings, parameters_alone
+from bigbatch.trail import Trail
 
 Count: TypeAlias = float | Tensor
 Kind: TypeAlias = Literal["mean", "sum", "once"]
@@ -28,13 +29,16 @@ class Sum:
     kind: Kind
     count: Count
     name: str
+    source: Node | None = None  # the node whose saved tensor holds the count
     doubtful: bool = False  # parameters and a tensor without gradient alone: over data, or a constant
     scaled: Node | None = None  # a factor right below a sum, `(x / n).sum()`
     scaled_by_constant: bool = False  # which is a number, and not the sum's own size
     sizes: frozenset[float] = frozenset()  # dividing a sum by one of these makes it a mean (kl_div's batchmean)
 
 
-def read_reduction(edge: Edge, surroundings: Surroundings) -> Sum | list[tuple[Edge, tuple[Node, ...]]] | None:
+def read_reduction(
+    edge: Edge, surroundings: Surroundings, trail: Trail
+) -> Sum | list[tuple[Edge, tuple[Node, ...]]] | None:
     """Follow means, sums and reshapes, one inside the other, to what they were taken over.
 
     Answers the reduction; or, where scalars were stacked, those with the factor that the reduction is to them; or None
@@ -42,8 +46,9 @@ def read_reduction(edge: Edge, surroundings: Surroundings) -> Sum | list[tuple[E
     """
     node, output = edge
     assert node is not None  # noqa: S101 - only edges that carry gradient are read
-    chain = _Chain(tuple(((1, "View"),) for _ in shape(node, output)))
+    chain = _Chain(tuple(((1, PICKED),) for _ in shape(node, output)))
     while node is not None:
+        trail.passed(node)
         name = operation(node)
         if name in {"Mean", "Sum"}:
             chain.reduce(node, name)
@@ -53,18 +58,19 @@ def read_reduction(edge: Edge, surroundings: Surroundings) -> Sum | list[tuple[E
         elif name in _LINEAR:
             rule: Rule | None = rule_of(name)
             chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
-        elif chain.kinds and (scalars := _scalars(node, output, name)):
+        elif chain.kinds and (scalars := _scalars(node, output, name, trail)):
             return [(below, (*chain.means, *factors)) for below, factors in scalars]
         else:
             break
         node, output = edges(node)[0]
     if not chain.kinds:
         return [((node, output), ())] if node is not edge[0] and node is not None else None
-    return chain.read((node, output), surroundings)
+    return chain.read((node, output), surroundings, trail)
 
 
-def _scalars(node: Node, output: int, name: str) -> list[tuple[Edge, tuple[Node, ...]]]:
+def _scalars(node: Node, output: int, name: str, trail: Trail) -> list[tuple[Edge, tuple[Node, ...]]]:
     """Give the scalars that a tensor was put together from: stacked, concatenated, or weighed by a constant after."""
+    trail.passed(node)
     inputs = [edge for edge in edges(node) if edge[0] is not None]
     single = all(torch.Size(shape(*edge)).numel() == 1 for edge in inputs if edge[0] is not None)
     if (name == "Stack" and all(not shape(*edge) for edge in inputs if edge[0] is not None)) or (name == "Cat" and single):
@@ -73,7 +79,7 @@ def _scalars(node: Node, output: int, name: str) -> list[tuple[Edge, tuple[Node,
         below, place = inputs[0]
         if not shape(below, place) and torch.Size(shape(node, output)).numel() == 1:
             return [(inputs[0], (node,))]
-        return [(edge, (node, *factors)) for edge, factors in _scalars(below, place, operation(below))]
+        return [(edge, (node, *factors)) for edge, factors in _scalars(below, place, operation(below), trail)]
     return []
 
 
@@ -116,9 +122,9 @@ class _Chain:
         self.counts.append(0)
         self.below = list(edges(node))
 
-    def read(self, edge: Edge, surroundings: Surroundings) -> Sum:
+    def read(self, edge: Edge, surroundings: Surroundings, trail: Trail) -> Sum:
         """Walk on below and say what the samples' own reduction was over."""
-        samples = Samples(surroundings, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
+        samples = Samples(surroundings, trail, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
         if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
             return Sum("mean", 0.0, "Mean") if "Mean" in self.kinds else Sum("sum", 1.0, "Sum")
         for below in self.below or [edge]:
@@ -137,10 +143,10 @@ class _Chain:
             # beside a term over data they must not be taken for one.
             if not samples.data and not samples.gradless:
                 return Sum("once", 1.0, name)
-            return Sum("mean", float(self.counts[level]), name, doubtful=not samples.data, sizes=frozenset(map(float, self.counts)))
+            return Sum("mean", float(self.counts[level]), name, doubtful=not samples.data)
         if not samples.data and not samples.gradless:
             return Sum("once", 1.0, name)
-        if all(parameters_alone(part, samples.surroundings.own) for part in parts):
+        if all(parameters_alone(part, samples.surroundings.own, samples.trail) for part in parts):
             return Sum("once", 1.0, name)
         if not samples.data:
             raise refusals.data_or_constant(name)
@@ -220,7 +226,7 @@ def _is_constant(factor: Node, sizes: frozenset[float]) -> bool:
     return divisor not in sizes
 
 
-def read_fused(node: Node, name: str, surroundings: Surroundings) -> Sum:
+def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) -> Sum:
     """Read a loss that reduces by itself: cross-entropy, squared error and their kin."""
     edge = next((edge for edge in edges(node) if edge[0] is not None), (None, 0))
     below, output = edge
@@ -230,7 +236,7 @@ def read_fused(node: Node, name: str, surroundings: Surroundings) -> Sum:
     axes: list[Dim] = [((size, Axis(0, dim)),) for dim, size in enumerate(sizes)]
     if name in NLL:
         axes[1 if len(sizes) > 1 else 0] = ((sizes[1 if len(sizes) > 1 else 0], name),)
-        count: Count = _targets(node, name) if how == MEAN else 1.0
+        count: Count = targets(node) if how == MEAN else 1.0
     elif name in ROW_LOSSES:
         axes[1:] = [((size, name),) for size in sizes[1:]]
         count = float(sizes[0]) if len(sizes) > 1 else 1.0
@@ -238,31 +244,31 @@ def read_fused(node: Node, name: str, surroundings: Surroundings) -> Sum:
         count = float(torch.Size(sizes).numel())
     if how == NONE:  # one element, not reduced
         return Sum("mean", 1.0, name)
-    samples = Samples(surroundings, unbatched=name in NLL | ROW_LOSSES and len(sizes) == 1)
+    samples = Samples(surroundings, trail, unbatched=name in NLL | ROW_LOSSES and len(sizes) == 1)
     if 0 not in sizes:
         for other in edges(node):
             if other[0] is not None and shape(*other) == sizes:
                 samples.walk(other, tuple(axes))
     if how == SUM:
         return Sum("sum", 1.0, name)
-    return Sum("mean", count, name)
+    return Sum("mean", count, name, source=node if name in NLL else None)
 
 
-def _targets(node: Node, name: str) -> Count:
+def targets(node: Node) -> Count:
     """How many targets a cross-entropy was averaged over, or the sum of their class weights."""
     total = saved_tensor(node, "total_weight")
     if total is None:
-        raise refusals.hidden(name)
+        raise refusals.hidden(operation(node))
     if total.dtype in _LOW_PRECISION:  # bf16 cannot count beyond 256
-        total = _count_again(node, name)
+        total = _count_again(node)
     total = total.detach()
     return total.item() if total.device.type == "cpu" else total
 
 
-def _count_again(node: Node, name: str) -> Tensor:
+def _count_again(node: Node) -> Tensor:
     target, weight = saved_tensor(node, "target"), saved_tensor(node, "weight")
     if target is None:
-        raise refusals.hidden(name)
+        raise refusals.hidden(operation(node))
     ignored = saved(node, "ignore_index")
     kept = target != (ignored - (1 << 64) if ignored >= 1 << 63 else ignored)
     if weight is None:
@@ -270,19 +276,23 @@ def _count_again(node: Node, name: str) -> Tensor:
     return torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
 
 
-def label_smoothing(node: Node, surroundings: Surroundings) -> Sum | None:
+def label_smoothing(node: Node, surroundings: Surroundings, trail: Trail) -> Sum | None:
     """Recognise `cross_entropy(label_smoothing=...)`, which torch builds from a plain one and a sum over classes."""
     inputs = [below for below, _ in edges(node)]
     if len(inputs) != 2 or any(below is None or operation(below) != "Mul" or len(edges(below)) != 1 for below in inputs):  # noqa: PLR2004
         return None
     plain, smooth = (edges(below)[0][0] for below in inputs if below is not None)
+    passed = [below for below in (*inputs, plain) if below is not None]
     if plain is None or smooth is None or operation(plain) not in NLL:
         return None
     while smooth is not None and operation(smooth) in {"Div", "Sum", "MaskedFill", "Neg", "Mul", "View"}:
+        passed.append(smooth)
         smooth = edges(smooth)[0][0]
     source = edges(plain)[0][0]
     while source is not None and operation(source) == "View":
         source = edges(source)[0][0]
     if smooth is None or source is not smooth or operation(source) != "LogSoftmax":
         return None
-    return read_fused(plain, operation(plain), surroundings)
+    for below in passed:
+        trail.passed(below)
+    return read_fused(plain, operation(plain), surroundings, trail)

@@ -72,17 +72,6 @@ def scaled_sum(name: str, by: str) -> UnreadableLoss:
     )
 
 
-def mean_times_count(number: str) -> UnreadableLoss:
-    """Explain that a mean times its own count is a sum."""
-    return UnreadableLoss(
-        f"found MulBackward, a mean times the number {number}, which is how many things it is over: that makes it a sum, "
-        "and the big batch's sum is over more.\n"
-        "Take the sum itself, criterion(..., reduction='sum'). If the number is a constant and only happens to be equal, "
-        "say what the loss was averaged over:\n"
-        "    accumulator.backward(loss, count=n)"
-    )
-
-
 def changing_factor(name: str, before: str, now: str) -> UnreadableLoss:
     """Explain that a factor is not constant over the window."""
     return UnreadableLoss(

@@ -34,6 +34,7 @@ from bigbatch.operations import (
     Inputs,
     rule_of,
 )
+from bigbatch.trail import Trail
 
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink".split())
 _PURE = PURE_POINTWISE | REDUCTIONS | VIEWS | frozenset(MATMULS) | frozenset(
@@ -57,6 +58,7 @@ class Samples:
     """What the walk below one reduction found."""
 
     surroundings: Surroundings
+    trail: Trail
     unbatched: bool = False  # the loss of one sample, given without a batch dimension
     axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
     data: bool = False  # the model's output was met
@@ -71,6 +73,7 @@ class Samples:
             if node is None or (node, output, layout) in self._seen:
                 continue
             self._seen[node, output, layout] = None
+            self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
     def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
@@ -118,6 +121,7 @@ class Samples:
 
     def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
         """A frozen weight or batch data? Only the first leaves the rows apart."""
+        self.trail.by_tensor = True
         tensor = saved_tensor(node, _FACTORS.get(name, ("self", "mat2"))[place])
         if tensor is None or not self.surroundings.is_weight(tensor):
             raise refusals.gradless_factor(name)
@@ -133,6 +137,8 @@ class Samples:
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
                 return
             raise refusals.coupled(found)
+        if not found:
+            return
         agreed = found if self.axes is None else tuple(a for a in self.axes if any(a.matches(b) for b in found))
         if not agreed:
             raise refusals.coupled(self._where_rows_meet((*found, *(self.axes or ()))))
@@ -149,13 +155,14 @@ class Samples:
         return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")
 
 
-def parameters_alone(edge: Edge, own: frozenset[int]) -> bool:
+def parameters_alone(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
     """Tell whether a value is made of parameters and numbers, the same for every micro-batch."""
     stack, seen = [edge[0]], set[Node]()
     while stack:
         node = stack.pop()
         if node is None:
             return False
+        trail.passed(node)
         if node in seen or is_leaf(node):
             if is_leaf(node) and not is_parameter(node, own):
                 return False

@@ -6,7 +6,6 @@ A micro-batch's loss shows S_t,i / d_t,i. Its graph tells the rest: which nodes 
 d_t,i. Factors need no reading: a gradient passes through them by itself.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -17,9 +16,9 @@ from bigbatch.errors import LossError
 from bigbatch.graph import Edge, Node, edges, is_custom, is_leaf, operation, python_number, saved, saved_number
 from bigbatch.reductions import FUSED, Count, Kind, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.samples import Surroundings, parameters_alone
+from bigbatch.trail import Trail
 
-@dataclass(frozen=True, slots=True)
-class Term:
+class Term(NamedTuple):
     """One mean or sum inside a loss: `mean` over `count` things, `sum` over data, or `once`, of parameters alone."""
 
     node: Node | None  # where a weight for this term alone may be put; None: the loss itself
@@ -27,9 +26,10 @@ class Term:
     count: Count
     name: str
     value: Tensor | None = None  # known for counted terms only
-    divisor: Node | None = None  # a division that made a sum a mean
+    divided: bool = False  # a division by its own size has made a sum a mean
     factors: tuple[float | None, ...] = ()  # the constants it was multiplied with, where they can be read
     doubtful: bool = False  # may be over data or over constants
+    source: Node | None = None  # the node that holds the count, where it is in a tensor
 
 
 class _Counted(torch.autograd.Function):
@@ -93,7 +93,7 @@ class _Place(NamedTuple):
     factors: tuple[Node, ...]  # constant factors passed on the way, outermost first
 
 
-def read(loss: Tensor, surroundings: Surroundings) -> list[Term]:
+def read(loss: Tensor, surroundings: Surroundings, trail: Trail) -> list[Term]:
     """Return the terms of a loss in the order they were written, or raise a LossError that says what to type."""
     root = loss.grad_fn
     if root is None:  # a bare parameter
@@ -101,7 +101,7 @@ def read(loss: Tensor, surroundings: Surroundings) -> list[Term]:
     terms: list[Term] = []
     stack = [_Place((root, loss.output_nr), None, ())]
     while stack:
-        below = _step(stack.pop(), surroundings)
+        below = _step(stack.pop(), surroundings, trail)
         if isinstance(below, Term):
             terms.append(below)
         else:
@@ -109,27 +109,28 @@ def read(loss: Tensor, surroundings: Surroundings) -> list[Term]:
     return terms
 
 
-def _step(place: _Place, surroundings: Surroundings) -> Term | list[_Place]:
+def _step(place: _Place, surroundings: Surroundings, trail: Trail) -> Term | list[_Place]:
     """Go one scalar operation down: to the scalars that it was made of, or to a term."""
     node, output = place.edge
     assert node is not None  # noqa: S101 - _Place is only made of edges that carry gradient
+    trail.passed(node)
     name = operation(node)
     if is_custom(node):
         return _custom(place, node, output, name)
     if is_leaf(node):
         return Term(place.pinned or node, "once", 1.0, "a parameter")
     if name in {"Add", "Sub", "Rsub"}:
-        return _sum(place, node, surroundings)
+        return _sum(place, node, surroundings, trail)
     if name in {"Mul", "Div"}:
-        return _product(place, node, name, surroundings)
+        return _product(place, node, name, surroundings, trail)
     if name in FUSED:
-        return _term(place, node, read_fused(node, name, surroundings), surroundings)
-    found = read_reduction(place.edge, surroundings)
+        return _term(place, node, read_fused(node, name, surroundings, trail), surroundings, trail)
+    found = read_reduction(place.edge, surroundings, trail)
     if isinstance(found, list):
         return [_Place(edge, place.pinned, (*place.factors, *factors)) for edge, factors in found]
     if found is not None:
-        return _term(place, node, found, surroundings)
-    if parameters_alone(place.edge, surroundings.own):
+        return _term(place, node, found, surroundings, trail)
+    if parameters_alone(place.edge, surroundings.own, trail):
         return Term(place.pinned or node, "once", 1.0, name)
     raise refusals.nonlinear(name)
 
@@ -137,16 +138,16 @@ def _step(place: _Place, surroundings: Surroundings) -> Term | list[_Place]:
 def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_Place]:
     carried: Any = node
     if name == "_Counted":
-        return Term(place.pinned or node, carried.kind, carried.count, "counted", carried.value)
+        return Term(place.pinned or node, carried.kind, carried.count, "counted", carried.value, source=node)
     if name == "_DDPSink":  # DDP's find_unused_parameters wraps a model's outputs in an identity
         return [place._replace(edge=edges(node)[output])]
     raise refusals.custom(name)
 
 
-def _sum(place: _Place, node: Node, surroundings: Surroundings) -> Term | list[_Place]:
-    smoothed = label_smoothing(node, surroundings)
+def _sum(place: _Place, node: Node, surroundings: Surroundings, trail: Trail) -> Term | list[_Place]:
+    smoothed = label_smoothing(node, surroundings, trail)
     if smoothed is not None:
-        return _term(place, node, smoothed, surroundings)
+        return _term(place, node, smoothed, surroundings, trail)
     scaled = saved(node, "alpha", 1) != 1  # torch.add(a, b, alpha=0.1)
     return [
         place._replace(edge=edge, factors=(*place.factors, node) if scaled and second else place.factors)
@@ -155,14 +156,16 @@ def _sum(place: _Place, node: Node, surroundings: Surroundings) -> Term | list[_
     ]
 
 
-def _product(place: _Place, node: Node, name: str, surroundings: Surroundings) -> Term | list[_Place]:
+def _product(
+    place: _Place, node: Node, name: str, surroundings: Surroundings, trail: Trail
+) -> Term | list[_Place]:
     """A scalar times a constant, or times a learned factor as in `exp(-s) * loss`."""
     inputs = edges(node)
     if len(inputs) == 1 or inputs[1][0] is None:
         return [place._replace(edge=inputs[0], factors=(*place.factors, node))]
     if inputs[0][0] is None and name == "Mul":
         return [place._replace(edge=inputs[1], factors=(*place.factors, node))]
-    learned = [inputs[0][0] is None or parameters_alone(edge, surroundings.own) for edge in inputs]
+    learned = [inputs[0][0] is None or parameters_alone(edge, surroundings.own, trail) for edge in inputs]
     if all(learned):
         return Term(place.pinned or node, "once", 1.0, name)
     if learned[1] or (learned[0] and name == "Mul"):
@@ -171,15 +174,12 @@ def _product(place: _Place, node: Node, name: str, surroundings: Surroundings) -
     raise refusals.nonlinear(name)
 
 
-def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings) -> Term:
+def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> Term:
     """Make a term of a reduction: a sum over data must not have been scaled, unless by its own size."""
     at = place.pinned or node
     numbers = tuple(_number(factor) for factor in place.factors)
     if found.kind == "mean":
-        for factor, number in zip(place.factors, numbers, strict=True):
-            if operation(factor) == "Mul" and number in found.sizes and number != 1:
-                raise refusals.mean_times_count(f"{number:g}")
-        return Term(at, "mean", found.count, found.name, factors=numbers, doubtful=found.doubtful)
+        return Term(at, "mean", found.count, found.name, factors=numbers, doubtful=found.doubtful, source=found.source)
     if found.kind == "once":
         return Term(at, "once", 1.0, found.name)
     if found.scaled is not None and not found.scaled_by_constant:
@@ -189,8 +189,8 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings) -> 
     nearest = place.factors[-1]
     number = python_number(nearest, "other")
     if operation(nearest) == "Div" and number is not None and number in found.sizes:
-        return Term(at, "mean", number, found.name, divisor=nearest, factors=numbers[:-1])
-    if parameters_alone(place.edge, surroundings.own):
+        return Term(at, "mean", number, found.name, divided=True, factors=numbers[:-1])
+    if parameters_alone(place.edge, surroundings.own, trail):
         return Term(at, "once", 1.0, found.name)
     raise refusals.scaled_sum(operation(nearest), f"the number {number:g}" if number is not None else "a tensor")
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from bigbatch.arrival import Arrival
+from bigbatch.engine import run_backward
 from bigbatch.errors import SeveralCounts, StateError, WindowBroken
 from bigbatch.gradients import LOW_PRECISION, Gradients
-from bigbatch.graph import Node, operation
+from bigbatch.graph import Node, is_leaf
 from bigbatch.ledger import Ledger, Weights
 from bigbatch.stepping import Stepper
 from bigbatch.terms import Count, Term
@@ -37,6 +38,7 @@ class Window:
         self._ledger = Ledger(steps, totals)
         self._residual: Count = 1.0  # what a low-precision loss could not be weighed with; see _low_precision
         self._loss_dtype = torch.float32
+        self._started: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
         self._first_count: Arrival | None = None
         self._broken: BaseException | None = None
         stepper.window_open = True
@@ -55,7 +57,7 @@ class Window:
             hooks = _weigh_terms(weights, loss, terms, factors)
             try:
                 start = self._start(weights.whole, loss)
-                torch.autograd.backward(loss, start, inputs=self._gradients.parameters if only_own else None)
+                run_backward(loss, start, self._gradients.leaves if only_own else None)
                 for node in factors:
                     factors[node] = factors[node] / start.reshape(())
             except BaseException as error:
@@ -113,13 +115,19 @@ class Window:
         """Return what to start the backward with: the weight, times the loss scale where there is one."""
         if loss.dtype in LOW_PRECISION:
             weight = self._low_precision(weight)
+        plain = isinstance(weight, float) and self._stepper.scaler is None and loss.grad_fn is not None
+        if plain and self._started is not None and self._started[0] == (weight, loss.dtype, loss.device, loss.shape):
+            return self._started[1]
         if isinstance(weight, Tensor):
             gradient = weight.to(loss.device, torch.float32 if loss.dtype in LOW_PRECISION else loss.dtype)
         else:
             gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
         if self._stepper.scaler is not None:
             gradient = self._stepper.scaler.scale(gradient)
-        return gradient.to(loss.dtype).expand(loss.shape)
+        start = gradient.to(loss.dtype).expand(loss.shape)
+        if plain:
+            self._started = ((weight, loss.dtype, loss.device, loss.shape), start)
+        return start
 
     def _low_precision(self, weight: Count) -> Count:
         """Split a weight into a power of two, which bf16 holds exactly, and a residual.
@@ -203,7 +211,7 @@ def _weigher(node: Node, weight: Count, factors: dict[Node, Tensor]) -> Callable
         factor = weight.to(gradients[0].dtype) if isinstance(weight, Tensor) else weight
         return (gradients[0] * factor, *gradients[1:])
 
-    if operation(node) == "torch::autograd::AccumulateGrad":
+    if is_leaf(node):
         msg = "a bare parameter cannot carry a weight of its own"
         raise SeveralCounts(msg)
     return weigh
