@@ -1,7 +1,8 @@
 # ruff: noqa: E501, PLC3002  (a row of a table is a line)
 """Every loss that must be refused, with the error it must raise and the operation that the error must name.
 
-`UNREADABLE` has no count in its graph, or something nonlinear above its mean. `COUPLED` ends in an ordinary mean or
+`UNREADABLE` has no count in its graph, or something nonlinear above its mean, or parameters beside a tensor without
+gradient, which may be data or a constant. `COUPLED` ends in an ordinary mean or
 cross-entropy, but a sample's part in it depends on the other samples. `SETTLED` are unreadable ones that `counted` settles.
 """
 
@@ -17,17 +18,21 @@ from torch import Tensor, nn
 from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
 from tests.losses import WEIGHT, log_probs, masked_mean_per_sequence, squares, twice, two_heads
-from tests.samples import CLASSES, Attention, Batch, Loss, Tempered, conv, images, mlp, rows, seeded, sequences
+from tests.samples import CLASSES, Attention, Batch, Line, Loss, Tempered, conv, images, mlp, rows, seeded, sequences
 
 EYE = torch.eye(CLASSES, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
 class Refused(Loss):
-    """A loss, the error it must raise, and a pattern for the operation that the error must name (case ignored)."""
+    """A loss, the error it must raise, and a pattern for the operation that the error must name (case ignored).
+
+    `late`: between micro-batches of one size it makes no difference; beside one of another size it is refused.
+    """
 
     error: type[LossError] = UnreadableLoss
     names: str = ""
+    late: bool = False
 
 
 class Square(torch.autograd.Function):
@@ -75,6 +80,17 @@ def masked_by_hand(model: nn.Module, batch: Batch) -> Tensor:
     return (squares(model, batch).sum(-1) * batch["mask"]).sum() / batch["mask"].sum()
 
 
+def orthogonality(model: nn.Module) -> Tensor:
+    """How far the first layer's rows are from orthonormal: a regulariser that holds a constant, and no data."""
+    weight = next(model.parameters())
+    return (weight.mT @ weight - torch.eye(3, dtype=torch.float64)).pow(2).mean()
+
+
+def line_errors(model: nn.Module, batch: Batch) -> Tensor:
+    """Squared errors of the textbook's line: its parameters meet the data itself."""
+    return (model(batch["x"]) - batch["x2"]) ** 2
+
+
 def ranged(batch: Batch) -> Tensor:
     """0, 1, 2, ... one per sample."""
     return torch.arange(len(batch["x"]))
@@ -120,6 +136,10 @@ UNREADABLE = [
     Refused("median", mlp(), rows, lambda m, b: squares(m, b).median(), error=LossError, names="median"),
     Refused("variance", mlp(), rows, lambda m, b: m(b["x"]).var(), error=LossError, names="var"),
     Refused("product", mlp(), rows, lambda m, b: m(b["x"]).prod(), error=LossError, names="prod"),
+    Refused("line-sum", seeded(Line), rows, lambda m, b: line_errors(m, b).sum(), names="data or a regulariser.*sum"),
+    Refused("sum+orthogonality", mlp(), rows, lambda m, b: squares(m, b).sum() + orthogonality(m), names="data or a regulariser.*mean"),
+    Refused("mean+orthogonality", mlp(), rows, lambda m, b: squares(m, b).mean() + orthogonality(m), names="data or a regulariser.*mean", late=True),
+    Refused("ignored+orthogonality", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]) + orthogonality(m), names="data or a regulariser.*mean", late=True),
 ]  # fmt: skip
 
 
@@ -341,8 +361,14 @@ COUPLED = [
 ]  # fmt: skip
 
 # With one sample per micro-batch these are, node for node, losses that keep samples apart: `x.view(1, -1)` is
-# `x.flatten(1)`, and two rows less each other are a pair.
-INVISIBLE_ALONE = {"softmax-of-reshaped", "masked-softmax-over-tokens", "neighbours", "neighbours-of-one-call"}
+# `x.flatten(1)`, two rows less each other are a pair, and `einsum` squeezes a dimension of one away.
+INVISIBLE_ALONE = {
+    "softmax-of-reshaped",
+    "masked-softmax-over-tokens",
+    "neighbours",
+    "neighbours-of-one-call",
+    "info-nce-einsum",
+}
 
 
 # What the error's advice turns unreadable losses into.
@@ -352,6 +378,10 @@ SETTLED = [
     Loss("sum-over-length", mlp(), rows, lambda m, b: counted(squares(m, b).sum() / len(b["x"]), len(b["x"])), count=lambda b: len(b["x"])),
     Loss("scaled-sum", mlp(), rows, lambda m, b: counted(0.01 * squares(m, b).sum(), "sum")),
     Loss("scaled-sum-and-regulariser", mlp(), rows, lambda m, b: counted(0.01 * squares(m, b).sum(), "sum") + counted(square(m[0].weight).sum(), "once")),
+    Loss("line-sum", seeded(Line), rows, lambda m, b: counted(line_errors(m, b).sum(), "sum")),
+    Loss("sum+orthogonality", mlp(), rows, lambda m, b: squares(m, b).sum() + counted(orthogonality(m), "once")),
+    Loss("mean+orthogonality", mlp(), rows, lambda m, b: squares(m, b).mean() + counted(orthogonality(m), "once"), count=lambda b: b["value"].numel()),
+    Loss("ignored+orthogonality", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]) + counted(orthogonality(m), "once"), count=lambda b: int((b["partly"] != -100).sum())),
     Loss("custom", mlp(), rows, lambda m, b: counted(square(m(b["x"]) - b["value"]).mean(), len(b["x"])), count=lambda b: len(b["x"])),
     Loss("custom-and-regulariser", mlp(), rows, lambda m, b: 0.5 * counted(square(m(b["x"])).mean(), len(b["x"])) + m[0].weight.norm()),
     Loss("compiled", mlp(), rows, lambda m, b: counted(compiled(mean_square)(m(b["x"]), b["value"]), len(b["x"])), count=lambda b: len(b["x"])),

@@ -29,6 +29,7 @@ class Loss:
 
     `count(batch)` is what the loss was averaged over, where a single term makes that one number.
     `counts(batch)` are the counts of several terms. `single`: a micro-batch is one sample without a batch dimension.
+    `smallest`: the fewest samples of a micro-batch from which it must be read; with fewer it may be refused.
     `told`: the big batch's loss can be known from the micro-batches' losses; not so where a term that counts once
     stands beside a sum, or where several counts meet, since a graph keeps the sum of the terms and not their values.
     """
@@ -41,6 +42,7 @@ class Loss:
     counts: Callable[[Batch], tuple[float, ...]] | None = None
     join: Callable[[Sequence[Batch]], Batch] = join
     single: bool = False
+    smallest: int = 1
     told: bool = True
 
     def __str__(self) -> str:

@@ -34,7 +34,7 @@ BY_NAME = {case.name: case for case in READABLE}
 
 def sizes(case: Loss) -> tuple[int, ...]:
     """The split that every row is tried with."""
-    return (1, 1, 1, 1) if case.single else SPLIT
+    return (1, 1, 1, 1) if case.single else tuple(max(size, case.smallest) for size in SPLIT)
 
 
 @pytest.mark.parametrize("case", READABLE, ids=str)
@@ -67,6 +67,13 @@ def assert_exact_or_refused(epoch: Epoch) -> None:
     except LossError:
         return
     assert_equal(ours, big_batches(epoch.case, epoch.batches, epoch.steps))
+
+
+@pytest.mark.parametrize("split", [(1, 1, 1), (1, 3, 2), (3, 1)], ids=str)
+@pytest.mark.parametrize("case", [case for case in READABLE if case.smallest > 1], ids=str)
+def test_a_loss_too_small_to_be_told_is_exact_or_refused(case: Loss, split: tuple[int, ...]) -> None:
+    """Below the size from which it must be read a loss may be refused, but not read as another."""
+    assert_exact_or_refused(Epoch(case, list(split), 0, 4))
 
 
 @pytest.mark.parametrize("case", EITHER, ids=str)

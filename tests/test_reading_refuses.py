@@ -1,18 +1,19 @@
 """Every loss that no weights can accumulate is refused before anything is added, and the error names the operation."""
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from bigbatch import Accumulator
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
 from tests.losses import READABLE, SEVERAL
 from tests.reference import big_batches, distance, sgd, trained
 from tests.refused import COUPLED, INVISIBLE_ALONE, UNREADABLE, Refused
-from tests.samples import Batch, Loss
+from tests.samples import Batch, Loss, mlp, rows
 
 SPLIT = (5, 3, 4)
 REFUSED = [*UNREADABLE, *COUPLED]
@@ -22,23 +23,31 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-def first_refusal(case: Loss) -> tuple[LossError, list[Tensor | None]]:
-    """The error of the first micro-batch, and the gradients it left."""
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Copies of the gradients there are; zeros for none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained(model)]
+
+
+def first_refusal(case: Refused) -> LossError:
+    """The error of the first micro-batch, or of the second where only a difference in size shows the trouble."""
     model = case.model()
     accumulator = Accumulator(model, sgd(trained(model)), steps=len(SPLIT))
     batches = iter(accumulator.over(case.micro_batches(SPLIT)))
+    if case.late:
+        accumulator.backward(case.loss(model, next(batches)))
+    before = gradients(model)
     with pytest.raises(LossError) as caught:
         accumulator.backward(case.loss(model, next(batches)))
-    return caught.value, [p.grad for p in trained(model)]
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), before, strict=True)), "a refusal left a gradient"
+    return caught.value
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
 def test_refused_at_the_first_micro_batch(case: Refused) -> None:
     """The first loss raises, names the operation it found, and leaves no gradient behind."""
-    error, gradients = first_refusal(case)
+    error = first_refusal(case)
     assert isinstance(error, case.error), f"{type(error).__name__}: {error}"
     assert re.search(case.names, str(error).splitlines()[0], re.IGNORECASE), str(error)
-    assert all(gradient is None or not gradient.any() for gradient in gradients)
 
 
 @pytest.mark.parametrize("case", [case for case in COUPLED if case.name not in INVISIBLE_ALONE], ids=str)
@@ -55,14 +64,14 @@ def test_coupled_also_when_a_micro_batch_is_one_sample(case: Refused) -> None:
 @pytest.mark.parametrize("case", UNREADABLE, ids=str)
 def test_an_unreadable_loss_prints_the_line_that_settles_it(case: Refused) -> None:
     """The message ends in something to type."""
-    error, _ = first_refusal(case)
+    error = first_refusal(case)
     assert re.search(r"count=|counted\(|across", str(error)), str(error)
 
 
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_a_coupled_loss_points_to_what_can_do_it(case: Refused) -> None:
     """The message names BigStep or across; where it is merely unreadable, what to type."""
-    error, _ = first_refusal(case)
+    error = first_refusal(case)
     if isinstance(error, CoupledLoss):
         assert re.search(r"BigStep|across", str(error)), str(error)
     else:
@@ -107,6 +116,61 @@ def test_a_window_goes_on_after_a_refusal() -> None:
         accumulator.backward(plain.loss(model, batch))
     true = big_batches(plain, batches, steps=len(SPLIT))
     assert distance([p.detach() for p in trained(model)], true.weights) <= 1e-12
+
+
+FACTORS: dict[str, Callable[[Batch], float | Tensor]] = {
+    "number": lambda batch: len(batch["x"]),
+    "tensor": lambda batch: batch["probs"].sum(),
+    "drawn": lambda batch: float(batch["unit"][0, 0]),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+def test_a_factor_that_changes_within_a_window_is_refused(factor: Callable[[Batch], float | Tensor]) -> None:
+    """The big batch has one factor: another one per micro-batch may be a count in disguise."""
+    plain = next(case for case in READABLE if case.name == "mse-mean")
+    model = plain.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    first, second = plain.micro_batches((3, 2))
+    accumulator.backward(factor(first) * plain.loss(model, first))
+    with pytest.raises(UnreadableLoss, match=r"not the same in all micro-batches.*\n.*\n.*count=n"):
+        accumulator.backward(factor(second) * plain.loss(model, second))
+
+
+def test_a_changing_factor_is_exact_with_a_count() -> None:
+    """Mixup draws a factor for each micro-batch; `count=` says that the loss is a mean all the same."""
+    case = Loss(
+        "mixup",
+        mlp(),
+        rows,
+        lambda m, b: (b["unit"][:, 0] * F.cross_entropy(m(b["x"]), b["label"], reduction="none")).mean(),
+    )
+    batches = case.micro_batches(SPLIT)
+    for batch in batches:
+        batch["unit"][:] = batch["unit"][0, 0]
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(SPLIT))
+    for batch in accumulator.over(batches):
+        loss = batch["unit"][0, 0] * F.cross_entropy(model(batch["x"]), batch["label"])
+        accumulator.backward(loss, count=len(batch["x"]))
+    true = big_batches(case, batches, steps=len(SPLIT))
+    assert distance([p.detach() for p in trained(model)], true.weights) <= 1e-12
+
+
+def test_a_factor_may_change_between_windows() -> None:
+    """A weight that is annealed from update to update is a constant to each of them."""
+    case = next(case for case in READABLE if case.name == "mse-mean")
+    model, twin = case.model(), case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    step = sgd(trained(twin))
+    batches = case.micro_batches((3, 2, 1, 4))
+    for place, batch in enumerate(accumulator.over(batches)):
+        accumulator.backward((1.0, 0.3)[place // 2] * case.loss(model, batch))
+    for factor, window in zip((1.0, 0.3), (batches[:2], batches[2:]), strict=True):
+        step.zero_grad()
+        (factor * case.loss(twin, case.join(window))).backward()
+        step.step()
+    assert distance([p.detach() for p in trained(model)], [p.detach() for p in trained(twin)]) <= 1e-12
 
 
 def test_counts_of_the_wrong_length_are_refused() -> None:
