@@ -93,6 +93,7 @@ class Accumulator:
             micro_batch_norm=batch_norm == "micro",
         )
         self._reader = Reader(surroundings)
+        self._batch_norms: list[tuple[str, nn.Module]] = []  # looked up when a window opens
         self._window: Window | None = None
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
         self._last = False
@@ -136,7 +137,10 @@ class Accumulator:
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
         checks.loss(loss, self._stepper.scaler)
-        checks.batch_norm_modules(self._models, self._batch_norm)
+        if self._window is None and self._batch_norm == "refuse":
+            self._batch_norms = checks.batch_norms(self._models)
+        if self._batch_norms:
+            checks.batch_norms_rest(self._batch_norms)
         terms = self._read(loss, count)
         if self._window is None:
             self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
@@ -209,7 +213,7 @@ class Accumulator:
             kind, number = checked_count(count)
             return [Term(None, kind, number, "count=", None)]
         terms = self._reader.read(loss)
-        if not self._warned and checks.looks_divided(loss, terms, self._steps):
+        if self._reader.fresh and not self._warned and checks.looks_divided(loss, terms, self._steps):
             self._warned = True
             warnings.warn(checks.divided_message(self._steps), stacklevel=3)
         return terms

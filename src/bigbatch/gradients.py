@@ -98,6 +98,11 @@ class Gradients:
                 found.append(p.grad)
         return found
 
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are, or most of them."""
+        return self.parameters[0].device
+
     def narrow(self) -> None:
         """Round widened gradients, once, to what the optimizer expects."""
         for p in self._wide:

@@ -134,13 +134,13 @@ def is_parameter(node: Node | None, own: frozenset[int] = frozenset()) -> bool:
         if name == _LEAF:
             found = variable(node)
             return isinstance(found, torch.nn.Parameter) or id(found) in own
-        if name not in _LOOKS_THROUGH:
+        if name not in LOOKS_THROUGH:
             return False
         node = node.next_functions[0][0]
     return False
 
 
-_LOOKS_THROUGH = frozenset(
+LOOKS_THROUGH = frozenset(
     "T Transpose Permute View ReshapeAlias UnsafeView Expand Unsqueeze Squeeze Clone Alias ToCopy Slice Select Split "
     "SplitWithSizes Unbind Chunk WeightNormInterface".split()
 )

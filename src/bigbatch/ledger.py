@@ -1,11 +1,12 @@
 """The counts of one window: weigh each micro-batch, add up, correct at the end.
 
 Counts are known only after each forward, the total only after the last. So a micro-batch is weighed against a
-provisional total, a power of two, and the whole sum is corrected once:
+provisional total, as if all were like the first, and the whole sum is corrected once:
 
     sum over i of (d_i / provisional) * gradient_i     times     provisional / (sum over i of d_i)
 
-On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are never waited for.
+On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are never waited for, and the provisional
+total is a power of two, so that weighing by it rounds nothing.
 """
 
 import math
@@ -72,7 +73,7 @@ class Ledger:
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
         data = _over_data(terms)
-        value: Count = loss.detach().item() if loss.device.type == "cpu" else loss.detach().double()
+        value: Count = loss.item() if loss.is_cpu else loss.detach().double()
         if self.totals is None and data and data[0].kind == "mean":
             self.kind = "mean"
             count = data[0].count
@@ -134,7 +135,7 @@ class Ledger:
         if not count:
             return 0.0
         if self.provisional is None:
-            self.provisional = 2.0 ** round(math.log2(count * self.steps))
+            self.provisional = count * self.steps  # what it will be if all are alike: then nothing is left to correct
         return count / self.provisional
 
     def _keep_factors(self, data: list[Term]) -> None:

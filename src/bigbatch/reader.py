@@ -6,44 +6,66 @@ has the same signature the answer is the same, but for the counts that live in t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from bigbatch.graph import Node, edges, is_custom, is_leaf, is_parameter, operation, saved_number, saved_tensor
+from bigbatch.graph import LOOKS_THROUGH, Edge, Node, edges, is_custom, is_leaf, operation, saved_number, saved_tensor
 from bigbatch.operations import MATMULS, NLL, NORMS, RULES
 from bigbatch.reductions import targets
 from bigbatch.samples import Surroundings
 from bigbatch.terms import Term, read
 from bigbatch.trail import Trail
 
-Signature: TypeAlias = tuple[Any, ...]
-
 _KEEP = 8  # the latest readings; ragged sequences have a new shape every time
 _BY_TENSOR = frozenset("Index IndexSelect MaskedSelect".split())  # read by what their indices are
 _FACTORS = frozenset("Mul Div Pow".split())
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """One reading: the path to each node it looked at, the signatures found there, and the terms."""
+class _Look(NamedTuple):
+    """All of a node that a reading may depend on, but for its tensors: where it was found, and what was found there."""
 
-    start: Signature
-    path: tuple[tuple[int, int, Signature], ...]  # from the node of that number, the input of that number
+    parent: int  # the input number `place` of the node of this number
+    place: int
+    sort: type
+    sizes: list[object]
+    wired: list[int]  # of each input, which result it is; -1 for one without gradient
+    held: list[tuple[type, ...]] | None  # the types on the way from each input to a parameter
+    factors: list[object] | None  # numbers it multiplies by
+    settings: object  # saved attributes that are not tensors: dimensions, reductions
+
+
+class _Reading(NamedTuple):
+    """One reading: all the nodes it looked at, and the terms it found."""
+
+    output: int
+    looks: tuple[_Look, ...]
     terms: tuple[tuple[int, int, Term], ...]  # numbers of the term's node and of the one that holds its count
 
-    def again(self, root: Node, start: Signature, own: frozenset[int]) -> list[Term] | None:
-        """Return the terms of a graph with the same signature; None where it differs."""
-        if start != self.start:
+    def again(self, root: Node, output: int) -> list[Term] | None:
+        """Return the terms of a graph that looks the same; None where it differs."""
+        if output != self.output:
             return None
-        nodes = [root]
-        for parent, place, signature in self.path:
-            node = nodes[parent].next_functions[place][0]
-            if node is None or _signature(node, own) != signature:
+        nodes: list[Node] = []
+        inputs: list[tuple[Edge, ...]] = []
+        for parent, place, sort, sizes, wired, held, factors, settings in self.looks:
+            node = inputs[parent][place][0] if nodes else root
+            if node is None or type(node) is not sort:
+                return None
+            kind, below, metadata = _kinds[sort], node.next_functions, cast("Any", node)
+            if [result.shape for result in metadata._input_metadata] != sizes:
+                return None
+            if [number if n is not None else -1 for n, number in below] != wired:
+                return None
+            if kind.settings is not None and kind.settings(node) != settings:
+                return None
+            if held is not None and [_way(n) for n, _ in below] != held:
+                return None
+            if factors is not None and _factors(node) != factors:
                 return None
             nodes.append(node)
+            inputs.append(below)
         return [_refreshed(term, nodes[at], nodes[source] if source >= 0 else None) for at, source, term in self.terms]
 
 
@@ -54,66 +76,48 @@ class Reader:
         """Start with nothing remembered."""
         self._surroundings = surroundings
         self._readings: list[_Reading] = []
+        self.fresh = False  # whether the latest loss looked unlike those before
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""
         root = loss.grad_fn
-        if root is None:
-            return read(loss, self._surroundings, Trail())
-        own = self._surroundings.own
-        start = (loss.output_nr, _signature(root, own))
-        for reading in self._readings:
-            terms = reading.again(root, start, own)
-            if terms is not None:
-                return terms
+        self.fresh = False
+        if root is not None:
+            for reading in self._readings:
+                terms = reading.again(root, loss.output_nr)
+                if terms is not None:
+                    return terms
         trail = Trail()
+        self.fresh = True
         terms = read(loss, self._surroundings, trail)
-        self._remember(start, root, terms, trail)
+        if root is not None:
+            self._remember(root, loss.output_nr, terms, trail)
         return terms
 
-    def _remember(self, start: Signature, root: Node, terms: list[Term], trail: Trail) -> None:
+    def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
         if trail.by_tensor or any(operation(node) in _BY_TENSOR for node in trail.nodes):
             return
-        own = self._surroundings.own
-        numbers, path = {root: 0}, []
+        numbers, looks = {root: 0}, [_look(root, 0, 0)]
         for node in trail.nodes:  # parents come before their inputs
             if node not in numbers:
                 return
             for place, (below, _) in enumerate(edges(node)):
                 if below is not None and below in trail.nodes and below not in numbers:
+                    looks.append(_look(below, numbers[node], place))
                     numbers[below] = len(numbers)
-                    path.append((numbers[node], place, _signature(below, own)))
+        if any(look is None for look in looks):
+            return
         kept = tuple(
             (numbers[term.node or root], -1 if term.source is None else numbers[term.source], _forgotten(term))
             for term in terms
         )
-        self._readings.insert(0, _Reading(start, tuple(path), kept))
+        self._readings.insert(0, _Reading(output, tuple(look for look in looks if look is not None), kept))
         del self._readings[_KEEP:]
-
-
-def _signature(node: Node, own: frozenset[int]) -> Signature:
-    """Return all of a node that a reading may depend on, but for the tensors."""
-    sort = type(node)
-    kind = _kinds.get(sort) or _kind_of(node)
-    if kind.leaf:
-        return sort, is_parameter(node, own)
-    metadata: Any = node
-    inputs = node.next_functions
-    return (
-        sort if kind.name is None else kind.name,
-        [result.shape for result in metadata._input_metadata],
-        [place if n is not None else -1 for n, place in inputs],
-        [is_parameter(n, own) for n, _ in inputs] if kind.layer else None,
-        [_factor(node, which) for which in ("self", "other", "exponent")] if kind.factor else None,
-        kind.settings(node) if kind.settings is not None else None,
-    )
 
 
 class _Kind(NamedTuple):
     """What there is to look at in a kind of node."""
 
-    name: str | None  # where the type does not tell
-    leaf: bool
     layer: bool  # whether its inputs are parameters matters
     factor: bool  # whether what it multiplies by is a number matters
     settings: Callable[[Node], object] | None  # its saved attributes that are not tensors
@@ -122,24 +126,54 @@ class _Kind(NamedTuple):
 _kinds: dict[type, _Kind] = {}
 
 
-def _kind_of(node: Node) -> _Kind:
+def _look(node: Node, parent: int, place: int) -> _Look | None:
+    """Take down what a node looks like; None where its type does not tell what it is."""
     name = operation(node)
-    saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
-    settings = [attribute for attribute in saved if not hasattr(node, "_raw" + attribute)] if name not in MATMULS else []
-    layer = name in MATMULS or name in NORMS or name == "Convolution" or name not in RULES
-    told = type(node).__name__ == node.name().rpartition("::")[2] and not is_custom(node)
-    kind = _Kind(None if told else node.name(), is_leaf(node), layer, name in _FACTORS, attrgetter(*settings) if settings else None)
-    if told:
-        _kinds[type(node)] = kind
-    return kind
+    sort = type(node)
+    if sort not in _kinds:
+        custom = is_custom(node) and name != "_Counted"
+        if custom or (not is_custom(node) and sort.__name__ != node.name().rpartition("::")[2]):
+            return None
+        saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
+        plain = [attribute for attribute in saved if not hasattr(node, "_raw" + attribute)] if name not in MATMULS else []
+        layer = name in MATMULS or name in NORMS or name == "Convolution" or name not in RULES
+        _kinds[sort] = _Kind(layer and not is_leaf(node), name in _FACTORS, attrgetter(*plain) if plain else None)
+    kind, metadata = _kinds[sort], cast("Any", node)
+    return _Look(
+        parent,
+        place,
+        sort,
+        [result.shape for result in metadata._input_metadata],
+        [number if n is not None else -1 for n, number in edges(node)],
+        [_way(n) for n, _ in edges(node)] if kind.layer else None,
+        _factors(node) if kind.factor else None,
+        kind.settings(node) if kind.settings is not None else None,
+    )
 
 
-def _factor(node: Node, which: str) -> object:
-    number = saved_number(node, which)
-    if number is not None:
-        return number
-    tensor = saved_tensor(node, which)
-    return None if tensor is None else (tensor.dim(), tensor.dtype)
+def _way(node: Node | None) -> tuple[type, ...]:
+    """Return the types from an input to a leaf, if it is a parameter seen through transposes and casts; else none.
+
+    That the leaf is a parameter was seen at the first reading; a leaf in the same place of the same layer is one, too.
+    """
+    way: list[type] = []
+    while node is not None:
+        way.append(type(node))
+        if is_leaf(node):
+            return tuple(way)
+        if operation(node) not in LOOKS_THROUGH:
+            return ()
+        node = node.next_functions[0][0]
+    return ()
+
+
+def _factors(node: Node) -> list[object]:
+    found: list[object] = []
+    for which in ("self", "other", "exponent"):
+        number = saved_number(node, which)
+        tensor = saved_tensor(node, which) if number is None else None
+        found.append(number if tensor is None else (tensor.dim(), tensor.dtype))
+    return found
 
 
 def _forgotten(term: Term) -> Term:
@@ -152,6 +186,6 @@ def _refreshed(term: Term, node: Node, source: Node | None) -> Term:
     if source is None:
         return term._replace(node=node)
     if operation(source) in NLL:
-        return term._replace(node=node, source=source, count=targets(source))
+        return Term(node, term.kind, targets(source), term.name, None, term.divided, term.factors, term.doubtful, source)
     carried: Any = source
     return term._replace(node=node, source=source, kind=carried.kind, count=carried.count, value=carried.value)

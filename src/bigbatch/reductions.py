@@ -1,7 +1,7 @@
 """One reduction: what it was taken over, and whether it is over data at all."""
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -256,13 +256,13 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
 
 def targets(node: Node) -> Count:
     """How many targets a cross-entropy was averaged over, or the sum of their class weights."""
-    total = saved_tensor(node, "total_weight")
-    if total is None:
+    nll: Any = node
+    if nll._raw_saved_total_weight.unpack_hook is not None:
         raise refusals.hidden(operation(node))
+    total: Tensor = nll._saved_total_weight
     if total.dtype in _LOW_PRECISION:  # bf16 cannot count beyond 256
         total = _count_again(node)
-    total = total.detach()
-    return total.item() if total.device.type == "cpu" else total
+    return total.item() if total.is_cpu else total.detach()
 
 
 def _count_again(node: Node) -> Tensor:

@@ -29,6 +29,7 @@ class Stepper:
     clip_norm: float | None = None
     skip_nonfinite: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window_open: bool = False  # an optimizer stepped by hand while it is raises
     _stepping: bool = False
     _stepped: bool = False
@@ -98,8 +99,9 @@ class Stepper:
                 return True
             nonfinite = None
         handed: dict[str, Tensor] = {}
-        if fused and isinstance(factor, Tensor) and _all_float32(gradients):
-            handed["grad_scale"] = (1.0 / factor).float()
+        corrected = isinstance(factor, Tensor) or factor != 1.0
+        if fused and corrected and _all_float32(gradients):  # the kernel divides by it on its way
+            handed["grad_scale"] = torch.as_tensor(1.0 / factor, dtype=torch.float32, device=gradients.device)
         else:
             gradients.scale(factor)
         if fused and nonfinite is not None:

@@ -1,8 +1,9 @@
 """One update: what an optimizer step was made of."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
@@ -21,8 +22,9 @@ class Update:
     """The norm of the big batch's gradient, before clipping; None where `clip_norm` is not set."""
     extras: Any = None
     """What else `loss_fn` returned, joined in the batch's own order (`BigStep`)."""
-    _loss: Tensor | None = field(default=None)
-    _skipped: bool | Tensor = field(default=False)
+    _loss: Count | None = None
+    _dtype: torch.dtype = torch.float32
+    _skipped: bool | Tensor = False
 
     @property
     def loss(self) -> Tensor:
@@ -34,7 +36,7 @@ class Update:
                 "    loss = counted(ce, tokens) + 0.1 * counted(aux, samples)"
             )
             raise LossError(msg)
-        return self._loss
+        return torch.as_tensor(self._loss, dtype=self._dtype)
 
     @property
     def skipped(self) -> bool:
@@ -43,7 +45,7 @@ class Update:
 
     def __repr__(self) -> str:
         """Show the numbers; this reads them from the device."""
-        loss = "unknown" if self._loss is None else f"{self._loss.item():.6g}"
+        loss = "unknown" if self._loss is None else f"{float(self._loss):.6g}"
         norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm.item():.6g}"
         counts = self.count if isinstance(self.count, tuple) else (self.count,)
         count = ", ".join(f"{float(number):g}" for number in counts)

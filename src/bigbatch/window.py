@@ -38,7 +38,6 @@ class Window:
         self._ledger = Ledger(steps, totals)
         self._residual: Count = 1.0  # what a low-precision loss could not be weighed with; see _low_precision
         self._loss_dtype = torch.float32
-        self._started: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
         self._first_count: Arrival | None = None
         self._broken: BaseException | None = None
         stepper.window_open = True
@@ -54,7 +53,7 @@ class Window:
         weights = self._ledger.weigh(terms)
         factors: dict[Node, Tensor] = {}
         if not weights.nothing:
-            hooks = _weigh_terms(weights, loss, terms, factors)
+            hooks = _weigh_terms(weights, loss, terms, factors) if weights.each else ()
             try:
                 start = self._start(weights.whole, loss)
                 run_backward(loss, start, self._gradients.leaves if only_own else None)
@@ -102,7 +101,8 @@ class Window:
             micro_batches=ledger.micro_batches,
             count=ledger.totals if ledger.totals is not None else ledger.total,
             grad_norm=norm,
-            _loss=None if loss is None else torch.as_tensor(loss, dtype=self._loss_dtype),
+            _loss=loss,
+            _dtype=self._loss_dtype,
             _skipped=skipped,
         )
 
@@ -115,18 +115,19 @@ class Window:
         """Return what to start the backward with: the weight, times the loss scale where there is one."""
         if loss.dtype in LOW_PRECISION:
             weight = self._low_precision(weight)
-        plain = isinstance(weight, float) and self._stepper.scaler is None and loss.grad_fn is not None
-        if plain and self._started is not None and self._started[0] == (weight, loss.dtype, loss.device, loss.shape):
-            return self._started[1]
+        plain = isinstance(weight, float) and self._stepper.scaler is None and not loss.dim()
+        key = (weight, loss.dtype, loss.device)
+        if plain and self._stepper.start is not None and self._stepper.start[0] == key:
+            return self._stepper.start[1]
         if isinstance(weight, Tensor):
             gradient = weight.to(loss.device, torch.float32 if loss.dtype in LOW_PRECISION else loss.dtype)
         else:
             gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
         if self._stepper.scaler is not None:
             gradient = self._stepper.scaler.scale(gradient)
-        start = gradient.to(loss.dtype).expand(loss.shape)
+        start = gradient.to(loss.dtype).reshape(loss.shape)
         if plain:
-            self._started = ((weight, loss.dtype, loss.device, loss.shape), start)
+            self._stepper.start = (key, start)
         return start
 
     def _low_precision(self, weight: Count) -> Count:
