@@ -1,8 +1,46 @@
-"""Train with the batch size you want in the memory you have, with exactly the gradients that the big batch would give."""
+"""Train with the batch size you want in the memory you have, with exactly the gradients that the big batch would give.
 
-from bigbatch import errors
-from bigbatch.accumulator import Accumulator
-from bigbatch.terms import counted
-from bigbatch.update import Update
+    accumulator = Accumulator(model, optimizer, steps=4)
+    for inputs, labels in accumulator.over(loader):
+        accumulator.backward(criterion(model(inputs), labels))
+"""
 
-__all__ = ["Accumulator", "Update", "counted", "errors"]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bigbatch import errors
+    from bigbatch.accumulator import Accumulator
+    from bigbatch.learning_rate import scale_lr, warmup
+    from bigbatch.setup import Setup
+    from bigbatch.terms import counted
+    from bigbatch.update import Update
+
+__all__ = ["Accumulator", "Setup", "Update", "counted", "errors", "scale_lr", "warmup"]
+
+# Where each name lives. They are imported when first asked for: the command line's help must not wait for torch.
+_HOMES = {
+    "Accumulator": "accumulator",
+    "Setup": "setup",
+    "Update": "update",
+    "counted": "terms",
+    "scale_lr": "learning_rate",
+    "warmup": "learning_rate",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name from the module it lives in."""
+    if name == "errors":
+        return import_module("bigbatch.errors")
+    if name not in _HOMES:
+        msg = f"module 'bigbatch' has no attribute {name!r}"
+        raise AttributeError(msg)
+    found: object = getattr(import_module(f"bigbatch.{_HOMES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return __all__

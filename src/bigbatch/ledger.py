@@ -130,7 +130,7 @@ class Ledger:
         count = data[0].count
         if isinstance(count, Tensor):
             if self.provisional is None:
-                self.provisional = _power_of_two(count.double().clamp(min=1.0) * self.steps)
+                self.provisional = _power_of_two(count.clamp(min=1.0) * self.steps)
             return count / self.provisional
         if not count:
             return 0.0

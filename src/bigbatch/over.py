@@ -59,15 +59,12 @@ class Over(Generic[Batch]):
                 yield batch, self._loader.last, None
         else:
             source = iter(self._loader)
-            for batch in source:
-                current = batch
-                break
-            else:
-                return
+            held = list(islice(source, 1))  # one batch ahead, and no reference to those given out
             for following in source:
-                yield current, False, None
-                current = following
-            yield current, True, None
+                yield held.pop(), False, None
+                held.append(following)
+            if held:
+                yield held.pop(), True, None
 
     def _window_ahead(self, counts: Callable[[Any], Any]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         source = iter(self._loader)
@@ -79,8 +76,9 @@ class Over(Generic[Batch]):
                 return
             now = [window.popleft() for _ in range(min(steps, len(window)))]
             totals = _totals([counts(batch) for batch in now])
-            for place, batch in enumerate(now):
-                yield batch, not window and place == len(now) - 1, totals
+            now.reverse()
+            while now:
+                yield now.pop(), not window and not now, totals
 
 
 def _totals(counted: list[Any]) -> tuple[Count, ...]:

@@ -262,7 +262,12 @@ def targets(node: Node) -> Count:
     total: Tensor = nll._saved_total_weight
     if total.dtype in _LOW_PRECISION:  # bf16 cannot count beyond 256
         total = _count_again(node)
-    return total.item() if total.is_cpu else total.detach()
+    return total.item() if total.is_cpu else wide(total)
+
+
+def wide(number: Tensor) -> Tensor:
+    """Return a count on a device as precisely as the device can hold it."""
+    return number.detach().to(torch.float32 if number.device.type == "mps" else torch.float64)
 
 
 def _count_again(node: Node) -> Tensor:

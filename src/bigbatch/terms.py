@@ -14,7 +14,7 @@ from torch import Tensor
 from bigbatch import refusals
 from bigbatch.errors import LossError
 from bigbatch.graph import Edge, Node, edges, is_custom, is_leaf, operation, python_number, saved, saved_number
-from bigbatch.reductions import FUSED, Count, Kind, Sum, label_smoothing, read_fused, read_reduction
+from bigbatch.reductions import FUSED, Count, Kind, Sum, label_smoothing, read_fused, read_reduction, wide
 from bigbatch.samples import Surroundings, parameters_alone
 from bigbatch.trail import Trail
 
@@ -78,7 +78,7 @@ def checked_count(count: object) -> tuple[Kind, Count]:
             raise LossError(msg)
         if count.device.type == "cpu":
             return checked_count(count.item())
-        return "mean", count.detach().reshape(())
+        return "mean", wide(count.reshape(()))
     if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < float("inf"):
         msg = f"a count is a number of things, 0 or more, or 'sum' or 'once'; found {count!r}"
         raise LossError(msg)
