@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,9 +37,12 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
-def windows(batches: Sequence[Batch], steps: int) -> list[Sequence[Batch]]:
-    """The micro-batches behind each update; the last window may be short."""
-    return [batches[start : start + steps] for start in range(0, len(batches), steps)]
+def windows(batches: Sequence[Batch], steps: int | Sequence[int]) -> list[Sequence[Batch]]:
+    """The micro-batches behind each update: as many for each, the last window perhaps short; or as listed."""
+    if isinstance(steps, int):
+        return [batches[start : start + steps] for start in range(0, len(batches), steps)]
+    assert sum(steps) == len(batches)
+    return [batches[end - length : end] for length, end in zip(steps, accumulate(steps), strict=True) if length]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -65,7 +69,7 @@ def state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def big_batches(
     case: Loss,
     batches: Sequence[Batch],
-    steps: int,
+    steps: int | Sequence[int],
     *,
     model: nn.Module | None = None,
     loss: LossFunction | None = None,

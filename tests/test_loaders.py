@@ -1,0 +1,136 @@
+"""Loaders: whatever yields micro-batches is trained to its end, also without a length."""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.samples import Batch
+from tests.training import Training, micro_batches
+
+BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
+
+
+class Stream(IterableDataset[Batch]):
+    """A dataset without a length."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(BATCHES)
+
+
+class Sequenced:
+    """Iterable by index alone, as old Python classes are."""
+
+    def __getitem__(self, index: int) -> Batch:
+        return BATCHES[index]
+
+
+LOADERS: dict[str, Callable[[], Iterable[Any]]] = {
+    "list": lambda: BATCHES,
+    "tuple": lambda: tuple(BATCHES),
+    "deque": lambda: deque(BATCHES),
+    "iterator": lambda: iter(BATCHES),
+    "generator": lambda: (batch for batch in BATCHES),
+    "dict-values": lambda: dict(enumerate(BATCHES)).values(),
+    "map": lambda: map(dict, BATCHES),
+    "by-index": Sequenced,  # type: ignore[dict-item]  # Python iterates over it all the same
+    "data-loader": lambda: DataLoader(BATCHES, batch_size=None),  # type: ignore[arg-type]  # a list is a dataset
+    "stream-loader": lambda: DataLoader(Stream(), batch_size=None),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_any_iterable_is_a_loader(loader: Callable[[], Iterable[Batch]]) -> None:
+    """With or without a length: the last window, short and with a short micro-batch, is closed."""
+    training = Training(steps=3)
+    updates = training.train(loader())
+    assert [update.micro_batches for update in updates] == [3, 3, 1]
+    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 8, 100])
+def test_any_number_of_steps(steps: int) -> None:
+    """From one micro-batch per update to more than an epoch has."""
+    training = Training(steps)
+    training.train(BATCHES)
+    training.assert_big_batches(*(BATCHES[start : start + steps] for start in range(0, len(BATCHES), steps)))
+
+
+def test_an_endless_stream_is_left_by_break() -> None:
+    """It is never read to its end, and the open window is flushed."""
+    training = Training(steps=3)
+    for place, batch in enumerate(training.accumulator.over(itertools.cycle(BATCHES))):
+        training.backward(batch)
+        if place == 7:
+            break
+    update = training.accumulator.flush()
+    assert update is not None
+    assert update.micro_batches == 2
+    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], [BATCHES[6], BATCHES[0]])
+
+
+def test_it_looks_one_batch_ahead_and_no_further() -> None:
+    """A stream that is left has lost one batch to looking ahead, not a window."""
+    source = iter(range(10))
+    training = Training(steps=4)
+    batches = iter(training.accumulator.over(source))
+    assert [next(batches), next(batches)] == [0, 1]
+    assert next(source) == 3
+
+
+def test_an_empty_loader_makes_no_update() -> None:
+    """No update and no error, and the next epoch is as ever."""
+    training = Training(steps=3)
+    assert training.train([]) == []
+    assert training.accumulator.flush() is None
+    training.assert_untouched()
+    training.train(BATCHES)
+    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
+
+
+def test_len_is_the_loaders() -> None:
+    """`len` is forwarded, for progress bars."""
+    accumulator = Training(steps=3).accumulator
+    assert len(accumulator.over(BATCHES)) == 7
+    assert len(accumulator.over(DataLoader(BATCHES, batch_size=None))) == 7  # type: ignore[arg-type]  # as above
+    assert len(accumulator.over(accumulator.over(BATCHES))) == 7
+
+
+@pytest.mark.parametrize("loader", ["generator", "stream-loader"])
+def test_len_of_a_loader_without_one_is_a_type_error(loader: str) -> None:
+    """As `len` of the loader itself."""
+    with pytest.raises(TypeError, match="len"):
+        len(Training(steps=3).accumulator.over(LOADERS[loader]()))
+
+
+def test_a_wrapped_loader_serves_several_epochs() -> None:
+    """`over` may be called once, before the epochs."""
+    training = Training(steps=4)
+    epoch = training.accumulator.over(BATCHES)
+    for _ in range(2):
+        for batch in epoch:
+            training.backward(batch)
+    training.assert_big_batches(BATCHES[:4], BATCHES[4:], BATCHES[:4], BATCHES[4:])
+
+
+def test_a_loop_without_over() -> None:
+    """Where the loader is not wrapped, `flush` ends the last window."""
+    training = Training(steps=3)
+    made = [training.backward(batch) for batch in BATCHES]
+    assert [update is not None for update in made] == [False, False, True, False, False, True, False]
+    assert training.accumulator.flush() is not None
+    assert training.accumulator.flush() is None
+    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
+
+
+@pytest.mark.xfail(strict=True, reason="the mark of a last batch stays until the iterator is dropped")
+def test_a_window_after_an_iterator_that_is_still_held() -> None:
+    """Taking batches by `next` up to the last one does not shorten the windows after it."""
+    training = Training(steps=3)
+    held = iter(training.accumulator.over(BATCHES[:3]))
+    for _ in range(3):
+        training.backward(next(held))
+    assert [training.backward(batch) is not None for batch in BATCHES[3:6]] == [False, False, True]
