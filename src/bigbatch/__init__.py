@@ -1,8 +1,8 @@
 """Train with the batch size you want in the memory you have, with exactly the gradients that the big batch would give.
 
-    accumulator = Accumulator(model, optimizer, steps=4)
-    for inputs, labels in accumulator.over(loader):
-        accumulator.backward(criterion(model(inputs), labels))
+accumulator = Accumulator(model, optimizer, steps=4)
+for inputs, labels in accumulator.over(loader):
+accumulator.backward(criterion(model(inputs), labels))
 """
 
 from importlib import import_module
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from bigbatch import errors
     from bigbatch.accumulator import Accumulator
     from bigbatch.learning_rate import scale_lr, warmup
+    from bigbatch.reading.terms import counted
     from bigbatch.setup import Setup
-    from bigbatch.terms import counted
     from bigbatch.update import Update
 
 __all__ = ["Accumulator", "Setup", "Update", "counted", "errors", "scale_lr", "warmup"]
@@ -23,7 +23,7 @@ _HOMES = {
     "Accumulator": "accumulator",
     "Setup": "setup",
     "Update": "update",
-    "counted": "terms",
+    "counted": "reading.terms",
     "scale_lr": "learning_rate",
     "warmup": "learning_rate",
 }

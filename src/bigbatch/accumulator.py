@@ -7,18 +7,20 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import checks
-from bigbatch.errors import ConfigurationError, StateError, WindowError, WindowOpen
-from bigbatch.frozen import FrozenWeights
+from bigbatch.errors import StateError, WindowError, WindowOpen
 from bigbatch.gradients import all_parameters
-from bigbatch.over import Over
-from bigbatch.reader import Reader
-from bigbatch.samples import Surroundings
+from bigbatch.over import Listener, Over
+from bigbatch.reading.counts import Count, GivenCount, checked_count
+from bigbatch.reading.frozen import FrozenWeights
+from bigbatch.reading.reader import Reader
+from bigbatch.reading.samples import Surroundings
+from bigbatch.reading.terms import Term
 from bigbatch.stepping import Stepper
-from bigbatch.terms import Count, Term, checked_count
 from bigbatch.update import Update
 from bigbatch.window import Window
 
@@ -93,7 +95,13 @@ class Accumulator:
             micro_batch_norm=batch_norm == "micro",
         )
         self._reader = Reader(surroundings)
-        self._batch_norms: list[tuple[str, nn.Module]] = []  # looked up when a window opens
+        self._listener = Listener(
+            opening=self._refuse_open_window,
+            announce=self._announce,
+            exhausted=self.flush,  # where the last batch made no backward: what came before must not be lost
+            remaining=lambda: self.remaining,
+        )
+        self._batch_norms: list[tuple[str, BatchNorm]] = []  # looked up when a window opens
         self._window: Window | None = None
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
         self._last = False
@@ -129,9 +137,9 @@ class Accumulator:
         It looks one batch ahead (a window ahead with `counts=`) and forwards `len`.
         """
         self._refuse_open_window()
-        return Over(loader, self, self._counts)
+        return Over(loader, self._listener, self._counts)
 
-    def backward(self, loss: Tensor, count: float | Tensor | Literal["sum", "once"] | None = None) -> Update | None:
+    def backward(self, loss: Tensor, count: GivenCount | None = None) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
 
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
@@ -191,7 +199,7 @@ class Accumulator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a saved window. Load the model and the optimizer first, then give `over` the remaining batches."""
-        if not isinstance(state, dict) or not {"version", "steps", "window"} <= state.keys():
+        if not {"version", "steps", "window"} <= state.keys():
             msg = "this is not the state_dict() of an Accumulator: it should hold version, steps and window"
             raise StateError(msg)
         if state["version"] != STATE_VERSION:
@@ -229,22 +237,12 @@ class Accumulator:
             return
         self._window.check()
         msg = (
-            f"a window is still open, with {self._window.micro_batches} of {self._steps} micro-batches, left by break or "
-            "an exception.\n"
+            f"a window is still open, with {self._window.micro_batches} of {self._steps} micro-batches, left by break "
+            "or an exception.\n"
             "Make its update with accumulator.flush(), or drop it with accumulator.discard(); then go on."
         )
         raise WindowOpen(msg)
 
-    # What Over tells us.
-
-    def _opening(self) -> None:
-        self._refuse_open_window()
-
-    def _batch(self, *, last: bool, totals: tuple[Count, ...] | None) -> None:
+    def _announce(self, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - called by Over alone
+        """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""
         self._last, self._totals = last, totals
-
-    def _exhausted(self) -> None:
-        self.flush()  # the last batch made no backward: what came before must not be lost
-
-    def _left(self) -> None:
-        self._last, self._totals = False, None

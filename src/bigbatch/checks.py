@@ -7,13 +7,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
-from bigbatch.graph import Node, edges, operation, saved_number, saved_tensor
-from bigbatch.terms import Term
+from bigbatch.reading.graph import edges, operation, saved_number, saved_tensor
+from bigbatch.reading.terms import Term
 
 
 def models(model: object) -> tuple[nn.Module, ...]:
@@ -51,8 +52,8 @@ def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimiz
         mine = {id(p) for group in each.param_groups for p in group["params"]}
         if not mine & theirs:
             msg = (
-                f"{name} shares no parameter with the model: it holds {len(mine)} tensors, none of them among the model's "
-                f"{len(theirs)}.\nMake it from this model:  {name}(model.parameters(), ...). (A model moved or "
+                f"{name} shares no parameter with the model: it holds {len(mine)} tensors, none of them among the "
+                f"model's {len(theirs)}.\nMake it from this model:  {name}(model.parameters(), ...). (A model moved or "
                 "re-created after its optimizer was made has other parameters.)"
             )
             raise ConfigurationError(msg)
@@ -84,15 +85,15 @@ def clip_norm(norm: object) -> float | None:
 def gradient_dtype(dtype: object) -> torch.dtype | None:
     """Accept what low-precision gradients may be added up in."""
     if dtype is None or dtype in (torch.float32, torch.float64):
-        return dtype  # type: ignore[return-value]  # narrowed by the test above
+        return dtype
     msg = f"gradient_dtype must be torch.float32, torch.float64 or None (the parameter's own); found {dtype!r}"
     raise ConfigurationError(msg)
 
 
 def batch_norm(mode: object) -> Literal["refuse", "micro"]:
     """Accept one of the two modes."""
-    if mode == "refuse" or mode == "micro":
-        return mode  # type: ignore[return-value]  # narrowed by the test above
+    if mode == "refuse" or mode == "micro":  # noqa: PLR1714 - merged, the type checker would not see the two words
+        return mode
     msg = f'batch_norm must be "refuse" or "micro"; found {mode!r}'
     raise ConfigurationError(msg)
 
@@ -149,7 +150,7 @@ def loss(value: object, grad_scaler: GradScaler | None) -> None:
         raise LossError(msg)
     if not value.requires_grad:
         msg = (
-            "this loss has no graph: it was computed under torch.no_grad(), detached, or from frozen parameters alone.\n"
+            "this loss has no graph: it was computed under torch.no_grad(), detached, or from frozen parameters.\n"
             "Compute it from the model's output with gradients on."
         )
         raise LossError(msg)
@@ -190,12 +191,12 @@ def divided_message(number: int) -> str:
     )
 
 
-def batch_norms(modules: Sequence[nn.Module]) -> list[tuple[str, _BatchNorm]]:
+def batch_norms(modules: Sequence[nn.Module]) -> list[tuple[str, BatchNorm]]:
     """Return the BatchNorm layers of the models, by name."""
-    return [(name, m) for model in modules for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
+    return [(name, m) for model in modules for name, m in model.named_modules() if isinstance(m, BatchNorm)]
 
 
-def batch_norms_rest(layers: Sequence[tuple[str, _BatchNorm]]) -> None:
+def batch_norms_rest(layers: Sequence[tuple[str, BatchNorm]]) -> None:
     """Refuse BatchNorm in training mode: it would normalise by the micro-batch."""
     for name, module in layers:
         if module.training:

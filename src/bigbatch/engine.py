@@ -19,4 +19,5 @@ def run_backward(loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None)
     if run is None:
         torch.autograd.backward(loss, start, inputs=leaves)
     else:
-        run((loss,), (start,), False, False, leaves or (), allow_unreachable=True, accumulate_grad=True)
+        keep_graph, create_graph = False, False
+        run((loss,), (start,), keep_graph, create_graph, leaves or (), allow_unreachable=True, accumulate_grad=True)

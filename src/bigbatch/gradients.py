@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import WindowDisturbed
-from bigbatch.terms import Count
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+from bigbatch.reading.counts import LOW_PRECISION, Count
 
 
 class Gradients:
@@ -53,7 +51,9 @@ class Gradients:
         """Raise where a gradient is not as we left it."""
         if self._look() == self._versions:
             return
-        zeroed = sum(p.grad is None and seen is not None for p, seen in zip(self.parameters, self._versions, strict=True))
+        zeroed = sum(
+            p.grad is None and seen is not None for p, seen in zip(self.parameters, self._versions, strict=True)
+        )
         found = f"{zeroed} were set to None" if zeroed else "they were changed in place"
         msg = (
             "gradients changed inside a window, and not by this accumulator: "
@@ -64,7 +64,7 @@ class Gradients:
         raise WindowDisturbed(msg)
 
     def _look(self) -> list[tuple[int, int] | None]:
-        return [None if (g := p.grad) is None else (id(g), g._version) for p in self.parameters]
+        return [None if (g := p.grad) is None else (id(g), g._version) for p in self.parameters]  # noqa: SLF001
 
     def scale(self, factor: Count) -> None:
         """Multiply all gradients."""
@@ -93,7 +93,7 @@ class Gradients:
             if p.grad is not None and p.grad.is_sparse:
                 if not p.grad.is_coalesced():
                     p.grad = p.grad.coalesce()
-                found.append(p.grad._values())
+                found.append(p.grad._values())  # noqa: SLF001 - values() would copy
             elif p.grad is not None:
                 found.append(p.grad)
         return found

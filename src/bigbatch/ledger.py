@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from bigbatch import refusals
 from bigbatch.errors import SeveralCounts
-from bigbatch.graph import Node
-from bigbatch.terms import Count, Term
+from bigbatch.reading import refusals
+from bigbatch.reading.counts import Count
+from bigbatch.reading.terms import Term
 
 _RATIO_TOLERANCE = 1e-12
 
@@ -65,7 +66,9 @@ class Ledger:
         if "mean" in kinds:
             return Weights(self._share(data, terms))
         first = self.micro_batches == 0
-        once = tuple((term.node, 1.0 if first else 0.0) for term in terms if term.kind == "once" and term.node is not None)
+        once = tuple(
+            (term.node, 1.0 if first else 0.0) for term in terms if term.kind == "once" and term.node is not None
+        )
         if not data:
             return Weights(1.0 if first else 0.0)
         return Weights(1.0, once)
@@ -231,9 +234,10 @@ def _refuse_shared_nodes(terms: list[Term], weights: list[tuple[Node, Count]]) -
 
 def listed(terms: list[Term]) -> str:
     """Show terms with their counts, without waiting for a device."""
+    known = [term.kind == "mean" and not isinstance(term.count, Tensor) for term in terms]
     return ", ".join(
-        f"{term.name} ({term.kind}{'' if isinstance(term.count, Tensor) or term.kind != 'mean' else f' over {term.count:g}'})"
-        for term in terms
+        f"{term.name} ({term.kind}{f' over {term.count:g}' if tell else ''})"
+        for term, tell in zip(terms, known, strict=True)
     )
 
 
@@ -241,8 +245,8 @@ def several(terms: list[Term], found: str) -> str:
     """Explain that several counts must be known before the first backward."""
     return (
         f"the terms of this loss were averaged over different things: found {found} in {listed(terms)}.\n"
-        "Their gradients share one buffer, so each term's total over the window must be known before its first backward. "
-        "Give the counts of a batch, one per term in the order in which they are written:\n"
+        "Their gradients share one buffer, so each term's total over the window must be known before its first "
+        "backward. Give the counts of a batch, one per term in the order in which they are written:\n"
         "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
         "The wrapped loader then looks a window ahead. A sum counts as 'sum'. BigStep needs none of this."
     )

@@ -2,24 +2,24 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.terms import Count, checked_count
+from bigbatch.reading.counts import Count, checked_count
 
 Batch = TypeVar("Batch")
 
 
-class Listener(Protocol):
-    """What an `Over` tells the accumulator that made it."""
+@dataclass(frozen=True)
+class Listener:
+    """What an `Over` tells the accumulator that made it, and asks of it."""
 
-    @property
-    def remaining(self) -> int: ...  # micro-batches until the window is full
-    def _opening(self) -> None: ...
-    def _batch(self, *, last: bool, totals: tuple[Count, ...] | None) -> None: ...
-    def _exhausted(self) -> None: ...
-    def _left(self) -> None: ...
+    opening: Callable[[], object]  # iteration begins
+    announce: Callable[[bool, tuple[Count, ...] | None], None]  # the next batch is the last; its window's totals
+    exhausted: Callable[[], object]  # all batches were given out
+    remaining: Callable[[], int]  # how many micro-batches until the window is full
 
 
 class Over(Generic[Batch]):
@@ -42,14 +42,16 @@ class Over(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""
-        self._listener._opening()
+        announce = self._listener.announce
+        self._listener.opening()
         try:
-            for batch, self.last, totals in self._look_ahead():
-                self._listener._batch(last=self.last, totals=totals)
+            for batch, last, totals in self._look_ahead():
+                self.last = last
+                announce(last, totals)
                 yield batch
-            self._listener._exhausted()
+            self._listener.exhausted()
         finally:  # also after `break` and exceptions
-            self._listener._left()
+            announce(False, None)  # noqa: FBT003 - its own word
 
     def _look_ahead(self) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         if self._counts is not None:
@@ -70,7 +72,7 @@ class Over(Generic[Batch]):
         source = iter(self._loader)
         window: deque[Batch] = deque()
         while True:
-            steps = self._listener.remaining
+            steps = self._listener.remaining()
             window.extend(islice(source, max(steps + 1 - len(window), 0)))  # one more, to know the last
             if not window:
                 return

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.errors import WindowDisturbed
 from bigbatch.gradients import Gradients
-from bigbatch.terms import Count
+from bigbatch.reading.counts import Count
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -41,12 +41,13 @@ class Stepper:
         def noticed(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             stepper = me()
             if stepper is not None:
-                stepper._notice()
+                stepper.notice()
 
         for optimizer in self.optimizers:
             weakref.finalize(self, optimizer.register_step_pre_hook(noticed).remove)
 
-    def _notice(self) -> None:
+    def notice(self) -> None:
+        """Hear of a step; raise where it is not ours and a window is open."""
         if self.window_open and not self._stepping:
             msg = (
                 "optimizer.step() was called inside a window. Nothing was stepped, and the window is as it was.\n"
@@ -86,12 +87,14 @@ class Stepper:
         for optimizer in active:
             self.scaler.unscale_(optimizer)
         if len(active) > 1 and self.scaler.is_enabled():
-            flags = [flag for o in active for flag in self.scaler._found_inf_per_device(o).values()]
+            flags = [flag for o in active for flag in self.scaler._found_inf_per_device(o).values()]  # noqa: SLF001
             anywhere = torch.stack([flag.to(flags[0].device) for flag in flags]).sum()
             for flag in flags:
                 flag.copy_(anywhere)
 
-    def _apply(self, gradients: Gradients, factor: Count, active: Sequence[Optimizer], nonfinite: Tensor | None) -> bool | Tensor:
+    def _apply(
+        self, gradients: Gradients, factor: Count, active: Sequence[Optimizer], nonfinite: Tensor | None
+    ) -> bool | Tensor:
         """Step every optimizer, or none."""
         fused = bool(active) and self.scaler is None and all(_is_fused(o) for o in active)
         if nonfinite is not None and (self.schedulers or not fused):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
-from bigbatch.terms import Count
+from bigbatch.reading.counts import Count
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from bigbatch.arrival import Arrival
 from bigbatch.engine import run_backward
 from bigbatch.errors import SeveralCounts, StateError, WindowBroken
-from bigbatch.gradients import LOW_PRECISION, Gradients
-from bigbatch.graph import Node, is_leaf
+from bigbatch.gradients import Gradients
 from bigbatch.ledger import Ledger, Weights
+from bigbatch.reading.counts import LOW_PRECISION, Count
+from bigbatch.reading.graph import is_leaf
+from bigbatch.reading.terms import Term
 from bigbatch.stepping import Stepper
-from bigbatch.terms import Count, Term
 from bigbatch.update import Update
 
 
@@ -57,8 +59,7 @@ class Window:
             try:
                 start = self._start(weights.whole, loss)
                 run_backward(loss, start, self._gradients.leaves if only_own else None)
-                for node in factors:
-                    factors[node] = factors[node] / start.reshape(())
+                factors = {node: factor / start.reshape(()) for node, factor in factors.items()}
             except BaseException as error:
                 self._broken = error
                 raise
@@ -157,7 +158,8 @@ class Window:
         """On a device, whether several counts kept their ratio is only known now: one wait, before the step."""
         if self._ledger.in_ratio is not None and not bool(self._ledger.in_ratio):
             msg = (
-                "the terms of this loss were averaged over different things, in no constant ratio: nothing was stepped.\n"
+                "the terms of this loss were averaged over different things, in no constant ratio; nothing was "
+                "stepped.\n"
                 "Give the counts of a batch in advance, one per term in the order in which they are written:\n"
                 "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
                 "and drop this window:  accumulator.discard()"
@@ -206,7 +208,10 @@ def _weigh_terms(weights: Weights, loss: Tensor, terms: list[Term], factors: dic
     return [node.register_prehook(_weigher(node, weight, factors)) for node, weight in dict(weights.each).items()]
 
 
-def _weigher(node: Node, weight: Count, factors: dict[Node, Tensor]) -> Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+Hook: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+
+
+def _weigher(node: Node, weight: Count, factors: dict[Node, Tensor]) -> Hook:
     def weigh(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         factors[node] = gradients[0].detach()
         factor = weight.to(gradients[0].dtype) if isinstance(weight, Tensor) else weight

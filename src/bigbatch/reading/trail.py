@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from bigbatch.graph import Node
+from torch.autograd.graph import Node
 
 
 @dataclass

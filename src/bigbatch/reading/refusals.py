@@ -97,7 +97,8 @@ def custom(name: str) -> UnreadableLoss:
     """Explain that a custom or compiled function hides its reduction."""
     kind = "a compiled function" if name == "CompiledFunction" else "a custom function"
     return UnreadableLoss(
-        f"cannot tell what this loss was averaged over: found {name}Backward, {kind}, which hides its reduction.\n{_COUNT}"
+        f"cannot tell what this loss was averaged over: found {name}Backward, {kind}, which hides its reduction.\n"
+        f"{_COUNT}"
     )
 
 

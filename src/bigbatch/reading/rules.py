@@ -1,14 +1,15 @@
-"""What each operation does to samples: given the layout of its result, the layouts of its inputs.
+"""What an operation does to samples: given the layout of its result, the layouts of its inputs.
 
-One rule per kind of operation. An operation without a rule is one we know nothing about; the reader then refuses.
+One rule per kind of operation.
 """
 
 from collections.abc import Callable
 from typing import TypeAlias
 
-from bigbatch.graph import (
+from torch.autograd.graph import Node
+
+from bigbatch.reading.graph import (
     Edge,
-    Node,
     Shape,
     edges,
     operation,
@@ -18,12 +19,23 @@ from bigbatch.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, broadcast, mixed, reshaped
+from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, broadcast, mixed, reshaped
 
 Inputs: TypeAlias = list[tuple[Edge, Layout]]
 Rule: TypeAlias = Callable[[Node, int, Layout], Inputs]
 
 NONE, MEAN, SUM = range(3)  # how torch writes a fused loss's reduction
+
+
+MATMULS: dict[str, tuple[int, int]] = {  # which inputs are the left and the right factor
+    "Mm": (0, 1),
+    "Addmm": (1, 2),
+    "Bmm": (0, 1),
+    "Baddbmm": (1, 2),
+    "Mv": (0, 1),
+    "Addmv": (1, 2),
+    "Cdist": (0, 1),
+}
 
 
 def _size(edge: Edge) -> Shape:
@@ -133,7 +145,8 @@ def spatial(node: Node, _output: int, layout: Layout) -> Inputs:
     """Pooling, padding and interpolation: batch and channel stay, positions are mixed."""
     edge, name = _only(node), operation(node)
     sizes = _size(edge)
-    return [(edge, (*layout[:2], *(((size, name),) for size in sizes[2:])))]
+    channels = layout[1:2] if shape(node)[1:2] == sizes[1:2] else (((sizes[1], name),),)
+    return [(edge, (*layout[:1], *channels, *(((size, name),) for size in sizes[2:])))]
 
 
 def attention(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -145,7 +158,7 @@ def attention(node: Node, _output: int, layout: Layout) -> Inputs:
     ]
 
 
-def _chunk(layout: Layout, dim: int, size: int, outer: bool, name: str) -> Layout:
+def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
     """Give the layout of a tensor of which an even share along `dim` was taken."""
     part = layout[dim]
     took = 1
@@ -170,19 +183,18 @@ def take_slice(node: Node, _output: int, layout: Layout) -> Inputs:
     start = max(start + size, 0) if start < 0 else start
     even = took and (start % took == 0 if step == 1 else start < step and took * step == size)
     if took == size or even:
-        return [(edge, _chunk(layout, dim, size, step == 1, operation(node)))]
+        return [(edge, _chunk(layout, dim, size, operation(node), outer=step == 1))]
     return [(edge, (*layout[:dim], ((size, operation(node)),), *layout[dim + 1 :]))]
 
 
-def split(node: Node, output: int, layout: Layout) -> Inputs:
+def split(node: Node, _output: int, layout: Layout) -> Inputs:
     """Equal chunks stay apart; unequal ones move rows past each other."""
     edge = _only(node)
     sizes = _size(edge)
     dim = saved_dim(node, "dim", len(sizes))
     took = {shape(node, n)[dim] for n in range(_results(node))}
     if len(took) == 1:
-        return [(edge, _chunk(layout, dim, sizes[dim], True, operation(node)))]
-    del output
+        return [(edge, _chunk(layout, dim, sizes[dim], operation(node)))]
     return [(edge, (*layout[:dim], ((sizes[dim], operation(node)),), *layout[dim + 1 :]))]
 
 
@@ -350,7 +362,10 @@ def convolution(node: Node, _output: int, layout: Layout) -> Inputs:
     name = operation(node)
     first, *rest = edges(node)
     sizes = _size(first)
-    return [(first, (*layout[:1], *(((size, name),) for size in sizes[1:]))), *((e, mixed(_size(e), name)) for e in rest)]
+    return [
+        (first, (*layout[:1], *(((size, name),) for size in sizes[1:]))),
+        *((e, mixed(_size(e), name)) for e in rest),
+    ]
 
 
 def flip(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -403,112 +418,3 @@ def _normalised(node: Node, layout: Layout, kept: int, name: str) -> Inputs:
     first, *rest = edges(node)
     inner = tuple(((size, name),) for size in shape(node)[kept:])
     return [(first, (*layout[:kept], *inner)), *((edge, mixed(_size(edge), name)) for edge in rest)]
-
-
-MATMULS: dict[str, tuple[int, int]] = {  # which inputs are the left and the right factor
-    "Mm": (0, 1),
-    "Addmm": (1, 2),
-    "Bmm": (0, 1),
-    "Baddbmm": (1, 2),
-    "Mv": (0, 1),
-    "Addmv": (1, 2),
-    "Cdist": (0, 1),
-}
-
-NORMS: dict[str, Rule] = {
-    "NativeLayerNorm": layer_norm,
-    "FusedRmsNorm": layer_norm,
-    "NativeGroupNorm": group_norm,
-    "NativeBatchNorm": batch_norm,
-    "CudnnBatchNorm": batch_norm,
-    "MiopenBatchNorm": batch_norm,
-}
-
-POINTWISE_LOSSES = frozenset(
-    "MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss".split()
-)
-ROW_LOSSES = frozenset("MultiMarginLoss MultilabelMarginLoss".split())
-NLL = frozenset("NllLoss NllLoss2D".split())
-
-# Pure functions of their inputs alone: nothing but parameters below them means a regulariser.
-PURE_POINTWISE = frozenset(
-    "Add Sub Rsub Mul Div Pow Exp Exp2 Expm1 Log Log2 Log10 Log1P Sqrt Rsqrt Neg Abs Sgn Sign Sin Cos Tan Asin Acos Atan "
-    "Atan2 Sinh Cosh Tanh Asinh Acosh Atanh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Celu Gelu Silu Mish Hardtanh "
-    "Hardswish Hardsigmoid Hardshrink Softshrink Threshold PreluKernel Clamp ClampMin ClampMax Lerp Addcmul Addcdiv "
-    "Maximum Minimum Fmax Fmin Erf Erfc Erfinv Reciprocal ToCopy Clone Alias Logaddexp Logaddexp2 Hypot Sinc Logit "
-    "Digamma Lgamma Polygamma Xlogy SpecialXlog1Py SpecialEntr SpecialErfcx SpecialNdtri SpecialLogNdtr NanToNum Round "
-    "Floor Ceil Trunc Frac Fmod Remainder Expand Real Imag Conj Copysign".split()
-)
-# Pointwise, with an input that the graph does not show: a mask, a condition, noise.
-MASKED_POINTWISE = frozenset("Where MaskedFill NativeDropout FusedDropout RreluWithNoise MaskedScale".split())
-REDUCTIONS = frozenset(
-    "Sum Mean Prod Var Std VarMean StdMean Logsumexp Amax Amin Max Min Median Nanmedian Norm LinalgVectorNorm Nansum "
-    "Kthvalue Mode Aminmax".split()
-)
-ALONG = frozenset(
-    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu Renorm IndexAdd "
-    "ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
-)
-VIEWS = frozenset("View UnsafeView ReshapeAlias Reshape".split())
-SPATIAL = frozenset(
-    "AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveAvgPool2D AdaptiveAvgPool3D AdaptiveMaxPool2D "
-    "AdaptiveMaxPool3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D UpsampleBilinear2D "
-    "UpsampleBicubic2D UpsampleTrilinear3D ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D "
-    "PixelShuffle PixelUnshuffle Im2Col Col2Im GridSampler2D".split()
-)
-ATTENTION = frozenset(
-    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention "
-    "ScaledDotProductCudnnAttention".split()
-)
-
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(PURE_POINTWISE | MASKED_POINTWISE, pointwise),
-    **dict.fromkeys(POINTWISE_LOSSES, fused_loss),
-    **dict.fromkeys(ROW_LOSSES, per_sample),
-    **dict.fromkeys(NLL, nll),
-    **dict.fromkeys(REDUCTIONS, reduction),
-    **dict.fromkeys(ALONG, along),
-    **dict.fromkeys(VIEWS, view),
-    **dict.fromkeys(SPATIAL, spatial),
-    **dict.fromkeys(ATTENTION, attention),
-    **dict.fromkeys(MATMULS, matmul),
-    **NORMS,
-    "Unsqueeze": unsqueeze,
-    "Squeeze": squeeze,
-    "T": transpose,
-    "Transpose": transpose,
-    "Permute": permute,
-    "Slice": take_slice,
-    "Split": split,
-    "SplitWithSizes": split,
-    "UnsafeSplit": split,
-    "UnsafeSplitWithSizes": split,
-    "Select": select,
-    "Unbind": select,
-    "Index": index,
-    "IndexSelect": index_select,
-    "MaskedSelect": masked_select,
-    "Cat": cat,
-    "Stack": stack,
-    "Diagonal": diagonal,
-    "Ger": outer,
-    "Convolution": convolution,
-    "Flip": flip,
-    "Roll": flip,
-    "ConstantPadNd": pad,
-    "Unfold": unfold,
-    "IndexPut": everything,
-    "Pdist": everything,
-    "Dot": everything,
-    "Cov": everything,
-    "CtcLoss": ctc,
-    "CudnnCtcLoss": ctc,
-}
-
-
-def rule_of(name: str) -> Rule | None:
-    """Return what is known of an operation; the backward of a pointwise operation is pointwise, too."""
-    found = RULES.get(name)
-    if found is None and name.endswith("Backward") and name.removesuffix("Backward") in PURE_POINTWISE:
-        return pointwise
-    return found

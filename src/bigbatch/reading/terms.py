@@ -6,19 +6,24 @@ A micro-batch's loss shows S_t,i / d_t,i. Its graph tells the rest: which nodes 
 d_t,i. Factors need no reading: a gradient passes through them by itself.
 """
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from bigbatch import refusals
 from bigbatch.errors import LossError
-from bigbatch.graph import Edge, Node, edges, is_custom, is_leaf, operation, python_number, saved, saved_number
-from bigbatch.reductions import FUSED, Count, Kind, Sum, label_smoothing, read_fused, read_reduction, wide
-from bigbatch.samples import Surroundings, parameters_alone
-from bigbatch.trail import Trail
+from bigbatch.reading import refusals
+from bigbatch.reading.counts import Count, GivenCount, Kind, checked_count
+from bigbatch.reading.graph import Edge, edges, is_custom, is_leaf, operation, python_number, saved, saved_number
+from bigbatch.reading.reductions import FUSED, Sum, label_smoothing, read_fused, read_reduction
+from bigbatch.reading.samples import Surroundings, parameters_alone
+from bigbatch.reading.trail import Trail
 
-class Term(NamedTuple):
+
+@dataclass(slots=True, eq=False)  # not frozen: one is made for every micro-batch, and frozen ones take thrice as long
+class Term:
     """One mean or sum inside a loss: `mean` over `count` things, `sum` over data, or `once`, of parameters alone."""
 
     node: Node | None  # where a weight for this term alone may be put; None: the loss itself
@@ -46,7 +51,7 @@ class _Counted(torch.autograd.Function):
         return gradients[0], None, None
 
 
-def counted(value: Tensor, count: float | Tensor | Literal["sum", "once"]) -> Tensor:
+def counted(value: Tensor, count: GivenCount) -> Tensor:
     """Say what a value was averaged over, where its graph cannot tell.
 
     >>> loss = counted(ce, tokens) + 0.1 * counted(aux, samples)
@@ -64,25 +69,6 @@ def counted(value: Tensor, count: float | Tensor | Literal["sum", "once"]) -> Te
         return value
     result: Tensor = _Counted.apply(value, kind, number)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return result
-
-
-def checked_count(count: object) -> tuple[Kind, Count]:
-    """Return the kind and number of a count that a user gave, or refuse it."""
-    if count == "sum" and isinstance(count, str):
-        return "sum", 1.0
-    if count == "once" and isinstance(count, str):
-        return "once", 1.0
-    if isinstance(count, Tensor):
-        if count.numel() != 1 or count.requires_grad or count.is_complex():
-            msg = f"a count is one number without gradient; found a tensor of shape {tuple(count.shape)}"
-            raise LossError(msg)
-        if count.device.type == "cpu":
-            return checked_count(count.item())
-        return "mean", wide(count.reshape(()))
-    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < float("inf"):
-        msg = f"a count is a number of things, 0 or more, or 'sum' or 'once'; found {count!r}"
-        raise LossError(msg)
-    return "mean", float(count)
 
 
 class _Place(NamedTuple):
@@ -109,7 +95,9 @@ def read(loss: Tensor, surroundings: Surroundings, trail: Trail) -> list[Term]:
     return terms
 
 
-def _step(place: _Place, surroundings: Surroundings, trail: Trail) -> Term | list[_Place]:
+def _step(  # noqa: PLR0911 - one way out per kind of operation
+    place: _Place, surroundings: Surroundings, trail: Trail
+) -> Term | list[_Place]:
     """Go one scalar operation down: to the scalars that it was made of, or to a term."""
     node, output = place.edge
     assert node is not None  # noqa: S101 - _Place is only made of edges that carry gradient
@@ -156,9 +144,7 @@ def _sum(place: _Place, node: Node, surroundings: Surroundings, trail: Trail) ->
     ]
 
 
-def _product(
-    place: _Place, node: Node, name: str, surroundings: Surroundings, trail: Trail
-) -> Term | list[_Place]:
+def _product(place: _Place, node: Node, name: str, surroundings: Surroundings, trail: Trail) -> Term | list[_Place]:
     """A scalar times a constant, or times a learned factor as in `exp(-s) * loss`."""
     inputs = edges(node)
     if len(inputs) == 1 or inputs[1][0] is None:

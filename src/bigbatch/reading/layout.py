@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
-from bigbatch.graph import Shape
+from bigbatch.reading.graph import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +70,7 @@ def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:
     skip = len(out) - len(sizes)
     if skip == 0 and sizes == out:
         return layout
-    return tuple(
-        ((1, by),) if size == 1 and out[skip + i] != 1 else layout[skip + i] for i, size in enumerate(sizes)
-    )
+    return tuple(((1, by),) if size == 1 and out[skip + i] != 1 else layout[skip + i] for i, size in enumerate(sizes))
 
 
 def reshaped(layout: Layout, sizes: Shape, by: str) -> Layout:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from bigbatch import refusals
-from bigbatch.graph import (
+from bigbatch.reading import refusals
+from bigbatch.reading.graph import (
     Edge,
-    Node,
     edges,
     is_custom,
     is_leaf,
@@ -23,22 +23,25 @@ from bigbatch.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.layout import Axis, Layout, sample_axes
-from bigbatch.operations import (
+from bigbatch.reading.layout import Axis, Layout, sample_axes
+from bigbatch.reading.operations import (
     MASKED_POINTWISE,
-    MATMULS,
     NORMS,
     PURE_POINTWISE,
     REDUCTIONS,
     VIEWS,
-    Inputs,
     rule_of,
 )
-from bigbatch.trail import Trail
+from bigbatch.reading.rules import MATMULS, Inputs
+from bigbatch.reading.trail import Trail
 
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink".split())
-_PURE = PURE_POINTWISE | REDUCTIONS | VIEWS | frozenset(MATMULS) | frozenset(
-    "Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split()
+_PURE = (
+    PURE_POINTWISE
+    | REDUCTIONS
+    | VIEWS
+    | frozenset(MATMULS)
+    | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 )
 # under which names torch saves the two factors, where it saves them
 _FACTORS = {"Addmm": ("mat1", "mat2"), "Addmv": ("mat", "vec"), "Mv": ("self", "vec"), "Baddbmm": ("batch1", "batch2")}
@@ -149,7 +152,10 @@ class Samples:
         for node, output, layout in self._seen:
             rule = rule_of(operation(node))
             inputs = [below for edge, below in rule(node, output, layout) if edge[0] is not None] if rule else []
-            held = [{(tag.reduction, tag.dim) for dim in below for _, tag in dim if isinstance(tag, Axis)} for below in inputs]
+            held = [
+                {(tag.reduction, tag.dim) for dim in below for _, tag in dim if isinstance(tag, Axis)}
+                for below in inputs
+            ]
             if any(a - b and b - a for a in held for b in held):
                 return operation(node)
         return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")

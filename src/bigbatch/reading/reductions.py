@@ -1,25 +1,25 @@
 """One reduction: what it was taken over, and whether it is over data at all."""
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from bigbatch import refusals
-from bigbatch.graph import Edge, Node, edges, operation, python_number, saved, saved_dims, saved_tensor, shape
-from bigbatch.layout import PICKED, Axis, Dim, Layout
-from bigbatch.operations import MEAN, NLL, NONE, POINTWISE_LOSSES, ROW_LOSSES, SUM, VIEWS, Rule, rule_of
-from bigbatch.samples import Samples, Surroundings, parameters_alone
-from bigbatch.trail import Trail
-
-Count: TypeAlias = float | Tensor
-Kind: TypeAlias = Literal["mean", "sum", "once"]
+from bigbatch.reading import refusals
+from bigbatch.reading.counts import LOW_PRECISION, Count, Kind, wide
+from bigbatch.reading.graph import Edge, edges, operation, python_number, saved, saved_dims, saved_tensor, shape
+from bigbatch.reading.layout import PICKED, Axis, Dim, Layout
+from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
+from bigbatch.reading.rules import MEAN, SUM, Rule
+from bigbatch.reading.samples import Samples, Surroundings, parameters_alone
+from bigbatch.reading.trail import Trail
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
 
 _LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
-_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,13 @@ def read_reduction(
 def _scalars(node: Node, output: int, name: str, trail: Trail) -> list[tuple[Edge, tuple[Node, ...]]]:
     """Give the scalars that a tensor was put together from: stacked, concatenated, or weighed by a constant after."""
     trail.passed(node)
-    inputs = [edge for edge in edges(node) if edge[0] is not None]
-    single = all(torch.Size(shape(*edge)).numel() == 1 for edge in inputs if edge[0] is not None)
-    if (name == "Stack" and all(not shape(*edge) for edge in inputs if edge[0] is not None)) or (name == "Cat" and single):
+    inputs = [(below, place) for below, place in edges(node) if below is not None]
+    sizes = [shape(below, place) for below, place in inputs]
+    if (name == "Stack" and not any(sizes)) or (name == "Cat" and all(math.prod(size) == 1 for size in sizes)):
         return [(edge, ()) for edge in inputs]
-    if name in {"Mul", "Div"} and len(inputs) == 1 and inputs[0][0] is not None:
+    if name in {"Mul", "Div"} and len(inputs) == 1:
         below, place = inputs[0]
-        if not shape(below, place) and torch.Size(shape(node, output)).numel() == 1:
+        if not sizes[0] and math.prod(shape(node, output)) == 1:
             return [(inputs[0], (node,))]
         return [(edge, (node, *factors)) for edge, factors in _scalars(below, place, operation(below), trail)]
     return []
@@ -97,7 +97,7 @@ class _Chain:
         """Pass a mean or a sum: the dimensions it took away come back as axes."""
         sizes: tuple[int, ...] = tuple(saved(node, "self_sym_sizes"))
         dims = saved_dims(node, len(sizes))
-        keep = bool(saved(node, "keepdim", False))
+        keep = bool(saved(node, "keepdim"))
         rest = iter(self.layout)
         layout: list[Dim] = []
         count = 1
@@ -241,14 +241,12 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
         axes[1:] = [((size, name),) for size in sizes[1:]]
         count = float(sizes[0]) if len(sizes) > 1 else 1.0
     else:
-        count = float(torch.Size(sizes).numel())
-    if how == NONE:  # one element, not reduced
-        return Sum("mean", 1.0, name)
+        count = float(math.prod(sizes))
     samples = Samples(surroundings, trail, unbatched=name in NLL | ROW_LOSSES and len(sizes) == 1)
     if 0 not in sizes:
-        for other in edges(node):
-            if other[0] is not None and shape(*other) == sizes:
-                samples.walk(other, tuple(axes))
+        for other, place in edges(node):
+            if other is not None and shape(other, place) == sizes:
+                samples.walk((other, place), tuple(axes))
     if how == SUM:
         return Sum("sum", 1.0, name)
     return Sum("mean", count, name, source=node if name in NLL else None)
@@ -257,17 +255,12 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
 def targets(node: Node) -> Count:
     """How many targets a cross-entropy was averaged over, or the sum of their class weights."""
     nll: Any = node
-    if nll._raw_saved_total_weight.unpack_hook is not None:
+    if nll._raw_saved_total_weight.unpack_hook is not None:  # noqa: SLF001 - as graph.saved_tensor; this one is hot
         raise refusals.hidden(operation(node))
-    total: Tensor = nll._saved_total_weight
-    if total.dtype in _LOW_PRECISION:  # bf16 cannot count beyond 256
+    total: Tensor = nll._saved_total_weight  # noqa: SLF001
+    if total.dtype in LOW_PRECISION:  # bf16 cannot count beyond 256
         total = _count_again(node)
     return total.item() if total.is_cpu else wide(total)
-
-
-def wide(number: Tensor) -> Tensor:
-    """Return a count on a device as precisely as the device can hold it."""
-    return number.detach().to(torch.float32 if number.device.type == "mps" else torch.float64)
 
 
 def _count_again(node: Node) -> Tensor:
@@ -277,16 +270,18 @@ def _count_again(node: Node) -> Tensor:
     ignored = saved(node, "ignore_index")
     kept = target != (ignored - (1 << 64) if ignored >= 1 << 63 else ignored)
     if weight is None:
-        return kept.sum()
-    return torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
+        total: Tensor = kept.sum()
+        return total
+    total = torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
+    return total
 
 
 def label_smoothing(node: Node, surroundings: Surroundings, trail: Trail) -> Sum | None:
     """Recognise `cross_entropy(label_smoothing=...)`, which torch builds from a plain one and a sum over classes."""
-    inputs = [below for below, _ in edges(node)]
-    if len(inputs) != 2 or any(below is None or operation(below) != "Mul" or len(edges(below)) != 1 for below in inputs):  # noqa: PLR2004
+    inputs = [below for below, _ in edges(node) if below is not None]
+    if [(operation(below), len(edges(below))) for below in inputs] != [("Mul", 1), ("Mul", 1)]:
         return None
-    plain, smooth = (edges(below)[0][0] for below in inputs if below is not None)
+    plain, smooth = (edges(below)[0][0] for below in inputs)
     passed = [below for below in (*inputs, plain) if below is not None]
     if plain is None or smooth is None or operation(plain) not in NLL:
         return None

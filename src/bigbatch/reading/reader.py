@@ -6,17 +6,29 @@ has the same signature the answer is the same, but for the counts that live in t
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from bigbatch.graph import LOOKS_THROUGH, Edge, Node, edges, is_custom, is_leaf, operation, saved_number, saved_tensor
-from bigbatch.operations import MATMULS, NLL, NORMS, RULES
-from bigbatch.reductions import targets
-from bigbatch.samples import Surroundings
-from bigbatch.terms import Term, read
-from bigbatch.trail import Trail
+from bigbatch.reading.graph import (
+    LOOKS_THROUGH,
+    Edge,
+    edges,
+    is_custom,
+    is_leaf,
+    operation,
+    saved_number,
+    saved_tensor,
+)
+from bigbatch.reading.operations import NLL, NORMS, RULES
+from bigbatch.reading.reductions import targets
+from bigbatch.reading.rules import MATMULS
+from bigbatch.reading.samples import Surroundings
+from bigbatch.reading.terms import Term, read
+from bigbatch.reading.trail import Trail
 
 _KEEP = 8  # the latest readings; ragged sequences have a new shape every time
 _BY_TENSOR = frozenset("Index IndexSelect MaskedSelect".split())  # read by what their indices are
@@ -43,7 +55,7 @@ class _Reading(NamedTuple):
     looks: tuple[_Look, ...]
     terms: tuple[tuple[int, int, Term], ...]  # numbers of the term's node and of the one that holds its count
 
-    def again(self, root: Node, output: int) -> list[Term] | None:
+    def again(self, root: Node, output: int) -> list[Term] | None:  # noqa: PLR0911 - a way out per difference
         """Return the terms of a graph that looks the same; None where it differs."""
         if output != self.output:
             return None
@@ -54,7 +66,7 @@ class _Reading(NamedTuple):
             if node is None or type(node) is not sort:
                 return None
             kind, below, metadata = _kinds[sort], node.next_functions, cast("Any", node)
-            if [result.shape for result in metadata._input_metadata] != sizes:
+            if [result.shape for result in metadata._input_metadata] != sizes:  # noqa: SLF001 - see graph.shape
                 return None
             if [number if n is not None else -1 for n, number in below] != wired:
                 return None
@@ -135,7 +147,9 @@ def _look(node: Node, parent: int, place: int) -> _Look | None:
         if custom or (not is_custom(node) and sort.__name__ != node.name().rpartition("::")[2]):
             return None
         saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
-        plain = [attribute for attribute in saved if not hasattr(node, "_raw" + attribute)] if name not in MATMULS else []
+        plain = (
+            [attribute for attribute in saved if not hasattr(node, "_raw" + attribute)] if name not in MATMULS else []
+        )
         layer = name in MATMULS or name in NORMS or name == "Convolution" or name not in RULES
         _kinds[sort] = _Kind(layer and not is_leaf(node), name in _FACTORS, attrgetter(*plain) if plain else None)
     kind, metadata = _kinds[sort], cast("Any", node)
@@ -143,7 +157,7 @@ def _look(node: Node, parent: int, place: int) -> _Look | None:
         parent,
         place,
         sort,
-        [result.shape for result in metadata._input_metadata],
+        [result.shape for result in metadata._input_metadata],  # noqa: SLF001 - see graph.shape
         [number if n is not None else -1 for n, number in edges(node)],
         [_way(n) for n, _ in edges(node)] if kind.layer else None,
         _factors(node) if kind.factor else None,
@@ -178,14 +192,15 @@ def _factors(node: Node) -> list[object]:
 
 def _forgotten(term: Term) -> Term:
     """Let go of the graph: what is kept must not keep activations alive."""
-    return term._replace(node=None, source=None, value=None, count=0.0 if term.source else term.count)
+    return replace(term, node=None, source=None, value=None, count=0.0 if term.source else term.count)
 
 
 def _refreshed(term: Term, node: Node, source: Node | None) -> Term:
     """Put the new graph's node and count into a remembered term."""
-    if source is None:
-        return term._replace(node=node)
-    if operation(source) in NLL:
-        return Term(node, term.kind, targets(source), term.name, None, term.divided, term.factors, term.doubtful, source)
-    carried: Any = source
-    return term._replace(node=node, source=source, kind=carried.kind, count=carried.count, value=carried.value)
+    kind, count, value = term.kind, term.count, None
+    if source is not None and operation(source) in NLL:
+        count = targets(source)
+    elif source is not None:
+        carried = cast("Any", source)
+        kind, count, value = carried.kind, carried.count, carried.value
+    return Term(node, kind, count, term.name, value, term.divided, term.factors, term.doubtful, source)

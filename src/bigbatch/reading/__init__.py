@@ -1,0 +1,12 @@
+"""What a loss was averaged over, read from its autograd graph.
+
+reader      reads losses, and remembers how a graph of the same signature was read
+terms       above the reductions: a loss is a sum of terms; `counted`
+reductions  one mean or sum: what it was taken over
+samples     below it: are the samples still apart when the model's output is reached?
+operations  which operation follows which rule
+rules       what an operation does to samples
+layout      where samples lie in a tensor
+graph       autograd nodes as they stand
+refusals    what is said where a graph cannot tell
+"""

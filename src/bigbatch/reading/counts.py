@@ -1,0 +1,38 @@
+"""Counts: how many things a mean is over, as a number on the host or a 0-d tensor on a device."""
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import LossError
+
+Count: TypeAlias = float | Tensor
+Kind: TypeAlias = Literal["mean", "sum", "once"]
+GivenCount: TypeAlias = float | Tensor | Literal["sum", "once"]
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+def wide(number: Tensor) -> Tensor:
+    """Return a count on a device as precisely as the device can hold it."""
+    return number.detach().to(torch.float32 if number.device.type == "mps" else torch.float64)
+
+
+def checked_count(count: object) -> tuple[Kind, Count]:
+    """Return the kind and number of a count that a user gave, or refuse it."""
+    if count == "sum" and isinstance(count, str):
+        return "sum", 1.0
+    if count == "once" and isinstance(count, str):
+        return "once", 1.0
+    if isinstance(count, Tensor):
+        if count.numel() != 1 or count.requires_grad or count.is_complex():
+            msg = f"a count is one number without gradient; found a tensor of shape {tuple(count.shape)}"
+            raise LossError(msg)
+        if count.device.type == "cpu":
+            return checked_count(count.item())
+        return "mean", wide(count.reshape(()))
+    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < float("inf"):
+        msg = f"a count is a number of things, 0 or more, or 'sum' or 'once'; found {count!r}"
+        raise LossError(msg)
+    return "mean", float(count)

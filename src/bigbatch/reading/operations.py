@@ -1,0 +1,137 @@
+"""Which operation follows which rule. One without a rule is one we know nothing about; the reader then refuses."""
+
+from bigbatch.reading.rules import (
+    MATMULS,
+    Rule,
+    along,
+    attention,
+    batch_norm,
+    cat,
+    convolution,
+    ctc,
+    diagonal,
+    everything,
+    flip,
+    fused_loss,
+    group_norm,
+    index,
+    index_select,
+    layer_norm,
+    masked_select,
+    matmul,
+    nll,
+    outer,
+    pad,
+    per_sample,
+    permute,
+    pointwise,
+    reduction,
+    select,
+    spatial,
+    split,
+    squeeze,
+    stack,
+    take_slice,
+    transpose,
+    unfold,
+    unsqueeze,
+    view,
+)
+
+NORMS: dict[str, Rule] = {
+    "NativeLayerNorm": layer_norm,
+    "FusedRmsNorm": layer_norm,
+    "NativeGroupNorm": group_norm,
+    "NativeBatchNorm": batch_norm,
+    "CudnnBatchNorm": batch_norm,
+    "MiopenBatchNorm": batch_norm,
+}
+
+POINTWISE_LOSSES = frozenset(
+    "MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss".split()
+)
+ROW_LOSSES = frozenset("MultiMarginLoss MultilabelMarginLoss".split())
+NLL = frozenset("NllLoss NllLoss2D".split())
+
+# Pure functions of their inputs alone: nothing but parameters below them means a regulariser.
+PURE_POINTWISE = frozenset(
+    "Add Sub Rsub Mul Div Pow Exp Exp2 Expm1 Log Log2 Log10 Log1P Sqrt Rsqrt Neg Abs Sgn Sign Sin Cos Tan Asin Acos "
+    "Atan Atan2 Sinh Cosh Tanh Asinh Acosh Atanh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Celu Gelu Silu Mish "
+    "Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Threshold PreluKernel Clamp ClampMin ClampMax Lerp "
+    "Addcmul Addcdiv Maximum Minimum Fmax Fmin Erf Erfc Erfinv Reciprocal ToCopy Clone Alias Logaddexp Logaddexp2 Hypot Sinc Logit "
+    "Digamma Lgamma Polygamma Xlogy SpecialXlog1Py SpecialEntr SpecialErfcx SpecialNdtri SpecialLogNdtr NanToNum Round "
+    "Floor Ceil Trunc Frac Fmod Remainder Expand Real Imag Conj Copysign".split()
+)
+# Pointwise, with an input that the graph does not show: a mask, a condition, noise.
+MASKED_POINTWISE = frozenset("Where MaskedFill NativeDropout FusedDropout RreluWithNoise MaskedScale".split())
+REDUCTIONS = frozenset(
+    "Sum Mean Prod Var Std VarMean StdMean Logsumexp Amax Amin Max Min Median Nanmedian Norm LinalgVectorNorm Nansum "
+    "Kthvalue Mode Aminmax".split()
+)
+ALONG = frozenset(
+    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu Renorm IndexAdd "
+    "ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
+)
+VIEWS = frozenset("View UnsafeView ReshapeAlias Reshape".split())
+SPATIAL = frozenset(
+    "AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveAvgPool2D AdaptiveAvgPool3D "
+    "AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D "
+    "UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D "
+    "PixelShuffle PixelUnshuffle Im2Col Col2Im GridSampler2D".split()
+)
+ATTENTION = frozenset(
+    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention "
+    "ScaledDotProductCudnnAttention".split()
+)
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(PURE_POINTWISE | MASKED_POINTWISE, pointwise),
+    **dict.fromkeys(POINTWISE_LOSSES, fused_loss),
+    **dict.fromkeys(ROW_LOSSES, per_sample),
+    **dict.fromkeys(NLL, nll),
+    **dict.fromkeys(REDUCTIONS, reduction),
+    **dict.fromkeys(ALONG, along),
+    **dict.fromkeys(VIEWS, view),
+    **dict.fromkeys(SPATIAL, spatial),
+    **dict.fromkeys(ATTENTION, attention),
+    **dict.fromkeys(MATMULS, matmul),
+    **NORMS,
+    "Unsqueeze": unsqueeze,
+    "Squeeze": squeeze,
+    "T": transpose,
+    "Transpose": transpose,
+    "Permute": permute,
+    "Slice": take_slice,
+    "Split": split,
+    "SplitWithSizes": split,
+    "UnsafeSplit": split,
+    "UnsafeSplitWithSizes": split,
+    "Select": select,
+    "Unbind": select,
+    "Index": index,
+    "IndexSelect": index_select,
+    "MaskedSelect": masked_select,
+    "Cat": cat,
+    "Stack": stack,
+    "Diagonal": diagonal,
+    "Ger": outer,
+    "Convolution": convolution,
+    "Flip": flip,
+    "Roll": flip,
+    "ConstantPadNd": pad,
+    "Unfold": unfold,
+    "IndexPut": everything,
+    "Pdist": everything,
+    "Dot": everything,
+    "Cov": everything,
+    "CtcLoss": ctc,
+    "CudnnCtcLoss": ctc,
+}
+
+
+def rule_of(name: str) -> Rule | None:
+    """Return what is known of an operation; the backward of a pointwise operation is pointwise, too."""
+    found = RULES.get(name)
+    if found is None and name.endswith("Backward") and name.removesuffix("Backward") in PURE_POINTWISE:
+        return pointwise
+    return found

@@ -1,0 +1,201 @@
+"""Several models, optimizers and accumulators: one window over many optimizers, and many windows side by side."""
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, AdamW, Muon, Optimizer
+
+from bigbatch import Accumulator
+from tests.reference import distance, state, weights
+from tests.samples import Batch, join, mlp, rows, seeded
+
+BATCHES = [rows(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
+
+
+def encoder() -> nn.Module:
+    """A body for any head."""
+    return seeded(lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 3)))()
+
+
+def assert_same(models: Sequence[nn.Module], twins: Sequence[nn.Module], tolerance: float = 1e-12) -> None:
+    """Model by model, the weights are equal."""
+    for model, twin in zip(models, twins, strict=True):
+        assert distance(weights(model), weights(twin)) <= tolerance
+
+
+# One window.
+
+
+def by_shape(model: nn.Module) -> list[Optimizer]:
+    """Muon for matrices, AdamW for the rest, as both are meant to be used."""
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    return [Muon(matrices, lr=0.02), AdamW(others, lr=0.01)]
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 1e6])
+def test_muon_and_adamw_under_one_norm(clip_norm: float) -> None:
+    """Two optimizers, one window, one norm over all parameters."""
+    model, twin = mlp()(), mlp()()
+    accumulator = Accumulator(model, by_shape(model), steps=2, clip_norm=clip_norm)
+    norms = []
+    for batch in accumulator.over(BATCHES):
+        update = accumulator.backward(F.cross_entropy(model(batch["x"]), batch["partly"]))
+        if update is not None and update.grad_norm is not None:
+            norms.append(float(update.grad_norm))
+    optimizers = by_shape(twin)
+    true = []
+    for window in (BATCHES[:2], BATCHES[2:4], BATCHES[4:]):
+        batch = join(window)
+        twin.zero_grad()
+        F.cross_entropy(twin(batch["x"]), batch["partly"]).backward()
+        true.append(float(clip_grad_norm_(twin.parameters(), clip_norm)))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same([model], [twin])
+    assert norms == pytest.approx(true, rel=1e-12)
+
+
+def test_several_models_under_one_window() -> None:
+    """An encoder and a head, each with an optimizer of its own kind."""
+    models, twins = [encoder(), mlp()()], [encoder(), mlp()()]
+
+    def optimizers(pair: Sequence[nn.Module]) -> list[Optimizer]:
+        return [SGD(pair[0].parameters(), lr=0.1, momentum=0.9), AdamW(pair[1].parameters(), lr=0.01)]
+
+    ours, theirs = optimizers(models), optimizers(twins)
+    accumulator = Accumulator(models, ours, steps=3, clip_norm=0.1)
+    for batch in accumulator.over(BATCHES):
+        accumulator.backward(F.cross_entropy(models[1](models[0](batch["x"])), batch["partly"]))
+    for window in (BATCHES[:3], BATCHES[3:]):
+        batch = join(window)
+        for optimizer in theirs:
+            optimizer.zero_grad()
+        F.cross_entropy(twins[1](twins[0](batch["x"])), batch["partly"]).backward()
+        clip_grad_norm_([p for twin in twins for p in twin.parameters()], 0.1)
+        for optimizer in theirs:
+            optimizer.step()
+    assert_same(models, twins)
+    assert distance([v for o in ours for v in state(o)], [v for o in theirs for v in state(o)]) <= 1e-12
+
+
+def test_an_optimizer_whose_parameters_got_no_gradient_is_not_stepped() -> None:
+    """A head that no loss of the window reached keeps its weights and its state."""
+    models = [mlp()(), mlp()()]
+    used, unused = (AdamW(model.parameters(), lr=0.01, weight_decay=0.1) for model in models)
+    accumulator = Accumulator(models, [used, unused], steps=2)
+    for batch in accumulator.over(BATCHES):
+        accumulator.backward(F.cross_entropy(models[0](batch["x"]), batch["label"]))
+    assert_same([models[1]], [mlp()()], tolerance=0.0)
+    assert state(used)
+    assert not state(unused)
+
+
+# Two accumulators: a GAN.
+
+Pair = tuple[nn.Module, nn.Module]
+
+
+def pair() -> Pair:
+    """A generator and a discriminator."""
+    return encoder(), mlp(1)()
+
+
+def losses(generator: nn.Module, discriminator: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Both sides of the non-saturating game, from the same fakes, at the same weights."""
+    fake = generator(batch["x2"])
+    wants = F.softplus(-discriminator(fake)).mean()
+    doubts = F.softplus(discriminator(fake.detach())).mean() + F.softplus(-discriminator(batch["x"])).mean()
+    return wants, doubts
+
+
+def adams(models: Iterable[nn.Module]) -> list[Optimizer]:
+    """An Adam each; a large eps keeps rounding from becoming a step."""
+    return [torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.5, 0.9), eps=1e-4) for model in models]
+
+
+def test_an_interleaved_gan_is_its_big_batch_twin() -> None:
+    """Generator and discriminator take turns at every micro-batch, each with windows of its own."""
+    models, twins = pair(), pair()
+    ours, theirs = adams(models), adams(twins)
+    generating, judging = (
+        Accumulator(model, optimizer, steps=2, clip_norm=0.3) for model, optimizer in zip(models, ours, strict=True)
+    )
+    for _ in range(2):
+        for batch in generating.over(judging.over(BATCHES)):
+            wants, doubts = losses(*models, batch)
+            generating.backward(wants)
+            judging.backward(doubts)
+        for window in (BATCHES[:2], BATCHES[2:4], BATCHES[4:]):
+            for optimizer, twin, loss in zip(theirs, twins, losses(*twins, join(window)), strict=True):
+                parameters = list(twin.parameters())
+                for p, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                    p.grad = gradient
+                clip_grad_norm_(parameters, 0.3)
+                optimizer.step()
+    assert_same(models, twins)
+    assert distance([v for o in ours for v in state(o)], [v for o in theirs for v in state(o)]) <= 1e-10
+
+
+def test_windows_of_different_length_side_by_side() -> None:
+    """Three discriminator updates to one of the generator, as WGAN has it, from one loop."""
+    models, twins = pair(), pair()
+    ours, theirs = adams(models), adams(twins)
+    generating, judging = (Accumulator(m, o, steps=s) for m, o, s in zip(models, ours, (3, 1), strict=True))
+    for batch in generating.over(judging.over(BATCHES[:3])):
+        wants, _ = losses(*models, batch)
+        generating.backward(wants)
+        _, doubts = losses(*models, batch)
+        judging.backward(doubts)
+    fixed = [p.clone() for p in twins[0].parameters()]
+    total = sum(len(batch["x2"]) for batch in BATCHES[:3])
+    for batch in BATCHES[:3]:  # the generator's loss is each time that of the discriminator as it then is
+        wants, _ = losses(*twins, batch)
+        gradients = torch.autograd.grad(wants * len(batch["x2"]) / total, list(twins[0].parameters()))
+        for p, gradient in zip(twins[0].parameters(), gradients, strict=True):
+            p.grad = gradient if p.grad is None else p.grad + gradient
+        if batch is BATCHES[2]:
+            theirs[0].step()
+        _, doubts = losses(*twins, batch)
+        theirs[1].zero_grad()
+        doubts.backward()
+        theirs[1].step()
+    assert not any(torch.equal(p, q) for p, q in zip(fixed, twins[0].parameters(), strict=True))
+    assert_same(models, twins)
+
+
+def test_the_generators_loss_leaves_no_gradient_in_the_discriminator() -> None:
+    """`backward` adds to its own optimizer's parameters alone; by hand it would have added to both."""
+    generator, discriminator = pair()
+    accumulator = Accumulator(generator, SGD(generator.parameters(), lr=0.1), steps=2)
+    wants, _ = losses(generator, discriminator, BATCHES[0])
+    accumulator.backward(wants)
+    assert all(p.grad is None for p in discriminator.parameters())
+    assert all(p.grad is not None for p in generator.parameters())
+
+
+def test_the_generators_loss_leaves_an_open_window_of_the_discriminator_alone() -> None:
+    """What the discriminator has added up so far stays, bit for bit."""
+    generator, discriminator = pair()
+    generating = Accumulator(generator, SGD(generator.parameters(), lr=0.1), steps=2)
+    judging = Accumulator(discriminator, SGD(discriminator.parameters(), lr=0.1), steps=2)
+    wants, doubts = losses(generator, discriminator, BATCHES[0])
+    judging.backward(doubts)
+    before = [p.grad.clone() for p in discriminator.parameters() if p.grad is not None]
+    generating.backward(wants)
+    after = [p.grad for p in discriminator.parameters() if p.grad is not None]
+    assert len(before) == len(after) == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_inputs_that_take_gradients_get_none() -> None:
+    """A batch that requires gradients, as for a saliency map, is left alone too."""
+    model = mlp()()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2)
+    x = BATCHES[0]["x"].clone().requires_grad_()
+    accumulator.backward(F.cross_entropy(model(x), BATCHES[0]["label"]))
+    assert x.grad is None
