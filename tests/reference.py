@@ -115,12 +115,13 @@ def accumulated(
     clip_norm: float | None = None,
     epochs: int = 1,
     counts: Callable[[Batch], tuple[float, ...]] | None = None,
+    scaler: torch.amp.GradScaler | None = None,
 ) -> Run:
     """The same updates, micro-batch by micro-batch."""
     model = model or case.model()
     loss = loss or case.loss
     updater = optimizer(trained(model))
-    accumulator = Accumulator(model, updater, steps=steps, clip_norm=clip_norm, counts=counts)
+    accumulator = Accumulator(model, updater, steps=steps, clip_norm=clip_norm, counts=counts, scaler=scaler)
     run = Run([], [], [], [], [], [])
     before = weights(model)
     for _ in range(epochs):
