@@ -1,0 +1,298 @@
+"""Optimizers and the parameters they hold: fused, grouped, frozen, unused, tied, sparse."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
+
+from bigbatch import Accumulator
+from bigbatch.errors import ConfigurationError
+from tests.losses import MODELS, l2
+from tests.reference import distance, state, trained, weights
+from tests.samples import CLASSES, Batch, Tokens, join, mlp, rows, seeded, sequences
+from tests.training import MASKED, Training, micro_batches
+
+BATCHES = [rows(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
+TOKENS = [sequences(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
+Function = Callable[[Any, Batch], Tensor]
+
+
+def assert_exact(
+    make: Callable[[], nn.Module],
+    optimizers: Callable[[Any], Sequence[Optimizer]],
+    loss: Function,
+    batches: Sequence[Batch],
+    *,
+    clip_norm: float | None = None,
+    tolerance: float = 1e-12,
+) -> tuple[Any, Sequence[Optimizer]]:
+    """Train two epochs by windows of two and by real big batches; return the accumulated model."""
+    model, twin = make(), make()
+    ours, theirs = optimizers(model), optimizers(twin)
+    accumulator = Accumulator(model, list(ours), steps=2, clip_norm=clip_norm)
+    for _ in range(2):
+        for batch in accumulator.over(batches):
+            accumulator.backward(loss(model, batch))
+        for start in range(0, len(batches), 2):
+            twin.zero_grad()
+            loss(twin, join(batches[start : start + 2])).backward()
+            if clip_norm is not None:
+                clip_grad_norm_(twin.parameters(), clip_norm)
+            for optimizer in theirs:
+                optimizer.step()
+    assert distance(weights(model), weights(twin)) <= tolerance
+    assert distance([v for o in ours for v in state(o)], [v for o in theirs for v in state(o)]) <= 100 * tolerance
+    return model, ours
+
+
+def masked(model: Any, batch: Batch) -> Tensor:
+    """A cross-entropy over some of the targets."""
+    return F.cross_entropy(model(batch["x"]), batch["partly"])
+
+
+# Fused kernels take the correction as an argument.
+
+FUSED: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: AdamW(p, lr=0.01, fused=True),
+    "adam": lambda p: Adam(p, lr=0.01, weight_decay=0.1, fused=True),
+    "momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+}
+
+
+def single(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The model in float32."""
+    return lambda: make().float()
+
+
+def masked_single(model: Any, batch: Batch) -> Tensor:
+    """The loss of a float32 model."""
+    return F.cross_entropy(model(batch["x"].float()), batch["partly"])
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("name", FUSED)
+def test_a_fused_optimizer_in_float32(name: str, clip_norm: float | None) -> None:
+    """Clip and correction go to the kernel as `grad_scale`, and nothing of that stays on the optimizer."""
+    _, (optimizer,) = assert_exact(
+        single(mlp()),
+        lambda m: [FUSED[name](m.parameters())],
+        masked_single,
+        BATCHES,
+        clip_norm=clip_norm,
+        tolerance=2e-6,
+    )
+    assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+
+
+def test_a_fused_optimizer_beside_a_plain_one() -> None:
+    """Where not all can take the correction as an argument, all get it in their gradients."""
+
+    def both(model: Any) -> list[Optimizer]:
+        return [AdamW(model[0].parameters(), lr=0.01, fused=True), SGD(model[2].parameters(), lr=0.1, foreach=False)]
+
+    assert_exact(single(mlp()), both, masked_single, BATCHES, clip_norm=0.05, tolerance=2e-6)
+
+
+# Parameters.
+
+
+def test_parameter_groups_keep_their_settings() -> None:
+    """Each group has its own rate and decay; the norm is one."""
+
+    def grouped(model: Any) -> list[Optimizer]:
+        decayed = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.3}
+        plain = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 0.05}
+        return [AdamW([decayed, plain], lr=0.01, eps=1e-3)]
+
+    assert_exact(mlp(), grouped, masked, BATCHES, clip_norm=0.1)
+
+
+def test_frozen_parameters_stay() -> None:
+    """Also where the optimizer holds them: no step, no decay, no state."""
+
+    def frozen() -> nn.Module:
+        model = mlp()()
+        model[0].requires_grad_(requires_grad=False)  # type: ignore[index]  # nn.Sequential
+        return model
+
+    model, (optimizer,) = assert_exact(
+        frozen, lambda m: [AdamW(m.parameters(), lr=0.01, weight_decay=0.5)], masked, BATCHES
+    )
+    assert torch.equal(model[0].weight, frozen()[0].weight)  # type: ignore[index]
+    assert not optimizer.state[model[0].weight]
+
+
+def test_unused_parameters_stay() -> None:
+    """A layer that no loss reached has no gradient, not one of zeros: weight decay leaves it alone."""
+
+    def forked() -> nn.Module:
+        return nn.ModuleDict({"used": mlp()(), "unused": mlp()()})
+
+    model, (optimizer,) = assert_exact(
+        forked,
+        lambda m: [AdamW(m.parameters(), lr=0.01, weight_decay=0.5, eps=1e-3)],
+        lambda m, b: masked(m["used"], b),
+        BATCHES,
+    )
+    for p, before in zip(model["unused"].parameters(), mlp()().parameters(), strict=True):
+        assert torch.equal(p, before)
+        assert not optimizer.state[p]
+
+
+def test_parameters_used_now_and_then() -> None:
+    """Heads that take turns from window to window: a step without their gradient passes them by."""
+
+    def forked() -> nn.Module:
+        return nn.ModuleDict({"0": mlp()(), "1": mlp()(), "2": mlp()()})
+
+    def alternating(model: Any, batch: Batch) -> Tensor:
+        return F.mse_loss(model[str(int(batch["head"][0]))](batch["x"]), batch["value"])
+
+    batches = [{**batch, "head": torch.full((len(batch["x"]),), i // 2)} for i, batch in enumerate(BATCHES)]
+    model, (optimizer,) = assert_exact(
+        forked, lambda m: [AdamW(m.parameters(), lr=0.01, weight_decay=0.5, eps=1e-3)], alternating, batches
+    )
+    assert optimizer.state[next(model["0"].parameters())]["step"] == 2
+
+
+def test_tied_parameters_are_counted_once() -> None:
+    """One tensor under two names: one gradient, once in the norm."""
+    assert_exact(
+        seeded(lambda: Tokens("tied")),
+        lambda m: [AdamW(m.parameters(), lr=0.01, eps=1e-3)],
+        lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()),
+        TOKENS,
+        clip_norm=0.1,
+    )
+
+
+def test_parameters_added_between_windows() -> None:
+    """Gradual unfreezing by `add_param_group`: the next window has them, with a regulariser counted once."""
+    model, twin = mlp()(), mlp()()
+    optimizers = []
+    for each in (model, twin):
+        each[0].requires_grad_(requires_grad=False)  # type: ignore[index]
+        optimizers.append(SGD(each[2].parameters(), lr=0.1, momentum=0.9))  # type: ignore[index]
+    accumulator = Accumulator(model, optimizers[0], steps=2)
+
+    def loss(m: nn.Module, batch: Batch) -> Tensor:
+        return (m(batch["x"]) - batch["value"]).pow(2).sum() + l2(m)
+
+    for window in (BATCHES[:2], BATCHES[2:4]):
+        for batch in accumulator.over(window):
+            accumulator.backward(loss(model, batch))
+        optimizers[1].zero_grad()
+        loss(twin, join(window)).backward()
+        optimizers[1].step()
+        if len(optimizers[0].param_groups) == 1:
+            for each, optimizer in zip((model, twin), optimizers, strict=True):
+                each[0].requires_grad_(requires_grad=True)  # type: ignore[index]
+                optimizer.add_param_group({"params": list(each[0].parameters())})  # type: ignore[index]
+    assert not torch.equal(model[0].weight, mlp()()[0].weight)  # type: ignore[index]
+    assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+# Sparse gradients.
+
+
+class Bag(nn.Module):
+    """An embedding, sparse or dense, and a head."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 3, sparse=sparse)
+        self.head = nn.Linear(3, CLASSES)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits from the mean of a sequence's embeddings."""
+        return self.head(self.embedding(tokens * 3).mean(1).tanh())
+
+
+def classify(model: Any, batch: Batch) -> Tensor:
+    """The first token, where it is not masked, from all of them."""
+    return F.cross_entropy(model(batch["tokens"]), batch["labels"][:, 2])
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_sparse_gradients_are_those_of_a_dense_embedding(clip_norm: float | None) -> None:
+    """Rows that occur twice, in one micro-batch and in several; clipped over their values."""
+    model, twin = seeded(lambda: Bag(sparse=True))(), seeded(lambda: Bag(sparse=False))()
+    ours, theirs = SGD(model.parameters(), lr=0.5), SGD(twin.parameters(), lr=0.5)
+    accumulator = Accumulator(model, ours, steps=2, clip_norm=clip_norm)
+    norms = []
+    for batch in accumulator.over(TOKENS):
+        update = accumulator.backward(classify(model, batch))
+        if update is None:
+            assert model.embedding.weight.grad.is_sparse  # type: ignore[union-attr]
+        elif update.grad_norm is not None:
+            norms.append(float(update.grad_norm))
+    true = []
+    for window in (TOKENS[:2], TOKENS[2:4], TOKENS[4:]):
+        theirs.zero_grad()
+        classify(twin, join(window)).backward()
+        true.append(float(clip_grad_norm_(twin.parameters(), clip_norm or float("inf"))))
+        theirs.step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+    assert norms == pytest.approx(true if clip_norm else [], rel=1e-12)
+
+
+def test_sparse_adam_beside_adamw() -> None:
+    """SparseAdam takes sparse gradients alone; it shares a window with AdamW."""
+
+    def both(model: Any) -> list[Optimizer]:
+        return [
+            SparseAdam(list(model.embedding.parameters()), lr=0.01, eps=1e-3),
+            AdamW(model.head.parameters(), lr=0.01, eps=1e-3),
+        ]
+
+    assert_exact(seeded(lambda: Bag(sparse=True)), both, classify, TOKENS)
+
+
+# Double backward.
+
+
+@pytest.mark.parametrize("name", ["gradient-penalty", "gradient-penalty-r1"])
+def test_gradient_penalties_over_several_updates(name: str) -> None:
+    """Losses that hold a gradient themselves."""
+    case = next(case for case in MODELS if case.name == name)
+    assert_exact(case.model, lambda m: [Adam(m.parameters(), lr=0.01, eps=1e-3)], case.loss, BATCHES, clip_norm=0.5)
+
+
+# What cannot be.
+
+
+def test_lbfgs_is_refused() -> None:
+    """It evaluates the loss through a closure; the error says why and what to use."""
+    model = MASKED.model()
+    with pytest.raises(ConfigurationError, match=r"LBFGS evaluates the loss several times.*\n.*torch.optim.AdamW"):
+        Accumulator(model, LBFGS(model.parameters()), steps=2)
+
+
+def test_an_optimizer_is_as_usable_as_before() -> None:
+    """An accumulator that is gone leaves no hook and no mark on its optimizer."""
+    training = Training(steps=2)
+    optimizer, model = training.optimizer, training.model
+    training.train(micro_batches())
+    del training
+    assert not optimizer._optimizer_step_pre_hooks
+    MASKED.loss(model, micro_batches()[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in trained(model))
+
+
+def test_a_single_optimizer_may_serve_two_accumulators_in_turn() -> None:
+    """One for each phase of training; only one of them has a window open."""
+    training = Training(steps=3)
+    batches = micro_batches()
+    training.train(batches[:4])
+    first = training.accumulator
+    training.accumulator = Accumulator(training.model, training.optimizer, steps=2)
+    training.train(batches[4:])
+    training.assert_big_batches(batches[:3], batches[3:4], batches[4:6], batches[6:])
+    assert first.flush() is None
