@@ -33,7 +33,7 @@ class Gradients:
         self._narrow = self._wide  # those whose gradient has not been widened yet
         for p in self._wide:
             p.grad_dtype = None  # lets a bf16 parameter hold a float32 gradient, until `release`
-        self._versions: list[tuple[int, int] | None] = [None] * len(self.parameters)
+        self._versions: list[int | None] = [None] * len(self.parameters)
 
     def remember(self) -> None:
         """Take note of every gradient after our own backward, widening those of low precision that are new."""
@@ -63,8 +63,8 @@ class Gradients:
         )
         raise WindowDisturbed(msg)
 
-    def _look(self) -> list[tuple[int, int] | None]:
-        return [None if (g := p.grad) is None else (id(g), g._version) for p in self.parameters]  # noqa: SLF001
+    def _look(self) -> list[int | None]:
+        return [None if (g := p.grad) is None else id(g) + g._version for p in self.parameters]  # noqa: SLF001
 
     def scale(self, factor: Count) -> None:
         """Multiply all gradients."""

@@ -5,8 +5,7 @@ provisional total, as if all were like the first, and the whole sum is corrected
 
     sum over i of (d_i / provisional) * gradient_i     times     provisional / (sum over i of d_i)
 
-On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are never waited for, and the provisional
-total is a power of two, so that weighing by it rounds nothing.
+On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are never waited for.
 """
 
 import math
@@ -76,19 +75,29 @@ class Ledger:
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
         data = _over_data(terms)
-        value: Count = loss.item() if loss.is_cpu else loss.detach().double()
+        value: Count = loss.item() if loss.is_cpu else loss.detach()
         if self.totals is None and data and data[0].kind == "mean":
             self.kind = "mean"
             count = data[0].count
-            self.total = self.total + count
             if isinstance(count, Tensor):
-                self.loss = self.loss + torch.where(count > 0, value * count, 0.0)
-            elif count:
-                self.loss = self.loss + value * count
+                self._enter_on_device(loss.detach(), count)
+            else:
+                self.total += count
+                if count:
+                    self.loss = self.loss + value * count
         else:
             self.kind = "known" if self.totals is not None else self.kind or ("sum" if data else "")
             self._enter_parts(terms, weights, value, factors)
         self.micro_batches += 1
+
+    def _enter_on_device(self, value: Tensor, count: Tensor) -> None:
+        """Add up in float64 with as few kernels as can be; the loss of a micro-batch without targets is NaN."""
+        if not isinstance(self.total, Tensor) or not isinstance(self.loss, Tensor):
+            precise = torch.float32 if count.device.type == "mps" else torch.float64
+            self.total = torch.full((), float(self.total), dtype=precise, device=count.device)
+            self.loss = torch.full((), float(self.loss), dtype=precise, device=count.device)
+        self.total.add_(count)
+        self.loss.addcmul_(torch.where(count > 0, value.reshape(()), 0.0), count)
 
     def _enter_parts(self, terms: list[Term], weights: Weights, value: Count, factors: dict[Node, Tensor]) -> None:
         """Add up a loss whose terms have weights of their own: counted terms tell their value, one may be the rest."""
@@ -101,7 +110,7 @@ class Ledger:
                 unknown, rest_weight = unknown + 1, of[term.node]
                 continue
             part = factors[term.node] * term.value
-            amount: Count = part.item() if part.device.type == "cpu" else part.double()
+            amount: Count = part.item() if part.is_cpu else part.double()
             rest = rest - amount
             self.loss = self.loss + amount * of[term.node]
         whole = any(term.node not in of for term in terms)
@@ -114,9 +123,7 @@ class Ledger:
         """Return what the summed gradient is to be multiplied with."""
         if self.kind != "mean" or self.provisional is None:
             return 1.0
-        if isinstance(self.total, Tensor):
-            return torch.where(self.total > 0, self.provisional / self.total, 0.0)
-        return self.provisional / self.total if self.total else 0.0
+        return self.provisional / self.total  # a window that counted nothing makes no update
 
     def big_loss(self) -> Count | None:
         """Return the big batch's own loss, where it can be known."""
@@ -133,7 +140,8 @@ class Ledger:
         count = data[0].count
         if isinstance(count, Tensor):
             if self.provisional is None:
-                self.provisional = _power_of_two(count.clamp(min=1.0) * self.steps)
+                about = data[0].about
+                self.provisional = about * self.steps if about else count.clamp(min=1.0) * self.steps
             return count / self.provisional
         if not count:
             return 0.0
@@ -214,10 +222,6 @@ def _ratio(count: Count, total: Count) -> Count:
 
 def _shown(factors: tuple[float | None, ...]) -> str:
     return " x ".join("a tensor" if factor is None else f"{factor:g}" for factor in factors) or "none"
-
-
-def _power_of_two(number: Tensor) -> Tensor:
-    return torch.exp2(torch.round(torch.log2(number)))
 
 
 def _refuse_shared_nodes(terms: list[Term], weights: list[tuple[Node, Count]]) -> None:

@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from bigbatch.arrival import Arrival
 from bigbatch.errors import WindowDisturbed
 from bigbatch.gradients import Gradients
 from bigbatch.reading.counts import Count
@@ -29,6 +30,7 @@ class Stepper:
     clip_norm: float | None = None
     skip_nonfinite: bool = False
     hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window_open: bool = False  # an optimizer stepped by hand while it is raises
     _stepping: bool = False
@@ -97,14 +99,19 @@ class Stepper:
     ) -> bool | Tensor:
         """Step every optimizer, or none."""
         fused = bool(active) and self.scaler is None and all(_is_fused(o) for o in active)
-        if nonfinite is not None and (self.schedulers or not fused):
+        if nonfinite is not None and (self.schedulers or not fused or not all(_has_state(o) for o in active)):
             if bool(nonfinite):  # the one host synchronisation
                 return True
             nonfinite = None
         handed: dict[str, Tensor] = {}
         corrected = isinstance(factor, Tensor) or factor != 1.0
         if fused and corrected and _all_float32(gradients):  # the kernel divides by it on its way
-            handed["grad_scale"] = torch.as_tensor(1.0 / factor, dtype=torch.float32, device=gradients.device)
+            scale = 1.0 / factor
+            handed["grad_scale"] = (
+                scale.to(gradients.device, torch.float32)
+                if isinstance(scale, Tensor)
+                else torch.full((), scale, device=gradients.device, dtype=torch.float32)
+            )
         else:
             gradients.scale(factor)
         if fused and nonfinite is not None:
@@ -141,6 +148,11 @@ class Stepper:
 def _is_fused(optimizer: Optimizer) -> bool:
     supports: Any = getattr(optimizer, "_step_supports_amp_scaling", False)
     return bool(supports) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    """Whether a skipped step has state to leave alone: fused SGD's first step would start its momentum from garbage."""
+    return all(optimizer.state.get(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
 
 
 def _all_float32(gradients: Gradients) -> bool:

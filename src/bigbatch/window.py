@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.arrival import Arrival
 from bigbatch.engine import run_backward
 from bigbatch.errors import SeveralCounts, StateError, WindowBroken
 from bigbatch.gradients import Gradients
@@ -40,7 +39,7 @@ class Window:
         self._ledger = Ledger(steps, totals)
         self._residual: Count = 1.0  # what a low-precision loss could not be weighed with; see _low_precision
         self._loss_dtype = torch.float32
-        self._first_count: Arrival | None = None
+        self._first_count: Tensor | None = None  # on its way to the host
         self._broken: BaseException | None = None
         stepper.window_open = True
 
@@ -68,7 +67,9 @@ class Window:
                     hook.remove()
             self._gradients.remember()
         if not self._ledger.micro_batches:
-            self._first_count = next((Arrival(term.count) for term in terms if isinstance(term.count, Tensor)), None)
+            self._first_count = next((term.count for term in terms if isinstance(term.count, Tensor)), None)
+            if self._first_count is not None:
+                self._stepper.arrival.start(self._first_count)
         self._ledger.enter(terms, weights, loss, factors)
         self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
 
@@ -150,7 +151,7 @@ class Window:
         """Whether anything was counted; an empty window makes no update."""
         if self._ledger.kind != "mean":
             return True
-        if self._first_count is not None and self._first_count.read() > 0:
+        if self._first_count is not None and self._stepper.arrival.read() > 0:
             return True
         return bool(self._ledger.total > 0)
 
@@ -174,7 +175,7 @@ class Window:
             "gradients": self._gradients.snapshot(),
             "residual": self._residual,
             "totals": None if ledger.totals is None else list(ledger.totals),
-            **{name: getattr(ledger, name) for name in _LEDGER},
+            **{name: _copied(getattr(ledger, name)) for name in _LEDGER},
             "reference": list(ledger.reference),
         }
 
@@ -189,8 +190,12 @@ class Window:
         self._gradients.restore(state["gradients"])
         self._residual = state["residual"]
         for name in (*_LEDGER, "reference"):
-            setattr(self._ledger, name, state[name])
+            setattr(self._ledger, name, _copied(state[name]))
         self._ledger.totals = None if state["totals"] is None else tuple(state["totals"])
+
+
+def _copied(value: object) -> object:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 _LEDGER = ("micro_batches", "provisional", "total", "loss", "loss_known", "kind", "in_ratio")

@@ -55,29 +55,30 @@ NLL = frozenset("NllLoss NllLoss2D".split())
 
 # Pure functions of their inputs alone: nothing but parameters below them means a regulariser.
 PURE_POINTWISE = frozenset(
-    "Add Sub Rsub Mul Div Pow Exp Exp2 Expm1 Log Log2 Log10 Log1P Sqrt Rsqrt Neg Abs Sgn Sign Sin Cos Tan Asin Acos "
-    "Atan Atan2 Sinh Cosh Tanh Asinh Acosh Atanh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Celu Gelu Silu Mish "
-    "Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Threshold PreluKernel Clamp ClampMin ClampMax Lerp "
-    "Addcmul Addcdiv Maximum Minimum Fmax Fmin Erf Erfc Erfinv Reciprocal ToCopy Clone Alias Logaddexp Logaddexp2 Hypot Sinc Logit "
-    "Digamma Lgamma Polygamma Xlogy SpecialXlog1Py SpecialEntr SpecialErfcx SpecialNdtri SpecialLogNdtr NanToNum Round "
-    "Floor Ceil Trunc Frac Fmod Remainder Expand Real Imag Conj Copysign".split()
+    "Add Sub Rsub Mul Div Pow Exp Exp2 Expm1 Log Log2 Log10 Log1P Sqrt Rsqrt Neg Abs Sgn Sign Sin Cos Tan Asin "
+    "Acos Atan Atan2 Sinh Cosh Tanh Asinh Acosh Atanh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Celu Gelu "
+    "Silu Mish Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Threshold PreluKernel Clamp ClampMin ClampMax "
+    "Lerp Addcmul Addcdiv Maximum Minimum Fmax Fmin Erf Erfc Erfinv Reciprocal ToCopy Clone Alias Logaddexp "
+    "Logaddexp2 Hypot Sinc Logit Digamma Lgamma Polygamma Xlogy SpecialXlog1Py SpecialEntr SpecialErfcx "
+    "SpecialNdtri SpecialLogNdtr NanToNum Round Floor Ceil Trunc Frac Fmod Remainder Expand Real Imag Conj "
+    "Copysign".split()
 )
 # Pointwise, with an input that the graph does not show: a mask, a condition, noise.
 MASKED_POINTWISE = frozenset("Where MaskedFill NativeDropout FusedDropout RreluWithNoise MaskedScale".split())
 REDUCTIONS = frozenset(
-    "Sum Mean Prod Var Std VarMean StdMean Logsumexp Amax Amin Max Min Median Nanmedian Norm LinalgVectorNorm Nansum "
-    "Kthvalue Mode Aminmax".split()
+    "Sum Mean Prod Var Std VarMean StdMean Logsumexp Amax Amin Max Min Median Nanmedian Norm LinalgVectorNorm "
+    "Nansum Kthvalue Mode Aminmax".split()
 )
 ALONG = frozenset(
-    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu Renorm IndexAdd "
-    "ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
+    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu Renorm "
+    "IndexAdd ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
 )
 VIEWS = frozenset("View UnsafeView ReshapeAlias Reshape".split())
 SPATIAL = frozenset(
     "AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveAvgPool2D AdaptiveAvgPool3D "
-    "AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D "
-    "UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D ReflectionPad1D ReflectionPad2D ReplicationPad1D ReplicationPad2D "
-    "PixelShuffle PixelUnshuffle Im2Col Col2Im GridSampler2D".split()
+    "AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D "
+    "UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D ReflectionPad1D ReflectionPad2D ReplicationPad1D "
+    "ReplicationPad2D PixelShuffle PixelUnshuffle Im2Col Col2Im GridSampler2D".split()
 )
 ATTENTION = frozenset(
     "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention "

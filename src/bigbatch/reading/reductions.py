@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.reading import refusals
-from bigbatch.reading.counts import LOW_PRECISION, Count, Kind, wide
+from bigbatch.reading.counts import LOW_PRECISION, Count, Kind
 from bigbatch.reading.graph import Edge, edges, operation, python_number, saved, saved_dims, saved_tensor, shape
 from bigbatch.reading.layout import PICKED, Axis, Dim, Layout
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
@@ -30,6 +30,7 @@ class Sum:
     count: Count
     name: str
     source: Node | None = None  # the node whose saved tensor holds the count
+    about: float = 0.0  # about how large that is
     doubtful: bool = False  # parameters and a tensor without gradient alone: over data, or a constant
     scaled: Node | None = None  # a factor right below a sum, `(x / n).sum()`
     scaled_by_constant: bool = False  # which is a number, and not the sum's own size
@@ -249,7 +250,10 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
                 samples.walk((other, place), tuple(axes))
     if how == SUM:
         return Sum("sum", 1.0, name)
-    return Sum("mean", count, name, source=node if name in NLL else None)
+    if name not in NLL:
+        return Sum("mean", count, name)
+    positions = math.prod(sizes) / max(sizes[1 if len(sizes) > 1 else 0], 1)
+    return Sum("mean", count, name, source=node, about=positions)
 
 
 def targets(node: Node) -> Count:
@@ -260,7 +264,7 @@ def targets(node: Node) -> Count:
     total: Tensor = nll._saved_total_weight  # noqa: SLF001
     if total.dtype in LOW_PRECISION:  # bf16 cannot count beyond 256
         total = _count_again(node)
-    return total.item() if total.is_cpu else wide(total)
+    return total.item() if total.is_cpu else total.detach()
 
 
 def _count_again(node: Node) -> Tensor:
@@ -270,10 +274,8 @@ def _count_again(node: Node) -> Tensor:
     ignored = saved(node, "ignore_index")
     kept = target != (ignored - (1 << 64) if ignored >= 1 << 63 else ignored)
     if weight is None:
-        total: Tensor = kept.sum()
-        return total
-    total = torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
-    return total
+        return kept.sum(dtype=torch.float64)
+    return torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
 
 
 def label_smoothing(node: Node, surroundings: Surroundings, trail: Trail) -> Sum | None:

@@ -35,6 +35,7 @@ class Term:
     factors: tuple[float | None, ...] = ()  # the constants it was multiplied with, where they can be read
     doubtful: bool = False  # may be over data or over constants
     source: Node | None = None  # the node that holds the count, where it is in a tensor
+    about: float = 0.0  # about how large a count in a tensor is, where the host can tell
 
 
 class _Counted(torch.autograd.Function):
@@ -165,7 +166,16 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
     at = place.pinned or node
     numbers = tuple(_number(factor) for factor in place.factors)
     if found.kind == "mean":
-        return Term(at, "mean", found.count, found.name, factors=numbers, doubtful=found.doubtful, source=found.source)
+        return Term(
+            at,
+            "mean",
+            found.count,
+            found.name,
+            factors=numbers,
+            doubtful=found.doubtful,
+            source=found.source,
+            about=found.about,
+        )
     if found.kind == "once":
         return Term(at, "once", 1.0, found.name)
     if found.scaled is not None and not found.scaled_by_constant:
