@@ -1,0 +1,261 @@
+"""Low precision: bf16 and fp16 gradients are added up in float32 and rounded once, and weights round nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator, counted
+from bigbatch.errors import SeveralCounts
+from tests.reference import big_batches, distance, sgd, trained, weights
+from tests.samples import Batch, Loss, mlp, rows
+
+HALVES = [torch.bfloat16, torch.float16]
+OptimizerFactory = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
+
+
+def low_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """A masked cross-entropy all in the model's own precision."""
+    return F.cross_entropy(model(batch["x"].to(next(model.parameters()).dtype)), batch["partly"])
+
+
+def kept(batch: Batch) -> int:
+    """What it is averaged over."""
+    return int((batch["partly"] != -100).sum())
+
+
+def micro_gradients(model: nn.Module, loss: Callable[[Any, Batch], Tensor], batches: list[Batch]) -> list[list[Tensor]]:
+    """Each micro-batch's own gradient, as rounded by the model and no more, in float64."""
+    parameters = trained(model)
+    return [[g.double() for g in torch.autograd.grad(loss(model, batch), parameters)] for batch in batches]
+
+
+def weighed(gradients: list[list[Tensor]], counts: Sequence[float]) -> list[Tensor]:
+    """The mean of gradients by their counts, in float64."""
+    total = sum(counts)
+    return [
+        torch.stack([g * (n / total) for g, n in zip(each, counts, strict=True)]).sum(0)
+        for each in zip(*gradients, strict=True)
+    ]
+
+
+class Seen:
+    """What `.grad` holds before the step."""
+
+    def __init__(self, model: nn.Module, accumulator: Accumulator) -> None:
+        self._parameters = trained(model)
+        self.gradients: list[Tensor] = []
+        accumulator.before_step(self._look)
+
+    def _look(self) -> None:
+        self.gradients = [p.grad.clone() for p in self._parameters if p.grad is not None]
+
+
+# Adding up.
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (1001, 7, 3), (2, 300, 5, 64, 1)], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gradients_add_up_in_float32(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """The sum of the micro-gradients, weighed by counts that bf16 cannot hold, to the precision of float32."""
+    batches = [rows(size, seed) for seed, size in enumerate(sizes)]
+    model = mlp()().to(dtype)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(sizes))
+    seen = Seen(model, accumulator)
+    true = weighed(micro_gradients(model, low_loss, batches), [kept(batch) for batch in batches])
+    for batch in accumulator.over(batches):
+        accumulator.backward(low_loss(model, batch))
+    assert all(gradient.dtype == torch.float32 for gradient in seen.gradients)
+    assert distance(seen.gradients, true) <= (1e-6 if dtype == torch.bfloat16 else 1e-4)  # fp16 underflows unscaled
+
+
+def test_weights_in_bf16_would_show() -> None:
+    """The comparison above can fail: the same sum by bf16 weights is a thousand times farther off."""
+    batches = [rows(size, seed) for seed, size in enumerate((1001, 7, 3))]
+    model = mlp()().bfloat16()
+    counts = [kept(batch) for batch in batches]
+    true = weighed(micro_gradients(model, low_loss, batches), counts)
+    rounded = [float(torch.tensor(n / sum(counts), dtype=torch.bfloat16)) for n in counts]
+    gradients = micro_gradients(model, low_loss, batches)
+    naive = [
+        sum((g * w for g, w in zip(e, rounded, strict=True)), torch.zeros(())) for e in zip(*gradients, strict=True)
+    ]
+    assert distance(naive, true) > 1e-4
+
+
+@pytest.mark.parametrize("sizes", [(1001, 7), (7, 1001), (3, 200, 1, 1)], ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_low_precision_loss_costs_its_weights_nothing(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Below the cast the model is float64: were the weights rounded like the loss, 1e-12 could not be had."""
+    case = Loss("cast", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]).to(dtype))
+    batches = case.micro_batches(sizes)
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(sizes))
+    for batch in accumulator.over(batches):
+        accumulator.backward(case.loss(model, batch))
+    assert distance(weights(model), big_batches(case, batches, len(sizes)).weights) <= 1e-12
+
+
+def test_a_bf16_model_is_the_big_batch_within_its_own_rounding() -> None:
+    """Against float64: what remains is the rounding of activations."""
+    case = Loss("low", mlp(), rows, low_loss)
+    batches = case.micro_batches((1001, 7))
+    model = case.model().bfloat16()
+    start = case.model().bfloat16().double()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    seen = Seen(model, accumulator)
+    for batch in accumulator.over(batches):
+        accumulator.backward(low_loss(model, batch))
+    true = torch.autograd.grad(low_loss(start, case.join(batches)), trained(start))
+    assert distance(seen.gradients, true) <= 1e-2
+
+
+def same_sign(dtype: torch.dtype | None) -> float:
+    """The part that 1,024 micro-gradients of one sign lose when they are added up."""
+    model = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
+    by = torch.Generator().manual_seed(0)
+    data = [{"x": (1 + torch.rand(1, 64, generator=by)).bfloat16()} for _ in range(1024)]
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=1024, gradient_dtype=dtype)
+    seen = Seen(model, accumulator)
+    for batch in accumulator.over(data):
+        accumulator.backward(model(batch["x"]).mean())
+    true = torch.stack([batch["x"].double() for batch in data]).mean(0)
+    return distance(seen.gradients, [true])
+
+
+def test_a_thousand_gradients_of_one_sign_lose_nothing() -> None:
+    """In float32 far less than 1e-3; in bf16 a sum stands still once it is 256 times its next part."""
+    assert same_sign(torch.float32) < 1e-6
+    assert same_sign(torch.float64) < 1e-6
+    assert same_sign(None) > 1e-2
+
+
+# The step.
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, foreach=False),  # fp16 has no 1e-8
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, fused=True),
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stock_optimizers_step_with_the_gradient_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit what the optimizer does with the float32 gradient cast to the parameter's type."""
+    model, twin = mlp()().to(dtype), mlp()().to(dtype)
+    ours, theirs = OPTIMIZERS[name](trained(model)), OPTIMIZERS[name](trained(twin))
+    accumulator = Accumulator(model, ours, steps=2)
+    seen = Seen(model, accumulator)
+    for batch in accumulator.over([rows(size, seed) for seed, size in enumerate((3, 1, 4, 2))]):
+        if accumulator.backward(low_loss(model, batch)) is None:
+            continue
+        for p, gradient in zip(trained(twin), seen.gradients, strict=True):
+            p.grad = gradient.to(dtype)
+        theirs.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_clipping_low_precision_parameters(name: str) -> None:
+    """The norm is taken, and the clip applied, before the rounding."""
+    model, twin = mlp()().bfloat16(), mlp()().bfloat16()
+    accumulator = Accumulator(model, OPTIMIZERS[name](trained(model)), steps=2, clip_norm=0.01)
+    seen = Seen(model, accumulator)
+    updates = [
+        accumulator.backward(low_loss(model, batch)) for batch in accumulator.over([rows(3, seed) for seed in range(2)])
+    ]
+    norm = torch.cat([g.flatten() for g in seen.gradients]).double().norm()
+    assert updates[1] is not None
+    assert updates[1].grad_norm is not None
+    assert float(updates[1].grad_norm) == pytest.approx(float(norm), rel=1e-6)
+    for p, gradient in zip(trained(twin), seen.gradients, strict=True):
+        p.grad = (gradient * (0.01 / norm)).bfloat16()
+    OPTIMIZERS[name](trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-3
+
+
+def is_clean(parameters: Sequence[Tensor]) -> bool:
+    """No gradient, and none but of the parameter's own type accepted, as torch has it."""
+    return all(p.grad is None and p.grad_dtype == p.dtype for p in parameters)
+
+
+def test_parameters_are_left_as_they_were() -> None:
+    """After a step, after `discard` and after a failure: no gradient is left, and no float32 one would be accepted."""
+    model = mlp()().bfloat16()
+    parameters = trained(model)
+    accumulator = Accumulator(model, sgd(parameters), steps=2)
+    batch = rows(3, 0)
+    assert is_clean(parameters)
+    accumulator.backward(low_loss(model, batch))
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
+    accumulator.backward(low_loss(model, batch))
+    assert is_clean(parameters)
+    accumulator.backward(low_loss(model, batch))
+    accumulator.discard()
+    assert is_clean(parameters)
+    low_loss(model, batch).backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in parameters)
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "found"),
+    [
+        (torch.bfloat16, None, torch.bfloat16),
+        (torch.bfloat16, torch.float64, torch.float64),
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float32, torch.float64, torch.float32),
+        (torch.float64, torch.float32, torch.float64),
+    ],
+    ids=str,
+)
+def test_only_low_precision_gradients_are_widened(own: torch.dtype, wanted: torch.dtype, found: torch.dtype) -> None:
+    """float32 and float64 parameters keep a gradient of their own type; None leaves all of them."""
+    model = mlp()().to(own)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=1, gradient_dtype=wanted)
+    seen = Seen(model, accumulator)
+    accumulator.backward(low_loss(model, rows(3, 0)))
+    assert {gradient.dtype for gradient in seen.gradients} == {found}
+
+
+def test_parameters_of_both_kinds_in_one_window() -> None:
+    """A bf16 body under a float32 head: one norm, each gradient in its own precision."""
+    model = mlp()()
+    model[0].bfloat16()  # type: ignore[index]  # nn.Sequential
+    model[2].float()  # type: ignore[index]
+
+    def loss(batch: Batch) -> Tensor:
+        body = model[1](model[0](batch["x"].bfloat16()))  # type: ignore[index]
+        return F.cross_entropy(model[2](body.float()), batch["partly"])  # type: ignore[index]
+
+    batches = [rows(4, seed) for seed in range(4)]
+    for batch in batches:
+        batch["partly"] = batch["label"]
+    accumulator = Accumulator(model, sgd(trained(model)), steps=4, clip_norm=1.0)
+    seen = Seen(model, accumulator)
+    true = weighed(micro_gradients(model, lambda _, batch: loss(batch), batches), [1, 1, 1, 1])
+    for batch in accumulator.over(batches):
+        accumulator.backward(loss(batch))
+    assert {gradient.dtype for gradient in seen.gradients} == {torch.float32}
+    assert distance(seen.gradients, true) <= 1e-6
+
+
+def test_several_weights_in_a_low_precision_loss_are_refused() -> None:
+    """Terms with weights of their own are weighed inside the graph, which would round them."""
+    model = mlp()().bfloat16()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=lambda batch: (kept(batch), len(batch["x"])))
+    batches = iter(accumulator.over([rows(3, 0), rows(2, 1)]))
+
+    def loss(batch: Batch) -> Tensor:
+        out = model(batch["x"].bfloat16())
+        return counted(F.cross_entropy(out, batch["partly"]), kept(batch)) + counted(out.mean(), len(batch["x"]))
+
+    with pytest.raises(
+        SeveralCounts, match=r"bfloat16 loss would round them.*\n.*criterion\(logits.float\(\), labels\)"
+    ):
+        accumulator.backward(loss(next(batches)))
