@@ -1,0 +1,100 @@
+"""The second half of an interrupted training, in a process of its own: `python -m tests.resumed SAVED RESULT`."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.losses import READABLE, SEVERAL
+from tests.samples import Batch, Loss, mlp, rows
+from tests.training import MASKED, SIZES, Training
+
+STOP = 5  # micro-batches, of windows of three: in the middle of the second
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer with a state of its own to be carried over."""
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def low_precision(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss all in bf16."""
+    return F.cross_entropy(model(batch["x"].bfloat16()), batch["partly"])
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A training that is stopped in mid-window."""
+
+    case: Loss
+    options: Callable[[], dict[str, Any]] = dict
+
+    def start(self) -> Training:
+        """A fresh training; the same in every process."""
+        return Training(steps=3, case=self.case, optimizer=adamw, **self.options())
+
+    @property
+    def batches(self) -> list[Batch]:
+        """All micro-batches of the epoch."""
+        return self.case.micro_batches(SIZES)
+
+
+TRAININGS: dict[str, Interrupted] = {
+    "masked": Interrupted(MASKED, lambda: {"clip_norm": 0.5}),
+    "sum+regulariser": Interrupted(next(case for case in READABLE if case.name == "sum+l2")),
+    "mean+regulariser": Interrupted(next(case for case in READABLE if case.name == "mean+norms")),
+    "several-counts": Interrupted(SEVERAL[1], lambda: {"counts": SEVERAL[1].counts}),
+    "bf16": Interrupted(Loss("bf16", lambda: mlp()().bfloat16(), rows, low_precision)),
+    "bf16-own": Interrupted(
+        Loss("bf16", lambda: mlp()().bfloat16(), rows, low_precision), lambda: {"gradient_dtype": None}
+    ),
+    "fp16-scaled": Interrupted(
+        Loss("fp16", mlp(), rows, lambda m, b: MASKED.loss(m, b).half()),
+        lambda: {"scaler": torch.amp.GradScaler("cpu")},
+    ),
+}
+
+
+def first_half(name: str) -> dict[str, Any]:
+    """Train up to the stop, and return what a checkpoint would hold."""
+    training = TRAININGS[name].start()
+    for place, batch in enumerate(training.accumulator.over(TRAININGS[name].batches), start=1):
+        training.backward(batch)
+        if place == STOP:
+            break
+    scaler = training.accumulator._stepper.scaler
+    return {
+        "model": training.model.state_dict(),
+        "optimizer": training.optimizer.state_dict(),
+        "accumulator": training.accumulator.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def second_half(name: str, saved: dict[str, Any]) -> Training:
+    """Load a checkpoint and train on."""
+    training = TRAININGS[name].start()
+    training.model.load_state_dict(saved["model"])
+    training.optimizer.load_state_dict(saved["optimizer"])
+    training.accumulator.load_state_dict(saved["accumulator"])
+    scaler = training.accumulator._stepper.scaler
+    if scaler is not None:
+        scaler.load_state_dict(saved["scaler"])
+    training.train(TRAININGS[name].batches[STOP:])
+    return training
+
+
+def main(saved: str, result: str) -> None:
+    """Go on with every training of a file, and write their weights to another."""
+    torch.set_num_threads(1)
+    checkpoints = torch.load(Path(saved), weights_only=True)
+    torch.save({name: second_half(name, each).weights for name, each in checkpoints.items()}, Path(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
