@@ -1,0 +1,81 @@
+"""Importing bigbatch changes nothing: no setting of torch, no random state, no environment, no thread, no warning."""
+
+import subprocess
+import sys
+
+IMPORTS = "import bigbatch; from bigbatch import *"
+
+# Each line is something an import could change; all of them are compared before and after.
+CHECKS = """
+import os, random, signal, sys, threading, warnings
+import torch
+
+def settings():
+    return {
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "generator": torch.get_rng_state().tolist(),
+        "python's generator": random.getstate(),
+        "environment": dict(os.environ),
+        "gradients": (torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.is_inference_mode_enabled()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "cuda": torch.cuda.is_initialized(),
+        "tf32": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "running threads": threading.active_count(),
+        "filters": list(warnings.filters),
+        "hooks": (sys.excepthook, sys.settrace and sys.gettrace(), threading.excepthook),
+        "signals": [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)],
+        "recursion": sys.getrecursionlimit(),
+        "backward": (torch.Tensor.backward, torch.autograd.backward, torch.optim.Optimizer.step),
+        "optimizers": [dict(vars(torch.optim.Optimizer)), dict(vars(torch.nn.Module))],
+        "folder": os.getcwd(),
+    }
+"""
+
+
+def run(code: str) -> str:
+    """Run code in a fresh interpreter in which a warning is an error; return what it printed."""
+    command = [sys.executable, "-W", "error::UserWarning", "-W", "error::DeprecationWarning:bigbatch", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def test_importing_changes_nothing() -> None:
+    """Every setting that an import could touch is as before."""
+    compare = "print([name for name, value in settings().items() if value != before[name]])"
+    assert run(f"{CHECKS}\nbefore = settings()\n{IMPORTS}\n{compare}").strip() == "[]"
+
+
+def test_the_comparison_would_show_a_change() -> None:
+    """A thread count, a seed, a variable and a patch are each seen."""
+    change = "torch.set_num_threads(3); torch.manual_seed(1); os.environ['X'] = '1'; torch.optim.Optimizer.step = None"
+    compare = "print([name for name, value in settings().items() if value != before[name]])"
+    found = run(f"{CHECKS}\nbefore = settings()\n{change}\n{compare}")
+    assert all(word in found for word in ("threads", "generator", "environment", "backward", "optimizers"))
+
+
+def test_importing_prints_nothing_and_needs_torch_alone() -> None:
+    """No output, and none of the libraries that the command line, the tests or the benchmarks use."""
+    others = ("numpy", "typer", "rich", "click", "transformers", "accelerate", "lightning", "pytest", "hypothesis")
+    loaded = run(
+        "import torch, sys; torch_had = set(sys.modules)\n" + IMPORTS + "\nprint(sorted(set(sys.modules) - torch_had))"
+    )
+    new = {name.partition(".")[0] for name in eval(loaded)}  # noqa: S307 - our own list of names
+    assert not new & set(others)
+    assert "bigbatch" in new
+
+
+def test_a_class_that_was_imported_still_watches_nothing() -> None:
+    """No hook is registered for all optimizers or modules: an accumulator watches its own."""
+    code = (
+        "import torch\nfrom torch.optim import optimizer as o\nfrom torch.nn.modules import module as m\n"
+        f"{IMPORTS}\n"
+        "print(len(o._global_optimizer_pre_hooks), len(o._global_optimizer_post_hooks), len(m._global_forward_hooks))"
+    )
+    assert run(code).split() == ["0", "0", "0"]

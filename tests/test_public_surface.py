@@ -1,0 +1,12 @@
+"""The names a user may rely on: a new one is a decision, a lost one a breakage."""
+
+import bigbatch
+
+PUBLIC = ["Accumulator", "Setup", "Update", "counted", "errors", "scale_lr", "warmup"]
+
+
+def test_the_public_names_are_these() -> None:
+    """`__all__` is the surface, and every name of it is there."""
+    assert sorted(bigbatch.__all__) == PUBLIC
+    assert all(hasattr(bigbatch, name) for name in PUBLIC)
+    assert set(PUBLIC) <= set(dir(bigbatch))
