@@ -155,14 +155,25 @@ def test_nothing_grows_with_the_windows(ragged: bool) -> None:
     assert len(training.accumulator._reader._readings) <= 8
 
 
-def test_an_accumulator_is_let_go_of_with_its_model() -> None:
-    """Nothing global holds it: not the optimizer's hook, nor a registry."""
+@pytest.mark.xfail(strict=True, reason="the accumulator's listener holds its own methods: a cycle")
+def test_an_accumulator_is_let_go_of_at_once() -> None:
+    """Model and optimizer state are too large to wait for the garbage collector."""
     training = Training(steps=2)
     training.train(micro_batches())
     gone: list[weakref.ref[Any]] = [weakref.ref(training.accumulator), weakref.ref(training.model)]
     del training
-    gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+def test_an_accumulator_is_held_by_nothing_global() -> None:
+    """Not by the optimizer's hook, nor by a registry."""
+    training = Training(steps=2)
+    training.train(micro_batches())
+    accumulator, optimizer = weakref.ref(training.accumulator), training.optimizer
+    del training
+    gc.collect()
+    assert accumulator() is None
+    assert optimizer.param_groups
 
 
 def test_an_update_keeps_numbers_alone() -> None:

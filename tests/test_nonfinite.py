@@ -43,15 +43,8 @@ def broken(place: int, value: float) -> list[Batch]:
 @pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("scheduled", [False, True], ids=["", "scheduled"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_window_is_left_out(
-    optimizer: str, scheduled: bool, window: int, value: float, request: pytest.FixtureRequest
-) -> None:
+def test_the_window_is_left_out(optimizer: str, scheduled: bool, window: int, value: float) -> None:
     """Weights, optimizer state and rates are those of the other windows alone."""
-    if optimizer == "momentum-fused" and not scheduled and window == 0:
-        reason = (
-            "torch makes the momentum buffer of a fused SGD in its first step, also of one that is skipped, unwritten"
-        )
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     make = OPTIMIZERS[optimizer]
     model = PLAIN.model()
     updater = make(trained(model))

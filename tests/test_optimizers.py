@@ -1,5 +1,6 @@
 """Optimizers and the parameters they hold: fused, grouped, frozen, unused, tied, sparse."""
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -279,6 +280,7 @@ def test_an_optimizer_is_as_usable_as_before() -> None:
     optimizer, model = training.optimizer, training.model
     training.train(micro_batches())
     del training
+    gc.collect()
     assert not optimizer._optimizer_step_pre_hooks
     MASKED.loss(model, micro_batches()[0]).backward()
     optimizer.step()
