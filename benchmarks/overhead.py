@@ -28,7 +28,7 @@ from benchmarks.workloads import Batch, Workload, workloads
 
 CLIPS = (None, 1.0)
 WARM_UP = 3  # rounds: caches, thread pools, the first reading of a loss
-SCALARS = {"cpu": 8 * 8, "cuda": 8 * 512}  # bytes of eight scalars for counts and norms; CUDA hands out 512 at least
+SCALARS = {"cpu": 8 * 8, "cuda": 32 * 512}  # bytes of some scalars for counts and losses; CUDA hands out 512 at least
 
 
 @dataclass(frozen=True)

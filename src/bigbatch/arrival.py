@@ -17,10 +17,11 @@ class Arrival:
         """Start the copy."""
         self._number = number
         if number.device.type == "cuda":
-            if self._host is None or self._event is None:  # kept from window to window: pinning memory is slow
-                self._host = torch.empty((), dtype=torch.float64, pin_memory=True)
+            if self._host is None or self._event is None or self._host.dtype != number.dtype:
+                # kept from window to window: pinning memory is slow
+                self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
                 self._event = torch.cuda.Event()
-            self._host.copy_(number.double(), non_blocking=True)
+            self._host.copy_(number, non_blocking=True)
             self._event.record(torch.cuda.current_stream(number.device))
 
     def read(self) -> float:

@@ -22,6 +22,7 @@ from bigbatch.reading.counts import Count
 from bigbatch.reading.terms import Term
 
 _RATIO_TOLERANCE = 1e-12
+_PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
 
 
 class Weights(NamedTuple):
@@ -41,6 +42,7 @@ class Ledger:
     """The running totals of one window."""
 
     steps: int
+    small: bool = False  # keep weights below 1, for a gradient scaler that is tuned to means
     totals: tuple[Count, ...] | None = None  # each data term's total, where it is known in advance
     micro_batches: int = 0
     provisional: Count | None = None
@@ -51,6 +53,7 @@ class Ledger:
     reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
     factors: list[tuple[float | None, ...]] | None = None  # constants of the window's first micro-batch
     in_ratio: Tensor | None = None  # on a device: whether several counts have kept their ratio so far
+    pending: list[tuple[Tensor, Count]] = field(default_factory=list)  # losses on a device, with their counts
 
     def weigh(self, terms: list[Term]) -> Weights:
         """Return the weights of the next micro-batch, or raise; nothing is entered yet."""
@@ -75,29 +78,42 @@ class Ledger:
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
         data = _over_data(terms)
-        value: Count = loss.item() if loss.is_cpu else loss.detach()
+        value: Count = loss.item() if loss.is_cpu else loss.detach().reshape(())
         if self.totals is None and data and data[0].kind == "mean":
             self.kind = "mean"
             count = data[0].count
-            if isinstance(count, Tensor):
-                self._enter_on_device(loss.detach(), count)
+            if isinstance(value, Tensor):
+                self.pending.append((value, count))
+                if len(self.pending) >= _PENDING:
+                    self.fold()
             else:
                 self.total += count
                 if count:
-                    self.loss = self.loss + value * count
+                    self.loss += value * count
         else:
             self.kind = "known" if self.totals is not None else self.kind or ("sum" if data else "")
             self._enter_parts(terms, weights, value, factors)
         self.micro_batches += 1
 
-    def _enter_on_device(self, value: Tensor, count: Tensor) -> None:
-        """Add up in float64 with as few kernels as can be; the loss of a micro-batch without targets is NaN."""
-        if not isinstance(self.total, Tensor) or not isinstance(self.loss, Tensor):
-            precise = torch.float32 if count.device.type == "mps" else torch.float64
-            self.total = torch.full((), float(self.total), dtype=precise, device=count.device)
-            self.loss = torch.full((), float(self.loss), dtype=precise, device=count.device)
-        self.total.add_(count)
-        self.loss.addcmul_(torch.where(count > 0, value.reshape(()), 0.0), count)
+    def fold(self) -> None:
+        """Add up what is pending on the device: a few kernels for a whole window instead of some for each micro-batch."""
+        if not self.pending:
+            return
+        values, counts = [value for value, _ in self.pending], [count for _, count in self.pending]
+        precise = torch.float32 if values[0].device.type == "mps" else torch.float64
+        if isinstance(counts[0], Tensor):
+            losses = torch.stack(values).to(precise)
+            numbers = torch.stack([torch.as_tensor(count) for count in counts]).to(precise)
+            # The loss of a micro-batch without targets is NaN, and counts nothing.
+            self.loss = self.loss + torch.where(numbers > 0, losses * numbers, 0.0).sum()
+            self.total = self.total + numbers.sum()
+        else:
+            known = [(value, float(count)) for value, count in self.pending if count]
+            self.total += sum(number for _, number in known)
+            if known:
+                weighed = torch._foreach_mul([v for v, _ in known], [n for _, n in known])  # noqa: SLF001
+                self.loss = self.loss + torch.stack(list(weighed)).sum(dtype=precise)
+        self.pending.clear()
 
     def _enter_parts(self, terms: list[Term], weights: Weights, value: Count, factors: dict[Node, Tensor]) -> None:
         """Add up a loss whose terms have weights of their own: counted terms tell their value, one may be the rest."""
@@ -114,7 +130,7 @@ class Ledger:
             rest = rest - amount
             self.loss = self.loss + amount * of[term.node]
         whole = any(term.node not in of for term in terms)
-        if unknown + whole > 1 and not all(weight == 1.0 for weight in of.values() if isinstance(weight, float)):
+        if unknown + whole > 1 and any(isinstance(weight, Tensor) or weight != 1.0 for weight in of.values()):
             self.loss_known = False
         if unknown or whole:
             self.loss = self.loss + rest * rest_weight
@@ -139,14 +155,19 @@ class Ledger:
         self._keep_ratio(data, terms)
         count = data[0].count
         if isinstance(count, Tensor):
-            if self.provisional is None:
-                about = data[0].about
-                self.provisional = about * self.steps if about else count.clamp(min=1.0) * self.steps
-            return count / self.provisional
+            return self._share_on_device(count, data[0].about)
         if not count:
             return 0.0
         if self.provisional is None:
             self.provisional = count * self.steps  # what it will be if all are alike: then nothing is left to correct
+        return count / self.provisional
+
+    def _share_on_device(self, count: Tensor, about: float) -> Tensor:
+        if not self.small:
+            self.provisional = 1.0  # the count itself is the weight: no kernel is spent on it
+            return count
+        if self.provisional is None:
+            self.provisional = about * self.steps if about else count.clamp(min=1.0) * self.steps
         return count / self.provisional
 
     def _keep_factors(self, data: list[Term]) -> None:

@@ -36,7 +36,7 @@ class Window:
         """Open a window; `totals` are the terms' counts over all of it, where they are known in advance."""
         self._stepper = stepper
         self._gradients = Gradients(stepper.optimizers, dtype)
-        self._ledger = Ledger(steps, totals)
+        self._ledger = Ledger(steps, small=stepper.scaler is not None, totals=totals)
         self._residual: Count = 1.0  # what a low-precision loss could not be weighed with; see _low_precision
         self._loss_dtype = torch.float32
         self._first_count: Tensor | None = None  # on its way to the host
@@ -87,6 +87,7 @@ class Window:
         """Correct, clip and step; the parameters are as before the window, but for the step."""
         self.check()
         ledger = self._ledger
+        ledger.fold()
         self._refuse_lost_ratio()
         loss = ledger.big_loss()
         norm: Tensor | None = None
@@ -171,6 +172,7 @@ class Window:
         """Return the window: its provisional gradients and its running totals."""
         self.check()
         ledger = self._ledger
+        ledger.fold()
         return {
             "gradients": self._gradients.snapshot(),
             "residual": self._residual,

@@ -272,7 +272,7 @@ def _count_again(node: Node) -> Tensor:
     if target is None:
         raise refusals.hidden(operation(node))
     ignored = saved(node, "ignore_index")
-    kept = target != (ignored - (1 << 64) if ignored >= 1 << 63 else ignored)
+    kept: Tensor = target != (ignored - (1 << 64) if ignored >= 1 << 63 else ignored)
     if weight is None:
         return kept.sum(dtype=torch.float64)
     return torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
