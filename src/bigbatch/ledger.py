@@ -96,7 +96,7 @@ class Ledger:
         self.micro_batches += 1
 
     def fold(self) -> None:
-        """Add up what is pending on the device: a few kernels for a whole window instead of some for each micro-batch."""
+        """Add up what is pending on the device: a few kernels for a window instead of some for each micro-batch."""
         if not self.pending:
             return
         values, counts = [value for value, _ in self.pending], [count for _, count in self.pending]

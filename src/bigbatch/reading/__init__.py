@@ -6,7 +6,11 @@ reductions  one mean or sum: what it was taken over
 samples     below it: are the samples still apart when the model's output is reached?
 operations  which operation follows which rule
 rules       what an operation does to samples
+selections  what choosing rows does to them
 layout      where samples lie in a tensor
 graph       autograd nodes as they stand
+counts      numbers on the host or on a device
+frozen      which tensors are the model's own
+trail       what one reading looked at
 refusals    what is said where a graph cannot tell
 """

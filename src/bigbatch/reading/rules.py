@@ -16,10 +16,9 @@ from bigbatch.reading.graph import (
     saved,
     saved_dim,
     saved_dims,
-    saved_tensor,
     shape,
 )
-from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, broadcast, mixed, reshaped
+from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, broadcast, mixed, reshaped
 
 Inputs: TypeAlias = list[tuple[Edge, Layout]]
 Rule: TypeAlias = Callable[[Node, int, Layout], Inputs]
@@ -38,19 +37,21 @@ MATMULS: dict[str, tuple[int, int]] = {  # which inputs are the left and the rig
 }
 
 
-def _size(edge: Edge) -> Shape:
+def size_of(edge: Edge) -> Shape:
+    """Return the shape of an input; () for one without gradient."""
     node, output = edge
     return shape(node, output) if node is not None else ()
 
 
-def _only(node: Node) -> Edge:
+def only_input(node: Node) -> Edge:
+    """Return the first input, of an operation that has one."""
     return edges(node)[0]
 
 
 def pointwise(node: Node, output: int, layout: Layout) -> Inputs:
     """Each element comes from the elements at its place."""
     out, name = shape(node, output), operation(node)
-    return [(edge, broadcast(layout, _size(edge), out, name) if edge[0] else ()) for edge in edges(node)]
+    return [(edge, broadcast(layout, size_of(edge), out, name) if edge[0] else ()) for edge in edges(node)]
 
 
 def fused_loss(node: Node, output: int, layout: Layout) -> Inputs:
@@ -62,25 +63,25 @@ def fused_loss(node: Node, output: int, layout: Layout) -> Inputs:
 
 def everything(node: Node, _output: int, _layout: Layout) -> Inputs:
     """Each element comes from all elements."""
-    return [(edge, mixed(_size(edge), operation(node))) for edge in edges(node)]
+    return [(edge, mixed(size_of(edge), operation(node))) for edge in edges(node)]
 
 
 def view(node: Node, _output: int, layout: Layout) -> Inputs:
     """Reshapes: the same elements in the same order."""
-    edge = _only(node)
-    return [(edge, reshaped(layout, _size(edge), operation(node)))]
+    edge = only_input(node)
+    return [(edge, reshaped(layout, size_of(edge), operation(node)))]
 
 
 def unsqueeze(node: Node, _output: int, layout: Layout) -> Inputs:
     """Remove the dimension that was put in."""
     dim = saved_dim(node, "dim", len(layout))
-    return [(_only(node), layout[:dim] + layout[dim + 1 :])]
+    return [(only_input(node), layout[:dim] + layout[dim + 1 :])]
 
 
 def squeeze(node: Node, _output: int, layout: Layout) -> Inputs:
     """Put the dimensions of size 1 back that were dropped."""
-    edge = _only(node)
-    sizes = _size(edge)
+    edge = only_input(node)
+    sizes = size_of(edge)
     dims = saved_dims(node, len(sizes))
     dropped = {d for d in dims if sizes[d] == 1}
     kept = iter(layout)
@@ -91,11 +92,11 @@ def transpose(node: Node, _output: int, layout: Layout) -> Inputs:
     """Swap two dimensions back."""
     rank = len(layout)
     if operation(node) == "T":
-        return [(_only(node), layout[::-1])]
+        return [(only_input(node), layout[::-1])]
     a, b = saved_dim(node, "dim0", rank), saved_dim(node, "dim1", rank)
     order = list(layout)
     order[a], order[b] = order[b], order[a]
-    return [(_only(node), tuple(order))]
+    return [(only_input(node), tuple(order))]
 
 
 def permute(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -104,13 +105,13 @@ def permute(node: Node, _output: int, layout: Layout) -> Inputs:
     order: list[Dim] = [()] * rank
     for place, dim in enumerate(saved(node, "dims")):
         order[(dim - (1 << 64) if dim >= 1 << 63 else dim) % rank] = layout[place]
-    return [(_only(node), tuple(order))]
+    return [(only_input(node), tuple(order))]
 
 
 def reduction(node: Node, _output: int, layout: Layout) -> Inputs:
     """Sums, norms, maxima over some dimensions: those are mixed."""
-    edge, name = _only(node), operation(node)
-    sizes = _size(edge)
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
     if not layout:
         return everything(node, 0, layout)
     dims = saved_dims(node, len(sizes))
@@ -132,7 +133,7 @@ def along(node: Node, _output: int, layout: Layout) -> Inputs:
     name = operation(node)
     mixing: Inputs = []
     for edge in edges(node):
-        sizes = _size(edge)
+        sizes = size_of(edge)
         if edge[0] is None or not sizes:
             mixing.append((edge, layout if edge[0] else ()))
             continue
@@ -143,8 +144,8 @@ def along(node: Node, _output: int, layout: Layout) -> Inputs:
 
 def spatial(node: Node, _output: int, layout: Layout) -> Inputs:
     """Pooling, padding and interpolation: batch and channel stay, positions are mixed."""
-    edge, name = _only(node), operation(node)
-    sizes = _size(edge)
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
     channels = layout[1:2] if shape(node)[1:2] == sizes[1:2] else (((sizes[1], name),),)
     return [(edge, (*layout[:1], *channels, *(((size, name),) for size in sizes[2:])))]
 
@@ -153,144 +154,9 @@ def attention(node: Node, _output: int, layout: Layout) -> Inputs:
     """Scaled dot products: batch and head stay, positions are mixed."""
     name = operation(node)
     return [
-        (edge, (*layout[:2], *(((size, name),) for size in _size(edge)[2:]))) if edge[0] else (edge, ())
+        (edge, (*layout[:2], *(((size, name),) for size in size_of(edge)[2:]))) if edge[0] else (edge, ())
         for edge in edges(node)
     ]
-
-
-def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
-    """Give the layout of a tensor of which an even share along `dim` was taken."""
-    part = layout[dim]
-    took = 1
-    for n, _ in part:
-        took *= n
-    if took == size:
-        return layout
-    if took == 0 or size % took:
-        return (*layout[:dim], ((size, name),), *layout[dim + 1 :])
-    share = (size // took, SHARED)
-    return (*layout[:dim], (share, *part) if outer else (*part, share), *layout[dim + 1 :])
-
-
-def take_slice(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Even shares (`rewards[:n]`, `rewards[n:]`, `x[::2]`) stay apart; other cuts move rows past each other."""
-    edge = _only(node)
-    sizes = _size(edge)
-    dim = saved_dim(node, "dim", len(sizes))
-    size, took = sizes[dim], shape(node, 0)[dim]
-    start, step = saved(node, "start") or 0, saved(node, "step") or 1
-    start = start - (1 << 64) if start >= 1 << 63 else start
-    start = max(start + size, 0) if start < 0 else start
-    even = took and (start % took == 0 if step == 1 else start < step and took * step == size)
-    if took == size or even:
-        return [(edge, _chunk(layout, dim, size, operation(node), outer=step == 1))]
-    return [(edge, (*layout[:dim], ((size, operation(node)),), *layout[dim + 1 :]))]
-
-
-def split(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Equal chunks stay apart; unequal ones move rows past each other."""
-    edge = _only(node)
-    sizes = _size(edge)
-    dim = saved_dim(node, "dim", len(sizes))
-    took = {shape(node, n)[dim] for n in range(_results(node))}
-    if len(took) == 1:
-        return [(edge, _chunk(layout, dim, sizes[dim], operation(node)))]
-    return [(edge, (*layout[:dim], ((sizes[dim], operation(node)),), *layout[dim + 1 :]))]
-
-
-def _results(node: Node) -> int:
-    metadata: object = getattr(node, "_input_metadata", ())
-    return len(metadata) if isinstance(metadata, list | tuple) else 1
-
-
-def select(node: Node, _output: int, layout: Layout) -> Inputs:
-    """One position along a dimension; of an unbind, all of them go somewhere."""
-    edge = _only(node)
-    sizes = _size(edge)
-    dim = saved_dim(node, "dim", len(sizes))
-    tag = PICKED if operation(node) == "Select" else SHARED
-    return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
-
-
-def _reordered(dim: Dim, by: tuple[str, object]) -> Dim:
-    return tuple((size, tag.reordered(by) if isinstance(tag, Axis) else tag) for size, tag in dim)
-
-
-def _tag(dim: Dim) -> Tag:
-    return dim[0][1] if dim else PICKED
-
-
-def index(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
-    edge, name = _only(node), operation(node)
-    sizes = _size(edge)
-    indices = saved(node, "indices") if getattr(node, "_raw_saved_indices", None) is not None else None
-    chosen = [(d, i) for d, i in enumerate(indices or ()) if i is not None]
-    places = [d for d, _ in chosen]
-    if not chosen or places != list(range(places[0], places[0] + len(places))):
-        return everything(node, 0, layout)
-    first, tensor = chosen[0]
-    covers = tensor.dim() if tensor.dtype.is_floating_point is False and str(tensor.dtype) == "torch.bool" else 1
-    if covers == 1 and tensor.dim() != 1:
-        return everything(node, 0, layout)
-    rows = layout[first]
-    taken = 1
-    for n, _ in rows:
-        taken *= n
-    covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
-    if taken > covered:  # some rows were taken twice
-        return everything(node, 0, layout)
-    head: Dim = _reordered(((sizes[first], _tag(rows)),), (name, tensor.data_ptr()))
-    picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
-    return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
-
-
-def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Rows chosen by numbers along one dimension."""
-    edge, name = _only(node), operation(node)
-    sizes = _size(edge)
-    dim = saved_dim(node, "dim", len(sizes))
-    by = saved_tensor(node, "index")
-    if by is None or by.numel() > sizes[dim]:
-        return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :]))]
-    rows = _reordered(((sizes[dim], _tag(layout[dim])),), (name, by.data_ptr()))
-    return [(edge, (*layout[:dim], rows, *layout[dim + 1 :]))]
-
-
-def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Elements chosen by a mask, outermost dimension first."""
-    edge = _only(node)
-    sizes = _size(edge)
-    mask = saved_tensor(node, "mask")
-    by = (operation(node), mask.data_ptr() if mask is not None else None)
-    rows = _reordered(((sizes[0], _tag(layout[0])),), by)
-    return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
-
-
-def cat(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Concatenation: along its dimension each input holds some of the rows."""
-    dim = saved_dim(node, "dim", len(layout))
-    return [
-        (edge, (*layout[:dim], ((_size(edge)[dim], _tag(layout[dim])),), *layout[dim + 1 :]))
-        for edge in edges(node)
-        if edge[0] is not None and len(_size(edge)) == len(layout)
-    ]
-
-
-def stack(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Stacking: the new dimension goes."""
-    dim = saved_dim(node, "dim", len(layout))
-    return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
-
-
-def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:
-    """The diagonal pairs each row with the column of its number."""
-    edge = _only(node)
-    sizes = _size(edge)
-    dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
-    rest = iter(layout[:-1])
-    tag = _tag(layout[-1]) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
-    return [(edge, tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes)))]
 
 
 def matmul(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -299,7 +165,7 @@ def matmul(node: Node, _output: int, layout: Layout) -> Inputs:
     left, right = MATMULS[name]
     result: Inputs = []
     for place, edge in enumerate(edges(node)):
-        sizes = _size(edge)
+        sizes = size_of(edge)
         if edge[0] is None:
             result.append((edge, ()))
         elif place == left:
@@ -330,8 +196,8 @@ def outer(node: Node, _output: int, layout: Layout) -> Inputs:
 
 def nll(node: Node, _output: int, layout: Layout) -> Inputs:
     """Pick each row's target: samples stay, classes are mixed."""
-    edge, name = _only(node), operation(node)
-    sizes = _size(edge)
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
     if saved(node, "reduction") != NONE:
         return everything(node, 0, layout)
     if len(sizes) == 1:
@@ -343,14 +209,14 @@ def per_sample(node: Node, _output: int, layout: Layout) -> Inputs:
     """Multi-class margins: one value a row, from the whole row."""
     if saved(node, "reduction") != NONE:
         return everything(node, 0, layout)
-    edge, name = _only(node), operation(node)
-    return [(edge, (*layout[:1], *(((size, name),) for size in _size(edge)[1:])))]
+    edge, name = only_input(node), operation(node)
+    return [(edge, (*layout[:1], *(((size, name),) for size in size_of(edge)[1:])))]
 
 
 def ctc(node: Node, _output: int, layout: Layout) -> Inputs:
     """One value a sequence, from log-probabilities of shape (time, batch, classes)."""
-    edge, name = _only(node), operation(node)
-    sizes = _size(edge)
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
     if len(sizes) != len(("time", "batch", "classes")) or not layout:
         return everything(node, 0, layout)
     # Time comes first here, and is known not to hold samples: these lie behind it.
@@ -361,10 +227,10 @@ def convolution(node: Node, _output: int, layout: Layout) -> Inputs:
     """Samples stay; channels and positions are mixed."""
     name = operation(node)
     first, *rest = edges(node)
-    sizes = _size(first)
+    sizes = size_of(first)
     return [
         (first, (*layout[:1], *(((size, name),) for size in sizes[1:]))),
-        *((e, mixed(_size(e), name)) for e in rest),
+        *((e, mixed(size_of(e), name)) for e in rest),
     ]
 
 
@@ -372,13 +238,13 @@ def flip(node: Node, _output: int, layout: Layout) -> Inputs:
     """Rows in another order."""
     name, rank = operation(node), len(layout)
     dims = {(d - (1 << 64) if d >= 1 << 63 else d) % rank for d in saved(node, "dims") or range(rank)}
-    return [(_only(node), tuple(((shape(node)[d], name),) if d in dims else dim for d, dim in enumerate(layout)))]
+    return [(only_input(node), tuple(((shape(node)[d], name),) if d in dims else dim for d, dim in enumerate(layout)))]
 
 
 def pad(node: Node, _output: int, layout: Layout) -> Inputs:
     """Padded dimensions no longer line up."""
-    edge, name = _only(node), operation(node)
-    sizes = _size(edge)
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
     return [
         (edge, tuple(((n, name),) if n != m else dim for n, m, dim in zip(sizes, shape(node), layout, strict=True)))
     ]
@@ -386,8 +252,8 @@ def pad(node: Node, _output: int, layout: Layout) -> Inputs:
 
 def unfold(node: Node, _output: int, layout: Layout) -> Inputs:
     """Windows over one dimension, put last: that dimension is mixed."""
-    edge, name = _only(node), operation(node)
-    sizes = _size(edge)
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
     dim = saved_dim(node, "dimension", len(sizes))
     return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 : -1]))]
 
@@ -417,4 +283,4 @@ def batch_norm(node: Node, _output: int, layout: Layout) -> Inputs:
 def _normalised(node: Node, layout: Layout, kept: int, name: str) -> Inputs:
     first, *rest = edges(node)
     inner = tuple(((size, name),) for size in shape(node)[kept:])
-    return [(first, (*layout[:kept], *inner)), *((edge, mixed(_size(edge), name)) for edge in rest)]
+    return [(first, (*layout[:kept], *inner)), *((edge, mixed(size_of(edge), name)) for edge in rest)]

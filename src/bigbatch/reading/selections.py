@@ -1,0 +1,142 @@
+"""What choosing rows does to samples: slices, chunks, positions, masks, indices; and putting rows together."""
+
+from torch.autograd.graph import Node
+
+from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_tensor, shape
+from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag
+from bigbatch.reading.rules import Inputs, everything, only_input, size_of
+
+
+def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
+    """Give the layout of a tensor of which an even share along `dim` was taken."""
+    part = layout[dim]
+    took = 1
+    for n, _ in part:
+        took *= n
+    if took == size:
+        return layout
+    if took == 0 or size % took:
+        return (*layout[:dim], ((size, name),), *layout[dim + 1 :])
+    share = (size // took, SHARED)
+    return (*layout[:dim], (share, *part) if outer else (*part, share), *layout[dim + 1 :])
+
+
+def take_slice(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Even shares (`rewards[:n]`, `rewards[n:]`, `x[::2]`) stay apart; other cuts move rows past each other."""
+    edge = only_input(node)
+    sizes = size_of(edge)
+    dim = saved_dim(node, "dim", len(sizes))
+    size, took = sizes[dim], shape(node, 0)[dim]
+    start, step = saved(node, "start") or 0, saved(node, "step") or 1
+    start = start - (1 << 64) if start >= 1 << 63 else start
+    start = max(start + size, 0) if start < 0 else start
+    even = took and (start % took == 0 if step == 1 else start < step and took * step == size)
+    if took == size or even:
+        return [(edge, _chunk(layout, dim, size, operation(node), outer=step == 1))]
+    return [(edge, (*layout[:dim], ((size, operation(node)),), *layout[dim + 1 :]))]
+
+
+def split(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Equal chunks stay apart; unequal ones move rows past each other."""
+    edge = only_input(node)
+    sizes = size_of(edge)
+    dim = saved_dim(node, "dim", len(sizes))
+    took = {shape(node, n)[dim] for n in range(_results(node))}
+    if len(took) == 1:
+        return [(edge, _chunk(layout, dim, sizes[dim], operation(node)))]
+    return [(edge, (*layout[:dim], ((sizes[dim], operation(node)),), *layout[dim + 1 :]))]
+
+
+def _results(node: Node) -> int:
+    metadata: object = getattr(node, "_input_metadata", ())
+    return len(metadata) if isinstance(metadata, list | tuple) else 1
+
+
+def select(node: Node, _output: int, layout: Layout) -> Inputs:
+    """One position along a dimension; of an unbind, all of them go somewhere."""
+    edge = only_input(node)
+    sizes = size_of(edge)
+    dim = saved_dim(node, "dim", len(sizes))
+    tag = PICKED if operation(node) == "Select" else SHARED
+    return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
+
+
+def _reordered(dim: Dim, by: tuple[str, object]) -> Dim:
+    return tuple((size, tag.reordered(by) if isinstance(tag, Axis) else tag) for size, tag in dim)
+
+
+def _tag(dim: Dim) -> Tag:
+    return dim[0][1] if dim else PICKED
+
+
+def index(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
+    indices = saved(node, "indices") if getattr(node, "_raw_saved_indices", None) is not None else None
+    chosen = [(d, i) for d, i in enumerate(indices or ()) if i is not None]
+    places = [d for d, _ in chosen]
+    if not chosen or places != list(range(places[0], places[0] + len(places))):
+        return everything(node, 0, layout)
+    first, tensor = chosen[0]
+    covers = tensor.dim() if tensor.dtype.is_floating_point is False and str(tensor.dtype) == "torch.bool" else 1
+    if covers == 1 and tensor.dim() != 1:
+        return everything(node, 0, layout)
+    rows = layout[first]
+    taken = 1
+    for n, _ in rows:
+        taken *= n
+    covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
+    if taken > covered:  # some rows were taken twice
+        return everything(node, 0, layout)
+    head: Dim = _reordered(((sizes[first], _tag(rows)),), (name, tensor.data_ptr()))
+    picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
+    return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
+
+
+def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Rows chosen by numbers along one dimension."""
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
+    dim = saved_dim(node, "dim", len(sizes))
+    by = saved_tensor(node, "index")
+    if by is None or by.numel() > sizes[dim]:
+        return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :]))]
+    rows = _reordered(((sizes[dim], _tag(layout[dim])),), (name, by.data_ptr()))
+    return [(edge, (*layout[:dim], rows, *layout[dim + 1 :]))]
+
+
+def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Elements chosen by a mask, outermost dimension first."""
+    edge = only_input(node)
+    sizes = size_of(edge)
+    mask = saved_tensor(node, "mask")
+    by = (operation(node), mask.data_ptr() if mask is not None else None)
+    rows = _reordered(((sizes[0], _tag(layout[0])),), by)
+    return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
+
+
+def cat(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Concatenation: along its dimension each input holds some of the rows."""
+    dim = saved_dim(node, "dim", len(layout))
+    return [
+        (edge, (*layout[:dim], ((size_of(edge)[dim], _tag(layout[dim])),), *layout[dim + 1 :]))
+        for edge in edges(node)
+        if edge[0] is not None and len(size_of(edge)) == len(layout)
+    ]
+
+
+def stack(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Stacking: the new dimension goes."""
+    dim = saved_dim(node, "dim", len(layout))
+    return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
+
+
+def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:
+    """The diagonal pairs each row with the column of its number."""
+    edge = only_input(node)
+    sizes = size_of(edge)
+    dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
+    rest = iter(layout[:-1])
+    tag = _tag(layout[-1]) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
+    return [(edge, tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes)))]
