@@ -1,7 +1,7 @@
 """Micro-batches come in, updates come out."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -95,12 +95,6 @@ class Accumulator:
             micro_batch_norm=batch_norm == "micro",
         )
         self._reader = Reader(surroundings)
-        self._listener = Listener(
-            opening=self._refuse_open_window,
-            announce=self._announce,
-            exhausted=self.flush,  # where the last batch made no backward: what came before must not be lost
-            remaining=lambda: self.remaining,
-        )
         self._batch_norms: list[tuple[str, BatchNorm]] = []  # looked up when a window opens
         self._window: Window | None = None
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
@@ -137,7 +131,13 @@ class Accumulator:
         It looks one batch ahead (a window ahead with `counts=`) and forwards `len`.
         """
         self._refuse_open_window()
-        return Over(loader, self._listener, self._counts)
+        listener = Listener(
+            opening=self._open,
+            announce=self._announce,
+            exhausted=self.flush,  # where the last batch made no backward: what came before must not be lost
+            remaining=lambda: self.remaining,
+        )
+        return Over(loader, listener, self._counts)
 
     def backward(self, loss: Tensor, count: GivenCount | None = None) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
@@ -154,7 +154,12 @@ class Accumulator:
             self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
         if self._only_own is None:
             self._only_own = not checks.reentrant_checkpoint(loss)
-        self._window.add(loss, terms, only_own=self._only_own)
+        try:
+            self._window.add(loss, terms, only_own=self._only_own)
+        except BaseException:
+            if self._window.untouched:  # the first loss was refused: there is no window yet
+                self.discard()
+            raise
         if self._last or self._window.micro_batches >= self._steps:
             return self.flush()
         return None
@@ -163,11 +168,8 @@ class Accumulator:
         """End the window early and make its update; None where no window is open."""
         if self._window is None:
             return None
-        if not self._window.micro_batches:
-            self.discard()
-            return None
         update = self._window.close()
-        self._window, self._resumed = None, False
+        self._window, self._resumed, self._last = None, False, False
         return update
 
     def discard(self) -> None:
@@ -197,9 +199,9 @@ class Accumulator:
         window = None if self._window is None else self._window.state_dict()
         return {"version": STATE_VERSION, "steps": self._steps, "window": window}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with a saved window. Load the model and the optimizer first, then give `over` the remaining batches."""
-        if not {"version", "steps", "window"} <= state.keys():
+        if not isinstance(state, dict) or not {"version", "steps", "window"} <= state.keys():
             msg = "this is not the state_dict() of an Accumulator: it should hold version, steps and window"
             raise StateError(msg)
         if state["version"] != STATE_VERSION:
@@ -208,6 +210,9 @@ class Accumulator:
         self.discard()
         self._steps = checks.steps(state["steps"])
         if state["window"] is not None:
+            if not isinstance(state["window"], dict):
+                msg = f"the window of this state_dict is a {type(state['window']).__name__}, not a dict"
+                raise StateError(msg)
             window = Window(self._stepper, self._steps, self._gradient_dtype)
             try:
                 window.load_state_dict(state["window"])
@@ -242,6 +247,11 @@ class Accumulator:
             "Make its update with accumulator.flush(), or drop it with accumulator.discard(); then go on."
         )
         raise WindowOpen(msg)
+
+    def _open(self) -> None:
+        """Begin an `over`; a window that was loaded is gone on with, once."""
+        self._refuse_open_window()
+        self._resumed = False
 
     def _announce(self, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - called by Over alone
         """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""

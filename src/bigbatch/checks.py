@@ -16,6 +16,9 @@ from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.reading.graph import edges, operation, saved_number, saved_tensor
 from bigbatch.reading.terms import Term
 
+_LINEAR = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
+_TERMS_LOOKED_AT = 64
+
 
 def models(model: object) -> tuple[nn.Module, ...]:
     """Accept one module or several."""
@@ -163,11 +166,19 @@ def loss(value: object, grad_scaler: GradScaler | None) -> None:
 
 
 def _is_scaled(value: Tensor, grad_scaler: GradScaler) -> bool:
-    node, scale = value.grad_fn, getattr(grad_scaler, "_scale", None)
-    if node is None or scale is None or operation(node) != "Mul":
-        return False
-    factors = (saved_tensor(node, "other"), saved_tensor(node, "self"))
-    return any(factor is not None and factor.data_ptr() == scale.data_ptr() for factor in factors)
+    """Look for the scaler's own tensor among the factors of the loss and of its terms."""
+    scale = getattr(grad_scaler, "_scale", None)
+    stack, looked = [value.grad_fn], 0
+    while stack and scale is not None and looked < _TERMS_LOOKED_AT:
+        node = stack.pop()
+        if node is None or operation(node) not in _LINEAR:
+            continue
+        looked += 1
+        factors = (saved_tensor(node, "other"), saved_tensor(node, "self")) if operation(node) == "Mul" else ()
+        if any(factor is not None and factor.data_ptr() == scale.data_ptr() for factor in factors):
+            return True
+        stack.extend(below for below, _ in edges(node))
+    return False
 
 
 def looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
@@ -199,9 +210,10 @@ def batch_norms(modules: Sequence[nn.Module]) -> list[tuple[str, BatchNorm]]:
 def batch_norms_rest(layers: Sequence[tuple[str, BatchNorm]]) -> None:
     """Refuse BatchNorm in training mode: it would normalise by the micro-batch."""
     for name, module in layers:
-        if module.training:
+        if module.training or module.running_mean is None:
+            why = "is in training mode" if module.training else "keeps no running statistics"
             msg = (
-                f"{type(module).__name__} '{name}' is in training mode: it normalises each micro-batch by its own mean "
+                f"{type(module).__name__} '{name}' {why}: it normalises each micro-batch by its own mean "
                 "and variance, not the big batch's, so the gradients differ, by 18 to 120 % where we measured.\n"
                 "Either freeze it (module.eval()), or use GroupNorm or LayerNorm, or accept the difference:\n"
                 '    Accumulator(..., batch_norm="micro")'

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bigbatch.errors import WindowDisturbed
+from bigbatch.errors import StateError, WindowDisturbed
 from bigbatch.reading.counts import LOW_PRECISION, Count
 
 
@@ -33,7 +33,9 @@ class Gradients:
         self._narrow = self._wide  # those whose gradient has not been widened yet
         for p in self._wide:
             p.grad_dtype = None  # lets a bf16 parameter hold a float32 gradient, until `release`
-        self._versions: list[int | None] = [None] * len(self.parameters)
+        # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
+        self._held: list[Tensor | None] = [None] * len(self.parameters)
+        self._versions: list[int] = [0] * len(self.parameters)
 
     def remember(self) -> None:
         """Take note of every gradient after our own backward, widening those of low precision that are new."""
@@ -45,11 +47,12 @@ class Gradients:
                 else:
                     p.grad = p.grad.to(self._dtype)
             self._narrow = waiting
-        self._versions = self._look()
+        self._hold()
 
     def check(self) -> None:
         """Raise where a gradient is not as we left it."""
-        if self._look() == self._versions:
+        left = zip(self.parameters, self._held, self._versions, strict=True)
+        if all(p.grad is g and (g is None or g._version == version) for p, g, version in left):  # noqa: SLF001
             return
         zeroed = sum(
             p.grad is None and seen is not None for p, seen in zip(self.parameters, self._versions, strict=True)
@@ -63,8 +66,9 @@ class Gradients:
         )
         raise WindowDisturbed(msg)
 
-    def _look(self) -> list[int | None]:
-        return [None if (g := p.grad) is None else id(g) + g._version for p in self.parameters]  # noqa: SLF001
+    def _hold(self) -> None:
+        self._held = [p.grad for p in self.parameters]
+        self._versions = [0 if g is None else g._version for g in self._held]  # noqa: SLF001 - torch's own counter
 
     def scale(self, factor: Count) -> None:
         """Multiply all gradients."""
@@ -115,17 +119,38 @@ class Gradients:
             p.grad = None
         for p in self._wide:
             p.grad_dtype = p.dtype
+        self._hold()
 
     def snapshot(self) -> list[Tensor | None]:
         """Return copies of the gradients, for a checkpoint."""
         return [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
 
-    def restore(self, saved: Iterable[Tensor | None]) -> None:
+    def restore(self, saved: Iterable[object]) -> None:
         """Put gradients back that `snapshot` returned."""
-        for p, gradient in zip(self.parameters, saved, strict=True):
-            p.grad = None if gradient is None else gradient.to(p.device, copy=True)
-        self._narrow = [p for p in self._wide if p.grad is None]
-        self._versions = self._look()
+        gradients = list(saved)
+        if len(gradients) != len(self.parameters):
+            msg = (
+                f"this window was saved with {len(gradients)} trainable parameters, and the optimizer has "
+                f"{len(self.parameters)} now. Load it into the same model and optimizer."
+            )
+            raise StateError(msg)
+        for number, (p, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            if gradient is not None and (not isinstance(gradient, Tensor) or gradient.shape != p.shape):
+                found = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+                msg = f"gradient {number} of this window is {found}, and its parameter has shape {tuple(p.shape)}"
+                raise StateError(msg)
+            wide = self._dtype if p.dtype in LOW_PRECISION else None
+            allowed = (p.dtype, wide or p.dtype)
+            if isinstance(gradient, Tensor) and gradient.dtype not in allowed:
+                msg = (
+                    f"gradient {number} of this window is {gradient.dtype}, and its parameter {p.dtype} adds up in "
+                    f"{allowed[-1]}. Use the gradient_dtype it was saved with."
+                )
+                raise StateError(msg)
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            p.grad = gradient.to(p.device, copy=True) if isinstance(gradient, Tensor) else None
+        self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self._dtype]
+        self._hold()
 
 
 def all_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:

@@ -22,6 +22,7 @@ from bigbatch.reading.counts import Count
 from bigbatch.reading.terms import Term
 
 _RATIO_TOLERANCE = 1e-12
+_COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 _PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
 
 
@@ -53,6 +54,7 @@ class Ledger:
     reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
     factors: list[tuple[float | None, ...]] | None = None  # constants of the window's first micro-batch
     in_ratio: Tensor | None = None  # on a device: whether several counts have kept their ratio so far
+    came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
     pending: list[tuple[Tensor, Count]] = field(default_factory=list)  # losses on a device, with their counts
 
     def weigh(self, terms: list[Term]) -> Weights:
@@ -78,6 +80,10 @@ class Ledger:
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
         data = _over_data(terms)
+        if self.factors is None and data:
+            self.factors = [term.factors for term in data]
+        if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
+            self.reference = [term.count for term in data]
         value: Count = loss.item() if loss.is_cpu else loss.detach().reshape(())
         if self.totals is None and data and data[0].kind == "mean":
             self.kind = "mean"
@@ -91,7 +97,13 @@ class Ledger:
                 if count:
                     self.loss += value * count
         else:
-            self.kind = "known" if self.totals is not None else self.kind or ("sum" if data else "")
+            if self.totals is not None:
+                self.kind = "known"
+                counts = [term.count if term.kind == "mean" else 0.0 for term in data]
+                self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
+            else:
+                self.kind = self.kind or ("sum" if data else "")
+                self.total = 1.0
             self._enter_parts(terms, weights, value, factors)
         self.micro_batches += 1
 
@@ -122,18 +134,38 @@ class Ledger:
         for term in terms:
             if term.node not in of or term.node is None:
                 continue
+            weight = of[term.node]
             if term.value is None:
-                unknown, rest_weight = unknown + 1, of[term.node]
-                continue
-            part = factors[term.node] * term.value
-            amount: Count = part.item() if part.is_cpu else part.double()
-            rest = rest - amount
-            self.loss = self.loss + amount * of[term.node]
+                unknown, rest_weight = unknown + 1, weight
+            else:
+                part = factors[term.node] * term.value
+                amount: Count = part.item() if part.is_cpu else part.double()
+                rest = rest - amount
+                if not _is_zero(weight):  # nothing counted: its value may be NaN
+                    self.loss = self.loss + amount * weight
         whole = any(term.node not in of for term in terms)
         if unknown + whole > 1 and any(isinstance(weight, Tensor) or weight != 1.0 for weight in of.values()):
             self.loss_known = False
-        if unknown or whole:
+        if (unknown or whole) and not _is_zero(rest_weight):
             self.loss = self.loss + rest * rest_weight
+
+    def counted_anything(self) -> bool:
+        """Whether anything was counted; asking of a device waits for it."""
+        if self.kind == "mean":
+            return bool(self.total > 0)
+        return self.totals is None or any(bool(total > 0) for total in self.totals)
+
+    def refuse_other_totals(self) -> None:
+        """Raise where the counts that came are not those that were counted in advance."""
+        for came, total in zip(self.came, self.totals or (), strict=True):
+            if isinstance(came, Tensor) or isinstance(total, Tensor):
+                continue
+            if abs(came - total) > _COUNT_TOLERANCE * max(came, total) and came:
+                raise SeveralCounts(
+                    f"counts= came to {total:g} for this window, and its losses to {came:g}: a batch was passed over "
+                    "or never came, or the function counts something else than the loss. Nothing was stepped.\n"
+                    "Drop the window with accumulator.discard(); leave batches out before accumulator.over(loader)."
+                )
 
     def correction(self) -> Count:
         """Return what the summed gradient is to be multiplied with."""
@@ -173,22 +205,17 @@ class Ledger:
     def _keep_factors(self, data: list[Term]) -> None:
         """A constant factor is constant: one that changes with the micro-batch may be a count in disguise."""
         now = [term.factors for term in data]
-        if self.factors is None or len(self.factors) != len(now):
-            self.factors = now
-        elif now != self.factors:
+        if self.factors is not None and len(now) == len(self.factors) and now != self.factors:
             before, term = next((b, t) for b, t in zip(self.factors, data, strict=True) if t.factors != b)
             raise refusals.changing_factor(term.name, _shown(before), _shown(term.factors))
 
     def _keep_ratio(self, data: list[Term], terms: list[Term]) -> None:
         """Several counts in constant ratio are as good as one."""
         if len(data) == 1 and len(self.reference) <= 1:
-            self.reference = self.reference or [data[0].count]
             return
         counts = [term.count for term in data]
         if not self.reference:
-            if isinstance(counts[0], Tensor) or counts[0]:
-                self.reference = counts
-            elif any(counts):
+            if not isinstance(counts[0], Tensor) and not counts[0] and any(counts):
                 raise SeveralCounts(several(terms, "counts not in constant ratio"))
             return
         if len(counts) != len(self.reference):
@@ -232,6 +259,10 @@ class Ledger:
 
 def _over_data(terms: list[Term]) -> list[Term]:
     return terms if len(terms) == 1 and terms[0].kind != "once" else [t for t in terms if t.kind != "once"]
+
+
+def _is_zero(weight: Count) -> bool:
+    return isinstance(weight, float) and weight == 0.0
 
 
 def _ratio(count: Count, total: Count) -> Count:

@@ -30,6 +30,12 @@ class Over(Generic[Batch]):
 
     def __init__(self, loader: Iterable[Batch], listener: Listener, counts: Callable[[Any], Any] | None) -> None:
         """Wrap a loader; nothing is read from it yet."""
+        if counts is not None and isinstance(loader, Over):
+            msg = (
+                "an accumulator with counts= looks a window ahead, and would take the other's batches too early.\n"
+                "Put it inside:  other.over(this.over(loader))"
+            )
+            raise ConfigurationError(msg)
         self._loader, self._listener, self._counts = loader, listener, counts
         self.last = False  # whether the batch given out last is the loader's last
 

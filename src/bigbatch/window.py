@@ -48,6 +48,11 @@ class Window:
         """How many micro-batches have been added."""
         return self._ledger.micro_batches
 
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has been added, not even in part."""
+        return not self._ledger.micro_batches and self._broken is None
+
     def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
         """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
         self.check()
@@ -89,6 +94,7 @@ class Window:
         ledger = self._ledger
         ledger.fold()
         self._refuse_lost_ratio()
+        ledger.refuse_other_totals()
         loss = ledger.big_loss()
         norm: Tensor | None = None
         skipped: bool | Tensor = True
@@ -118,6 +124,9 @@ class Window:
         """Return what to start the backward with: the weight, times the loss scale where there is one."""
         if loss.dtype in LOW_PRECISION:
             weight = self._low_precision(weight)
+        elif isinstance(self._residual, Tensor) or self._residual != 1.0:  # a low-precision loss came before
+            self._gradients.scale(self._residual)
+            self._residual = 1.0
         plain = isinstance(weight, float) and self._stepper.scaler is None and not loss.dim()
         key = (weight, loss.dtype, loss.device)
         if plain and self._stepper.start is not None and self._stepper.start[0] == key:
@@ -150,11 +159,9 @@ class Window:
 
     def _counted_anything(self) -> bool:
         """Whether anything was counted; an empty window makes no update."""
-        if self._ledger.kind != "mean":
+        if self._ledger.kind == "mean" and self._first_count is not None and self._stepper.arrival.read() > 0:
             return True
-        if self._first_count is not None and self._stepper.arrival.read() > 0:
-            return True
-        return bool(self._ledger.total > 0)
+        return self._ledger.counted_anything()
 
     def _refuse_lost_ratio(self) -> None:
         """On a device, whether several counts kept their ratio is only known now: one wait, before the step."""
@@ -175,29 +182,38 @@ class Window:
         ledger.fold()
         return {
             "gradients": self._gradients.snapshot(),
-            "residual": self._residual,
+            "residual": _copied(self._residual),
+            "double": self._loss_dtype == torch.float64,
             "totals": None if ledger.totals is None else list(ledger.totals),
             **{name: _copied(getattr(ledger, name)) for name in _LEDGER},
-            "reference": list(ledger.reference),
+            **{name: _listed(getattr(ledger, name)) for name in _LISTS},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a window was saved."""
-        if len(state["gradients"]) != len(self._gradients.parameters):
-            msg = (
-                f"this window was saved with {len(state['gradients'])} trainable parameters, and the optimizer has "
-                f"{len(self._gradients.parameters)} now. Load it into the same model and optimizer."
-            )
+        missing = {"gradients", "residual", "double", "totals", *_LEDGER, *_LISTS} - state.keys()
+        if missing:
+            msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
             raise StateError(msg)
         self._gradients.restore(state["gradients"])
-        self._residual = state["residual"]
-        for name in (*_LEDGER, "reference"):
+        self._residual = _copied(state["residual"])
+        self._loss_dtype = torch.float64 if state["double"] else torch.float32
+        for name in _LEDGER:
             setattr(self._ledger, name, _copied(state[name]))
+        for name in _LISTS:
+            setattr(self._ledger, name, _listed(state[name]))
         self._ledger.totals = None if state["totals"] is None else tuple(state["totals"])
 
 
-def _copied(value: object) -> object:
+def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _listed(values: list[Any] | None) -> list[Any] | None:
+    return None if values is None else [_copied(value) for value in values]
+
+
+_LISTS = ("reference", "factors", "came")
 
 
 _LEDGER = ("micro_batches", "provisional", "total", "loss", "loss_known", "kind", "in_ratio")
