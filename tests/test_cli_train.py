@@ -140,7 +140,6 @@ def test_help_lists_what_there_is() -> None:
     assert [line.split()[0] for line in result.stdout.split("Commands:\n")[1].splitlines()] == ["train"]
 
 
-@pytest.mark.xfail(reason="bigbatch/__init__.py imports the public names, and torch with them, at once")
 def test_help_does_not_load_torch() -> None:
     """A fresh interpreter answers without it."""
     script = "import sys; from bigbatch.cli import app; app(['--help'], standalone_mode=False)"

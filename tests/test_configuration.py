@@ -158,7 +158,6 @@ def test_frozen_batch_norm_is_exact() -> None:
     assert distance(weights(model), weights(twin)) <= 1e-12
 
 
-@pytest.mark.xfail(strict=True, reason="without running statistics it normalises by the batch in evaluation mode, too")
 def test_batch_norm_without_running_statistics_is_refused_in_any_mode() -> None:
     """`track_running_stats=False` knows no other mean than the batch's."""
     model = seeded(lambda: Residual(nn.BatchNorm1d(5, track_running_stats=False)))().eval()

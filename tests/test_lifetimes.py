@@ -155,7 +155,6 @@ def test_nothing_grows_with_the_windows(ragged: bool) -> None:
     assert len(training.accumulator._reader._readings) <= 8
 
 
-@pytest.mark.xfail(strict=True, reason="the accumulator's listener holds its own methods: a cycle")
 def test_an_accumulator_is_let_go_of_at_once() -> None:
     """Model and optimizer state are too large to wait for the garbage collector."""
     training = Training(steps=2)

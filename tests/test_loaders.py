@@ -126,7 +126,6 @@ def test_a_loop_without_over() -> None:
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-@pytest.mark.xfail(strict=True, reason="the mark of a last batch stays until the iterator is dropped")
 def test_a_window_after_an_iterator_that_is_still_held() -> None:
     """Taking batches by `next` up to the last one does not shorten the windows after it."""
     training = Training(steps=3)

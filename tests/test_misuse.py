@@ -80,7 +80,6 @@ def test_gradients_changed_by_hand_are_noticed(how: str, noticed: str) -> None:
     training.assert_big_batches(BATCHES[2:4])
 
 
-@pytest.mark.xfail(strict=True, reason="a gradient is known by its address, which a new one may get")
 def test_a_gradient_in_the_place_of_the_old_one_is_noticed() -> None:
     """Cleared and made anew by hand, a gradient may lie where the window's own lay."""
     batch = {"x": BATCHES[0]["x"][:, :1]}
@@ -184,7 +183,6 @@ def test_a_backward_that_fails_breaks_the_window(place: int) -> None:
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-@pytest.mark.xfail(strict=True, reason="flush drops a window whose first backward failed, without a word")
 def test_flush_of_a_window_whose_first_backward_failed() -> None:
     """Silence would pass for an update."""
     training = Training(steps=3, case=PLAIN)

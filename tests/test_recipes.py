@@ -61,7 +61,6 @@ def test_an_accumulated_update_needs_less_memory_than_the_true_batch(textbook: C
     assert compare(TEXTBOOK, seeds=1, epochs=1).true.peak_bytes == textbook.true.peak_bytes
 
 
-@pytest.mark.xfail(reason="over.py: `batch` in _look_ahead keeps an epoch's first micro-batch alive to its end")
 def test_accumulating_holds_one_micro_batch_more_than_a_hand_loop(textbook: Comparison) -> None:
     """The one that `over` has looked ahead to: 16 samples of 10 features and a label, 8 bytes each."""
     assert textbook.accumulated.peak_bytes <= textbook.small.peak_bytes + 16 * (10 + 1) * 8

@@ -100,7 +100,6 @@ def test_a_refusal_leaves_the_window_as_it_was(name: str, place: int) -> None:
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-@pytest.mark.xfail(strict=True, reason="the constant factors of a refused first loss are kept as the window's")
 def test_a_refused_first_loss_does_not_fix_the_factors() -> None:
     """Two terms that were refused, put right with other factors."""
     training = Training(steps=2, case=PLAIN)
@@ -110,7 +109,6 @@ def test_a_refused_first_loss_does_not_fix_the_factors() -> None:
     training.accumulator.backward(F.mse_loss(out, BATCHES[0]["value"]) + 0.1 * out.abs().mean())
 
 
-@pytest.mark.xfail(strict=True, reason="a window without a micro-batch is taken for one left open")
 @pytest.mark.parametrize("then", ["over", "steps"])
 def test_a_refused_first_loss_leaves_no_window_open(then: str) -> None:
     """A cell that failed is mended and run again: there is nothing to flush or discard."""

@@ -49,7 +49,6 @@ def test_the_loss_is_the_big_batchs(case: Loss) -> None:
     assert case is SUMMED or update.count == pytest.approx(true.counts[0])
 
 
-@pytest.mark.xfail(strict=True, reason="the count of a sum is reported as 0, not as the documented 1")
 def test_the_count_of_a_sum_is_1() -> None:
     """A sum is averaged over nothing."""
     assert one_window(Training(steps=7, case=SUMMED), BATCHES).count == 1
