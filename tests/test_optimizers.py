@@ -79,15 +79,17 @@ def masked_single(model: Any, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_optimizer_in_float32(name: str, clip_norm: float | None) -> None:
     """Clip and correction go to the kernel as `grad_scale`, and nothing of that stays on the optimizer."""
-    _, (optimizer,) = assert_exact(
-        single(mlp()),
-        lambda m: [FUSED[name](m.parameters())],
-        masked_single,
-        BATCHES,
-        clip_norm=clip_norm,
-        tolerance=2e-6,
-    )
+    handed: list[bool] = []
+
+    def watched(model: Any) -> list[Optimizer]:
+        optimizer = FUSED[name](model.parameters())
+        optimizer.register_step_pre_hook(lambda o, _args, _kwargs: handed.append("grad_scale" in vars(o)))
+        return [optimizer]
+
+    _, (optimizer,) = assert_exact(single(mlp()), watched, masked_single, BATCHES, clip_norm=clip_norm, tolerance=2e-6)
     assert not {"grad_scale", "found_inf"} & vars(optimizer).keys()
+    assert any(handed)
+    assert not all(handed)  # the twin's never is
 
 
 def test_a_fused_optimizer_beside_a_plain_one() -> None:

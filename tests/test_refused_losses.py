@@ -1,5 +1,6 @@
 """Losses that are none, that are refused in mid-window, or that look divided by `steps`."""
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -145,12 +146,14 @@ DIVIDED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("how", DIVIDED)
-def test_a_loss_divided_by_steps_is_warned_of_once(how: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_loss_divided_by_steps_is_warned_of_once(how: str) -> None:
     """The textbook's division, left in: the warning points to the line and says what it comes to."""
     training = Training(steps=4, case=PLAIN)
-    for batch in training.accumulator.over(BATCHES):
-        training.accumulator.backward(DIVIDED[how](PLAIN.loss(training.model, batch)))
-    (warning,) = recwarn.list
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in training.accumulator.over(BATCHES):
+            training.accumulator.backward(DIVIDED[how](PLAIN.loss(training.model, batch)))
+    (warning,) = caught
     assert "looks divided by steps (4) already" in str(warning.message)
     assert "4 times too small. Pass the undivided loss." in str(warning.message)
     assert warning.filename == __file__
