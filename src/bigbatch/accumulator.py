@@ -161,14 +161,17 @@ class Accumulator:
                 self.discard()
             raise
         if self._last or self._window.micro_batches >= self._steps:
-            return self.flush()
+            return self._close(self._window, checked=True)
         return None
 
     def flush(self) -> Update | None:
         """End the window early and make its update; None where no window is open."""
         if self._window is None:
             return None
-        update = self._window.close()
+        return self._close(self._window)
+
+    def _close(self, window: Window, *, checked: bool = False) -> Update:
+        update = window.close(checked=checked)
         self._window, self._resumed, self._last = None, False, False
         return update
 

@@ -51,8 +51,10 @@ class Gradients:
 
     def check(self) -> None:
         """Raise where a gradient is not as we left it."""
-        left = zip(self.parameters, self._held, self._versions, strict=True)
-        if all(p.grad is g and (g is None or g._version == version) for p, g, version in left):  # noqa: SLF001
+        for p, g, version in zip(self.parameters, self._held, self._versions, strict=True):
+            if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
+                break
+        else:
             return
         zeroed = sum(
             p.grad is None and seen is not None for p, seen in zip(self.parameters, self._versions, strict=True)

@@ -23,7 +23,7 @@ from bigbatch.reading.graph import (
     saved_number,
     saved_tensor,
 )
-from bigbatch.reading.operations import NLL, NORMS, RULES
+from bigbatch.reading.operations import NLL, NORMS, PURE_POINTWISE, RULES
 from bigbatch.reading.reductions import targets
 from bigbatch.reading.rules import MATMULS
 from bigbatch.reading.samples import Surroundings
@@ -33,6 +33,7 @@ from bigbatch.reading.trail import Trail
 _KEEP = 8  # the latest readings; ragged sequences have a new shape every time
 _BY_TENSOR = frozenset("Index IndexSelect MaskedSelect".split())  # read by what their indices are
 _FACTORS = frozenset("Mul Div Pow".split())
+_FOLLOWS = NLL | PURE_POINTWISE - {"Expand"} | frozenset("Softmax LogSoftmax".split())
 
 
 class _Look(NamedTuple):
@@ -41,7 +42,7 @@ class _Look(NamedTuple):
     parent: int  # the input number `place` of the node of this number
     place: int
     sort: type
-    sizes: list[object]
+    sizes: list[object] | None  # None where they follow from its inputs'
     wired: list[int]  # of each input, which result it is; -1 for one without gradient
     held: list[tuple[type, ...]] | None  # the types on the way from each input to a parameter
     factors: list[object] | None  # numbers it multiplies by
@@ -65,8 +66,8 @@ class _Reading(NamedTuple):
             node = inputs[parent][place][0] if nodes else root
             if node is None or type(node) is not sort:
                 return None
-            kind, below, metadata = _kinds[sort], node.next_functions, cast("Any", node)
-            if [result.shape for result in metadata._input_metadata] != sizes:  # noqa: SLF001 - see graph.shape
+            kind, below = _kinds[sort], node.next_functions
+            if sizes is not None and _sizes(node) != sizes:
                 return None
             if [number if n is not None else -1 for n, number in below] != wired:
                 return None
@@ -152,17 +153,23 @@ def _look(node: Node, parent: int, place: int) -> _Look | None:
         )
         layer = name in MATMULS or name in NORMS or name == "Convolution" or name not in RULES
         _kinds[sort] = _Kind(layer and not is_leaf(node), name in _FACTORS, attrgetter(*plain) if plain else None)
-    kind, metadata = _kinds[sort], cast("Any", node)
+    kind = _kinds[sort]
+    follows = name in _FOLLOWS and all(below is not None for below, _ in edges(node))
     return _Look(
         parent,
         place,
         sort,
-        [result.shape for result in metadata._input_metadata],  # noqa: SLF001 - see graph.shape
+        None if follows else _sizes(node),
         [number if n is not None else -1 for n, number in edges(node)],
         [_way(n) for n, _ in edges(node)] if kind.layer else None,
         _factors(node) if kind.factor else None,
         kind.settings(node) if kind.settings is not None else None,
     )
+
+
+def _sizes(node: Node) -> list[object]:
+    metadata = cast("Any", node)
+    return [result.shape for result in metadata._input_metadata]  # noqa: SLF001 - see graph.shape
 
 
 def _way(node: Node | None) -> tuple[type, ...]:
