@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
-from tests.losses import SEVERAL, kept, masked_and_mean
+from tests.losses import SEVERAL, kept, masked_and_mean, squares
 from tests.reference import accumulated, assert_equal, big_batches, sgd, trained
-from tests.samples import Batch, Loss, mlp, sequences
+from tests.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
 from tests.training import PLAIN, Training, micro_batches
 
 SPLIT = (4, 1, 2, 5, 3)
@@ -169,6 +170,38 @@ def test_counts_of_the_wrong_number_name_the_terms() -> None:
         training.train(TWO_COUNTS.micro_batches((3, 1)))
     training.accumulator.discard()
     training.assert_untouched()
+
+
+def uncertainty(model: Any, batch: Batch) -> Tensor:
+    """Kendall's learned weights over two terms with counts of their own, and the logarithms themselves."""
+    out = model(batch["x"])
+    ce = F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
+    return (-model.s).exp() * ce + model.s + 0.5 * (-model.t).exp() * F.mse_loss(out, batch["value"]) + 0.5 * model.t
+
+
+BARE = pytest.mark.xfail(
+    strict=True, reason="a bare parameter cannot carry a weight of its own, and no way out is told"
+)
+
+
+@BARE
+def test_learned_weights_of_terms_with_several_counts() -> None:
+    """The parameters that stand bare in the loss count once per window."""
+    case = Loss("uncertainty", seeded(Tempered), sequences, uncertainty)
+    training = Training(steps=3, case=case, counts=lambda batch: (kept(batch), batch["value"].numel()))
+    batches = case.micro_batches(SPLIT)
+    training.train(batches)
+    training.assert_big_batches(batches[:3], batches[3:])
+
+
+@BARE
+def test_a_bare_parameter_beside_a_sum() -> None:
+    """It is a regulariser, as its square would be."""
+    case = Loss("sum+s", seeded(Tempered), rows, lambda m, b: squares(m, b).sum() - m.s)
+    training = Training(steps=3, case=case)
+    batches = case.micro_batches(SPLIT)
+    training.train(batches)
+    training.assert_big_batches(batches[:3], batches[3:])
 
 
 def test_terms_under_one_learned_factor_leave_no_place_for_two_weights() -> None:
