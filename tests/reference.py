@@ -166,28 +166,28 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor], floor: float = 1e
     return float((a - b).norm() / b.norm().clamp_min(floor))
 
 
-def close(ours: Sequence[float | None], theirs: Sequence[float | None], tolerance: float) -> bool:
+def close(ours: float | None, theirs: float | None, tolerance: float) -> bool:
     """Numbers equal to a relative tolerance, or to that of 1 where they cancel; what was not told is not compared."""
-    return len(ours) == len(theirs) and all(
-        a is None or b is None or abs(a - b) <= tolerance * max(abs(b), 1.0) for a, b in zip(ours, theirs, strict=True)
-    )
-
-
-def diverged(step: Sequence[Tensor]) -> bool:
-    """Whether the big batch itself has lost its footing: from here on rounding decides, or there are no numbers."""
-    norm = torch.cat([each.flatten() for each in step]).double().norm()
-    return not norm <= 1e6
+    return ours is None or theirs is None or abs(ours - theirs) <= tolerance * max(abs(theirs), 1.0)
 
 
 def assert_equal(ours: Run, theirs: Run, tolerance: float = TOLERANCE) -> None:
-    """The accumulated run is the big-batch run: steps, weights, optimizer state, and what was told."""
+    """The accumulated run is the big-batch run: steps, weights, optimizer state, and what was told.
+
+    A step longer than 1 makes what follows as many times more sensitive to rounding, and a loss without a lower bound
+    soon leaves no numbers to compare: so tolerance grows with such steps, and where it is a million times larger,
+    comparing ends. The first update is always held to the tolerance itself.
+    """
     assert len(ours.steps) == len(theirs.steps)
+    growth = 1.0
     for index, (mine, true) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
-        if diverged(true):
+        slack = tolerance * growth
+        assert distance(mine, true, FLOOR) <= slack * 10 ** min(index, 1), f"update {index}: the step differs"
+        for name in ("losses", "norms", "counts"):
+            told, known = getattr(ours, name)[index], getattr(theirs, name)[index]
+            assert close(told, known, slack), f"update {index}: {name} {told}, the big batch's {known}"
+        growth *= max(1.0, float(torch.cat([each.double().flatten() for each in true]).norm()))
+        if not growth <= 1e6:
             return
-        assert distance(mine, true, FLOOR) <= tolerance * 10 ** min(index, 1), f"update {index}: the step differs"
-    assert distance(ours.weights, theirs.weights) <= tolerance, "the final weights differ"
-    assert distance(ours.state, theirs.state, FLOOR) <= tolerance, "the optimizer's state differs"
-    assert close(ours.losses, theirs.losses, tolerance), f"Update.loss {ours.losses}, the big batch's {theirs.losses}"
-    assert close(ours.norms, theirs.norms, tolerance), f"Update.grad_norm {ours.norms}, the big batch's {theirs.norms}"
-    assert close(ours.counts, theirs.counts, tolerance), f"Update.count {ours.counts}, the true {theirs.counts}"
+    assert distance(ours.weights, theirs.weights) <= tolerance * growth, "the final weights differ"
+    assert distance(ours.state, theirs.state, FLOOR) <= tolerance * growth, "the optimizer's state differs"
