@@ -37,6 +37,11 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5)
 
 
+def gentle(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """SGD that no chain of operations makes diverge: there rounding would grow from update to update."""
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
 def windows(batches: Sequence[Batch], steps: int | Sequence[int]) -> list[Sequence[Batch]]:
     """The micro-batches behind each update: as many for each, the last window perhaps short; or as listed."""
     if isinstance(steps, int):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
+from bigbatch.errors import WindowError
 from tests.samples import Batch
 from tests.training import Training, micro_batches
 
@@ -127,9 +128,12 @@ def test_a_loop_without_over() -> None:
 
 
 def test_a_window_after_an_iterator_that_is_still_held() -> None:
-    """Taking batches by `next` up to the last one does not shorten the windows after it."""
+    """Taking batches by `next` up to the last one does not shorten the windows after it, once it is dropped."""
     training = Training(steps=3)
     held = iter(training.accumulator.over(BATCHES[:3]))
     for _ in range(3):
         training.backward(next(held))
+    with pytest.raises(WindowError, match="second time for one batch"):
+        training.backward(BATCHES[3])
+    del held
     assert [training.backward(batch) is not None for batch in BATCHES[3:6]] == [False, False, True]

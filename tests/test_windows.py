@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch import Accumulator
-from bigbatch.errors import ConfigurationError, WindowOpen
+from bigbatch.errors import ConfigurationError, WindowError, WindowOpen
 from tests.reference import trained, weights
 from tests.samples import Batch
 from tests.strategies import seeds, splits, steps
@@ -172,15 +172,16 @@ def test_an_epoch_may_be_skipped() -> None:
     training.assert_untouched()
 
 
-def test_two_losses_per_batch_are_two_micro_batches() -> None:
-    """A batch may call `backward` more than once; the last batch then ends its window at the first of them."""
+def test_two_losses_per_batch_are_refused() -> None:
+    """A batch of `over` is one micro-batch: a second backward would shift the windows; the error says to add them."""
     training = Training(steps=4)
-    for batch in training.accumulator.over(BATCHES[:3]):
-        training.backward(batch)
-        training.backward(batch)
-    training.accumulator.flush()
-    first, second, third = BATCHES[:3]
-    training.assert_big_batches([first, first, second, second], [third], [third])
+    loader = iter(training.accumulator.over(BATCHES[:3]))
+    training.backward(next(loader))
+    with pytest.raises(WindowError, match=r"second time for one batch.*\n.*loss_real \+ loss_fake"):
+        training.backward(BATCHES[0])
+    training.backward(next(loader))
+    training.backward(next(loader))
+    training.assert_big_batches(BATCHES[:3])
 
 
 # Loops within loops.

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import checks
-from bigbatch.errors import StateError, WindowError, WindowOpen
+from bigbatch.errors import BatchNormError, StateError, WindowError, WindowOpen
 from bigbatch.gradients import all_parameters
 from bigbatch.over import Listener, Over
 from bigbatch.reading.counts import Count, GivenCount, checked_count
@@ -26,6 +26,7 @@ from bigbatch.window import Window
 
 Batch = TypeVar("Batch")
 STATE_VERSION = 1
+_SCANS = 8  # whole graphs looked through: the first ones that look unlike each other
 
 
 class Accumulator:
@@ -86,7 +87,7 @@ class Accumulator:
             schedulers=checks.schedulers(scheduler, optimizers),
             scaler=checks.scaler(scaler),
             clip_norm=checks.clip_norm(clip_norm),
-            skip_nonfinite=skip_nonfinite,
+            skip_nonfinite=checks.skip_nonfinite(skip_nonfinite),
         )
         self._stepper.watch()
         surroundings = Surroundings(
@@ -100,8 +101,11 @@ class Accumulator:
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
         self._last = False
         self._totals: tuple[Count, ...] | None = None
+        self._over = False  # whether batches come from `over`
+        self._added = False  # whether the batch that `over` gave out has had its backward
         self._warned = False
-        self._only_own: bool | None = None  # unknown until the first backward
+        self._only_own = True  # gradients go to our optimizers' parameters alone
+        self._scans = 0
 
     @property
     def steps(self) -> int:
@@ -135,6 +139,7 @@ class Accumulator:
             opening=self._open,
             announce=self._announce,
             exhausted=self.flush,  # where the last batch made no backward: what came before must not be lost
+            left=self._leave,
             remaining=lambda: self.remaining,
         )
         return Over(loader, listener, self._counts)
@@ -145,6 +150,7 @@ class Accumulator:
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
         checks.loss(loss, self._stepper.scaler)
+        self._refuse_second_backward()
         if self._window is None and self._batch_norm == "refuse":
             self._batch_norms = checks.batch_norms(self._models)
         if self._batch_norms:
@@ -152,14 +158,15 @@ class Accumulator:
         terms = self._read(loss, count)
         if self._window is None:
             self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
-        if self._only_own is None:
-            self._only_own = not checks.reentrant_checkpoint(loss)
+        if self._reader.fresh and self._scans < _SCANS:
+            self._scan(loss)
         try:
             self._window.add(loss, terms, only_own=self._only_own)
         except BaseException:
             if self._window.untouched:  # the first loss was refused: there is no window yet
                 self.discard()
             raise
+        self._added = True
         if self._last or self._window.micro_batches >= self._steps:
             return self._close(self._window, checked=True)
         return None
@@ -179,7 +186,7 @@ class Accumulator:
         """Drop the open window and its gradients; the model and the optimizer are as before it."""
         if self._window is not None:
             self._window.discard()
-        self._window, self._resumed = None, False
+        self._window, self._resumed, self._last = None, False, False
 
     def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
         """Call `hook()` before each step, when `.grad` holds the big batch's gradient, corrected and not yet clipped.
@@ -187,10 +194,10 @@ class Accumulator:
         It may read or change the gradients. Returns a function that removes it.
         """
         key = object()
-        self._stepper.hooks[id(key)] = hook
+        self._stepper.hooks[key] = hook
 
-        def remove(key: object = key) -> None:
-            self._stepper.hooks.pop(id(key), None)
+        def remove() -> None:
+            self._stepper.hooks.pop(key, None)
 
         return remove
 
@@ -210,12 +217,13 @@ class Accumulator:
         if state["version"] != STATE_VERSION:
             msg = f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
             raise StateError(msg)
+        if state["window"] is not None and not isinstance(state["window"], dict):
+            msg = f"the window of this state_dict is a {type(state['window']).__name__}, not a dict"
+            raise StateError(msg)
+        steps = checks.steps(state["steps"])
         self.discard()
-        self._steps = checks.steps(state["steps"])
+        self._steps = steps
         if state["window"] is not None:
-            if not isinstance(state["window"], dict):
-                msg = f"the window of this state_dict is a {type(state['window']).__name__}, not a dict"
-                raise StateError(msg)
             window = Window(self._stepper, self._steps, self._gradient_dtype)
             try:
                 window.load_state_dict(state["window"])
@@ -233,6 +241,23 @@ class Accumulator:
             self._warned = True
             warnings.warn(checks.divided_message(self._steps), stacklevel=3)
         return terms
+
+    def _scan(self, loss: Tensor) -> None:
+        """Look through a whole graph for what the walk to the model's edge does not meet; some milliseconds."""
+        self._scans += 1
+        found = checks.scan(loss)
+        if found.reentrant_checkpoint:
+            self._only_own = False  # it cannot run a backward with a chosen set of parameters
+        if found.batch_norm and self._batch_norm == "refuse":
+            raise BatchNormError(checks.FOREIGN_BATCH_NORM)
+
+    def _refuse_second_backward(self) -> None:
+        if self._added and self._over:
+            msg = (
+                "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
+                "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"
+            )
+            raise WindowError(msg)
 
     def _known_totals(self) -> tuple[Count, ...] | None:
         if self._counts is not None and self._totals is None:
@@ -254,8 +279,12 @@ class Accumulator:
     def _open(self) -> None:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
-        self._resumed = False
+        self._resumed, self._over = False, True
+
+    def _leave(self) -> None:
+        """End an `over`, at its end or by `break`."""
+        self._over, self._last, self._totals = False, False, None
 
     def _announce(self, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - called by Over alone
         """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""
-        self._last, self._totals = last, totals
+        self._last, self._totals, self._added = last, totals, False

@@ -2,22 +2,24 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
-from bigbatch.reading.graph import edges, operation, saved_number, saved_tensor
+from bigbatch.reading.graph import edges, operation, saved, saved_number, saved_tensor, shape
 from bigbatch.reading.terms import Term
 
 _LINEAR = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
 _TERMS_LOOKED_AT = 64
+_BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
 
 
 def models(model: object) -> tuple[nn.Module, ...]:
@@ -30,7 +32,22 @@ def models(model: object) -> tuple[nn.Module, ...]:
     if not found:
         msg = "model is an empty sequence; pass at least one nn.Module"
         raise ConfigurationError(msg)
+    for module in found:
+        _refuse_ranks(module)
     return found
+
+
+def _refuse_ranks(module: nn.Module) -> None:
+    """Several ranks would correct one averaged gradient by totals of their own."""
+    sharded = any(kind.__name__ in {"FSDPModule", "FullyShardedDataParallel"} for kind in type(module).__mro__)
+    several = isinstance(module, DistributedDataParallel) and module.process_group.size() > 1
+    if sharded or several:
+        msg = (
+            f"{type(module).__name__} over several ranks is not supported yet: counts would have to be summed over "
+            "ranks, and each rank would go its own way without.\n"
+            "Use one process per model for now."
+        )
+        raise ConfigurationError(msg)
 
 
 def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimizer, ...]:
@@ -98,6 +115,14 @@ def batch_norm(mode: object) -> Literal["refuse", "micro"]:
     if mode == "refuse" or mode == "micro":  # noqa: PLR1714 - merged, the type checker would not see the two words
         return mode
     msg = f'batch_norm must be "refuse" or "micro"; found {mode!r}'
+    raise ConfigurationError(msg)
+
+
+def skip_nonfinite(skip: object) -> bool:
+    """Accept a truth value."""
+    if isinstance(skip, bool):
+        return skip
+    msg = f"skip_nonfinite must be True or False; found {skip!r}"
     raise ConfigurationError(msg)
 
 
@@ -221,15 +246,37 @@ def batch_norms_rest(layers: Sequence[tuple[str, BatchNorm]]) -> None:
             raise BatchNormError(msg)
 
 
-def reentrant_checkpoint(value: Tensor) -> bool:
-    """Tell whether the graph holds a reentrant checkpoint, which cannot run with a chosen set of parameters."""
+FOREIGN_BATCH_NORM = (
+    "this loss went through BatchNorm in training mode, in a model that was not given to the accumulator: it "
+    "normalises each micro-batch by its own mean and variance, not the big batch's.\n"
+    "Put that model into evaluation mode (discriminator.eval()), or accept the difference:\n"
+    '    Accumulator(..., batch_norm="micro")'
+)
+
+
+class Scan(NamedTuple):
+    """What a whole graph holds."""
+
+    reentrant_checkpoint: bool
+    batch_norm: bool  # in training mode
+
+
+def scan(value: Tensor) -> Scan:
+    """Look through a whole graph."""
     stack, seen = [value.grad_fn], set[Node]()
+    checkpoint = batch_norm_found = False
     while stack:
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if operation(node) == "CheckpointFunction":
-            return True
+        name = operation(node)
+        checkpoint = checkpoint or name == "CheckpointFunction"
+        batch_norm_found = batch_norm_found or (name in _BATCH_NORMS and _normalises_by_batch(node))
         stack.extend(below for below, _ in edges(node))
-    return False
+    return Scan(checkpoint, batch_norm_found)
+
+
+def _normalises_by_batch(node: Node) -> bool:
+    """Instance norm is a batch norm of one batch, (1, samples x channels, ...): that is none."""
+    return bool(saved(node, "training")) and shape(node)[0] > 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bigbatch.errors import StateError, WindowDisturbed
+from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
 from bigbatch.reading.counts import LOW_PRECISION, Count
 
 
@@ -21,6 +21,12 @@ class Gradients:
         self._dtype = dtype
         self.parameters = [p for p in all_parameters(optimizers) if p.requires_grad]
         self.leaves = tuple(self.parameters)
+        if not self.leaves:
+            msg = (
+                "no parameter of the optimizer requires a gradient: there is nothing to train.\n"
+                "Unfreeze some:  parameter.requires_grad_(True)"
+            )
+            raise ConfigurationError(msg)
         present = sum(p.grad is not None for p in self.parameters)
         if present:
             msg = (
@@ -31,6 +37,7 @@ class Gradients:
             raise WindowDisturbed(msg)
         self._wide = [p for p in self.parameters if dtype is not None and p.dtype in LOW_PRECISION]
         self._narrow = self._wide  # those whose gradient has not been widened yet
+        self._grad_dtypes = [p.grad_dtype for p in self._wide]
         for p in self._wide:
             p.grad_dtype = None  # lets a bf16 parameter hold a float32 gradient, until `release`
         # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
@@ -52,13 +59,17 @@ class Gradients:
     def check(self) -> None:
         """Raise where a gradient is not as we left it."""
         for p, g, version in zip(self.parameters, self._held, self._versions, strict=True):
+            if not p.requires_grad:
+                msg = (
+                    "a parameter was frozen inside a window, which has its gradient already.\n"
+                    "Freeze and unfreeze between windows, after accumulator.flush() or accumulator.discard()."
+                )
+                raise WindowDisturbed(msg)
             if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
                 break
         else:
             return
-        zeroed = sum(
-            p.grad is None and seen is not None for p, seen in zip(self.parameters, self._versions, strict=True)
-        )
+        zeroed = sum(p.grad is None and g is not None for p, g in zip(self.parameters, self._held, strict=True))
         found = f"{zeroed} were set to None" if zeroed else "they were changed in place"
         msg = (
             "gradients changed inside a window, and not by this accumulator: "
@@ -119,8 +130,8 @@ class Gradients:
         """Clear all gradients and leave the parameters as they were before the window."""
         for p in self.parameters:
             p.grad = None
-        for p in self._wide:
-            p.grad_dtype = p.dtype
+        for p, dtype in zip(self._wide, self._grad_dtypes, strict=True):
+            p.grad_dtype = dtype
         self._hold()
 
     def snapshot(self) -> list[Tensor | None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.errors import SeveralCounts
+from bigbatch.errors import LossError, SeveralCounts
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count
 from bigbatch.reading.terms import Term
@@ -52,6 +52,7 @@ class Ledger:
     loss_known: bool = True
     kind: str = ""  # of the data terms: "mean", "sum", "known"
     reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
+    names: tuple[str, ...] = ()  # of the first micro-batch's terms
     factors: list[tuple[float | None, ...]] | None = None  # constants of the window's first micro-batch
     in_ratio: Tensor | None = None  # on a device: whether several counts have kept their ratio so far
     came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
@@ -61,7 +62,12 @@ class Ledger:
         """Return the weights of the next micro-batch, or raise; nothing is entered yet."""
         if len(terms) == 1 and terms[0].kind == self.kind == "mean" and len(self.reference) == 1 and self.factors:
             term = terms[0]  # the usual case, on the shortest way
-            if term.factors == self.factors[0] and not isinstance(term.count, Tensor) and self.provisional is not None:
+            if (
+                term.factors == self.factors[0]
+                and (term.name,) == self.names
+                and not isinstance(term.count, Tensor)
+                and self.provisional is not None
+            ):
                 return Weights(term.count / self.provisional)
         data = _over_data(terms)
         self._keep_factors(data)
@@ -72,7 +78,10 @@ class Ledger:
             self._refuse_doubtful(data)
             raise SeveralCounts(several(terms, "a mean beside a sum"))
         if "mean" in kinds:
-            return Weights(self._share(data, terms))
+            self._keep_ratio(data, terms)
+            self._keep_names(terms)
+            return Weights(self._share(data))
+        self._keep_names(terms)
         first = self.micro_batches == 0
         once = tuple(
             (term.node, 1.0 if first else 0.0) for term in terms if term.kind == "once" and term.node is not None
@@ -84,6 +93,7 @@ class Ledger:
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
         data = _over_data(terms)
+        self.names = self.names or _names(terms)
         if self.factors is None and data:
             self.factors = [term.factors for term in data]
         if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
@@ -107,7 +117,7 @@ class Ledger:
                 self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
             else:
                 self.kind = self.kind or ("sum" if data else "")
-                self.total = 1.0
+                self.total = 1.0 if self.kind == "sum" else self.total
             self._enter_parts(terms, weights, value, factors)
         self.micro_batches += 1
 
@@ -117,9 +127,14 @@ class Ledger:
             return
         values, counts = [value for value, _ in self.pending], [count for _, count in self.pending]
         precise = torch.float32 if values[0].device.type == "mps" else torch.float64
-        if isinstance(counts[0], Tensor):
+        if any(isinstance(count, Tensor) for count in counts):
             losses = torch.stack(values).to(precise)
-            numbers = torch.stack([torch.as_tensor(count) for count in counts]).to(precise)
+            device = values[0].device
+            wide = [
+                c.to(precise) if isinstance(c, Tensor) else torch.full((), c, dtype=precise, device=device)
+                for c in counts
+            ]
+            numbers = torch.stack(wide)
             # The loss of a micro-batch without targets is NaN, and counts nothing.
             self.loss = self.loss + torch.where(numbers > 0, losses * numbers, 0.0).sum()
             self.total = self.total + numbers.sum()
@@ -187,8 +202,7 @@ class Ledger:
             return self.loss / self.total
         return self.loss / self.total if self.total else math.nan
 
-    def _share(self, data: list[Term], terms: list[Term]) -> Count:
-        self._keep_ratio(data, terms)
+    def _share(self, data: list[Term]) -> Count:
         count = data[0].count
         if isinstance(count, Tensor):
             return self._share_on_device(count, data[0].about)
@@ -205,6 +219,16 @@ class Ledger:
         if self.provisional is None:
             self.provisional = about * self.steps if about else count.clamp(min=1.0) * self.steps
         return count / self.provisional
+
+    def _keep_names(self, terms: list[Term]) -> None:
+        """A window is one big batch of one loss."""
+        now = _names(terms)
+        if self.names and now != self.names and "count=" not in (*now, *self.names):
+            raise LossError(
+                f"the loss changed within a window: its terms were {', '.join(self.names)} and are {', '.join(now)} "
+                "now. A window makes one big batch, which has one loss.\n"
+                "Use one accumulator per loss, or add the losses of a batch; accumulator.flush() ends a window early."
+            )
 
     def _keep_factors(self, data: list[Term]) -> None:
         """A constant factor is constant: one that changes with the micro-batch may be a count in disguise."""
@@ -259,6 +283,10 @@ class Ledger:
         if len(weights) == 1:
             return Weights(weights[0][1])
         return Weights(1.0, tuple(weights))
+
+
+def _names(terms: list[Term]) -> tuple[str, ...]:
+    return tuple([term.name for term in terms])
 
 
 def _over_data(terms: list[Term]) -> list[Term]:

@@ -19,6 +19,7 @@ class Listener:
     opening: Callable[[], object]  # iteration begins
     announce: Callable[[bool, tuple[Count, ...] | None], None]  # the next batch is the last; its window's totals
     exhausted: Callable[[], object]  # all batches were given out
+    left: Callable[[], object]  # iteration has ended, for whatever reason
     remaining: Callable[[], int]  # how many micro-batches until the window is full
 
 
@@ -57,7 +58,7 @@ class Over(Generic[Batch]):
                 yield batch
             self._listener.exhausted()
         finally:  # also after `break` and exceptions
-            announce(False, None)  # noqa: FBT003 - its own word
+            self._listener.left()
 
     def _look_ahead(self) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         if self._counts is not None:

@@ -29,7 +29,7 @@ class Stepper:
     scaler: GradScaler | None = None
     clip_norm: float | None = None
     skip_nonfinite: bool = False
-    hooks: dict[int, Callable[[], None]] = field(default_factory=dict)
+    hooks: dict[object, Callable[[], None]] = field(default_factory=dict)
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window_open: bool = False  # an optimizer stepped by hand while it is raises

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from bigbatch.engine import run_backward
@@ -39,6 +40,7 @@ class Window:
         self._ledger = Ledger(steps, small=stepper.scaler is not None, totals=totals)
         self._residual: Count = 1.0  # what a low-precision loss could not be weighed with; see _low_precision
         self._loss_dtype = torch.float32
+        self._held_scale: Tensor | None = None
         self._first_count: Tensor | None = None  # on its way to the host
         self._broken: BaseException | None = None
         stepper.window_open = True
@@ -57,6 +59,10 @@ class Window:
         """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
         self.check()
         weights = self._ledger.weigh(terms)
+        if not self._ledger.micro_batches:
+            self._first_count = next((term.count for term in terms if isinstance(term.count, Tensor)), None)
+            if self._first_count is not None:  # before the backward, so that reading it will not wait for that
+                self._stepper.arrival.start(self._first_count)
         factors: dict[Node, Tensor] = {}
         if not weights.nothing:
             hooks = _weigh_terms(weights, loss, terms, factors) if weights.each else ()
@@ -71,10 +77,6 @@ class Window:
                 for hook in hooks:
                     hook.remove()
             self._gradients.remember()
-        if not self._ledger.micro_batches:
-            self._first_count = next((term.count for term in terms if isinstance(term.count, Tensor)), None)
-            if self._first_count is not None:
-                self._stepper.arrival.start(self._first_count)
         self._ledger.enter(terms, weights, loss, factors)
         self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
 
@@ -102,6 +104,8 @@ class Window:
         try:
             if self._counted_anything():
                 correction = ledger.correction() * self._residual
+                if self._held_scale is not None and self._stepper.scaler is not None:
+                    correction = correction * self._rescaled(self._stepper.scaler, self._held_scale)
                 norm, skipped = self._stepper.step(self._gradients, correction)
         except BaseException as error:
             self._broken = error
@@ -137,11 +141,23 @@ class Window:
         else:
             gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
         if self._stepper.scaler is not None:
-            gradient = self._stepper.scaler.scale(gradient)
+            gradient = gradient * self._scale(loss)
         start = gradient.to(loss.dtype).reshape(loss.shape)
         if plain:
             self._stepper.start = (key, start)
         return start
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        """Return the loss scale that this window began with: another user of the scaler may change it meanwhile."""
+        if self._held_scale is None and self._stepper.scaler is not None:
+            self._held_scale = self._stepper.scaler.scale(torch.ones((), device=loss.device)).clone()
+        return self._held_scale if self._held_scale is not None else torch.ones((), device=loss.device)
+
+    @staticmethod
+    def _rescaled(scaler: GradScaler, held: Tensor) -> Count:
+        """Return the scale that gradients will be divided by over the one they have; 1 unless others use it, too."""
+        ratio = scaler.scale(torch.ones_like(held)).double() / held.double()
+        return ratio.item() if ratio.is_cpu else ratio
 
     def _low_precision(self, weight: Count) -> Count:
         """Split a weight into a power of two, which bf16 holds exactly, and a residual.
@@ -217,7 +233,7 @@ def _listed(values: list[Any] | None) -> list[Any] | None:
 _LISTS = ("reference", "factors", "came")
 
 
-_LEDGER = ("micro_batches", "provisional", "total", "loss", "loss_known", "kind", "in_ratio")
+_LEDGER = ("micro_batches", "provisional", "total", "loss", "loss_known", "kind", "names", "in_ratio")
 
 
 def _weigh_terms(weights: Weights, loss: Tensor, terms: list[Term], factors: dict[Node, Tensor]) -> list[Any]:
@@ -229,7 +245,16 @@ def _weigh_terms(weights: Weights, loss: Tensor, terms: list[Term], factors: dic
             "Compute the loss in float32:  criterion(logits.float(), labels)"
         )
         raise SeveralCounts(msg)
-    return [node.register_prehook(_weigher(node, weight, factors)) for node, weight in dict(weights.each).items()]
+    of = dict(weights.each)
+    for term in terms:
+        if term.shared and term.node in of:
+            msg = (
+                f"a term of this loss ({term.name}) needs a weight of its own, and its value is used elsewhere in the "
+                "loss, too.\n"
+                "Give the term a place of its own:  counted(term, 'once'), or counted(term, n) for a mean over n things"
+            )
+            raise SeveralCounts(msg)
+    return [node.register_prehook(_weigher(node, weight, factors)) for node, weight in of.items()]
 
 
 Hook: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
@@ -242,6 +267,9 @@ def _weigher(node: Node, weight: Count, factors: dict[Node, Tensor]) -> Hook:
         return (gradients[0] * factor, *gradients[1:])
 
     if is_leaf(node):
-        msg = "a bare parameter cannot carry a weight of its own"
+        msg = (
+            "a bare parameter stands as a term beside a sum, and cannot carry a weight of its own.\n"
+            "Say that it counts once per window:  loss = x.sum() + counted(parameter, 'once')"
+        )
         raise SeveralCounts(msg)
     return weigh

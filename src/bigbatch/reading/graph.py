@@ -42,7 +42,7 @@ def edges(node: Node) -> tuple[Edge, ...]:
 def shape(node: Node, output: int = 0) -> Shape:
     """Return the shape of one of the operation's results."""
     metadata: Any = node
-    return tuple(metadata._input_metadata[output].shape)  # noqa: SLF001 - the only place that tells
+    return tuple(metadata._input_metadata[output].shape)
 
 
 def is_leaf(node: Node) -> bool:

@@ -210,4 +210,6 @@ def _refreshed(term: Term, node: Node, source: Node | None) -> Term:
     elif source is not None:
         carried = cast("Any", source)
         kind, count, value = carried.kind, carried.count, carried.value
-    return Term(node, kind, count, term.name, value, term.divided, term.factors, term.doubtful, source, term.about)
+    return Term(
+        node, kind, count, term.name, value, term.divided, term.factors, term.doubtful, source, term.about, term.shared
+    )

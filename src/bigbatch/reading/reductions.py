@@ -32,8 +32,7 @@ class Sum:
     source: Node | None = None  # the node whose saved tensor holds the count
     about: float = 0.0  # about how large that is
     doubtful: bool = False  # parameters and a tensor without gradient alone: over data, or a constant
-    scaled: Node | None = None  # a factor right below a sum, `(x / n).sum()`
-    scaled_by_constant: bool = False  # which is a number, and not the sum's own size
+    scaled: Node | None = None  # a factor below a sum that may be a count, `(x / n).sum()`
     sizes: frozenset[float] = frozenset()  # dividing a sum by one of these makes it a mean (kl_div's batchmean)
 
 
@@ -136,6 +135,8 @@ class _Chain:
         return self._over(samples, edge)
 
     def _over(self, samples: Samples, edge: Edge) -> Sum:
+        if samples.data and samples.expanded:
+            raise refusals.expanded(samples.expanded)
         level = self._level(samples)
         name = self.kinds[level]
         parts = self.below or [edge]
@@ -153,10 +154,8 @@ class _Chain:
             raise refusals.data_or_constant(name)
         if "Mean" in self.kinds[:level]:
             raise refusals.scaled_sum("Mean", "a number")
-        sizes = self._sizes(edge)
-        scaled = _factor_below(edge)
-        constant = scaled is not None and _is_constant(scaled, sizes | {float(self.counts[level])})
-        return Sum("sum", 1.0, name, scaled=scaled, scaled_by_constant=constant, sizes=sizes)
+        scaled = next((factor for factor in _factors_below(edge) if not _is_constant(factor)), None)
+        return Sum("sum", 1.0, name, scaled=scaled, sizes=self._sizes(edge))
 
     def _level(self, samples: Samples) -> int:
         if samples.axes:
@@ -191,14 +190,15 @@ def _is_one_distribution(edge: Edge) -> bool:
     return node is not None and operation(node) == "LogSoftmax" and len(shape(node)) == 1 and shape(node) != (1,)
 
 
-def _factor_below(edge: Edge) -> Node | None:
-    """Find a number that was multiplied into a sum from below, `(x / n).sum()`: it may be a count."""
+def _factors_below(edge: Edge) -> list[Node]:
+    """Find the numbers that were multiplied into a sum from below, `(x / n).sum()`: they may be counts."""
+    found: list[Node] = []
     node = edge[0]
     while node is not None and operation(node) in {"Neg", "Mul", "Div"}:
         if operation(node) != "Neg" and _by_scalar(node):
-            return node
+            found.append(node)
         node = next((below for below, _ in edges(node) if below is not None), None)
-    return None
+    return found
 
 
 def _by_scalar(node: Node) -> bool:
@@ -211,20 +211,18 @@ def _by_scalar(node: Node) -> bool:
     return any(tensor is not None and not tensor.dim() for tensor in tensors)
 
 
-def _is_constant(factor: Node, sizes: frozenset[float]) -> bool:
-    """Tell a constant such as 0.5 from a count: a Python number that is no size of the sum."""
+def _is_constant(factor: Node) -> bool:
+    """Tell a constant from a count: a half, a sign, or the size of a sum over features that it makes a mean."""
     number = python_number(factor, "other")
     if number is None or not number:
         return False
-    if operation(factor) == "Mul" and number == 0.5:  # noqa: PLR2004 - half a square is a habit, not half a batch of two
-        return True
-    divisor = number if operation(factor) == "Div" else 1 / number
+    if operation(factor) == "Mul":
+        return abs(number) in {0.5, 1.0}  # half a square is a habit, not half a batch of two
     below = edges(factor)[0][0]
-    if below is not None and operation(below) == "Sum":  # a mean over features written by hand
+    if below is not None and operation(below) == "Sum":
         whole, rest = saved(below, "self_sym_sizes"), shape(below)
-        if divisor == torch.Size(whole).numel() / max(torch.Size(rest).numel(), 1):
-            return True
-    return divisor not in sizes
+        return bool(number == math.prod(whole) / max(math.prod(rest), 1))
+    return abs(number) == 1.0
 
 
 def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) -> Sum:
@@ -248,6 +246,8 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
         for other, place in edges(node):
             if other is not None and shape(other, place) == sizes:
                 samples.walk((other, place), tuple(axes))
+    if samples.data and samples.expanded:
+        raise refusals.expanded(samples.expanded)
     if how == SUM:
         return Sum("sum", 1.0, name)
     if name not in NLL:

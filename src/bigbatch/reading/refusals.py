@@ -38,8 +38,8 @@ def coupled(name: str) -> CoupledLoss:
         f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.\n"
         "A micro-batch cannot know the samples of the others, so no weights make the parts add up to the big batch's "
         "gradient.\n"
-        "Use BigStep with bigbatch.across, which runs the micro-batches of a window together; or, if this operation "
-        "really acts on each sample alone, say so:\n"
+        "BigStep, which runs the micro-batches of a window together, will do this; it is not built yet. If this "
+        "operation really acts on each sample alone, say so:\n"
         "    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over"
     )
 
@@ -57,7 +57,19 @@ def gradless_factor(name: str) -> UnreadableLoss:
     return UnreadableLoss(
         f"cannot tell whether the samples of this loss stay apart: found {name}Backward of the model's output with a "
         "tensor that has no gradient and is no parameter or buffer of the model. A frozen weight leaves samples apart; "
-        f"other samples (detached keys, targets) do not.\n{_COUNT}"
+        "other samples (detached keys, targets) do not. If it is the weight of another model, name that model, too:  "
+        f"Accumulator([model, critic], ...)\n{_COUNT}"
+    )
+
+
+def expanded(name: str) -> UnreadableLoss:
+    """Explain that a tensor without gradient has spread the model's output over more places."""
+    return UnreadableLoss(
+        f"cannot tell whether the samples of this loss stay apart: in {name}Backward a tensor without gradient spreads "
+        "the model's output over more places, as (n, 1) with (n,) gives (n, n). That sets every sample against every "
+        "other.\n"
+        "If the shapes were meant to be equal, make them so:  prediction.squeeze(1) - target\n"
+        f"If each sample is only set against things of its own:\n{_COUNT}"
     )
 
 
@@ -87,7 +99,8 @@ def nonlinear(name: str) -> UnreadableLoss:
     return UnreadableLoss(
         f"this loss does not add up over micro-batches: found {name}Backward above its mean, and a function of a mean "
         "is not the mean of the function (the root of a mean, a product of means).\n"
-        "Use BigStep with bigbatch.across.mean, or apply the function to each sample below the mean.\n"
+        "Apply the function to each sample below the mean, if that serves; BigStep, which will do the rest, is not "
+        "built yet.\n"
         "If there is no batch mean below it, say what the loss is over:\n"
         "    accumulator.backward(loss, count=n)"
     )

@@ -65,6 +65,7 @@ class Samples:
     unbatched: bool = False  # the loss of one sample, given without a batch dimension
     axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
     data: bool = False  # the model's output was met
+    expanded: str = ""  # an operation by which a tensor without gradient spread values over more places
     gradless: bool = False  # a tensor without gradient was met: data, or a constant
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
@@ -99,6 +100,8 @@ class Samples:
         inputs = rule(node, output, layout)
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not _by_number(node, name)
+            if name in PURE_POINTWISE and _spreads(shape(node, output), layout, inputs):
+                self.expanded = self.expanded or name
         return inputs
 
     def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
@@ -183,6 +186,17 @@ def parameters_alone(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
                 continue  # a 0-d tensor without gradient, or a Python number
             stack.append(below)
     return True
+
+
+def _spreads(sizes: tuple[int, ...], layout: Layout, inputs: Inputs) -> bool:
+    """Tell whether an axis of the result comes from an operand without gradient alone, as in `(n, 1) - (n,)`."""
+    known = [shape(below, place) for (below, place), _ in inputs if below is not None]
+    for dim, size in enumerate(sizes):
+        if size > 1 and any(isinstance(tag, Axis) for _, tag in layout[dim]):
+            places = [dim - len(sizes) + len(own) for own in known]
+            if not any(place >= 0 and own[place] == size for place, own in zip(places, known, strict=True)):
+                return True
+    return False
 
 
 def _by_number(node: Node, name: str) -> bool:

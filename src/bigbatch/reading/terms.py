@@ -36,6 +36,7 @@ class Term:
     doubtful: bool = False  # may be over data or over constants
     source: Node | None = None  # the node that holds the count, where it is in a tensor
     about: float = 0.0  # about how large a count in a tensor is, where the host can tell
+    shared: bool = False  # its node serves other parts of the loss, too: it cannot carry a weight of this term's
 
 
 class _Counted(torch.autograd.Function):
@@ -93,7 +94,15 @@ def read(loss: Tensor, surroundings: Surroundings, trail: Trail) -> list[Term]:
             terms.append(below)
         else:
             stack.extend(reversed(below))
+    if len(terms) > 1:
+        for term in terms:
+            term.shared = _serves_twice(term.node, trail)
     return terms
+
+
+def _serves_twice(node: Node | None, trail: Trail) -> bool:
+    users = sum(below is node for other in trail.nodes for below, _ in edges(other))
+    return node is not None and users > 1
 
 
 def _step(  # noqa: PLR0911 - one way out per kind of operation
@@ -178,10 +187,10 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
         )
     if found.kind == "once":
         return Term(at, "once", 1.0, found.name)
-    if found.scaled is not None and not found.scaled_by_constant:
+    if found.scaled is not None:
         raise refusals.scaled_sum(operation(found.scaled), "a number or tensor inside it")
     if not place.factors:
-        return Term(at, "sum", 1.0, found.name, factors=() if found.scaled is None else (_number(found.scaled),))
+        return Term(at, "sum", 1.0, found.name)
     nearest = place.factors[-1]
     number = python_number(nearest, "other")
     if operation(nearest) == "Div" and number is not None and number in found.sizes:
