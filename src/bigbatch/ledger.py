@@ -175,14 +175,14 @@ class Ledger:
         return self.totals is None or any(bool(total > 0) for total in self.totals)
 
     def refuse_other_totals(self) -> None:
-        """Raise where the counts that came are not those that were counted in advance."""
+        """Raise where the counts that came are not those that were counted in advance; on a device this waits once."""
         for came, total in zip(self.came, self.totals or (), strict=True):
-            if isinstance(came, Tensor) or isinstance(total, Tensor):
-                continue
-            if abs(came - total) > _COUNT_TOLERANCE * max(came, total) and came:
+            apart = came - total
+            if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
                 raise SeveralCounts(
-                    f"counts= came to {total:g} for this window, and its losses to {came:g}: a batch was passed over "
-                    "or never came, or the function counts something else than the loss. Nothing was stepped.\n"
+                    f"counts= came to {float(total):g} for this window, and its losses to {float(came):g}: a batch was "
+                    "passed over or never came, or the function counts something else than the loss. Nothing was "
+                    "stepped.\n"
                     "Drop the window with accumulator.discard(); leave batches out before accumulator.over(loader)."
                 )
 

@@ -12,14 +12,15 @@ class FrozenWeights:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Take note of the models; their tensors are looked up when asked for."""
         self._models = models
+        self._addresses: set[int] = set()
         self._casts: set[tuple[torch.Size, torch.dtype]] = set()
 
     def __call__(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is one of the models' own."""
         address = _address(tensor)
-        if any(_address(own) == address for own in self._tensors()):
-            return True
-        return self._is_cast(tensor)
+        if address not in self._addresses:  # perhaps moved or loaded anew since
+            self._addresses = {_address(own) for own in self._tensors()}
+        return address in self._addresses or self._is_cast(tensor)
 
     def _tensors(self) -> Iterator[Tensor]:
         for model in self._models:

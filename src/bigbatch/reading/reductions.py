@@ -14,7 +14,7 @@ from bigbatch.reading.graph import Edge, edges, operation, python_number, saved,
 from bigbatch.reading.layout import PICKED, Axis, Dim, Layout
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
 from bigbatch.reading.rules import MEAN, SUM, Rule
-from bigbatch.reading.samples import Samples, Surroundings, parameters_alone
+from bigbatch.reading.samples import Samples, Surroundings, parameters_alone, spreads
 from bigbatch.reading.trail import Trail
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
@@ -246,8 +246,8 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
         for other, place in edges(node):
             if other is not None and shape(other, place) == sizes:
                 samples.walk((other, place), tuple(axes))
-    if samples.data and samples.expanded:
-        raise refusals.expanded(samples.expanded)
+    if samples.data and (samples.expanded or (name in POINTWISE_LOSSES and spreads(node, sizes))):
+        raise refusals.expanded(samples.expanded or name)
     if how == SUM:
         return Sum("sum", 1.0, name)
     if name not in NLL:

@@ -100,7 +100,7 @@ class Samples:
         inputs = rule(node, output, layout)
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not _by_number(node, name)
-            if name in PURE_POINTWISE and _spreads(shape(node, output), layout, inputs):
+            if name in PURE_POINTWISE and spreads(node, shape(node, output)):
                 self.expanded = self.expanded or name
         return inputs
 
@@ -188,15 +188,23 @@ def parameters_alone(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
     return True
 
 
-def _spreads(sizes: tuple[int, ...], layout: Layout, inputs: Inputs) -> bool:
-    """Tell whether an axis of the result comes from an operand without gradient alone, as in `(n, 1) - (n,)`."""
-    known = [shape(below, place) for (below, place), _ in inputs if below is not None]
+def spreads(node: Node, sizes: tuple[int, ...]) -> bool:
+    """Tell whether a dimension of the result comes from an operand without gradient alone, as in `(n, 1) - (n,)`."""
+    if all(below is not None for below, _ in edges(node)):
+        return False
+    known = [_before_expanding(below, place) for below, place in edges(node) if below is not None]
     for dim, size in enumerate(sizes):
-        if size > 1 and any(isinstance(tag, Axis) for _, tag in layout[dim]):
-            places = [dim - len(sizes) + len(own) for own in known]
-            if not any(place >= 0 and own[place] == size for place, own in zip(places, known, strict=True)):
-                return True
+        places = [dim - len(sizes) + len(own) for own in known]
+        if size > 1 and not any(at >= 0 and own[at] == size for at, own in zip(places, known, strict=True)):
+            return True
     return False
+
+
+def _before_expanding(node: Node, place: int) -> tuple[int, ...]:
+    while operation(node) == "Expand" and edges(node)[0][0] is not None:
+        below, place = edges(node)[0]
+        node = below if below is not None else node
+    return shape(node, place)
 
 
 def _by_number(node: Node, name: str) -> bool:

@@ -1,0 +1,244 @@
+"""Loops and losses that look right and are not: each is exact or refused with a reason."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator, counted, errors
+
+SIZES = (4, 4, 4)
+
+
+def sample(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(size, 3, generator=generator, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+DATA = [sample(size, seed) for seed, size in enumerate(SIZES)]
+
+
+class Net(nn.Module):
+    """A linear layer and a learned scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.f = nn.Linear(3, 3)
+        self.rho = nn.Parameter(torch.tensor(0.3))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the layer."""
+        out: Tensor = self.f(x)
+        return out
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return plain SGD."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def difference(loss: Callable[[Net, Tensor, Tensor], Tensor], **options: Any) -> float:
+    """Return how far the accumulated step is from the true big batch's."""
+    model, twin = Net(), Net()
+    accumulator = Accumulator(model, sgd(model), steps=3, **options)
+    for x, y in accumulator.over(DATA):
+        accumulator.backward(loss(model, x, y))
+    optimizer = sgd(twin)
+    loss(twin, torch.cat([x for x, _ in DATA]), torch.cat([y for _, y in DATA])).backward()
+    optimizer.step()
+    pairs = [(a.detach(), b.detach()) for a, b in zip(model.parameters(), twin.parameters(), strict=True)]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+COUNT_INSIDE: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+    "mask": lambda m, x, y: ((m(x) - y).pow(2) * (y > 0) / (y > 0).sum().item()).sum(),
+    "twice-the-size": lambda m, x, y: ((m(x) - y).pow(2).sum(1) / (2 * len(x))).sum(),
+    "size-then-two": lambda m, x, y: ((m(x) - y).pow(2) / len(x) * 2.0).sum(),
+    "size-and-two": lambda m, x, y: ((m(x) - y).pow(2) / len(x) / 2).sum(),
+}
+
+
+@pytest.mark.parametrize("name", COUNT_INSIDE)
+def test_a_count_inside_a_sum_is_refused(name: str) -> None:
+    """Micro-batches of one size make a count look like a constant; a sum must not be scaled at all."""
+    with pytest.raises(errors.UnreadableLoss, match="may be a count"):
+        difference(COUNT_INSIDE[name])
+
+
+SPREAD: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
+    "shape-bug": lambda m, x, y: (m(x)[:, :1] - y[:, 0]).pow(2).mean(),
+    "chamfer": lambda m, x, y: (m(x)[:, None] - y[None]).pow(2).sum(-1).min(1).values.mean(),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_outputs_spread_over_other_samples_are_refused(name: str) -> None:
+    """A tensor without gradient sets every sample against every other by broadcasting."""
+    with pytest.raises(errors.LossError, match=r"spreads|samples"):
+        difference(SPREAD[name])
+
+
+def test_the_classic_shape_bug_is_named() -> None:
+    """(n, 1) - (n,) says what it gives and what to type."""
+    with pytest.raises(errors.UnreadableLoss, match=r"\(n, 1\) with \(n,\) gives \(n, n\)(.|\n)*squeeze"):
+        difference(SPREAD["shape-bug"])
+
+
+def test_a_learned_scale_in_data_and_penalty_is_refused_or_exact() -> None:
+    """A value that serves the data and a regulariser cannot carry the regulariser's weight."""
+
+    def loss(m: Net, x: Tensor, y: Tensor) -> Tensor:
+        sigma = F.softplus(m.rho)
+        return ((m(x) - y) ** 2 / (2 * sigma**2)).sum() + sigma
+
+    with pytest.raises(errors.LossError, match="once"):
+        difference(loss)
+
+
+def test_the_same_with_a_place_of_its_own_is_exact() -> None:
+    """What the error says to type works."""
+
+    def loss(m: Net, x: Tensor, y: Tensor) -> Tensor:
+        sigma = F.softplus(m.rho)
+        return ((m(x) - y) ** 2 / sigma**2).sum() + counted(sigma, "once")
+
+    assert difference(loss) < 1e-12
+
+
+def test_a_window_that_begins_with_a_regulariser_is_refused() -> None:
+    """Terms that come and go are different losses."""
+    model = Net()
+    accumulator = Accumulator(model, sgd(model), steps=2)
+    accumulator.backward(model.f.weight.pow(2).sum())
+    with pytest.raises(errors.LossError, match="changed within a window"):
+        accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1]))
+
+
+def test_every_hook_is_called() -> None:
+    """Hooks whose remover is dropped stay, in order."""
+    model, heard = Net(), list[int]()
+    accumulator = Accumulator(model, sgd(model), steps=1)
+    for number in range(3):
+        accumulator.before_step(lambda number=number: heard.append(number))  # type: ignore[misc]
+    accumulator.backward(model(DATA[0][0]).mean())
+    assert heard == [0, 1, 2]
+
+
+def test_batch_norm_of_a_foreign_model_is_refused() -> None:
+    """A discriminator's BatchNorm couples the generator's samples, and no module of ours shows it."""
+    generator = nn.Linear(3, 3).double()
+    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    accumulator = Accumulator(generator, sgd(generator), steps=2)
+    with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
+        accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean())
+    critic.eval()
+    assert accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean()) is None
+
+
+def test_one_scaler_in_two_accumulators_is_exact() -> None:
+    """The scale may change in mid-window, by another accumulator's update."""
+    model, other, twin = Net(), Net(), Net()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    one = Accumulator(model, sgd(model), steps=3, scaler=scaler)
+    two = Accumulator(other, sgd(other), steps=1, scaler=scaler)
+    for x, y in one.over(DATA):
+        one.backward(F.mse_loss(model(x), y))
+        two.backward(F.mse_loss(other(x), y))
+    assert scaler.get_scale() > 4.0
+    F.mse_loss(twin(torch.cat([x for x, _ in DATA])), torch.cat([y for _, y in DATA])).backward()
+    sgd(twin).step()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+
+
+def _rank(rank: int, folder: str) -> None:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
+    try:
+        Accumulator(model, sgd(model), steps=2)
+    except errors.ConfigurationError as error:
+        Path(folder, f"rank{rank}").write_text(str(error))
+    torch.distributed.destroy_process_group()
+
+
+def test_several_ranks_are_refused(tmp_path: Path) -> None:
+    """Until counts travel between ranks, each would correct the same gradient by a total of its own."""
+    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
+    assert all("several ranks" in (tmp_path / f"rank{rank}").read_text() for rank in range(2))
+
+
+def test_discard_forgets_that_a_batch_was_the_last() -> None:
+    """A window after it is as long as any."""
+    model = Net()
+    accumulator = Accumulator(model, sgd(model), steps=3)
+    batches = iter(accumulator.over(DATA[:1]))
+    next(batches)
+    accumulator.discard()
+    assert accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1])) is None
+
+
+def test_nothing_to_train_is_refused() -> None:
+    """With all parameters frozen a backward would fill other models' gradients."""
+    model, other = Net(), Net()
+    accumulator = Accumulator(model, sgd(model), steps=1)
+    model.requires_grad_(False)
+    with pytest.raises(errors.ConfigurationError, match="nothing to train"):
+        accumulator.backward(F.mse_loss(other(model(DATA[0][0])), DATA[0][1]))
+    assert all(p.grad is None for p in other.parameters())
+
+
+def test_freezing_inside_a_window_is_noticed() -> None:
+    """The window has that parameter's gradient already."""
+    model = Net()
+    accumulator = Accumulator(model, sgd(model), steps=2)
+    accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1]))
+    model.f.bias.requires_grad_(False)
+    with pytest.raises(errors.WindowDisturbed, match="frozen inside a window"):
+        accumulator.backward(F.mse_loss(model(DATA[1][0]), DATA[1][1]))
+
+
+def test_a_parameter_s_own_grad_dtype_comes_back() -> None:
+    """It is as it was before the window, not the parameter's type."""
+    model = nn.Linear(3, 1).bfloat16()
+    for p in model.parameters():
+        p.grad_dtype = torch.float32
+    accumulator = Accumulator(model, sgd(model), steps=2)
+    accumulator.backward(model(DATA[0][0].bfloat16()).float().mean())
+    accumulator.discard()
+    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_a_refused_state_leaves_the_open_window() -> None:
+    """Nothing is dropped for a state that cannot be loaded."""
+    model = Net()
+    accumulator = Accumulator(model, sgd(model), steps=2)
+    accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1]))
+    with pytest.raises(errors.StateError, match="not a dict"):
+        accumulator.load_state_dict({"version": 1, "steps": 3, "window": [1]})
+    assert accumulator.steps == 2
+    assert accumulator.remaining == 1
+
+
+def test_gradients_by_hand_are_told_from_zeroed_ones() -> None:
+    """An unused parameter has no gradient, and was not set to None."""
+    model = Net()  # rho is unused
+    accumulator = Accumulator(model, sgd(model), steps=3)
+    accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1]))
+    F.mse_loss(model(DATA[1][0]), DATA[1][1]).backward()
+    with pytest.raises(errors.WindowDisturbed, match="changed in place"):
+        accumulator.flush()
+    accumulator.discard()
+
+
+def test_skip_nonfinite_is_a_truth_value() -> None:
+    """As every other argument it is looked at."""
+    model = Net()
+    with pytest.raises(errors.ConfigurationError, match="skip_nonfinite must be True or False; found 'yes'"):
+        Accumulator(model, sgd(model), steps=1, skip_nonfinite="yes")  # type: ignore[arg-type]
