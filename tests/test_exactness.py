@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def bounded(run: Run) -> bool:
-    """Whether training did not diverge: there rounding grows from update to update, until nothing is equal to itself."""
+    """Whether training did not diverge: there rounding grows from update to update until nothing equals itself."""
     return all(bool(w.isfinite().all()) and float(w.abs().max()) < 20 for w in run.weights if w.numel())
 
 
