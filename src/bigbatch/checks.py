@@ -17,7 +17,7 @@ from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.reading.graph import edges, operation, saved, saved_number, saved_tensor, shape
 from bigbatch.reading.terms import Term
 
-_LINEAR = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
+_BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
 _TERMS_LOOKED_AT = 64
 _BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
 
@@ -196,7 +196,7 @@ def _is_scaled(value: Tensor, grad_scaler: GradScaler) -> bool:
     stack, looked = [value.grad_fn], 0
     while stack and scale is not None and looked < _TERMS_LOOKED_AT:
         node = stack.pop()
-        if node is None or operation(node) not in _LINEAR:
+        if node is None or operation(node) not in _BETWEEN_TERMS:
             continue
         looked += 1
         factors = (saved_tensor(node, "other"), saved_tensor(node, "self")) if operation(node) == "Mul" else ()

@@ -67,11 +67,14 @@ def saved(node: Node, name: str, default: Any = None) -> Any:
     return getattr(node, "_saved_" + name, default)
 
 
+def signed(number: int) -> int:
+    """Return a saved integer as it was: torch shows negative ones as unsigned."""
+    return number - 2 * _WRAP if number >= _WRAP else number
+
+
 def saved_dim(node: Node, name: str, rank: int) -> int:
     """Return a saved dimension as an index into a shape of this rank."""
-    dim: int = getattr(node, "_saved_" + name)
-    if dim >= _WRAP:
-        dim -= 2 * _WRAP
+    dim = signed(getattr(node, "_saved_" + name))
     return dim % rank if rank else 0
 
 
@@ -82,7 +85,7 @@ def saved_dims(node: Node, rank: int) -> Shape:
         return tuple(range(rank))
     if isinstance(dims, int):
         dims = (dims,)
-    return tuple((d - 2 * _WRAP if d >= _WRAP else d) % rank for d in dims)
+    return tuple(signed(dim) % rank for dim in dims)
 
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:

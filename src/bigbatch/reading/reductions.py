@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import LOW_PRECISION, Count, Kind
-from bigbatch.reading.graph import Edge, edges, operation, python_number, saved, saved_dims, saved_tensor, shape
+from bigbatch.reading.graph import Edge, edges, operation, python_number, saved, saved_dims, saved_tensor, shape, signed
 from bigbatch.reading.layout import PICKED, Axis, Dim, Layout
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
 from bigbatch.reading.rules import MEAN, SUM, Rule
@@ -271,8 +271,7 @@ def _count_again(node: Node) -> Tensor:
     target, weight = saved_tensor(node, "target"), saved_tensor(node, "weight")
     if target is None:
         raise refusals.hidden(operation(node))
-    ignored = saved(node, "ignore_index")
-    kept: Tensor = target != (ignored - (1 << 64) if ignored >= 1 << 63 else ignored)
+    kept: Tensor = target != signed(saved(node, "ignore_index"))
     if weight is None:
         return kept.sum(dtype=torch.float64)
     return torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()

@@ -8,16 +8,7 @@ from typing import TypeAlias
 
 from torch.autograd.graph import Node
 
-from bigbatch.reading.graph import (
-    Edge,
-    Shape,
-    edges,
-    operation,
-    saved,
-    saved_dim,
-    saved_dims,
-    shape,
-)
+from bigbatch.reading.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_dims, shape, signed
 from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, broadcast, mixed, reshaped
 
 Inputs: TypeAlias = list[tuple[Edge, Layout]]
@@ -104,7 +95,7 @@ def permute(node: Node, _output: int, layout: Layout) -> Inputs:
     rank = len(layout)
     order: list[Dim] = [()] * rank
     for place, dim in enumerate(saved(node, "dims")):
-        order[(dim - (1 << 64) if dim >= 1 << 63 else dim) % rank] = layout[place]
+        order[signed(dim) % rank] = layout[place]
     return [(only_input(node), tuple(order))]
 
 
@@ -237,7 +228,7 @@ def convolution(node: Node, _output: int, layout: Layout) -> Inputs:
 def flip(node: Node, _output: int, layout: Layout) -> Inputs:
     """Rows in another order."""
     name, rank = operation(node), len(layout)
-    dims = {(d - (1 << 64) if d >= 1 << 63 else d) % rank for d in saved(node, "dims") or range(rank)}
+    dims = {signed(d) % rank for d in saved(node, "dims") or range(rank)}
     return [(only_input(node), tuple(((shape(node)[d], name),) if d in dims else dim for d, dim in enumerate(layout)))]
 
 

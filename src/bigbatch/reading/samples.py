@@ -44,7 +44,13 @@ _PURE = (
     | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 )
 # under which names torch saves the two factors, where it saves them
-_FACTORS = {"Addmm": ("mat1", "mat2"), "Addmv": ("mat", "vec"), "Mv": ("self", "vec"), "Baddbmm": ("batch1", "batch2")}
+_SAVED_AS = {
+    "Cdist": ("x1", "x2"),
+    "Addmm": ("mat1", "mat2"),
+    "Addmv": ("mat", "vec"),
+    "Mv": ("self", "vec"),
+    "Baddbmm": ("batch1", "batch2"),
+}
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ class Samples:
     def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
         """A frozen weight or batch data? Only the first leaves the rows apart."""
         self.trail.by_tensor = True
-        tensor = saved_tensor(node, _FACTORS.get(name, ("self", "mat2"))[place])
+        tensor = saved_tensor(node, _SAVED_AS.get(name, ("self", "mat2"))[place])
         if tensor is None or not self.surroundings.is_weight(tensor):
             raise refusals.gradless_factor(name)
         self._model(layout, tuple(range(len(layout))))

@@ -1,8 +1,11 @@
 """What choosing rows does to samples: slices, chunks, positions, masks, indices; and putting rows together."""
 
+import math
+
+import torch
 from torch.autograd.graph import Node
 
-from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_tensor, shape
+from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_tensor, shape, signed
 from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag
 from bigbatch.reading.rules import Inputs, everything, only_input, size_of
 
@@ -10,9 +13,7 @@ from bigbatch.reading.rules import Inputs, everything, only_input, size_of
 def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
     """Give the layout of a tensor of which an even share along `dim` was taken."""
     part = layout[dim]
-    took = 1
-    for n, _ in part:
-        took *= n
+    took = math.prod(n for n, _ in part)
     if took == size:
         return layout
     if took == 0 or size % took:
@@ -28,7 +29,7 @@ def take_slice(node: Node, _output: int, layout: Layout) -> Inputs:
     dim = saved_dim(node, "dim", len(sizes))
     size, took = sizes[dim], shape(node, 0)[dim]
     start, step = saved(node, "start") or 0, saved(node, "step") or 1
-    start = start - (1 << 64) if start >= 1 << 63 else start
+    start = signed(start)
     start = max(start + size, 0) if start < 0 else start
     even = took and (start % took == 0 if step == 1 else start < step and took * step == size)
     if took == size or even:
@@ -79,13 +80,11 @@ def index(node: Node, _output: int, layout: Layout) -> Inputs:
     if not chosen or places != list(range(places[0], places[0] + len(places))):
         return everything(node, 0, layout)
     first, tensor = chosen[0]
-    covers = tensor.dim() if tensor.dtype.is_floating_point is False and str(tensor.dtype) == "torch.bool" else 1
+    covers = tensor.dim() if tensor.dtype == torch.bool else 1
     if covers == 1 and tensor.dim() != 1:
         return everything(node, 0, layout)
     rows = layout[first]
-    taken = 1
-    for n, _ in rows:
-        taken *= n
+    taken = math.prod(n for n, _ in rows)
     covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
     if taken > covered:  # some rows were taken twice
         return everything(node, 0, layout)
