@@ -222,7 +222,7 @@ def _is_constant(factor: Node) -> bool:
     if below is not None and operation(below) == "Sum":
         whole, rest = saved(below, "self_sym_sizes"), shape(below)
         return bool(number == math.prod(whole) / max(math.prod(rest), 1))
-    return abs(number) == 1.0
+    return False  # not even 1: the size of a micro-batch of one
 
 
 def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) -> Sum:
