@@ -242,3 +242,19 @@ def test_skip_nonfinite_is_a_truth_value() -> None:
     model = Net()
     with pytest.raises(errors.ConfigurationError, match="skip_nonfinite must be True or False; found 'yes'"):
         Accumulator(model, sgd(model), steps=1, skip_nonfinite="yes")  # type: ignore[arg-type]
+
+
+def test_a_loop_that_was_only_half_converted_is_refused() -> None:
+    """`over` with a leftover loss.backward() would train nothing, without a word."""
+    model = Net()
+    accumulator = Accumulator(model, sgd(model), steps=2)
+    batches = iter(accumulator.over(DATA))
+    x, y = next(batches)
+    F.mse_loss(model(x), y).backward()
+    with pytest.raises(errors.WindowDisturbed, match=r"nothing steps(.|\n)*accumulator.backward\(loss\)"):
+        next(batches)
+
+
+def test_a_fused_sum_divided_by_its_rows_is_a_mean() -> None:
+    """`reduction="sum"` and `/ len(x)`, as some write a mean over samples."""
+    assert difference(lambda m, x, y: F.mse_loss(m(x), y, reduction="sum") / len(x)) < 1e-12

@@ -84,13 +84,8 @@ def test_a_doubtful_loss_is_exact_or_refused(case: Loss) -> None:
 
 @pytest.mark.parametrize("split", [(1, 1, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("case", [case for case in EITHER if case.name not in AMBIGUOUS_WHEN_EVEN], ids=str)
-def test_a_doubtful_loss_is_exact_or_refused_when_even(
-    case: Loss, split: tuple[int, ...], request: pytest.FixtureRequest
-) -> None:
+def test_a_doubtful_loss_is_exact_or_refused_when_even(case: Loss, split: tuple[int, ...]) -> None:
     """The same where sizes are as small as the numbers that people write."""
-    if case.name == "sum-of-divided-by-size" and split[0] == 1:
-        reason = "dividing by 1 is taken for a constant, and may be a size"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     assert_exact_or_refused(Epoch(case, list(split), 0, 4))
 
 

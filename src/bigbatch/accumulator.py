@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import checks
-from bigbatch.errors import BatchNormError, StateError, WindowError, WindowOpen
+from bigbatch.errors import BatchNormError, StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.gradients import all_parameters
 from bigbatch.over import Listener, Over
 from bigbatch.reading.counts import Count, GivenCount, checked_count
@@ -138,7 +138,7 @@ class Accumulator:
         listener = Listener(
             opening=self._open,
             announce=self._announce,
-            exhausted=self.flush,  # where the last batch made no backward: what came before must not be lost
+            exhausted=self._end,  # where the last batch made no backward, what came before must not be lost
             left=self._leave,
             remaining=lambda: self.remaining,
         )
@@ -279,7 +279,23 @@ class Accumulator:
     def _open(self) -> None:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
-        self._resumed, self._over = False, True
+        self._resumed, self._over, self._added = False, True, True
+
+    def _refuse_backward_by_hand(self) -> None:
+        """A batch went by without our backward: was it loss.backward() that the loop called?"""
+        if self._window is None and any(p.grad is not None for p in all_parameters(self._stepper.optimizers)):
+            msg = (
+                "a batch of `over` had no accumulator.backward(loss), and the parameters have gradients: "
+                "loss.backward() adds them, and nothing steps.\n"
+                "Replace it:  accumulator.backward(loss)"
+            )
+            raise WindowDisturbed(msg)
+
+    def _end(self) -> None:
+        """Hear that all batches were given out; the last one may have made no backward."""
+        if not self._added:
+            self._refuse_backward_by_hand()
+        self.flush()
 
     def _leave(self) -> None:
         """End an `over`, at its end or by `break`."""
@@ -287,4 +303,6 @@ class Accumulator:
 
     def _announce(self, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - called by Over alone
         """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""
+        if not self._added:
+            self._refuse_backward_by_hand()
         self._last, self._totals, self._added = last, totals, False

@@ -73,7 +73,7 @@ class Gradients:
         found = f"{zeroed} were set to None" if zeroed else "they were changed in place"
         msg = (
             "gradients changed inside a window, and not by this accumulator: "
-            f"{found}, as by zero_grad() or loss.backward().\n"
+            f"{found}, as by zero_grad(), loss.backward() or clip_grad_norm_() (clip with clip_norm=).\n"
             "Inside `over` call accumulator.backward(loss) alone: it adds up, steps and clears.\n"
             "This window cannot be trusted any more: accumulator.discard() drops it."
         )

@@ -336,5 +336,5 @@ def several(terms: list[Term], found: str) -> str:
         "Their gradients share one buffer, so each term's total over the window must be known before its first "
         "backward. Give the counts of a batch, one per term in the order in which they are written:\n"
         "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
-        "The wrapped loader then looks a window ahead. A sum counts as 'sum'. BigStep needs none of this."
+        "The wrapped loader then looks a window ahead. A mean over elements counts elements; a sum counts as 'sum'."
     )

@@ -217,7 +217,7 @@ def _is_constant(factor: Node) -> bool:
     if number is None or not number:
         return False
     if operation(factor) == "Mul":
-        return abs(number) in {0.5, 1.0}  # half a square is a habit, not half a batch of two
+        return number in {0.5, -1.0}  # half a square is a habit; 1 may be the size of a micro-batch of one
     below = edges(factor)[0][0]
     if below is not None and operation(below) == "Sum":
         whole, rest = saved(below, "self_sym_sizes"), shape(below)
@@ -249,7 +249,7 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
     if samples.data and (samples.expanded or (name in POINTWISE_LOSSES and spreads(node, sizes))):
         raise refusals.expanded(samples.expanded or name)
     if how == SUM:
-        return Sum("sum", 1.0, name)
+        return Sum("sum", 1.0, name, sizes=frozenset(map(float, sizes[:1])) if len(sizes) > 1 else frozenset())
     if name not in NLL:
         return Sum("mean", count, name)
     positions = math.prod(sizes) / max(sizes[1 if len(sizes) > 1 else 0], 1)
