@@ -150,7 +150,8 @@ class Accumulator:
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
         checks.loss(loss, self._stepper.scaler)
-        self._refuse_second_backward()
+        if self._added and self._over:
+            self._refuse_second_backward()
         if self._window is None and self._batch_norm == "refuse":
             self._batch_norms = checks.batch_norms(self._models)
         if self._batch_norms:
@@ -251,13 +252,13 @@ class Accumulator:
         if found.batch_norm and self._batch_norm == "refuse":
             raise BatchNormError(checks.FOREIGN_BATCH_NORM)
 
-    def _refuse_second_backward(self) -> None:
-        if self._added and self._over:
-            msg = (
-                "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
-                "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"
-            )
-            raise WindowError(msg)
+    @staticmethod
+    def _refuse_second_backward() -> None:
+        msg = (
+            "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
+            "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"
+        )
+        raise WindowError(msg)
 
     def _known_totals(self) -> tuple[Count, ...] | None:
         if self._counts is not None and self._totals is None:

@@ -72,9 +72,11 @@ class Stepper:
         norm = gradients.norm() if self.clip_norm is not None or self.skip_nonfinite else None
         factor = correction
         if norm is not None:
-            norm = norm * (correction.to(norm) if isinstance(correction, Tensor) else correction)
+            if isinstance(correction, Tensor) or correction != 1.0:
+                norm = norm * (correction.to(norm) if isinstance(correction, Tensor) else correction)
             if self.clip_norm is not None and self.clip_norm != float("inf"):
-                factor = factor * torch.clamp(self.clip_norm / (norm + _CLIP_EPSILON), max=1.0)
+                clip = torch.clamp(self.clip_norm / (norm + _CLIP_EPSILON), max=1.0)
+                factor = clip if not isinstance(factor, Tensor) and factor == 1.0 else factor * clip
         watched = norm is not None and self.skip_nonfinite and self.scaler is None  # a scaler skips by itself
         nonfinite = ~torch.isfinite(norm) if watched and norm is not None else None
         skipped = self._apply(gradients, factor, active, nonfinite)

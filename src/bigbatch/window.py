@@ -95,9 +95,12 @@ class Window:
         if not checked:
             self.check()
         ledger = self._ledger
-        ledger.fold()
-        self._refuse_lost_ratio()
-        ledger.refuse_other_totals()
+        if ledger.pending:
+            ledger.fold()
+        if ledger.in_ratio is not None:
+            self._refuse_lost_ratio()
+        if ledger.totals is not None:
+            ledger.refuse_other_totals()
         loss = ledger.big_loss()
         norm: Tensor | None = None
         skipped: bool | Tensor = True
@@ -182,7 +185,7 @@ class Window:
 
     def _refuse_lost_ratio(self) -> None:
         """On a device, whether several counts kept their ratio is only known now: one wait, before the step."""
-        if self._ledger.in_ratio is not None and not bool(self._ledger.in_ratio):
+        if not bool(self._ledger.in_ratio):
             msg = (
                 "the terms of this loss were averaged over different things, in no constant ratio; nothing was "
                 "stepped.\n"
