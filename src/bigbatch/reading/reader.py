@@ -43,7 +43,7 @@ class _Look(NamedTuple):
     place: int
     sort: type
     sizes: list[object] | None  # None where they follow from its inputs'
-    wired: list[int]  # of each input, which result it is; -1 for one without gradient
+    wired: list[int] | None  # of each input, which result it is; -1 for one without gradient; None: the only one
     held: list[tuple[type, ...]] | None  # the types on the way from each input to a parameter
     factors: list[object] | None  # numbers it multiplies by
     settings: object  # saved attributes that are not tensors: dimensions, reductions
@@ -69,7 +69,7 @@ class _Reading(NamedTuple):
             kind, below = _kinds[sort], node.next_functions
             if sizes is not None and _sizes(node) != sizes:
                 return None
-            if [number if n is not None else -1 for n, number in below] != wired:
+            if wired is not None and [number if n is not None else -1 for n, number in below] != wired:
                 return None
             if kind.settings is not None and kind.settings(node) != settings:
                 return None
@@ -160,11 +160,17 @@ def _look(node: Node, parent: int, place: int) -> _Look | None:
         place,
         sort,
         None if follows else _sizes(node),
-        [number if n is not None else -1 for n, number in edges(node)],
+        None if _single_file(node) else [number if n is not None else -1 for n, number in edges(node)],
         [_way(n) for n, _ in edges(node)] if kind.layer else None,
         _factors(node) if kind.factor else None,
         kind.settings(node) if kind.settings is not None else None,
     )
+
+
+def _single_file(node: Node) -> bool:
+    """Whether there is one input, of one result: following it says all there is to say of it."""
+    inputs = edges(node)
+    return len(inputs) == 1 and inputs[0][0] is not None and len(_sizes(inputs[0][0])) == 1
 
 
 def _sizes(node: Node) -> list[object]:
