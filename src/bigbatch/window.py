@@ -57,7 +57,8 @@ class Window:
 
     def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
         """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
-        self.check()
+        if not self.untouched:  # gradients were looked at when the window was opened
+            self.check()
         weights = self._ledger.weigh(terms)
         if not self._ledger.micro_batches:
             self._first_count = next((term.count for term in terms if isinstance(term.count, Tensor)), None)

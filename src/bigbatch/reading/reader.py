@@ -44,9 +44,10 @@ class _Look(NamedTuple):
     sort: type
     sizes: list[object] | None  # None where they follow from its inputs'
     wired: list[int] | None  # of each input, which result it is; -1 for one without gradient; None: the only one
-    held: list[tuple[type, ...]] | None  # the types on the way from each input to a parameter
+    held: tuple[tuple[int, type, tuple[type, ...]], ...] | None  # instead, for a layer: the types on the way down, too
     factors: list[object] | None  # numbers it multiplies by
-    settings: object  # saved attributes that are not tensors: dimensions, reductions
+    asked: Callable[[Node], object] | None  # gives its saved attributes that are not tensors
+    settings: object  # what they were: dimensions, reductions
 
 
 class _Reading(NamedTuple):
@@ -62,18 +63,18 @@ class _Reading(NamedTuple):
             return None
         nodes: list[Node] = []
         inputs: list[tuple[Edge, ...]] = []
-        for parent, place, sort, sizes, wired, held, factors, settings in self.looks:
+        for parent, place, sort, sizes, wired, held, factors, asked, settings in self.looks:
             node = inputs[parent][place][0] if nodes else root
             if node is None or type(node) is not sort:
                 return None
-            kind, below = _kinds[sort], node.next_functions
+            below = node.next_functions
             if sizes is not None and _sizes(node) != sizes:
                 return None
             if wired is not None and [number if n is not None else -1 for n, number in below] != wired:
                 return None
-            if kind.settings is not None and kind.settings(node) != settings:
+            if asked is not None and asked(node) != settings:
                 return None
-            if held is not None and [_way(n) for n, _ in below] != held:
+            if held is not None and not _same_ways(below, held):
                 return None
             if factors is not None and _factors(node) != factors:
                 return None
@@ -110,13 +111,13 @@ class Reader:
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
         if trail.by_tensor or any(operation(node) in _BY_TENSOR for node in trail.nodes):
             return
-        numbers, looks = {root: 0}, [_look(root, 0, 0)]
+        numbers, looks = {root: 0}, [_look(root, 0, 0, None)]
         for node in trail.nodes:  # parents come before their inputs
             if node not in numbers:
                 return
             for place, (below, _) in enumerate(edges(node)):
                 if below is not None and below in trail.nodes and below not in numbers:
-                    looks.append(_look(below, numbers[node], place))
+                    looks.append(_look(below, numbers[node], place, node))
                     numbers[below] = len(numbers)
         if any(look is None for look in looks):
             return
@@ -139,7 +140,7 @@ class _Kind(NamedTuple):
 _kinds: dict[type, _Kind] = {}
 
 
-def _look(node: Node, parent: int, place: int) -> _Look | None:
+def _look(node: Node, parent: int, place: int, above: Node | None) -> _Look | None:
     """Take down what a node looks like; None where its type does not tell what it is."""
     name = operation(node)
     sort = type(node)
@@ -155,14 +156,16 @@ def _look(node: Node, parent: int, place: int) -> _Look | None:
         _kinds[sort] = _Kind(layer and not is_leaf(node), name in _FACTORS, attrgetter(*plain) if plain else None)
     kind = _kinds[sort]
     follows = name in _FOLLOWS and all(below is not None for below, _ in edges(node))
+    told = above is not None and _tells_sizes(above)
     return _Look(
         parent,
         place,
         sort,
-        None if follows else _sizes(node),
-        None if _single_file(node) else [number if n is not None else -1 for n, number in edges(node)],
-        [_way(n) for n, _ in edges(node)] if kind.layer else None,
+        None if follows or told else _sizes(node),
+        None if kind.layer or _single_file(node) else [number if n is not None else -1 for n, number in edges(node)],
+        tuple([(number, *_way(n)) for n, number in edges(node)]) if kind.layer else None,
         _factors(node) if kind.factor else None,
+        kind.settings,
         kind.settings(node) if kind.settings is not None else None,
     )
 
@@ -173,25 +176,40 @@ def _single_file(node: Node) -> bool:
     return len(inputs) == 1 and inputs[0][0] is not None and len(_sizes(inputs[0][0])) == 1
 
 
+def _tells_sizes(node: Node) -> bool:
+    """Whether a node's settings hold the shape of its only input, as a view's do: asking for sizes is slow."""
+    return _single_file(node) and hasattr(node, "_saved_self_sym_sizes")
+
+
 def _sizes(node: Node) -> list[object]:
     metadata = cast("Any", node)
     return [result.shape for result in metadata._input_metadata]  # noqa: SLF001 - see graph.shape
 
 
-def _way(node: Node | None) -> tuple[type, ...]:
-    """Return the types from an input to a leaf, if it is a parameter seen through transposes and casts; else none.
+def _way(node: Node | None) -> tuple[type, tuple[type, ...]]:
+    """Return the types from an input through transposes and casts to what they are of: a parameter or something else.
 
-    That the leaf is a parameter was seen at the first reading; a leaf in the same place of the same layer is one, too.
+    That a leaf is a parameter was seen at the first reading; a leaf in the same place of the same layer is one, too.
     """
-    way: list[type] = []
-    while node is not None:
-        way.append(type(node))
-        if is_leaf(node):
-            return tuple(way)
-        if operation(node) not in LOOKS_THROUGH:
-            return ()
+    first, way = type(node), list[type]()
+    while node is not None and not is_leaf(node) and operation(node) in LOOKS_THROUGH:
         node = node.next_functions[0][0]
-    return ()
+        way.append(type(node))
+    return first, tuple(way)
+
+
+def _same_ways(inputs: tuple[Edge, ...], ways: tuple[tuple[int, type, tuple[type, ...]], ...]) -> bool:
+    if len(inputs) != len(ways):
+        return False
+    for (found, number), (wired, first, way) in zip(inputs, ways):  # noqa: B905 - hot, and just compared
+        if type(found) is not first or number != wired:
+            return False
+        node: Any = found
+        for sort in way:
+            node = node.next_functions[0][0]
+            if type(node) is not sort:
+                return False
+    return True
 
 
 def _factors(node: Node) -> list[object]:
