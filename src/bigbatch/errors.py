@@ -3,6 +3,8 @@
 BigBatchError
  ├── ConfigurationError     an argument that cannot work; raised when the object is made     (also a ValueError)
  │    └── BatchNormError    training-mode BatchNorm, whose statistics would be a micro-batch's
+ ├── BatchError             this big batch cannot be cut into micro-batches                  (also a ValueError)
+ ├── OutOfMemory            not even one sample fits; says how much was missing              (also a RuntimeError)
  ├── LossError              this loss cannot be accumulated as it stands; nothing was added  (also a ValueError)
  │    ├── UnreadableLoss    its graph does not tell what it was averaged over
  │    ├── CoupledLoss       a sample's loss depends on the other samples
@@ -27,6 +29,14 @@ class ConfigurationError(BigBatchError, ValueError):
 
 class BatchNormError(ConfigurationError):
     """Training-mode BatchNorm under accumulation normalises by the micro-batch, not the big batch."""
+
+
+class BatchError(BigBatchError, ValueError):
+    """A big batch that cannot be cut into micro-batches."""
+
+
+class OutOfMemory(BigBatchError, RuntimeError):
+    """The smallest micro-batch does not fit; the model, the optimizer and the random state are as before."""
 
 
 class LossError(BigBatchError, ValueError):

@@ -1,0 +1,196 @@
+"""Cut a big batch into micro-batches of the same structure, whatever holds its tensors.
+
+A batch is a tree: tensors in tuples, named tuples, lists, mappings, dataclasses, nested. Its samples lie along the
+first dimension of those leaves that agree on its size; all other leaves go into every micro-batch as they are.
+"""
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import BatchError
+
+Indices: TypeAlias = slice | Sequence[int]
+_PLAIN = (str, bytes, int, float, bool)
+_SHOWN = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """A big batch that can be cut: how many samples it has, and which of its leaves have them."""
+
+    whole: Any
+    size: int
+    sampled: frozenset[str] = frozenset()  # paths of the leaves that are cut
+    collate: Callable[[list[Any]], Any] | None = None
+
+    @classmethod
+    def of(
+        cls, whole: Any, *, collate: Callable[[list[Any]], Any] | None = None, shared: frozenset[str] = frozenset()
+    ) -> "Batch":
+        """Find the samples of a batch; `shared` are paths of leaves that are known to have none."""
+        if collate is not None:
+            return cls._of_samples(whole, collate)
+        lengths = {path: length for path, leaf in leaves(whole) if (length := _length(leaf)) is not None}
+        if not lengths:
+            msg = (
+                f"this batch has no tensor with samples along its first dimension: found {_kind(whole)}.\n"
+                "Pass tensors, or a list of samples with Options(collate=torch.utils.data.default_collate)."
+            )
+            raise BatchError(msg)
+        size = _agreed({path: length for path, length in lengths.items() if path not in shared}, whole)
+        sampled = frozenset(path for path, length in lengths.items() if length == size and path not in shared)
+        lists = {path for path, leaf in leaves(whole) if _is_plain_list(leaf) and len(leaf) == size}
+        return cls(whole, size, sampled | lists)
+
+    @classmethod
+    def _of_samples(cls, whole: Any, collate: Callable[[list[Any]], Any]) -> "Batch":
+        if isinstance(whole, Tensor | Mapping | str) or not isinstance(whole, Sequence):
+            msg = (
+                f"Options(collate=...) makes micro-batches of a list of samples; found {_kind(whole)}.\n"
+                "Take collate out for batches that are collated already, or have the loader pass lists:\n"
+                "    DataLoader(data, batch_size=4096, collate_fn=list)"
+            )
+            raise BatchError(msg)
+        if not whole:
+            raise BatchError(_EMPTY)
+        return cls(whole, len(whole), collate=collate)
+
+    @property
+    def shared(self) -> frozenset[str]:
+        """The leaves with a first dimension that go into every micro-batch whole."""
+        if self.collate is not None:
+            return frozenset()
+        return frozenset(path for path, leaf in leaves(self.whole) if isinstance(leaf, Tensor)) - self.sampled
+
+    def take(self, indices: Indices) -> Any:
+        """Return a micro-batch: these samples, in this order, in the structure of the batch."""
+        if self.collate is not None:
+            chosen = self.whole[indices] if isinstance(indices, slice) else [self.whole[i] for i in indices]
+            return self.collate(list(chosen))
+        return mapped(self.whole, lambda path, leaf: _taken(leaf, indices) if path in self.sampled else leaf)
+
+    def signature(self) -> str:
+        """Name the shape of one sample: batches that share it need the same memory for as many samples."""
+        if self.collate is not None:
+            return "samples"
+        return "; ".join(
+            f"{path} {leaf.dtype} {list(leaf.shape[1:])}".replace("torch.", "")
+            for path, leaf in leaves(self.whole)
+            if path in self.sampled and isinstance(leaf, Tensor)
+        )
+
+
+def balanced(total: int, largest: int) -> list[int]:
+    """Cut `total` samples into as few micro-batches of at most `largest` as there can be, of at most two sizes."""
+    number = -(-total // largest)
+    size, longer = divmod(total, number)
+    return [size + 1] * longer + [size] * (number - longer)
+
+
+def leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
+    """Yield what a batch holds, each with the expression that finds it."""
+    children = _children(tree)
+    if children is None:
+        yield path, tree
+    else:
+        for key, child in children:
+            yield from leaves(child, path + key)
+
+
+def mapped(tree: Any, function: Callable[[str, Any], Any], path: str = "batch") -> Any:
+    """Return a batch of the same structure with every leaf replaced."""
+    children = _children(tree)
+    if children is None:
+        return function(path, tree)
+    made = [mapped(child, function, path + key) for key, child in children]
+    if isinstance(tree, Mapping):
+        return _mapping_like(tree, dict(zip(tree, made, strict=True)))
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _dataclass_like(tree, made)
+    if isinstance(tree, tuple):
+        return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
+    return made
+
+
+def _children(tree: Any) -> list[tuple[str, Any]] | None:
+    """Return the parts of a container with how each is written; None for a leaf."""
+    if isinstance(tree, Mapping):  # a Hugging Face BatchEncoding is one, too
+        return [(f"[{key!r}]", child) for key, child in tree.items()]
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]
+    if isinstance(tree, list | tuple) and not _is_plain_list(tree):
+        return [(f"[{number}]", child) for number, child in enumerate(tree)]
+    return None
+
+
+def _mapping_like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
+    if type(tree) is dict:
+        return made
+    alike = copy.copy(tree)  # keeps what a subclass carries beside its items
+    if isinstance(alike, MutableMapping):
+        if getattr(alike, "data", None) is not None and getattr(alike, "data", None) is getattr(tree, "data", None):
+            alike.data = dict(made)  # type: ignore[attr-defined]  # a UserDict's copy may share its items
+        alike.update(made)
+        return alike
+    return made
+
+
+def _dataclass_like(tree: Any, made: list[Any]) -> Any:
+    alike = copy.copy(tree)  # not made anew: __init__ and __post_init__ may want other things
+    for field, value in zip(dataclasses.fields(tree), made, strict=True):
+        object.__setattr__(alike, field.name, value)  # frozen ones, too
+    return alike
+
+
+def _is_plain_list(tree: Any) -> bool:
+    """Tell a list of texts or numbers, one per sample, from a container."""
+    return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(child, _PLAIN) for child in tree)
+
+
+def _length(leaf: Any) -> int | None:
+    """Return how many rows a leaf has, where it can have samples."""
+    return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None
+
+
+def _taken(leaf: Any, indices: Indices) -> Any:
+    if isinstance(indices, slice):
+        return leaf[indices]
+    if isinstance(leaf, Tensor):
+        return leaf.index_select(0, torch.tensor(indices, device=leaf.device))
+    return type(leaf)(leaf[i] for i in indices)
+
+
+def _agreed(lengths: dict[str, int], whole: Any) -> int:
+    """Return the size that most leaves agree on; a single row may be meant for all samples and has no vote."""
+    if 0 in lengths.values():
+        raise BatchError(_EMPTY)
+    votes = Counter(length for length in lengths.values() if length > 1) or Counter(lengths.values())
+    (size, most), *others = votes.most_common()
+    if others and others[0][1] == most:
+        tensors = [(path, leaf) for path, leaf in leaves(whole) if path in lengths]
+        shown = "\n".join(f"    {path}: {list(leaf.shape)}" for path, leaf in tensors[:_SHOWN])
+        more = f"\n    and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""
+        msg = (
+            f"the tensors of this batch disagree on how many samples there are: found {size} and {others[0][0]} "
+            f"rows equally often.\n{shown}{more}\n"
+            "Give every tensor one row per sample, and keep what all samples share out of the batch, as in\n"
+            "    loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=weights)"
+        )
+        raise BatchError(msg)
+    return size
+
+
+def _kind(whole: Any) -> str:
+    found = ", ".join(type(leaf).__name__ for _, leaf in list(leaves(whole))[:_SHOWN])
+    return f"{type(whole).__name__} of {found}" if _children(whole) is not None else type(whole).__name__
+
+
+_EMPTY = "this batch is empty: it has no sample. Leave it out, or look at how the loader makes it."
