@@ -1,44 +1,69 @@
 """Which tensors are the model's own: a frozen weight has no place in the graph, so it is known by its memory."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
+_LOOKED_AT = 32  # numbers of a copy that are compared each time, where that waits for no device
+
 
 class FrozenWeights:
-    """Answers whether a tensor is a parameter or buffer of the models, perhaps cast by autocast."""
+    """Answers whether a tensor is a parameter or buffer of the models, perhaps cast by autocast.
+
+    Asked for every micro-batch, so what was found is kept: by weak reference, since memory that a weight has left
+    may be given to a batch.
+    """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Take note of the models; their tensors are looked up when asked for."""
         self._models = models
-        self._addresses: set[int] = set()
-        self._casts: set[tuple[torch.Size, torch.dtype]] = set()
+        self._at: dict[int, weakref.ref[Tensor]] = {}
+        self._casts: dict[tuple[torch.Size, torch.dtype], weakref.ref[Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is one of the models' own."""
+        return self._is_known(tensor) or self._is_known_cast(tensor) or self._is_own(tensor) or self._is_cast(tensor)
+
+    def _is_known(self, tensor: Tensor) -> bool:
         address = _address(tensor)
-        if address not in self._addresses:  # perhaps moved or loaded anew since
-            self._addresses = {_address(own) for own in self._tensors()}
-        return address in self._addresses or self._is_cast(tensor)
+        known = self._at.get(address)
+        own = known() if known is not None else None
+        return own is not None and _address(own) == address
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Look through the models: a weight may have been moved or loaded anew."""
+        self._at = {_address(own): weakref.ref(own) for own in self._tensors()}
+        return _address(tensor) in self._at
+
+    def _is_known_cast(self, tensor: Tensor) -> bool:
+        """Tell a new copy of a weight that was compared before: by some of its numbers on a CPU, elsewhere by shape."""
+        known = self._casts.get((tensor.shape, tensor.dtype))
+        own = known() if known is not None else None
+        if own is None or not tensor.is_cpu:
+            return own is not None
+        return torch.equal(_some(own).to(tensor.dtype), _some(tensor))
+
+    def _is_cast(self, tensor: Tensor) -> bool:
+        """Autocast copies a frozen weight; the copy is compared with it once, which waits for the device."""
+        for own in self._tensors():
+            if own.dtype != tensor.dtype and own.shape in {tensor.shape, tensor.shape[::-1]}:
+                same = own if own.shape == tensor.shape else own.t()
+                if torch.equal(same.to(tensor.dtype), tensor):
+                    self._casts[tensor.shape, tensor.dtype] = weakref.ref(own)
+                    return True
+        return False
 
     def _tensors(self) -> Iterator[Tensor]:
         for model in self._models:
             yield from model.parameters()
             yield from model.buffers()
 
-    def _is_cast(self, tensor: Tensor) -> bool:
-        """Autocast copies a frozen weight; the copy is compared with it once per shape, which waits for the device."""
-        key = (tensor.shape, tensor.dtype)
-        if key in self._casts:
-            return True
-        for own in self._tensors():
-            if own.dtype != tensor.dtype and own.shape in {tensor.shape, tensor.shape[::-1]}:
-                same = own if own.shape == tensor.shape else own.t()
-                if torch.equal(same.to(tensor.dtype), tensor):
-                    self._casts.add(key)
-                    return True
-        return False
+
+def _some(tensor: Tensor) -> Tensor:
+    """Take a few numbers, the same of a matrix and of its transpose."""
+    return tensor.diagonal()[:_LOOKED_AT] if tensor.dim() > 1 else tensor[:_LOOKED_AT]
 
 
 def _address(tensor: Tensor) -> int:

@@ -2,7 +2,8 @@
 
 Reading follows a graph operation by operation. A training loop builds the same graph every time, so a reading is kept
 with the signature of all that it looked at: names, shapes, settings, which inputs carry gradient. Where a new graph
-has the same signature the answer is the same, but for the counts that live in tensors.
+has the same signature the answer is the same, but for the counts that live in tensors; and frozen weights, which are
+in no graph, must be found to be the model's again.
 """
 
 from collections.abc import Callable
@@ -56,8 +57,11 @@ class _Reading(NamedTuple):
     output: int
     looks: tuple[_Look, ...]
     terms: tuple[tuple[int, int, Term], ...]  # numbers of the term's node and of the one that holds its count
+    weights: tuple[tuple[int, str], ...]  # numbers of nodes, and which of their saved tensors is a frozen weight
 
-    def again(self, root: Node, output: int) -> list[Term] | None:  # noqa: PLR0911 - a way out per difference
+    def again(  # noqa: PLR0911 - a way out per difference
+        self, root: Node, output: int, is_weight: Callable[[Tensor], bool]
+    ) -> list[Term] | None:
         """Return the terms of a graph that looks the same; None where it differs."""
         if output != self.output:
             return None
@@ -80,6 +84,8 @@ class _Reading(NamedTuple):
                 return None
             nodes.append(node)
             inputs.append(below)
+        if self.weights and not _still_weights([(nodes[at], which) for at, which in self.weights], is_weight):
+            return None
         return [_refreshed(term, nodes[at], nodes[source] if source >= 0 else None) for at, source, term in self.terms]
 
 
@@ -98,7 +104,7 @@ class Reader:
         self.fresh = False
         if root is not None:
             for reading in self._readings:
-                terms = reading.again(root, loss.output_nr)
+                terms = reading.again(root, loss.output_nr, self._surroundings.is_weight)
                 if terms is not None:
                     return terms
         trail = Trail()
@@ -109,7 +115,7 @@ class Reader:
         return terms
 
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
-        if trail.by_tensor or any(operation(node) in _BY_TENSOR for node in trail.nodes):
+        if any(operation(node) in _BY_TENSOR for node in trail.nodes):
             return
         numbers, looks = {root: 0}, [_look(root, 0, 0, None)]
         for node in trail.nodes:  # parents come before their inputs
@@ -125,7 +131,8 @@ class Reader:
             (numbers[term.node or root], -1 if term.source is None else numbers[term.source], _forgotten(term))
             for term in terms
         )
-        self._readings.insert(0, _Reading(output, tuple(look for look in looks if look is not None), kept))
+        weights = tuple((numbers[node], which) for node, which in trail.weights)
+        self._readings.insert(0, _Reading(output, tuple(look for look in looks if look is not None), kept, weights))
         del self._readings[_KEEP:]
 
 
@@ -210,6 +217,11 @@ def _same_ways(inputs: tuple[Edge, ...], ways: tuple[tuple[int, type, tuple[type
             if type(node) is not sort:
                 return False
     return True
+
+
+def _still_weights(places: list[tuple[Node, str]], is_weight: Callable[[Tensor], bool]) -> bool:
+    tensors = [saved_tensor(node, which) for node, which in places]
+    return all(tensor is not None and is_weight(tensor) for tensor in tensors)
 
 
 def _factors(node: Node) -> list[object]:

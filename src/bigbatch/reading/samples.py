@@ -133,10 +133,11 @@ class Samples:
 
     def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
         """A frozen weight or batch data? Only the first leaves the rows apart."""
-        self.trail.by_tensor = True
-        tensor = saved_tensor(node, _SAVED_AS.get(name, ("self", "mat2"))[place])
+        which = _SAVED_AS.get(name, ("self", "mat2"))[place]
+        tensor = saved_tensor(node, which)
         if tensor is None or not self.surroundings.is_weight(tensor):
             raise refusals.gradless_factor(name)
+        self.trail.weights.append((node, which))
         self._model(layout, tuple(range(len(layout))))
 
     def _model(self, layout: Layout, dims: tuple[int, ...]) -> None:

@@ -7,10 +7,10 @@ from torch.autograd.graph import Node
 
 @dataclass
 class Trail:
-    """The nodes that were looked at, in order, and whether a tensor's identity or content decided anything."""
+    """The nodes that were looked at, in order, and the saved tensors that were found to be frozen weights."""
 
     nodes: dict[Node, None] = field(default_factory=dict)
-    by_tensor: bool = False
+    weights: list[tuple[Node, str]] = field(default_factory=list)
 
     def passed(self, node: Node) -> None:
         """Take note of a node."""

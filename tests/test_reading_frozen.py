@@ -1,0 +1,138 @@
+"""A frozen weight has no place in the graph: it is known by its memory, each time it is met."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator
+from bigbatch.errors import UnreadableLoss
+from tests.reference import distance, sgd, trained
+from tests.samples import CLASSES, generator, labels, normal, seeded
+
+SIZES = (CLASSES, CLASSES, 3)  # as many rows as classes, so that a batch has the shape of the weight
+
+
+class Adapted(nn.Module):
+    """A trained body under a frozen head, as LoRA leaves it; the head may be the embedding's, tied."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, 5)
+        self.body = nn.Linear(5, 5)
+        self.head = nn.Linear(5, CLASSES, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        self.embedding.requires_grad_(requires_grad=False)
+        self.head.requires_grad_(requires_grad=False)
+
+    def features(self, x: Tensor) -> Tensor:
+        """What the head is given."""
+        return self.body(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.features(x))
+
+
+def adapted(*, tied: bool = False) -> Adapted:
+    """The same weights each time."""
+    model = seeded(lambda: Adapted(tied=tied))()
+    assert isinstance(model, Adapted)
+    return model
+
+
+def batch(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Features and labels."""
+    by = generator(seed)
+    return normal(size, 5, by=by), labels(size, by=by)
+
+
+BATCHES = [batch(size, seed) for seed, size in enumerate(SIZES)]
+
+
+def true_step(model: Adapted, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The weights after one real big batch."""
+    optimizer = sgd(trained(model))
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return [p.detach() for p in trained(model)]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["frozen", "tied"])
+def test_a_frozen_head_is_read_once(tied: bool) -> None:
+    """The second micro-batch is remembered, and the window is exact."""
+    model = adapted(tied=tied)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    fresh = []
+    for x, y in BATCHES[:2]:
+        accumulator.backward(F.cross_entropy(model(x), y))
+        fresh.append(accumulator._reader.fresh)
+    assert fresh == [True, False]
+    assert distance([p.detach() for p in trained(model)], true_step(adapted(tied=tied), BATCHES[:2])) <= 1e-12
+
+
+def test_a_cast_frozen_head_is_read_once() -> None:
+    """Autocast makes a new copy each time."""
+    model = adapted().float()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    fresh = []
+    for x, y in BATCHES[:2]:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x.float()), y)
+        accumulator.backward(loss)
+        fresh.append(accumulator._reader.fresh)
+    assert fresh == [True, False]
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])
+def test_batch_data_in_the_place_of_a_frozen_weight_is_refused(cast: bool) -> None:
+    """The graph looks the same, and so does its shape; the tensor is another one."""
+    model = adapted().float()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
+    (x, y), (keys, _) = BATCHES[:2]
+
+    def loss(weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
+            return F.cross_entropy(F.linear(model.features(x.float()), weight), y)
+
+    for _ in range(2):
+        accumulator.backward(loss(model.head.weight))
+    with pytest.raises(UnreadableLoss, match="no parameter or buffer of the model"):
+        accumulator.backward(loss(keys.float()))
+
+
+def test_memory_that_a_weight_has_left_is_no_weight() -> None:
+    """A batch may come to lie where a weight lay."""
+    model = adapted()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
+    x, y = BATCHES[0]
+    accumulator.backward(F.cross_entropy(model(x), y))
+    left = model.head.weight.data
+    model.head.weight.data = left.clone()
+    accumulator.backward(F.cross_entropy(model(x), y))
+    with pytest.raises(UnreadableLoss, match="no parameter or buffer of the model"):
+        accumulator.backward(F.cross_entropy(F.linear(model.features(x), left), y))
+
+
+def test_memory_of_a_weight_that_is_gone_is_no_weight() -> None:
+    """The head was replaced, and its memory is a batch's now."""
+    model = adapted()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    x, y = BATCHES[0]
+    accumulator.backward(F.cross_entropy(model(x), y))
+    memory = model.head.weight.detach()
+    model.head = nn.Linear(5, CLASSES, bias=False).double().requires_grad_(requires_grad=False)
+    with pytest.raises(UnreadableLoss, match="no parameter or buffer of the model"):
+        accumulator.backward(F.cross_entropy(F.linear(model.features(x), memory), y))
+
+
+def test_a_weight_that_was_loaded_anew_is_read() -> None:
+    """It lies elsewhere from then on, and is the model's all the same."""
+    model, twin = adapted(), adapted()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    for x, y in BATCHES[:2]:
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
+        accumulator.backward(F.cross_entropy(model(x), y))
+    assert distance([p.detach() for p in trained(model)], true_step(twin, BATCHES[:2])) <= 1e-12
