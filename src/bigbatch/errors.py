@@ -12,7 +12,7 @@ BigBatchError
  ├── WindowError            the window is not in a state for this call                       (also a RuntimeError)
  │    ├── WindowOpen        a window was left open by `break` or an exception
  │    ├── WindowDisturbed   something else stepped, zeroed or added gradients inside the window
- │    └── WindowBroken      a backward failed halfway and has added part of its gradients
+ │    └── WindowBroken      a backward or a step failed halfway; its message says which
  └── StateError             a state_dict that does not fit                                   (also a ValueError)
 
 Every message says what happened, what was found and what to type instead.
@@ -68,7 +68,7 @@ class WindowDisturbed(WindowError):
 
 
 class WindowBroken(WindowError):
-    """A backward failed halfway and has added part of its gradients."""
+    """A backward failed halfway and has added part of its gradients, or a step failed."""
 
 
 class StateError(BigBatchError, ValueError):

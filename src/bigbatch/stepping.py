@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class Stepper:
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window_open: bool = False  # an optimizer stepped by hand while it is raises
+    _doing: Optimizer | LRScheduler | Literal["hook", ""] = ""  # what a failure would be that of
     _stepping: bool = False
     _stepped: bool = False
 
@@ -61,14 +62,17 @@ class Stepper:
 
     def step(self, gradients: Gradients, correction: Count) -> tuple[Tensor | None, bool | Tensor]:
         """Make the update; returns the gradient's norm before clipping, and whether the step was skipped."""
-        active = [o for o in self.optimizers if any(p.grad is not None for g in o.param_groups for p in g["params"])]
+        self._doing = ""
+        active = self._active(self.optimizers)
         if self.scaler is not None:
             self._unscale(active)
         if self.hooks:
             gradients.scale(correction)
             correction = 1.0
+            self._doing = "hook"
             for hook in list(self.hooks.values()):
                 hook()
+            self._doing = ""
         norm = gradients.norm() if self.clip_norm is not None or self.skip_nonfinite else None
         factor = correction
         if norm is not None:
@@ -82,8 +86,35 @@ class Stepper:
         skipped = self._apply(gradients, factor, active, nonfinite)
         if self.schedulers and not skipped:
             for scheduler in self.schedulers:
+                self._doing = scheduler
                 scheduler.step()
         return (norm if self.clip_norm is not None else None), skipped
+
+    def give_up(self, error: BaseException) -> str:
+        """Say what of a step failed and what is true of the window then; the scaler is ready for the next one."""
+        if self.scaler is not None:
+            for optimizer in self.optimizers:  # or it would refuse to unscale a second time
+                self.scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001
+        doing, reason = self._doing, str(error).partition("\n")[0]
+        failed = f"failed with {type(error).__name__}" + (f": {reason}" if reason else "")
+        if doing == "hook":
+            return (
+                f"a before_step hook {failed}. Nothing was stepped; the gradients were corrected already, and hooks "
+                "may have changed them."
+            )
+        if isinstance(doing, Optimizer):
+            done = self._active(self.optimizers[: self.optimizers.index(doing)])
+            before = " and ".join(type(optimizer).__name__ for optimizer in done)
+            told = f" {before} {'have' if len(done) > 1 else 'has'} stepped before it." if done else ""
+            return f"{type(doing).__name__}.step() {failed}. It may have changed some parameters.{told}"
+        if isinstance(doing, LRScheduler):
+            return f"{type(doing).__name__}.step() {failed}. The optimizer has stepped; a scheduler has not."
+        return f"correcting and clipping the gradients {failed}. Nothing was stepped; some may be corrected already."
+
+    @staticmethod
+    def _active(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Return those that have anything to step with."""
+        return [o for o in optimizers if any(p.grad is not None for g in o.param_groups for p in g["params"])]
 
     def _unscale(self, active: Sequence[Optimizer]) -> None:
         """Divide the loss scale out, once; an inf anywhere skips all optimizers of the window."""
@@ -122,6 +153,7 @@ class Stepper:
         self._stepped = False
         with self._by_us(active, handed):
             for optimizer in active:
+                self._doing = optimizer
                 if self.scaler is not None:
                     self.scaler.step(optimizer)
                 else:

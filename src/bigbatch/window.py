@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from bigbatch.engine import run_backward
-from bigbatch.errors import SeveralCounts, StateError, WindowBroken
+from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken
 from bigbatch.gradients import Gradients
 from bigbatch.ledger import Ledger, Weights
 from bigbatch.reading.counts import LOW_PRECISION, Count
@@ -42,7 +42,9 @@ class Window:
         self._loss_dtype = torch.float32
         self._held_scale: Tensor | None = None
         self._first_count: Tensor | None = None  # on its way to the host
+        self._reached = False  # whether any gradient has come yet
         self._broken: BaseException | None = None
+        self._failure = ""  # what it was that failed, and what is true of the window since
         stepper.window_open = True
 
     @property
@@ -73,21 +75,35 @@ class Window:
                 factors = {node: factor / start.reshape(()) for node, factor in factors.items()}
             except BaseException as error:
                 self._broken = error
+                self._failure = (
+                    f"a backward of this window failed with {type(error).__name__} and has added part of its gradients."
+                )
                 raise
             finally:
                 for hook in hooks:
                     hook.remove()
             self._gradients.remember()
+            if not self._reached:
+                self._refuse_unreached()
         self._ledger.enter(terms, weights, loss, factors)
         self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+
+    def _refuse_unreached(self) -> None:
+        """A first backward that gave no gradient at all is a mistake: the update would change nothing."""
+        self._reached = any(p.grad is not None for p in self._gradients.parameters)
+        if not self._reached:
+            msg = (
+                f"this loss reaches none of the optimizer's {len(self._gradients.parameters)} parameters: nothing was "
+                "added.\n"
+                "Compute it with the model that the optimizer was made from, and let no detach(), .data or "
+                "torch.no_grad() cut it off on its way."
+            )
+            raise LossError(msg)
 
     def check(self) -> None:
         """Raise where the window cannot go on."""
         if self._broken is not None:
-            msg = (
-                f"a backward of this window failed with {type(self._broken).__name__} and has added part of its "
-                "gradients.\nDrop the window and go on with the next:  accumulator.discard()"
-            )
+            msg = f"{self._failure}\nDrop the window and go on with the next:  accumulator.discard()"
             raise WindowBroken(msg) from self._broken
         self._gradients.check()
 
@@ -112,7 +128,7 @@ class Window:
                     correction = correction * self._rescaled(self._stepper.scaler, self._held_scale)
                 norm, skipped = self._stepper.step(self._gradients, correction)
         except BaseException as error:
-            self._broken = error
+            self._broken, self._failure = error, self._stepper.give_up(error)
             raise
         self.discard()
         return Update(
