@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from bigbatch import errors
     from bigbatch.accumulator import Accumulator
+    from bigbatch.big_step import BigStep
     from bigbatch.learning_rate import scale_lr, warmup
+    from bigbatch.options import Options
     from bigbatch.reading.terms import counted
     from bigbatch.setup import Setup
     from bigbatch.update import Update
 
-__all__ = ["Accumulator", "Setup", "Update", "counted", "errors", "scale_lr", "warmup"]
+__all__ = ["Accumulator", "BigStep", "Options", "Setup", "Update", "counted", "errors", "scale_lr", "warmup"]
 
 # Where each name lives. They are imported when first asked for: the command line's help must not wait for torch.
 _HOMES = {
     "Accumulator": "accumulator",
+    "BigStep": "big_step",
+    "Options": "options",
     "Setup": "setup",
     "Update": "update",
     "counted": "reading.terms",

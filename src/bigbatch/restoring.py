@@ -53,7 +53,7 @@ class Buffers:
         for module in dict.fromkeys(module for model in models for module in model.modules()):
             for name, buffer in module._buffers.items():  # noqa: SLF001 - there is no other way to put one back
                 copied = None if buffer is None or id(buffer) in still else buffer.detach().clone()
-                self._saved.append((module, name, buffer, copied, 0 if buffer is None else buffer._version))
+                self._saved.append((module, name, buffer, copied, 0 if buffer is None else buffer._version))  # noqa: SLF001
 
     def still(self) -> frozenset[int]:
         """Return the ids of the buffers that have stayed as they were."""
@@ -68,7 +68,7 @@ class Buffers:
         with torch.no_grad():
             for module, name, buffer, copied, version in self._saved:
                 module._buffers[name] = buffer  # noqa: SLF001
-                if buffer is None or buffer._version == version:
+                if buffer is None or buffer._version == version:  # noqa: SLF001
                     continue
                 if copied is None:
                     msg = (

@@ -75,6 +75,12 @@ class Batch:
             return self.collate(list(chosen))
         return mapped(self.whole, lambda path, leaf: _taken(leaf, indices) if path in self.sampled else leaf)
 
+    def only(self, indices: Sequence[int]) -> "Batch":
+        """Return a batch of some of the samples."""
+        if self.collate is not None:
+            return dataclasses.replace(self, whole=[self.whole[i] for i in indices], size=len(indices))
+        return dataclasses.replace(self, whole=self.take(indices), size=len(indices))
+
     def signature(self) -> str:
         """Name the shape of one sample: batches that share it need the same memory for as many samples."""
         if self.collate is not None:

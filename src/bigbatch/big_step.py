@@ -1,0 +1,342 @@
+"""A big batch comes in, an update comes out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from bigbatch import checks
+from bigbatch.admission import Admission
+from bigbatch.coupling import Part, calm, refuse_counted_padding, refuse_coupled
+from bigbatch.division import Division
+from bigbatch.engine import run_backward
+from bigbatch.errors import BatchError, ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
+from bigbatch.joining import detached, joined
+from bigbatch.moving import Mover
+from bigbatch.options import Options
+from bigbatch.packing import Padding, lengths_of, refuse_loss_of_content
+from bigbatch.reading.counts import Count
+from bigbatch.rehearsal import Stage
+from bigbatch.restoring import Buffers, Randomness, devices_of, untouched
+from bigbatch.sizes import TOKENS, Sizes
+from bigbatch.sizing import Probe
+from bigbatch.splitting import Batch
+from bigbatch.stepping import Stepper
+from bigbatch.survival import is_out_of_memory, let_go, missing
+from bigbatch.update import Update
+from bigbatch.window import Window
+
+STATE_VERSION = 1
+
+
+class BigStep:
+    """Make one update of one big batch, in the memory there is, with exactly the big batch's gradient.
+
+        step = BigStep(model, optimizer, loss_fn, clip_norm=1.0)       # loss_fn(model, batch) -> loss
+        for batch in loader:                                           # 4096 samples, on the host
+            update = step(batch)
+
+    It replaces, and unlike it never runs out of memory for a batch that is too large:
+
+        for batch in loader:
+            loss_fn(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    `model` and `optimizer` are one or a sequence each; the gradient's norm is then one over all of them. `loss_fn` gets
+    the model (or models) as given here and a micro-batch of the batch's own structure, on the model's device. It may
+    run more than once for the same samples, so it should change no state outside the model.
+
+    Args:
+        model: what is trained, on its device.
+        optimizer: whose parameters get gradients; a loss leaves all others alone.
+        loss_fn: returns the loss, or the loss and extras: tensors per sample or per micro-batch, which come back
+            joined as `Update.extras`. Where it is not given, `model(**batch).loss`.
+        micro_batch_size: the most samples that go through the model at once; "auto" finds what fits and is fast.
+        memory: what the process may use on the device: bytes, "20GiB", or a fraction of all there is. Where it is not
+            given, what is free.
+        clip_norm: the largest norm of the big batch's gradient. `math.inf` reports the norm and clips nothing.
+        scheduler: stepped once per real update, not after a skipped one.
+        scaler: unscaled, stepped and updated once per step; return the loss unscaled.
+        options: what few need.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Optimizer | Sequence[Optimizer],
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        *,
+        micro_batch_size: int | Literal["auto"] = "auto",
+        memory: float | str | None = None,
+        clip_norm: float | None = None,
+        scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
+        scaler: GradScaler | None = None,
+        options: Options | None = None,
+    ) -> None:
+        """Check every argument; nothing is changed yet."""
+        self._model = model
+        self._models = checks.models(model)
+        optimizers = checks.optimizers(optimizer, self._models)
+        self._loss_fn = _checked_loss_fn(loss_fn)
+        self._options = _checked_options(options)
+        self._stepper = Stepper(
+            optimizers,
+            schedulers=checks.schedulers(scheduler, optimizers),
+            scaler=checks.scaler(scaler),
+            clip_norm=checks.clip_norm(clip_norm),
+            skip_nonfinite=self._options.skip_nonfinite,
+        )
+        self._stepper.watch()
+        self._admission = Admission(self._models, optimizers, self._options.batch_norm)
+        self._devices = devices_of(self._models)
+        self._mover = Mover(_device(self._models))
+        self._sizes = Sizes(_checked_size(micro_batch_size), memory, self._mover.device)
+        self._still: frozenset[int] = frozenset()  # buffers that no step has changed yet
+        self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
+        self._checked = not self._options.check
+        self._several = False  # whether the loss has several counts, to be learned in a pass of their own
+        self._padding: Padding | None = None
+
+    def __call__(self, batch: Any) -> Update:
+        """Make one update of a whole batch."""
+        whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
+        self._shared = whole.shared
+        while True:
+            division = self._divide(whole)
+            try:
+                return self._attempt(division)
+            except SeveralCounts:
+                if self._several:
+                    raise
+                self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
+            except BaseException as error:
+                if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
+                    raise
+                self._shrink(division, error)
+                let_go(error)
+
+    @property
+    def padding(self) -> Padding | None:
+        """How much of the latest batch was padding, where `Options(lengths=...)` is set."""
+        return self._padding
+
+    def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
+        """Call `hook()` before each step, when `.grad` holds the big batch's gradient, corrected and not yet clipped.
+
+        It may read or change the gradients. Returns a function that removes it.
+        """
+        key = object()
+        self._stepper.hooks[key] = hook
+        return lambda: self._stepper.hooks.pop(key, None) and None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sizes that were found to fit. Save the model, the optimizer and all else beside it."""
+        return {"version": STATE_VERSION, "sizes": self._sizes.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with sizes that were found before, instead of finding them again."""
+        if not isinstance(state, dict) or not {"version", "sizes"} <= state.keys():
+            msg = "this is not the state_dict() of a BigStep: it should hold version and sizes"
+            raise StateError(msg)
+        if state["version"] != STATE_VERSION:
+            msg = f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
+            raise StateError(msg)
+        self._sizes.load_state_dict(state["sizes"])
+
+    def _divide(self, whole: Batch) -> Division:
+        """Choose the micro-batches: as many samples, or tokens, at once as fit and are fast."""
+        if self._options.lengths is None:
+            size = self._sizes.samples(
+                whole.signature(), whole.size, lambda size, limit: self._rehearse(Division.even(whole, size), limit)
+            )
+            return Division.even(whole, size)
+        lengths = lengths_of(whole, self._options)
+        longest, order = max(*lengths, 1), sorted(range(whole.size), key=lambda i: -lengths[i])
+
+        def probe(size: int, limit: int) -> Probe:
+            chosen = order[:size]
+            rehearsed = Division.packed(whole.only(chosen), [lengths[i] for i in chosen], longest * size)
+            return self._rehearse(rehearsed, limit)
+
+        budget = self._sizes.tokens(self._options.token_budget, longest, whole.size, probe)
+        division = Division.packed(whole, lengths, budget)
+        refuse_loss_of_content(whole, lengths, division.width)
+        return division
+
+    def _attempt(self, division: Division) -> Update:
+        """Make the update, or leave everything as it was."""
+        buffers, randomness = Buffers(self._models, self._still), Randomness(self._devices)
+        window: Window | None = None
+        try:
+            self._admission.open()
+            if not self._checked:
+                self._check(division)
+            totals = self._totals(division) if self._several else None
+            window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
+            extras = [self._add(window, micro_batch) for micro_batch in self._mover.micro_batches(division)]
+            update = window.close()
+        except BaseException:
+            if window is not None:
+                window.discard()
+            buffers.restore()
+            randomness.restore()
+            raise
+        self._checked, self._still, self._padding = True, buffers.still(), division.padding
+        return replace(update, extras=joined(extras, division.sizes, division.order))
+
+    def _add(self, window: Window, micro_batch: Any) -> Any:
+        loss, extra = self._loss(micro_batch)
+        window.add(loss, self._admission.read(loss, self._stepper.scaler), only_own=self._admission.only_own)
+        return extra
+
+    def _loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
+        """Call the user's function: a loss, perhaps with extras."""
+        loss_fn = self._loss_fn or _own_loss
+        found = loss_fn(self._model, micro_batch)
+        if isinstance(found, tuple):
+            if len(found) != 2:  # noqa: PLR2004 - a loss and extras
+                msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
+                raise ConfigurationError(msg)
+            return found[0], detached(found[1])
+        return found, None
+
+    def _part(self, micro_batch: Any) -> Part:
+        loss, _ = self._loss(self._mover.moved(micro_batch))
+        return Part(loss.detach(), self._admission.read(loss, self._stepper.scaler))
+
+    def _totals(self, division: Division) -> tuple[Count, ...]:
+        """Learn the counts of a loss with several terms, in a pass of its own, before the first backward."""
+        rows: list[list[Count]] = []
+        sums: list[bool] = []
+        with untouched(self._models):
+            for micro_batch in self._mover.micro_batches(division):
+                loss, _ = self._loss(micro_batch)
+                data = [term for term in self._admission.read(loss, self._stepper.scaler) if term.kind != "once"]
+                rows.append([0.0 if term.kind == "sum" else term.count for term in data])
+                sums = [term.kind == "sum" for term in data]
+        totals = [sum(column[1:], start=column[0]) for column in zip(*rows, strict=True)]
+        return tuple(1.0 if is_sum else total for is_sum, total in zip(sums, totals, strict=True))
+
+    def _check(self, division: Division) -> None:
+        """See that samples are not coupled, and that padding may be cut off; some forwards, once."""
+        number = max(range(len(division)), key=division.sizes.__getitem__)
+        if division.longest is not None:
+            self._check_padding(division)
+        if division.sizes[number] < 2:  # noqa: PLR2004 - one sample has no halves
+            return
+        group = division.indices(division.groups[number])
+        longest = None if division.longest is None else division.longest[number]
+        middle = len(group) // 2
+        parts = self._calmly(
+            lambda: [self._part(division.part(part, longest)) for part in (group, group[:middle], group[middle:])]
+        )
+        if parts is not None:
+            refuse_coupled(parts[0], parts[1:], len(group))
+
+    def _check_padding(self, division: Division) -> None:
+        """See that a loss does not change when padding is cut off."""
+        assert division.longest is not None  # noqa: S101 - the caller has looked
+        shortest, number = min(zip(division.longest, range(len(division)), strict=True))
+        if shortest == division.width:
+            return
+        group = division.indices(division.groups[number])[-2:]
+        parts = self._calmly(lambda: [self._part(division.part(group, wide)) for wide in (division.width, shortest)])
+        if parts is not None:
+            refuse_counted_padding(*parts)
+
+    def _calmly(self, evaluate: Callable[[], list[Part]]) -> list[Part] | None:
+        """Evaluate losses without random numbers: as things are, else in evaluation mode; None where neither helps."""
+        for circumstances in (nullcontext(), calm(self._models)):
+            with untouched(self._models), circumstances:
+                randomness = Randomness(self._devices)
+                try:
+                    parts = evaluate()
+                except LossError:
+                    raise
+                except Exception as error:
+                    # The first time it is the user's error; in evaluation mode a model may do something else.
+                    if isinstance(circumstances, nullcontext) or is_out_of_memory(error):
+                        raise
+                    return None
+                if not randomness.drawn():
+                    return parts
+        return None
+
+    def _rehearse(self, division: Division, limit: int) -> Probe:
+        """Run the first micro-batch of a division for its memory and time, and leave no trace."""
+
+        def run() -> None:
+            loss, _ = self._loss(self._mover.moved(division.micro_batch(0)))
+            checks.loss(loss, self._stepper.scaler)
+            run_backward(loss, torch.ones_like(loss), None)
+
+        stage = Stage(self._models, self._stepper.optimizers, self._options.gradient_dtype, self._mover.device, limit)
+        return stage.rehearse(division.sizes[0], run)
+
+    def _shrink(self, division: Division, error: BaseException) -> None:
+        """Take smaller micro-batches from now on, or give up where one sample does not fit."""
+        size = max(division.sizes)
+        what = "one sample" if division.longest is None else f"one sample of length {max(division.longest)}"
+        why = (
+            f"out of memory with {what} at a time; {missing(error)}. The model, the optimizer and the random state are "
+            "as they were before this step.\n"
+            "Try activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), shorter "
+            "sequences, autocast to bfloat16, or an optimizer with less state; then BigStep goes on as it is."
+        )
+        if size <= 1:
+            raise OutOfMemory(why) from error
+        if division.longest is None:
+            self._sizes.learn(division.batch.signature(), size // 2)
+        else:
+            tokens = [number * wide for number, wide in zip(division.sizes, division.longest, strict=True)]
+            self._sizes.learn(TOKENS, max(tokens) // 2)
+
+
+def _own_loss(model: Any, batch: Any) -> Tensor:
+    if not isinstance(batch, Mapping):
+        msg = (
+            f"BigStep without loss_fn computes model(**batch).loss, but this batch is a {type(batch).__name__}, not a "
+            "mapping of names to tensors.\nSay how a loss is made of it:\n"
+            "    BigStep(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))"
+        )
+        raise BatchError(msg)
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def _checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
+    if loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, nn.Module)):
+        return loss_fn
+    msg = (
+        f"loss_fn must be a function loss_fn(model, batch) -> loss; found {type(loss_fn).__name__}.\n"
+        "Wrap a criterion:  BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))"
+    )
+    raise ConfigurationError(msg)
+
+
+def _checked_options(options: object) -> Options:
+    if options is None or isinstance(options, Options):
+        return options or Options()
+    msg = f"options must be an Options, as in BigStep(..., options=Options(cuda_graph=True)); found {options!r}"
+    raise ConfigurationError(msg)
+
+
+def _checked_size(size: object) -> int | Literal["auto"]:
+    if size == "auto" and isinstance(size, str):
+        return "auto"
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        msg = f'micro_batch_size must be a positive integer or "auto"; found {size!r}'
+        raise ConfigurationError(msg)
+    return size
+
+
+def _device(models: Sequence[nn.Module]) -> torch.device:
+    """Return where micro-batches go: to the first parameter, as a pipeline over devices begins there."""
+    return next((p.device for model in models for p in model.parameters()), torch.device("cpu"))

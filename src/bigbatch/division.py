@@ -1,0 +1,73 @@
+"""Where a big batch is cut: which samples go through the model together, and how wide."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bigbatch.packing import Padding, pack, trimmed, width_of
+from bigbatch.splitting import Batch, Indices, balanced
+
+
+@dataclass(frozen=True)
+class Division:
+    """A big batch and its groups of samples, each a micro-batch."""
+
+    batch: Batch
+    groups: tuple[Indices, ...]
+    sizes: tuple[int, ...]
+    longest: tuple[int, ...] | None = None  # of each group, where samples have lengths
+    width: int = 0  # to which the batch was padded
+    padding: Padding | None = None
+
+    @classmethod
+    def even(cls, batch: Batch, size: int) -> "Division":
+        """Cut into micro-batches of at most `size` samples, as they come, of at most two sizes."""
+        sizes = balanced(batch.size, size)
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        groups = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        return cls(batch, groups, tuple(sizes))
+
+    @classmethod
+    def packed(cls, batch: Batch, lengths: Sequence[int], budget: int) -> "Division":
+        """Cut into micro-batches of samples of like length, of at most `budget` padded tokens."""
+        groups = pack(lengths, budget)
+        longest = [max(1, *(lengths[i] for i in group), 1) for group in groups]
+        width = width_of(batch, max(longest))
+        padding = Padding(
+            real=sum(lengths),
+            padded=sum(len(group) * wide for group, wide in zip(groups, longest, strict=True)),
+            given=batch.size * width,
+        )
+        sizes = tuple(len(group) for group in groups)
+        return cls(batch, tuple(groups), sizes, tuple(longest), width, padding)
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches."""
+        return len(self.groups)
+
+    @property
+    def order(self) -> list[int] | None:
+        """Which sample each row of the joined micro-batches is; None where they are in order."""
+        if all(isinstance(group, slice) for group in self.groups):
+            return None
+        return [i for group in self.groups for i in self.indices(group)]
+
+    def indices(self, group: Indices) -> list[int]:
+        """Return the numbers of a group's samples."""
+        return list(range(self.batch.size))[group] if isinstance(group, slice) else list(group)
+
+    def micro_batch(self, number: int) -> Any:
+        """Return one micro-batch, where the batch is."""
+        return self.part(self.groups[number], None if self.longest is None else self.longest[number])
+
+    def part(self, group: Indices, longest: int | None) -> Any:
+        """Return some samples, trimmed to a length."""
+        micro_batch = self.batch.take(group)
+        if longest is None or self.batch.collate is not None:
+            return micro_batch
+        return trimmed(micro_batch, self.batch.sampled, self.width, longest)
+
+    def micro_batches(self) -> Iterator[Any]:
+        """Yield the micro-batches one after the other, each made when it is asked for."""
+        for number in range(len(self)):
+            yield self.micro_batch(number)

@@ -1,0 +1,45 @@
+"""Put together what `loss_fn` returned beside the losses, in the order of the batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.splitting import leaves, mapped
+
+
+def joined(extras: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None) -> Any:
+    """Join the extras of a window's micro-batches.
+
+    A tensor with one row per sample becomes one with all samples' rows, in the batch's own order (`order` says which
+    sample each row is of). Any other tensor is stacked, one entry per micro-batch; what is no tensor makes a list.
+    """
+    if not extras or extras[0] is None:
+        return None
+    columns: dict[str, list[Any]] = {}
+    for extra in extras:
+        for path, leaf in leaves(extra, ""):
+            columns.setdefault(path, []).append(leaf)
+    made = {path: _join(column, sizes, order) for path, column in columns.items()}
+    return mapped(extras[0], lambda path, _: made[path], "")
+
+
+def detached(extras: Any) -> Any:
+    """Let go of the graph: what is kept for the end of the window must not keep activations."""
+    return mapped(extras, lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
+
+
+def _join(column: list[Any], sizes: Sequence[int], order: Sequence[int] | None) -> Any:
+    if not all(isinstance(leaf, Tensor) for leaf in column) or len(column) != len(sizes):
+        return column
+    if all(leaf.dim() and leaf.shape[0] == size for leaf, size in zip(column, sizes, strict=True)):
+        rows = torch.cat(column)
+        if order is None:
+            return rows
+        back = torch.empty(len(order), dtype=torch.long)
+        back[torch.tensor(order)] = torch.arange(len(order))
+        return rows[back.to(rows.device, non_blocking=True)]
+    if all(leaf.shape == column[0].shape for leaf in column):
+        return torch.stack(column)
+    return column

@@ -1,0 +1,61 @@
+"""Bring micro-batches to the device, the next one while the current one runs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.division import Division
+from bigbatch.splitting import mapped
+
+
+class Mover:
+    """Moves micro-batches to one device, on a stream of its own where that is a CUDA device.
+
+    The host runs ahead of the device, so when a micro-batch is asked for, the one before is still running: the copy,
+    from pinned memory, goes on beside it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Have nothing under way."""
+        self.device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    def micro_batches(self, division: Division) -> Iterator[Any]:
+        """Yield each group's samples where the model is."""
+        shared: dict[str, Tensor] = {}
+        for micro_batch in division.micro_batches():
+            yield self.moved(micro_batch, division.batch.shared, shared)
+
+    def moved(
+        self, micro_batch: Any, shared: frozenset[str] = frozenset(), kept: dict[str, Tensor] | None = None
+    ) -> Any:
+        """Return a micro-batch on the device; leaves that every micro-batch shares are moved once and kept."""
+        kept = {} if kept is None else kept
+
+        def move(path: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.device == self.device:
+                return leaf
+            if path not in shared:
+                return self._copied(leaf)
+            if path not in kept:
+                kept[path] = self._copied(leaf)
+            return kept[path]
+
+        found = mapped(micro_batch, move)
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        return found
+
+    def _copied(self, leaf: Tensor) -> Tensor:
+        if self.device.type != "cuda" or leaf.device.type != "cpu":
+            return leaf.to(self.device)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(self._stream):
+            source = leaf if leaf.is_pinned() else leaf.pin_memory()
+            there = source.to(self.device, non_blocking=True)
+        # Made on one stream and used on another: its memory is not given out again before the step has used it.
+        there.record_stream(torch.cuda.current_stream(self.device))
+        return there

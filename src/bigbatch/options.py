@@ -1,0 +1,62 @@
+"""What few users of `BigStep` need to set."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from bigbatch import checks
+from bigbatch.errors import ConfigurationError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What few need; every default is the safe one.
+
+    Args:
+        lengths: how long each sample is, which allows packing: the name of a mask in a dict batch ("attention_mask"),
+            or a function from the batch to one number per sample. Tensors must be padded on the right.
+        token_budget: the most padded tokens in a micro-batch, with `lengths`; "auto" finds what fits.
+        collate: makes a micro-batch of a list of samples, where a batch is such a list.
+        batch_norm: "refuse" training-mode BatchNorm, or accept "micro"-batch statistics, which differ.
+        cuda_graph: capture a micro-step once per shape and replay it: for small micro-batches, where launching kernels
+            takes longer than running them. Falls back, saying so once, where a model cannot be captured.
+        gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
+        skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
+        check: on the first step, see that a micro-batch's loss is that of its halves: that samples are not coupled.
+    """
+
+    lengths: str | Callable[[Any], Any] | None = None
+    token_budget: int | Literal["auto"] = "auto"  # noqa: S105 - no password
+    collate: Callable[[list[Any]], Any] | None = None
+    batch_norm: Literal["refuse", "micro"] = "refuse"
+    cuda_graph: bool = False
+    gradient_dtype: torch.dtype | None = torch.float32
+    skip_nonfinite: bool = False
+    check: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, when it is written."""
+        lengths: object = self.lengths
+        if lengths is not None and not isinstance(lengths, str) and not callable(lengths):
+            msg = f"lengths must be the name of a mask or a function from a batch; found {lengths!r}"
+            raise ConfigurationError(msg)
+        budget: object = self.token_budget
+        if budget != "auto" and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+            msg = f'token_budget must be a positive integer or "auto"; found {budget!r}'
+            raise ConfigurationError(msg)
+        if budget != "auto" and self.lengths is None:
+            msg = f"token_budget={budget} needs lengths: name the mask, as in Options(lengths='attention_mask')"
+            raise ConfigurationError(msg)
+        collate: object = self.collate
+        if collate is not None and not callable(collate):
+            msg = f"collate must be a function from a list of samples to a batch; found {collate!r}"
+            raise ConfigurationError(msg)
+        for name in ("cuda_graph", "check"):
+            if not isinstance(getattr(self, name), bool):
+                msg = f"{name} must be True or False; found {getattr(self, name)!r}"
+                raise ConfigurationError(msg)
+        checks.batch_norm(self.batch_norm)
+        checks.gradient_dtype(self.gradient_dtype)
+        checks.skip_nonfinite(self.skip_nonfinite)

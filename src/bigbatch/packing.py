@@ -1,0 +1,146 @@
+"""Sort samples by length and pack them, so that little of a micro-batch is padding.
+
+Because any split is exact, the samples of a window may be grouped at will: those of like length together, each group
+trimmed to its longest.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import BatchError
+from bigbatch.options import Options
+from bigbatch.splitting import Batch, leaves, mapped
+
+
+@dataclass(frozen=True)
+class Padding:
+    """How much of a window was padding."""
+
+    real: int
+    """Tokens of the samples."""
+    padded: int
+    """Tokens that went through the model."""
+    given: int
+    """Tokens of the batch as it came."""
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        return (
+            f"{self.padded:,} tokens for {self.real:,} real ones ({self.padded / self.real - 1:.0%} padding); "
+            f"{self.given:,} as the batch came"
+        )
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Group samples so that a group's number times its longest is at most `budget`.
+
+    As few groups as there can be, and of those the least padding: samples in order of length make the best groups, so
+    it is a matter of where to cut. A sample longer than the budget has a group of its own.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    sizes = [max(lengths[i], 1) for i in order]
+    total = len(sizes)
+    room = [min(total - i, max(budget // size, 1)) for i, size in enumerate(sizes)]
+    groups, padded, cut = [0] * (total + 1), [0] * (total + 1), [0] * total
+    for i in reversed(range(total)):
+        farthest = i + room[i]
+        # Cutting later never takes more groups, so only the last few places are worth a look.
+        best = farthest
+        fewest = groups[farthest]
+        for end in range(farthest - 1, i, -1):
+            if groups[end] != fewest:
+                break
+            if padded[end] + sizes[i] * (end - i) < padded[best] + sizes[i] * (best - i):
+                best = end
+        groups[i], padded[i], cut[i] = 1 + fewest, padded[best] + sizes[i] * (best - i), best
+    found, i = [], 0
+    while i < total:
+        found.append(order[i : cut[i]])
+        i = cut[i]
+    return found
+
+
+def lengths_of(batch: Batch, options: Options) -> list[int]:
+    """Return the length of every sample, by a mask or a function."""
+    given = options.lengths
+    if isinstance(given, str):
+        found: Any = _mask_lengths(batch, given)
+    else:
+        assert given is not None  # noqa: S101 - the caller has looked
+        found = given(batch.whole)
+    if isinstance(found, Tensor):
+        found = found.tolist()
+    lengths = [int(number) for number in found]
+    if len(lengths) != batch.size or min(lengths) < 0:
+        msg = f"lengths gave {len(lengths)} numbers for {batch.size} samples; return one per sample, 0 or more"
+        raise BatchError(msg)
+    return lengths
+
+
+def _mask_lengths(batch: Batch, name: str) -> Tensor:
+    whole = batch.whole
+    mask = whole.get(name) if isinstance(whole, Mapping) else getattr(whole, name, None)
+    if not isinstance(mask, Tensor) or mask.dim() != 2:  # noqa: PLR2004 - samples and places
+        found = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        msg = (
+            f"lengths={name!r} should name a mask of samples by places in the batch; found {found}.\n"
+            "Give a function instead:  Options(lengths=lambda batch: (batch[0] != pad).sum(1))"
+        )
+        raise BatchError(msg)
+    kept = mask.bool()
+    lengths: Tensor = kept.sum(1)
+    places = torch.arange(mask.shape[1], device=mask.device)
+    if not torch.equal(kept, places < lengths[:, None]):
+        msg = (
+            f"the mask {name!r} has gaps or padding on the left; only padding on the right can be trimmed.\n"
+            'Set tokenizer.padding_side = "right".'
+        )
+        raise BatchError(msg)
+    return lengths
+
+
+def width_of(batch: Batch, longest: int) -> int:
+    """Return how wide the batch was padded, the second dimension that its leaves share."""
+    widths = [leaf.shape[1] for path, leaf in leaves(batch.whole) if path in batch.sampled and _is_wide(leaf)]
+    fitting = [width for width in widths if width >= longest]
+    return max(set(fitting), key=fitting.count) if fitting else longest
+
+
+def trimmed(micro_batch: Any, sampled: frozenset[str], width: int, longest: int) -> Any:
+    """Cut the padding off: of every leaf that is as wide as the batch was padded."""
+
+    def trim(path: str, leaf: Any) -> Any:
+        if path in sampled and _is_wide(leaf) and leaf.shape[1] == width:
+            return leaf[:, :longest]
+        return leaf
+
+    return mapped(micro_batch, trim)
+
+
+def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> None:
+    """Raise where what would be cut off is not padding: beyond the lengths, all samples should be alike."""
+    shortest = min(range(batch.size), key=lambda i: lengths[i])
+    beyond: dict[torch.device, Tensor] = {}
+    for path, leaf in leaves(batch.whole):
+        if path not in batch.sampled or not _is_wide(leaf) or leaf.shape[1] != width:
+            continue
+        if leaf.device not in beyond:
+            ends = torch.tensor(lengths, device=leaf.device)
+            beyond[leaf.device] = torch.arange(width, device=leaf.device) >= ends[:, None]
+        alike = leaf == leaf[shortest]  # a constant, or places counted on
+        if not bool(alike[beyond[leaf.device]].all()):
+            msg = (
+                f"{path} is as wide as the padded batch ({width}), and beyond its samples' lengths it differs from "
+                "sample to sample: it is no padding, and trimming it would lose data.\n"
+                "Check that lengths= counts every place that is used, and that padding is on the right; if this "
+                "tensor has no places at all, reshape it, as to (samples, 1, features)."
+            )
+            raise BatchError(msg)
+
+
+def _is_wide(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 1

@@ -1,0 +1,91 @@
+"""Rehearse a micro-step: run it as a step would, beside gradients and optimizer state, and leave no trace."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bigbatch.gradients import all_parameters
+from bigbatch.metering import Meter
+from bigbatch.reading.counts import LOW_PRECISION
+from bigbatch.restoring import untouched
+from bigbatch.sizing import Probe
+from bigbatch.survival import is_out_of_memory, let_go
+
+_SIDE = 64  # of a small square parameter that stands in for the real ones
+_USUAL_STATES = 2  # of an optimizer that cannot be tried on a small one: as Adam has
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rehearsal is held with."""
+
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    gradient_dtype: torch.dtype | None
+    device: torch.device
+    limit: int  # in bytes, of what may be held
+
+    def rehearse(self, size: int, run: Callable[[], object]) -> Probe:
+        """Run a micro-step of `size` samples and return what it took; running out of memory is an answer, too."""
+        with untouched(self.models, self.optimizers):
+            try:
+                return self._measured(size, run)
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                let_go(error)
+        return Probe(size, None, 0.0)
+
+    def _measured(self, size: int, run: Callable[[], object]) -> Probe:
+        company = [*empty_gradients(self.optimizers, self.gradient_dtype), *empty_state(self.optimizers)]
+        _, peak = Meter(self.device, self.limit)(run)
+        # Timed apart: the first time of a shape is slow, and so is a CPU under the meter.
+        started = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - started
+        del company
+        return Probe(size, peak.reserved, seconds)
+
+
+def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> list[Tensor]:
+    """Give every parameter a gradient, as it has in every micro-batch but the first."""
+    made = []
+    for p in all_parameters(optimizers):
+        if p.requires_grad:
+            wide = dtype if dtype is not None and p.dtype in LOW_PRECISION else p.dtype
+            made.append(torch.zeros_like(p, dtype=wide, requires_grad=False))
+            if wide == p.dtype:
+                p.grad = made[-1]
+    return made
+
+
+def empty_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Take the memory that an optimizer's state will need after its first step."""
+    made = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+            if waiting:
+                dtypes = _state_dtypes(optimizer, group, waiting[0])
+                made += [torch.empty_like(p, dtype=dtype, requires_grad=False) for p in waiting for dtype in dtypes]
+    return made
+
+
+def _state_dtypes(optimizer: Optimizer, group: dict[str, object], like: Tensor) -> list[torch.dtype]:
+    """Return what an optimizer keeps of each element of a parameter, seen on a small one."""
+    small = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=like.dtype, device=like.device))
+    small.grad = torch.zeros_like(small)
+    options = {name: value for name, value in group.items() if name != "params"}
+    try:
+        twin = type(optimizer)([{**options, "params": [small]}], **optimizer.defaults)
+        twin.step()
+    except Exception:  # noqa: BLE001 - whatever an unknown optimizer wants
+        return [like.dtype] * _USUAL_STATES
+    kept = [value for value in twin.state[small].values() if isinstance(value, Tensor)]
+    return [value.dtype for value in kept if value.numel() == small.numel()]

@@ -1,0 +1,63 @@
+"""The micro-batch sizes that fit, remembered by the shape of a sample."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from bigbatch.errors import StateError
+from bigbatch.memory import budget
+from bigbatch.sizing import Probe, choose
+
+TOKENS = "tokens"  # under this name: how many of them a packed micro-batch may have
+ProbeSize = Callable[[int, int], Probe]  # of a size, within a limit
+
+
+class Sizes:
+    """Finds how many samples, or tokens, go through the model at once, and never forgets what did not fit."""
+
+    def __init__(self, given: int | Literal["auto"], memory: float | str | None, device: torch.device) -> None:
+        """Take what the user gave; memory is looked at when a size has to be found."""
+        self._given, self._memory, self._device = given, memory, device
+        self._learned: dict[str, int] = {}
+        if memory is not None:
+            budget(memory, device)  # refuse nonsense now
+
+    def samples(self, signature: str, total: int, probe: ProbeSize) -> int:
+        """Return how many samples of this shape make a micro-batch, out of `total`."""
+        if signature in self._learned:
+            return min(self._learned[signature], total)
+        if self._given != "auto":
+            return min(self._given, total)
+        self._learned[signature] = self._found(total, probe)
+        return self._learned[signature]
+
+    def tokens(self, given: int | Literal["auto"], longest: int, total: int, probe: ProbeSize) -> int:
+        """Return how many padded tokens make a micro-batch; found with `total` of the longest samples at most."""
+        if TOKENS in self._learned:
+            return self._learned[TOKENS]
+        if given != "auto":
+            return given
+        self._learned[TOKENS] = longest * self._found(total, probe)
+        return self._learned[TOKENS]
+
+    def _found(self, total: int, probe: ProbeSize) -> int:
+        limit = budget(self._memory, self._device)
+        return choose(lambda size: probe(size, limit), total, limit).size
+
+    def learn(self, name: str, size: int) -> None:
+        """Remember a size, by the shape of a sample or for tokens."""
+        self._learned[name] = max(size, 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what was learned."""
+        return dict(self._learned)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what was learned before."""
+        given: Mapping[Any, Any] = state
+        for name, size in given.items():
+            if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                msg = f"a learned size is a positive integer by the shape of a sample; found {name!r}: {size!r}"
+                raise StateError(msg)
+        self._learned = dict(state)

@@ -1,0 +1,47 @@
+"""Running out of memory: recognise it, and let go of what it holds."""
+
+import gc
+import re
+import traceback
+
+import torch
+
+_SAID = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|alloc(ation)?_failed|STATUS_ALLOC_FAILED"
+    r"|std::bad_alloc|cannot allocate memory",
+    re.IGNORECASE,
+)
+_MISSING = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell an allocation that failed, on a device, in one of its libraries or on the host, from all else."""
+    seen: set[int] = set()
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen:  # a compiler or a wrapper may have raised its own on top
+        seen.add(id(found))
+        if isinstance(found, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(found, RuntimeError) and _SAID.search(str(found)):
+            return True
+        found = found.__cause__
+    return False
+
+
+def missing(error: BaseException) -> str:
+    """Say how much an allocation had asked for, where the error tells."""
+    told = _MISSING.search(str(error))
+    return f"the allocation that failed asked for {told.group(1)}" if told else "the error does not say how much"
+
+
+def let_go(error: BaseException) -> None:
+    """Free the activations that the frames of a traceback hold, and give cached memory back to the device."""
+    found: BaseException | None = error
+    while found is not None:
+        if found.__traceback__ is not None:
+            traceback.clear_frames(found.__traceback__)
+            found.__traceback__ = None
+        found = found.__cause__ or found.__context__
+    gc.collect()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
