@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bigbatch.errors import StateError, UnreadableLoss, WindowOpen
+from bigbatch.ledger import Ledger
 from tests.reference import big_batches, trained
 from tests.resumed import STOP, TRAININGS, first_half, second_half
 from tests.samples import mlp
@@ -219,3 +220,47 @@ def test_a_damaged_state_is_refused() -> None:
 def test_the_stop_is_in_mid_window() -> None:
     """The tests above would prove nothing otherwise."""
     assert first_half("masked")["accumulator"]["window"]["micro_batches"] == STOP % 3 == 2
+
+
+def test_a_state_saved_before_is_read() -> None:
+    """The state of a window as version 1 writes it, in full: it must go on to load."""
+    training, twin = Training(steps=3), Training(steps=3)
+    for batch in BATCHES[:2]:
+        training.backward(batch)
+    saved = training.accumulator.state_dict()["window"]
+    window = {
+        "gradients": saved["gradients"],
+        "residual": 1.0,
+        "double": True,
+        "totals": None,
+        "micro_batches": 2,
+        "provisional": 17.099999999999998,
+        "total": 7.3999999999999995,
+        "loss": 9.243996592497307,
+        "loss_known": True,
+        "kind": "mean",
+        "names": ("NllLoss",),
+        "in_ratio": None,
+        "reference": [5.699999999999999],
+        "factors": [()],
+        "came": [],
+    }
+    twin.accumulator.load_state_dict({"version": 1, "steps": 3, "window": window})
+    update = twin.backward(BATCHES[2])
+    assert update is not None
+    twin.assert_big_batches(BATCHES[:3])
+    true = MASKED.loss(MASKED.model(), MASKED.join(BATCHES[:3])).item()
+    assert update.loss.item() == pytest.approx(true, rel=1e-12)
+
+
+def test_a_ledger_saves_itself() -> None:
+    """All that it knows comes back, as a copy."""
+    ledger = Ledger(3, totals=(5.0, torch.tensor(7.0)))
+    ledger.micro_batches, ledger.total, ledger.came = 2, torch.tensor(4.0), [torch.tensor(1.0), 2.0]
+    saved = ledger.state_dict()
+    other = Ledger(3)
+    other.load_state_dict(saved)
+    assert other == ledger
+    assert isinstance(other.total, torch.Tensor)
+    other.total += 1
+    assert saved["total"] == ledger.total == 4.0

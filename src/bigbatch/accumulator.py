@@ -134,6 +134,7 @@ class Accumulator:
 
         It looks one batch ahead (a window ahead with `counts=`) and forwards `len`.
         """
+        checks.loader(loader)
         self._refuse_open_window()
         listener = Listener(
             opening=self._open,

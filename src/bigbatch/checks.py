@@ -26,6 +26,12 @@ def models(model: object) -> tuple[nn.Module, ...]:
     """Accept one module or several."""
     found = tuple(model) if isinstance(model, list | tuple) else (model,)
     for module in found:
+        if isinstance(module, Optimizer):
+            msg = (
+                f"model must be an nn.Module or a sequence of them; found {type(module).__name__}, an optimizer.\n"
+                "Put them the other way round:  Accumulator(model, optimizer, steps=...)"
+            )
+            raise ConfigurationError(msg)
         if not isinstance(module, nn.Module):
             msg = f"model must be an nn.Module or a sequence of them; found {type(module).__name__}"
             raise ConfigurationError(msg)
@@ -87,9 +93,21 @@ def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimiz
 def steps(number: object) -> int:
     """Accept a positive integer."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        msg = f"steps must be a positive integer, the number of micro-batches per update; found {number!r}"
+        hint = ", a float: divide with //, as in steps=64 // 16" if isinstance(number, float) else ""
+        msg = f"steps must be a positive integer, the number of micro-batches per update; found {number!r}{hint}"
         raise ConfigurationError(msg)
     return number
+
+
+def loader(found: object) -> None:
+    """Refuse what cannot be iterated over, before the loop begins."""
+    if not hasattr(found, "__iter__") and not hasattr(found, "__getitem__"):
+        call = "\nThis one makes a loader, perhaps: call it:  accumulator.over(loader())" if callable(found) else ""
+        msg = (
+            f"over takes the loader, anything that yields micro-batches; found {type(found).__name__}.\n"
+            f"Write:  for inputs, labels in accumulator.over(loader):{call}"
+        )
+        raise ConfigurationError(msg)
 
 
 def clip_norm(norm: object) -> float | None:

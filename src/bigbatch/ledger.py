@@ -10,13 +10,13 @@ On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are 
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.errors import LossError, SeveralCounts
+from bigbatch.errors import LossError, SeveralCounts, StateError
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count
 from bigbatch.reading.terms import Term
@@ -38,6 +38,23 @@ class Weights(NamedTuple):
         return isinstance(self.whole, float) and self.whole == 0.0
 
 
+_SAVED = (
+    "micro_batches",
+    "provisional",
+    "total",
+    "totals",
+    "loss",
+    "loss_known",
+    "kind",
+    "names",
+    "in_ratio",
+    "reference",
+    "factors",
+    "came",
+)
+_SAVED_LATER = frozenset({"over"})  # not in the states of the first version
+
+
 @dataclass
 class Ledger:
     """The running totals of one window."""
@@ -56,6 +73,7 @@ class Ledger:
     factors: list[tuple[float | None, ...]] | None = None  # constants of the window's first micro-batch
     in_ratio: Tensor | None = None  # on a device: whether several counts have kept their ratio so far
     came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
+    over: tuple[str, ...] = ()  # names of the terms over data
     pending: list[tuple[Tensor, Count]] = field(default_factory=list)  # losses on a device, with their counts
 
     def weigh(self, terms: list[Term]) -> Weights:
@@ -113,6 +131,7 @@ class Ledger:
         else:
             if self.totals is not None:
                 self.kind = "known"
+                self.over = _names(data)
                 counts = [term.count if term.kind == "mean" else 0.0 for term in data]
                 self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
             else:
@@ -176,15 +195,26 @@ class Ledger:
 
     def refuse_other_totals(self) -> None:
         """Raise where the counts that came are not those that were counted in advance; on a device this waits once."""
-        for came, total in zip(self.came, self.totals or (), strict=True):
+        for place, (came, total) in enumerate(zip(self.came, self.totals or (), strict=True)):
             apart = came - total
             if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
-                raise SeveralCounts(
-                    f"counts= came to {float(total):g} for this window, and its losses to {float(came):g}: a batch was "
-                    "passed over or never came, or the function counts something else than the loss. Nothing was "
-                    "stepped.\n"
-                    "Drop the window with accumulator.discard(); leave batches out before accumulator.over(loader)."
-                )
+                name = self.over[place] if place < len(self.over) else ""
+                raise SeveralCounts(other_total(place, len(self.came), name, float(came), float(total)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the running totals."""
+        self.fold()
+        return {name: _copied(getattr(self, name)) for name in (*_SAVED, *_SAVED_LATER)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with totals that were saved."""
+        missing = set(_SAVED) - state.keys()
+        if missing:
+            msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
+            raise StateError(msg)
+        for name in (*_SAVED, *_SAVED_LATER & state.keys()):
+            setattr(self, name, _copied(state[name]))
+        self.totals = None if self.totals is None else tuple(self.totals)
 
     def correction(self) -> Count:
         """Return what the summed gradient is to be multiplied with."""
@@ -285,6 +315,12 @@ class Ledger:
         return Weights(1.0, tuple(weights))
 
 
+def _copied(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)([_copied(each) for each in value])
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 def _names(terms: list[Term]) -> tuple[str, ...]:
     return tuple([term.name for term in terms])
 
@@ -337,4 +373,25 @@ def several(terms: list[Term], found: str) -> str:
         "backward. Give the counts of a batch, one per term in the order in which they are written:\n"
         "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
         "The wrapped loader then looks a window ahead. A mean over elements counts elements; a sum counts as 'sum'."
+    )
+
+
+_COUNTS_OF = {
+    "NllLoss": "targets that are not ignored, (labels != -100).sum(), or the sum of their class weights",
+    "NllLoss2D": "targets that are not ignored, (labels != -100).sum(), or the sum of their class weights",
+    "counted": "the n of counted(term, n)",
+}
+
+
+def other_total(place: int, of: int, name: str, came: float, total: float) -> str:
+    """Say which term's count in advance is not what came, and what it would have to be."""
+    times = came / total if total else 0.0
+    many = f", {times:g} times as many" if times > 1 and times == round(times) else ""
+    right = _COUNTS_OF.get(name, "what the mean is over: elements, prediction.numel(), where it is over all of them")
+    return (
+        f"term {place + 1} of {of}{f', {name}' if name else ''}: counts= came to {total:g} for this window, and its "
+        f"losses to {came:g}{many}. Nothing was stepped.\n"
+        f"If the function counts something else than the loss, return for this term {right}.\n"
+        "If a batch was passed over or never came, leave it out before accumulator.over(loader).\n"
+        "Drop the window with accumulator.discard()."
     )

@@ -1,5 +1,7 @@
 """From a window's summed gradient to the step: correct, show, clip, step, each once."""
 
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +36,8 @@ class Stepper:
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window_open: bool = False  # an optimizer stepped by hand while it is raises
     _doing: Optimizer | LRScheduler | Literal["hook", ""] = ""  # what a failure would be that of
+    _moves: list[int] = field(default_factory=list)  # how far the schedulers were when we last left them
+    _warned: bool = False
     _stepping: bool = False
     _stepped: bool = False
 
@@ -84,11 +88,24 @@ class Stepper:
         watched = norm is not None and self.skip_nonfinite and self.scaler is None  # a scaler skips by itself
         nonfinite = ~torch.isfinite(norm) if watched and norm is not None else None
         skipped = self._apply(gradients, factor, active, nonfinite)
-        if self.schedulers and not skipped:
-            for scheduler in self.schedulers:
-                self._doing = scheduler
-                scheduler.step()
+        if self.schedulers:
+            self._schedule(skipped=bool(skipped))
         return (norm if self.clip_norm is not None else None), skipped
+
+    def _schedule(self, *, skipped: bool) -> None:
+        """Step the schedulers, and warn where someone else has stepped them since we did."""
+        found = [_moves(scheduler) for scheduler in self.schedulers]
+        if not self._warned and any(now > then for now, then in zip(found, self._moves, strict=bool(self._moves))):
+            self._warned = True
+            warnings.warn(
+                "scheduler.step() was called by hand, and the accumulator steps the scheduler it was given, too: the "
+                "learning rate runs through its schedule too fast. Take the call out, or the argument scheduler=.",
+                stacklevel=outside(),
+            )
+        for scheduler in () if skipped else self.schedulers:
+            self._doing = scheduler
+            scheduler.step()
+        self._moves = [_moves(scheduler) for scheduler in self.schedulers]
 
     def give_up(self, error: BaseException) -> str:
         """Say what of a step failed and what is true of the window then; the scaler is ready for the next one."""
@@ -177,6 +194,20 @@ class Stepper:
             for optimizer in active:
                 for name in handed:
                     vars(optimizer).pop(name, None)
+
+
+def _moves(scheduler: LRScheduler) -> int:
+    """Return how often a scheduler was stepped; a chained one keeps no number of its own."""
+    inner = () if hasattr(scheduler, "last_epoch") else getattr(scheduler, "_schedulers", ())
+    return sum(_moves(each) for each in inner) if inner else int(getattr(scheduler, "last_epoch", 0))
+
+
+def outside() -> int:
+    """Return the stacklevel at which a warning points to the first line outside of this package."""
+    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - warnings has it from Python 3.12 on
+    while frame.f_back is not None and frame.f_globals.get("__package__", "").partition(".")[0] == "bigbatch":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _is_fused(optimizer: Optimizer) -> bool:

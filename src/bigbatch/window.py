@@ -215,45 +215,24 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         """Return the window: its provisional gradients and its running totals."""
         self.check()
-        ledger = self._ledger
-        ledger.fold()
         return {
             "gradients": self._gradients.snapshot(),
-            "residual": _copied(self._residual),
+            "residual": self._residual.clone() if isinstance(self._residual, Tensor) else self._residual,
             "double": self._loss_dtype == torch.float64,
-            "totals": None if ledger.totals is None else list(ledger.totals),
-            **{name: _copied(getattr(ledger, name)) for name in _LEDGER},
-            **{name: _listed(getattr(ledger, name)) for name in _LISTS},
+            **self._ledger.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a window was saved."""
-        missing = {"gradients", "residual", "double", "totals", *_LEDGER, *_LISTS} - state.keys()
+        missing = {"gradients", "residual", "double"} - state.keys()
         if missing:
             msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
             raise StateError(msg)
+        self._ledger.load_state_dict(state)
         self._gradients.restore(state["gradients"])
-        self._residual = _copied(state["residual"])
+        residual = state["residual"]
+        self._residual = residual.clone() if isinstance(residual, Tensor) else residual
         self._loss_dtype = torch.float64 if state["double"] else torch.float32
-        for name in _LEDGER:
-            setattr(self._ledger, name, _copied(state[name]))
-        for name in _LISTS:
-            setattr(self._ledger, name, _listed(state[name]))
-        self._ledger.totals = None if state["totals"] is None else tuple(state["totals"])
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
-
-
-def _listed(values: list[Any] | None) -> list[Any] | None:
-    return None if values is None else [_copied(value) for value in values]
-
-
-_LISTS = ("reference", "factors", "came")
-
-
-_LEDGER = ("micro_batches", "provisional", "total", "loss", "loss_known", "kind", "names", "in_ratio")
 
 
 def _weigh_terms(weights: Weights, loss: Tensor, terms: list[Term], factors: dict[Node, Tensor]) -> list[Any]:

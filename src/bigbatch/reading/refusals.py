@@ -8,6 +8,9 @@ for example
     accumulator.backward(loss, count=(labels != -100).sum())
 and where it is one term of several, counted(term, n) in its place."""
 
+_NO_MEAN = """If there is no batch mean below it, say what the loss is over:
+    accumulator.backward(loss, count=n)"""
+
 _WORDS = {
     "Mm": "a matrix product of samples with samples",
     "Bmm": "a matrix product of samples with samples",
@@ -94,15 +97,37 @@ def changing_factor(name: str, before: str, now: str) -> UnreadableLoss:
     )
 
 
-def nonlinear(name: str) -> UnreadableLoss:
-    """Explain that a function above the mean does not add up."""
+def nonlinear(name: str, *, root: bool = False) -> UnreadableLoss:
+    """Explain that a function above the mean does not add up; `root`: that it is a root, as of RMSE."""
+    if root:
+        return UnreadableLoss(
+            f"this loss does not add up over micro-batches: found {name}Backward above its mean. It is nonlinear in a "
+            "mean: the root of a mean (RMSE) is not the mean of the micro-batches' roots.\n"
+            "Train on the mean itself, which has the same minimum, and report its root:\n"
+            "    loss = F.mse_loss(prediction, target)          # and update.loss.sqrt()\n"
+            f"{_NO_MEAN}"
+        )
+    if name == "Nansum":
+        return UnreadableLoss(
+            "cannot tell what this loss was averaged over: found NansumBackward, which keeps no count of what is not "
+            "NaN.\n"
+            "Give the count of a mean, or say that it is a sum:\n"
+            "    accumulator.backward(torch.nanmean(x), count=(~x.isnan()).sum())\n"
+            "    accumulator.backward(torch.nansum(x), count='sum')"
+        )
+    if name in {"Mm", "Bmm", "Mv"}:
+        return UnreadableLoss(
+            f"cannot tell what this loss was summed over: found {name}Backward, a matrix product that makes one number "
+            "of a whole batch, as torch.einsum('bi,bi->', a, b) does.\n"
+            "Write it as a sum of products:  (a * b).sum()\n"
+            f"or say what it is over:\n    accumulator.backward(loss, count='sum')"
+        )
     return UnreadableLoss(
         f"this loss does not add up over micro-batches: found {name}Backward above its mean, and a function of a mean "
         "is not the mean of the function (the root of a mean, a product of means).\n"
         "Apply the function to each sample below the mean, if that serves; BigStep, which will do the rest, is not "
         "built yet.\n"
-        "If there is no batch mean below it, say what the loss is over:\n"
-        "    accumulator.backward(loss, count=n)"
+        f"{_NO_MEAN}"
     )
 
 

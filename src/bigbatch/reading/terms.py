@@ -21,6 +21,8 @@ from bigbatch.reading.reductions import FUSED, Sum, label_smoothing, read_fused,
 from bigbatch.reading.samples import Surroundings, parameters_alone
 from bigbatch.reading.trail import Trail
 
+_ROOT = 0.5
+
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made for every micro-batch, and frozen ones take thrice as long
 class Term:
@@ -130,7 +132,7 @@ def _step(  # noqa: PLR0911 - one way out per kind of operation
         return _term(place, node, found, surroundings, trail)
     if parameters_alone(place.edge, surroundings.own, trail):
         return Term(place.pinned or node, "once", 1.0, name)
-    raise refusals.nonlinear(name)
+    raise refusals.nonlinear(name, root=name == "Sqrt" or saved_number(node, "exponent") == _ROOT)
 
 
 def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_Place]:
