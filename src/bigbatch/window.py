@@ -148,7 +148,7 @@ class Window:
     def _start(self, weight: Count, loss: Tensor) -> Tensor:
         """Return what to start the backward with: the weight, times the loss scale where there is one."""
         if loss.dtype in LOW_PRECISION:
-            weight = self._low_precision(weight)
+            weight = self._low_precision(weight, whole=loss.dtype == torch.float16 and self._stepper.scaler is None)
         elif isinstance(self._residual, Tensor) or self._residual != 1.0:  # a low-precision loss came before
             self._gradients.scale(self._residual)
             self._residual = 1.0
@@ -179,16 +179,17 @@ class Window:
         ratio = scaler.scale(torch.ones_like(held)).double() / held.double()
         return ratio.item() if ratio.is_cpu else ratio
 
-    def _low_precision(self, weight: Count) -> Count:
+    def _low_precision(self, weight: Count, *, whole: bool) -> Count:
         """Split a weight into a power of two, which bf16 holds exactly, and a residual.
 
+        `whole`: all of it goes into the residual. That is for fp16, in which a backward that starts with a small weight
+        underflows; a scaler, where there is one, is tuned to what it does then.
         The gradients are kept in units of the latest residual, so they are rescaled, in float32, when it changes.
         """
         if isinstance(weight, Tensor):
-            mantissa, _ = torch.frexp(weight)
-            residual: Count = torch.where(weight > 0, mantissa * 2, 1.0)
+            residual: Count = torch.where(weight > 0, weight if whole else torch.frexp(weight)[0] * 2, 1.0)
         else:
-            residual = math.frexp(weight)[0] * 2
+            residual = weight if whole else math.frexp(weight)[0] * 2
         if self._ledger.micro_batches and not (isinstance(residual, float) and residual == self._residual):
             self._gradients.scale(self._residual / residual)
         self._residual = residual
