@@ -1,12 +1,14 @@
 """The figures of the GPU benchmark, and how they read."""
 
 from dataclasses import dataclass
+from textwrap import shorten
 
 from benchmarks.racing import Outcome
 from benchmarks.report import Grid
 
 GIB = 2**30
-OURS = "bigbatch"  # how the names of our contestants begin
+UNKNOWN = "–"
+OURS = "bigbatch"  # how the names of our contestants begin: only they have a bar
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,11 @@ class Figure:
     peak_bytes: int | None
     peak_ratio: float | None  # over the hand loop's
     reserved_bytes: int | None
-    loss: float | None
+    loss: float | None  # of the first update
+    loss_after: float | None  # of the first batch, when it was trained on
     bar: str
     met: str
+    error: str
     note: str
 
 
@@ -58,11 +62,12 @@ class Bar:
         return compared <= bar if self.below else compared >= bar
 
 
-def figure(work: str, name: str, outcome: Outcome, compared: float | None, hand: Outcome | None, bar: Bar) -> Figure:
-    """Put what was measured beside what was asked; only we have a bar."""
+def figure(
+    work: str, name: str, outcome: Outcome, compared: float | None, *, hand: Outcome | None = None, bar: Bar | None
+) -> Figure:
+    """Put what was measured beside what was asked; `hand` is whose memory it is compared with."""
     median, spread = outcome.median, outcome.spread
     peak_ratio = outcome.peak / hand.peak if outcome.peak and hand is not None and hand.peak else None
-    ours = name.startswith(OURS)
     return Figure(
         work=work,
         contestant=name,
@@ -74,16 +79,22 @@ def figure(work: str, name: str, outcome: Outcome, compared: float | None, hand:
         peak_ratio=peak_ratio,
         reserved_bytes=outcome.reserved,
         loss=outcome.loss,
-        bar=str(bar) if ours else "",
-        met=bar.verdict(compared, outcome.peak, peak_ratio) if ours else "",
-        note="; ".join(part for part in (outcome.error, outcome.note) if part),
+        loss_after=outcome.loss_after,
+        bar="" if bar is None else str(bar),
+        met="" if bar is None else bar.verdict(compared, outcome.peak, peak_ratio),
+        error=outcome.error,
+        note=outcome.note,
     )
 
 
 def grid(title: str, compared: str, figures: list[Figure]) -> Grid:
     """Return one table for one work."""
-    header = ("", "ms per update", compared, "peak GiB", "peak / hand's", "first loss", "bar", "met", "note")
-    return Grid(title, header, [_row(figure) for figure in figures])
+    loss = "first loss" if all(figure.loss_after is None for figure in figures) else "loss after 2 updates"
+    header = ("", "ms per update", compared, "peak GiB", "peak / hand's", loss, "bar", "met", "note")
+    rows = [_row(figure) for figure in figures]
+    # Not every work has every figure.
+    kept = [place for place in range(len(header)) if any(row[place] not in ("", UNKNOWN) for row in rows)]
+    return Grid(title, tuple(header[i] for i in kept), [tuple(row[i] for i in kept) for row in rows])
 
 
 def _row(figure: Figure) -> tuple[str, ...]:
@@ -97,12 +108,12 @@ def _row(figure: Figure) -> tuple[str, ...]:
         _number(figure.compared, ".3f"),
         _number(peak, ".2f" if peak is None or peak > 0.1 else ".5f"),
         _number(figure.peak_ratio, ".3f"),
-        _number(figure.loss, ".4f"),
+        _number(figure.loss if figure.loss_after is None else figure.loss_after, ".4f"),
         figure.bar,
         figure.met,
-        figure.note,
+        "; ".join(part for part in (shorten(figure.error, 100, placeholder=" …"), figure.note) if part),
     )
 
 
 def _number(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
+    return UNKNOWN if value is None else format(value, form)

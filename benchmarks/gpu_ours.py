@@ -33,9 +33,14 @@ def big_step(
 
     def update(number: int) -> Tensor:
         last[:] = [step(batches[number % len(batches)])]
-        return last[0].loss  # type: ignore[no-any-return]
+        return last[0].loss
 
     def note() -> str:
-        return f"{last[0].micro_batches} micro-batches" if last else ""
+        return said(last[0].micro_batches) if last else ""
 
     return Contestant(model, update, note=note)
+
+
+def said(micro_batches: int) -> str:
+    """Return how a contestant's note begins."""
+    return f"{micro_batches} micro-batch" + ("" if micro_batches == 1 else "es")

@@ -1,6 +1,6 @@
 """How large everything is: for an H200, or tiny, so that the script can be tried on any machine in seconds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class Scale:
     micro_batch: int = 8  # of the ragged work's hand loop
     sizing: int = 64  # samples in the batch that "auto" has to cut
     budgets: tuple[str, ...] = ("24GiB", "12GiB")
-    llama: LlamaShape = LlamaShape()
+    llama: LlamaShape = field(default_factory=LlamaShape)
     llama_ragged: Ragged = Ragged(64, 721, 4096)
     llama_budget: str = "24GiB"
 
@@ -70,9 +70,7 @@ def scale(device: str, *, tiny: bool) -> Scale:
         micro_batch=2,
         sizing=8,
         budgets=("2GiB", "1GiB"),
-        llama=LlamaShape(
-            layers=2, width=32, intermediate=64, heads=4, key_value_heads=2, vocabulary=64, context=64
-        ),
+        llama=LlamaShape(layers=2, width=32, intermediate=64, heads=4, key_value_heads=2, vocabulary=64, context=64),
         llama_ragged=Ragged(16, 12, 64),
         llama_budget="2GiB",
     )

@@ -1,15 +1,17 @@
 """Equal micro-batches: what cutting a batch costs beside one forward and backward over all of it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import loops
-from benchmarks.gpu_figures import Bar, Figure, figure
+from benchmarks.gpu_figures import OURS, Bar, Figure, figure
 from benchmarks.gpu_ours import big_step
 from benchmarks.gpu_scale import Scale
 from benchmarks.hf_trainer import SharedState, trainer
@@ -76,73 +78,90 @@ class WithLoss(nn.Module):
         return {"loss": F.cross_entropy(self.model(tokens).flatten(0, 1), labels.flatten())}
 
 
-def contestants(scale: Scale, work: Workload, *, compiled: bool = False) -> dict[str, Build]:
-    """Everyone, on the same window over and over."""
-    batches = work.micro_batches(1)
-    whole = joined(batches)
-    alone = workload(scale, work.micro_batch * work.steps, 1)
+@dataclass(frozen=True)
+class Window:
+    """One window, trained on over and over; each method builds one contestant."""
 
-    def looped(loop: loops.Loop, work: Workload, batches: list[Batch]) -> Contestant:
-        runner = loop(work, 1.0)
-        return Contestant(runner.model, lambda _: runner.run(batches))
+    scale: Scale
+    work: Workload
+    batches: list[Batch]
+    whole: Batch
 
-    def in_own_state() -> Contestant:
-        # Another Accelerator lives inside Trainer, and both believe to be alone.
+    def looped(self, loop: loops.Loop) -> Contestant:
+        """A loop over micro-batches, from `loops.py`."""
+        return _running(loop(self.work, 1.0), self.batches)
+
+    def full(self) -> Contestant:
+        """One forward and backward: what accumulation replaces."""
+        alone = workload(self.scale, self.work.micro_batch * self.work.steps, 1)
+        tokens, labels = self.whole
+        return _running(loops.hand_loop(alone, 1.0), [(tokens, labels.flatten())])
+
+    def accelerate(self) -> Contestant:
+        """Accelerate, apart from the Accelerator inside Trainer: both believe to be alone in the process."""
         SharedState.clear()
-        runner = loops.accelerate(work, 1.0)
+        runner = loops.accelerate(self.work, 1.0)
         state = SharedState()
 
         def update(_: int) -> None:
             with state.own():
-                runner.run(batches)
+                runner.run(self.batches)
 
         return Contestant(runner.model, update)
 
-    def trained() -> Contestant:
-        model = WithLoss(work.fresh_model())
-        tokens, labels = (part.cpu() for part in whole)
-        samples = [{"tokens": row, "labels": row_labels} for row, row_labels in zip(tokens, labels, strict=True)]
+    def trainer(self) -> Contestant:
+        """Trainer, with a dataset in host memory."""
+        model = WithLoss(self.work.fresh_model())
+        tokens, labels = (part.cpu() for part in self.whole)
         return trainer(
             model,
-            work.optimizer(model),
-            samples,
-            micro_batch=work.micro_batch,
-            steps=work.steps,
-            device=work.device,
+            self.work.optimizer(model),
+            [{"tokens": row, "labels": row_labels} for row, row_labels in zip(tokens, labels, strict=True)],
+            micro_batch=self.work.micro_batch,
+            steps=self.work.steps,
+            device=self.work.device,
         )
 
-    def compiled_loop() -> Contestant:
-        model = work.fresh_model()
-        faster = Workload(**{**vars(work), "model": lambda: torch.compile(model, dynamic=False)})
-        return looped(loops.hand_loop, faster, batches)
+    def compiled(self) -> Contestant:
+        """The hand loop on a compiled model."""
+        model = self.work.fresh_model()
+        faster = replace(self.work, model=lambda: cast("nn.Module", torch.compile(model, dynamic=False)))
+        return _running(loops.hand_loop(faster, 1.0), self.batches)
 
-    def ours(*, graph: bool) -> Contestant:
-        model = work.fresh_model()
+    def ours(self, *, graph: bool) -> Contestant:
+        """BigStep at the same micro-batch size."""
+        model = self.work.fresh_model()
         return big_step(
             model,
-            work.optimizer(model),
-            token_loss(scale),
-            [whole],
-            micro_batch_size=work.micro_batch,
+            self.work.optimizer(model),
+            token_loss(self.scale),
+            [self.whole],
+            micro_batch_size=self.work.micro_batch,
             options={"cuda_graph": graph},
         )
 
-    builds: dict[str, Build] = {
-        HAND: partial(looped, loops.hand_loop, work, batches),
-        FULL: partial(looped, loops.hand_loop, alone, [(whole[0], whole[1].flatten())]),
-    }
+
+def _running(runner: loops.Runner, batches: list[Batch]) -> Contestant:
+    return Contestant(runner.model, lambda _: runner.run(batches))
+
+
+def contestants(scale: Scale, work: Workload, *, compiled: bool = False) -> dict[str, Build]:
+    """Everyone that is installed."""
+    batches = work.micro_batches(1)
+    window = Window(scale, work, batches, joined(batches))
+    builds: dict[str, Build] = {HAND: partial(window.looped, loops.hand_loop), FULL: window.full}
     if find_spec("accelerate"):
-        builds["Accelerate"] = in_own_state
+        builds["Accelerate"] = window.accelerate
     if find_spec("lightning"):
-        builds["Fabric"] = partial(looped, loops.fabric, work, batches)
+        builds["Fabric"] = partial(window.looped, loops.fabric)
     if find_spec("transformers"):
-        builds["HF Trainer"] = trained
+        builds["HF Trainer"] = window.trainer
     if compiled:
-        builds["torch.compile hand loop"] = compiled_loop
+        builds["torch.compile hand loop"] = window.compiled
     return {
         **builds,
-        "bigbatch": partial(ours, graph=False),
-        "bigbatch, CUDA graph": partial(ours, graph=True),
+        "bigbatch": partial(window.ours, graph=False),
+        "bigbatch, CUDA graph": partial(window.ours, graph=True),
     }
 
 
@@ -165,7 +184,14 @@ def measure(scale: Scale, micro_batch: int, steps: int, *, rounds: int, seconds:
     must, stretch = BARS.get((micro_batch, steps), (2.0, 1.4))
     bar = Bar(must, stretch, peak_ratio=PEAK_BAR)
     return [
-        figure(name_of(micro_batch, steps), name, outcome, outcome.ratio_to(outcomes[FULL]), outcomes[HAND], bar)
+        figure(
+            name_of(micro_batch, steps),
+            name,
+            outcome,
+            outcome.ratio_to(outcomes[FULL]),
+            hand=outcomes[HAND],
+            bar=bar if name.startswith(OURS) else None,
+        )
         for name, outcome in outcomes.items()
     ]
 

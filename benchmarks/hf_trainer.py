@@ -124,7 +124,7 @@ def _stepped(model: nn.Module, built: Any) -> Contestant:
             done.acquire()
         if failed:
             raise failed.pop()
-        return built.window_loss  # type: ignore[no-any-return]
+        return built.window_loss
 
     def close() -> None:
         stop.set()

@@ -62,7 +62,7 @@ def llama_with_lora(shape: LlamaShape, device: str, rank: int = 16) -> nn.Module
         attention.q_proj = LoraLinear(attention.q_proj, rank, alpha=2.0 * rank)
         attention.v_proj = LoraLinear(attention.v_proj, rank, alpha=2.0 * rank)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()  # type: ignore[no-any-return]
+    return model.train()
 
 
 def adapters(model: nn.Module) -> list[nn.Parameter]:

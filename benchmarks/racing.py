@@ -5,6 +5,7 @@ whatever else the machine does hits both.
 """
 
 import gc
+import math
 import random
 import statistics
 import time
@@ -131,11 +132,11 @@ def race(
     rounds: int,
     warm_up: int = 2,
     seconds: float = 60.0,
-    slack: float | None = None,
+    slack: dict[str, float] | None = None,
 ) -> None:
     """Time one update of each in every round, until the rounds or the seconds are over.
 
-    With `slack`, whoever is slower than that many times the best after the warm-up keeps that one timing.
+    Whoever has a `slack` and is slower than that many times the best after the warm-up keeps that one timing.
     """
     running: dict[str, Contestant] = {}
     end = time.perf_counter() + seconds
@@ -171,9 +172,9 @@ def race(
         release()
 
 
-def _drop_slow(running: dict[str, Contestant], outcomes: dict[str, Outcome], slack: float) -> None:
+def _drop_slow(running: dict[str, Contestant], outcomes: dict[str, Outcome], slack: dict[str, float]) -> None:
     best = min((took for name in running for took in outcomes[name].seconds), default=0.0)
-    for name in [name for name in running if outcomes[name].seconds[0] > slack * best]:
+    for name in [name for name in running if outcomes[name].seconds[0] > slack.get(name, math.inf) * best]:
         contestant = running.pop(name)
         outcomes[name].note = f"{contestant.note()} (timed once: slow)".strip()
         contestant.close()

@@ -45,7 +45,10 @@ def padded(rows: list[Tensor], value: int, length: int | None = None) -> Tensor:
     return table
 
 
-def padding_share(micro_batches: list[list[int]]) -> float:
-    """Return which share of the tokens that go through the model is padding, from the lengths in each micro-batch."""
-    through = sum(len(lengths) * max(lengths) for lengths in micro_batches)
+def padding_share(micro_batches: list[list[int]], width: int | None = None) -> float:
+    """Return which share of the tokens that go through the model is padding.
+
+    Takes the lengths in each micro-batch, padded to the longest of them or to `width`.
+    """
+    through = sum(len(lengths) * (width or max(lengths)) for lengths in micro_batches)
     return 1 - sum(map(sum, micro_batches)) / through

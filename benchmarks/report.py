@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -34,7 +35,7 @@ class Grid:
         for index, name in enumerate(self.header):
             table.add_column(name, justify="right" if index else "left", no_wrap=not index)
         for row in self.rows:
-            table.add_row(*row)
+            table.add_row(*map(escape, row))  # an error's text may hold brackets
         return table
 
 
@@ -69,12 +70,21 @@ class Report:
         if as_json:
             print(self.json())
             return
-        # Into a pipe or a file there is no window to fit.
-        console = Console() if sys.stdout.isatty() else Console(width=140)
         for grid in self.grids:
-            console.print(grid.rich())
+            show(grid)
         for note in (*self.notes, self.machine.sentence()):
-            console.print(note, style="dim", highlight=False)
+            _console().print(note, style="dim", highlight=False)
+
+
+def show(grid: Grid) -> None:
+    """Print one table to stdout, at once: a long run is read while it goes on."""
+    _console().print(grid.rich())
+    sys.stdout.flush()
+
+
+def _console() -> Console:
+    # Into a pipe or a file there is no window to fit.
+    return Console() if sys.stdout.isatty() else Console(width=140)
 
 
 def progress() -> Progress:
@@ -84,4 +94,4 @@ def progress() -> Progress:
 
 
 def _line(cells: tuple[str, ...]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
