@@ -30,7 +30,7 @@ from benchmarks.report import RESULTS, Grid, Report, show
 from benchmarks.silence import silence
 
 LIMIT = 390.0  # seconds for everything: a lent machine takes a command of ten minutes, and some of them go to imports
-LIBRARIES = ("transformers", "accelerate", "lightning.fabric", "lightning.pytorch")
+LIBRARIES = ("transformers", "accelerate", "lightning.fabric")
 
 Tables = list[tuple[Grid, list[Figure]]]
 
@@ -190,11 +190,11 @@ def notes() -> list[str]:
     """Say what has to be known to read the tables."""
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "the default"
     said = f"""
-Time: median of interleaved rounds of one update each, in drawn order, ± half the interquartile range; the device is
+ms: time per update, the median of interleaved rounds of one update each, in drawn order, ± half the interquartile range; the device is
 drained around each. Llama: the mean of two updates, each contestant alone.
 
-Peak: what the allocator had handed out at most, from building the model on, each contestant alone. The allocator's
-settings: {allocator}.
+GiB: the peak, what the allocator had handed out at most, from building the model on, each contestant alone. The allocator's
+settings: {allocator}. "/ hand's" is over the hand loop's peak.
 
 Float32 parameters under bf16 autocast, fused AdamW, clipping at 1.0. Llama: frozen bf16 weights, float32 LoRA of rank
 16 on queries and values, every layer checkpointed.

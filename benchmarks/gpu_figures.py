@@ -89,8 +89,8 @@ def figure(
 
 def grid(title: str, compared: str, figures: list[Figure]) -> Grid:
     """Return one table for one work."""
-    loss = "first loss" if all(figure.loss_after is None for figure in figures) else "loss after 2 updates"
-    header = ("", "ms per update", compared, "peak GiB", "peak / hand's", loss, "bar", "met", "note")
+    loss = "first loss" if all(figure.loss_after is None for figure in figures) else "loss after 2"
+    header = ("", "ms", compared, "GiB", "/ hand's", loss, "bar", "met", "note")
     rows = [_row(figure) for figure in figures]
     # Not every work has every figure.
     kept = [place for place in range(len(header)) if any(row[place] not in ("", UNKNOWN) for row in rows)]
