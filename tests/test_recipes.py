@@ -1,5 +1,6 @@
 """The recipes: that they run what they say, measure what they report, and say what they measured."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -12,7 +13,7 @@ from bigbatch.recipes.catalog import ADAMW, RECIPES, TEXTBOOK
 from bigbatch.recipes.compare import Tally, compare
 from bigbatch.recipes.findings import findings
 from bigbatch.recipes.live_bytes import LiveBytes
-from bigbatch.recipes.loops import textbook_loop
+from bigbatch.recipes.loops import Loop, bigbatch_loop, plain_loop, textbook_loop
 from bigbatch.recipes.recipe import Task
 from bigbatch.recipes.results import Comparison, Spread
 
@@ -129,11 +130,62 @@ def test_a_leftover_that_is_carried_over_counts_as_used() -> None:
 
 
 def test_clipping_changes_every_arm_and_no_equality(textbook: Comparison) -> None:
-    """The page's bonus: with a small norm all arms learn less, and bigbatch still equals the true batch."""
+    """The pages' bonus: with a small norm all arms learn less, and bigbatch still equals the true batch."""
     clipped = compare(TEXTBOOK, seeds=1, clip_norm=0.05)
     assert clipped.clip_norm == 0.05
     assert all(slow.loss.mean > fast.loss.mean for slow, fast in zip(clipped.arms, textbook.arms, strict=True))
     assert clipped.accumulated.distance <= 1e-12
+
+
+def test_clipped_updates_are_counted_in_every_arm() -> None:
+    """All below the smallest norm, none above the largest, and as many in bigbatch as in the true batch between."""
+    tiny, huge, between = (compare(TEXTBOOK, seeds=2, epochs=2, clip_norm=norm) for norm in (1e-6, 100.0, 0.5))
+    assert all(arm.clipped is not None for comparison in (tiny, huge, between) for arm in comparison.arms)
+    assert [arm.clipped and arm.clipped.updates for arm in tiny.arms] == [Spread(arm.updates, 0) for arm in tiny.arms]
+    assert [arm.clipped and arm.clipped.updates for arm in huge.arms] == [Spread(0, 0)] * 5
+    ours, true = between.accumulated.clipped, between.true.clipped
+    assert ours is not None
+    assert true is not None
+    assert ours.updates == true.updates
+    assert 0 < ours.updates.mean < between.accumulated.updates
+    assert ours.largest_norm == pytest.approx(true.largest_norm, rel=1e-12)
+
+
+@pytest.mark.parametrize("loop", [plain_loop, textbook_loop, bigbatch_loop])
+def test_a_loop_tells_the_norms_before_clipping(loop: Loop) -> None:
+    """One batch of 16, whose gradient is known; without clipping there is nothing to tell."""
+    task = Task.of(TEXTBOOK, seed=0, epochs=1)
+    inputs, labels = task.inputs[:16], task.labels[:16]
+    loss = cross_entropy(task.model(inputs), labels)
+    gradients = torch.autograd.grad(loss, list(task.model.parameters()))
+    expected = torch.cat([gradient.flatten() for gradient in gradients]).norm().item()
+    for clip_norm, norms in ((0.1, [expected]), (10.0, [expected]), (None, [])):
+        model = copy.deepcopy(task.model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (told,) = loop(model, optimizer, [[(inputs, labels)]], 1, clip_norm)
+        assert [norm.item() for norm in told] == pytest.approx(norms, rel=1e-12)
+
+
+def test_what_clipping_did_is_a_sentence_of_its_own(textbook: Comparison) -> None:
+    """With the counts and norms that were measured; none where nothing is clipped."""
+    assert len(findings(textbook)) == 3
+    assert all(arm.clipped is None for arm in textbook.arms)
+    some, none = (compare(TEXTBOOK, seeds=1, epochs=2, clip_norm=norm) for norm in (0.5, 100.0))
+    small, ours = some.small.clipped, some.accumulated.clipped
+    assert small is not None
+    assert ours is not None
+    sentence = findings(some)[2]
+    assert f"changed {small.updates.mean:.0f} of 126 updates in batch 16 and {ours.updates.mean:.0f} of 32" in sentence
+    assert f"norm of a gradient was {small.largest_norm:.2g} in batch 16 and {ours.largest_norm:.2g}" in sentence
+    assert findings(none)[2].startswith("Clipping at 100 changed nothing, in any arm: the largest norm")
+
+
+def test_the_textbooks_clip_meets_no_accumulated_gradient() -> None:
+    """At 1.0, its bonus: the four arms of 64 go on unclipped; single batches are noisier."""
+    clipped = compare(TEXTBOOK, seeds=2, clip_norm=1.0)
+    assert [arm.clipped and arm.clipped.updates.mean for arm in clipped.arms[1:]] == [0, 0, 0, 0]
+    assert clipped.small.clipped is not None
+    assert clipped.small.clipped.updates.mean > 0
 
 
 def test_the_same_seed_gives_the_same_numbers(textbook: Comparison) -> None:
@@ -154,14 +206,17 @@ def test_the_sentences_say_what_was_measured(textbook: Comparison) -> None:
     assert "150 updates where the true batch makes 160" in lost
     assert f"loss of {textbook.accumulated.loss.mean:.3f} against {textbook.small.loss.mean:.3f}" in slower
     assert "accumulating learns slower" in slower
-    assert "claims about 70 % validation accuracy before accumulating and 78 % after" in claimed
+    assert (
+        "The teaching pages that this is from claim about 70 % validation accuracy before accumulating and 78 % after"
+        in claimed
+    )
     assert f"measured: {100 * textbook.small.accuracy_last.mean:.1f} % before" in claimed
 
 
 def test_the_sentences_follow_the_numbers_elsewhere(textbook: Comparison, adamw: Comparison) -> None:
     """A short last micro-batch is named, and slowness is not claimed where there was none."""
     assert "last micro-batch has 8 of them instead of 32" in findings(adamw)[0]
-    assert "gives no figures" in findings(adamw)[2]
+    assert "The teaching pages that this is from give no figures" in findings(adamw)[3]
     faster = dataclasses.replace(textbook.accumulated, loss=Spread(0.01, None))
     arms = (*textbook.arms[:2], faster, *textbook.arms[3:])
     assert "did not learn slower here" in findings(dataclasses.replace(textbook, arms=arms))[1]

@@ -20,6 +20,7 @@ def _of_a_random_teacher(inputs: Tensor, generator: torch.Generator) -> Tensor:
 
 TEXTBOOK = Recipe(
     name="textbook",
+    origin="The experiment of the teaching pages on gradient accumulation in PyTorch",
     title="1,000 samples of 10 features, label = whether they sum above 0; Linear(10, 2), SGD 0.1",
     features=10,
     classes=2,
@@ -32,6 +33,7 @@ TEXTBOOK = Recipe(
 
 ADAMW = Recipe(
     name="adamw",
+    origin="The second example of the teaching pages on gradient accumulation in PyTorch",
     title="1,000 samples of 100 features, 10 classes of a random linear teacher; Linear(100, 10), AdamW 0.001",
     features=100,
     classes=10,

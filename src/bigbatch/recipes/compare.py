@@ -17,7 +17,7 @@ from bigbatch.errors import ConfigurationError
 from bigbatch.recipes.live_bytes import LiveBytes
 from bigbatch.recipes.loops import MicroBatches
 from bigbatch.recipes.recipe import Arm, Recipe, Task
-from bigbatch.recipes.results import ArmResult, Comparison, Spread
+from bigbatch.recipes.results import ArmResult, Clipped, Comparison, Spread
 
 
 @dataclass
@@ -55,6 +55,8 @@ class Run:
     loss: float = 0.0
     accuracies: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
+    norms: list[Tensor] = field(default_factory=list)
+    """Of the gradients, before clipping."""
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -76,6 +78,7 @@ def compare(
     task = Task.of(recipe, 0, 1)
     return Comparison(
         recipe=recipe.name,
+        origin=recipe.origin,
         title=recipe.title,
         claim=recipe.claim,
         seeds=seeds,
@@ -88,7 +91,9 @@ def compare(
         dtype=str(task.inputs.dtype).removeprefix("torch."),
         torch=torch.__version__,
         arms=tuple(
-            _result(arm, runs[arm.name], runs[arm.reference or arm.name], _peak(recipe, task, arm, clip_norm))
+            _result(
+                arm, runs[arm.name], runs[arm.reference or arm.name], clip_norm, _peak(recipe, task, arm, clip_norm)
+            )
             for arm in recipe.arms()
             if arm.shown
         ),
@@ -134,8 +139,9 @@ def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epo
     training = arm.loop(model, optimizer, epochs, arm.steps, clip_norm)
     for _ in task.orders:
         started = time.perf_counter()
-        next(training)
+        norms = next(training)
         run.seconds.append(time.perf_counter() - started)
+        run.norms += norms
         run.loss, accuracy = task.validate(model)
         run.accuracies.append(accuracy)
         on_epoch()
@@ -161,7 +167,7 @@ def _peak(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None) -> int:
     return live.peak
 
 
-def _result(arm: Arm, runs: list[Run], references: list[Run], peak: int) -> ArmResult:
+def _result(arm: Arm, runs: list[Run], references: list[Run], clip_norm: float | None, peak: int) -> ArmResult:
     """One column: means over seeds; the time of the fastest epoch, which others on the machine disturbed least."""
     per_epoch = min(seconds for run in runs for seconds in run.seconds)
     tally = runs[0].tally  # the same for every seed: the sizes do not depend on it
@@ -172,6 +178,7 @@ def _result(arm: Arm, runs: list[Run], references: list[Run], peak: int) -> ArmR
         learning_rate=runs[0].learning_rate,
         rescaled=arm.rescaled,
         updates=tally.updates,
+        clipped=None if clip_norm is None else _clipped([torch.stack(run.norms) for run in runs], clip_norm),
         samples_used=tally.samples_used,
         loss=Spread.of([run.loss for run in runs]),
         accuracy_first=Spread.of([run.accuracies[0] for run in runs]),
@@ -183,4 +190,12 @@ def _result(arm: Arm, runs: list[Run], references: list[Run], peak: int) -> ArmR
             float((run.weights - true.weights).norm() / true.weights.norm())
             for run, true in zip(runs, references, strict=True)
         ),
+    )
+
+
+def _clipped(norms: list[Tensor], clip_norm: float) -> Clipped:
+    """How often clipping did anything, from the norms before it, one tensor per seed."""
+    return Clipped(
+        updates=Spread.of([float((of_a_seed > clip_norm).sum()) for of_a_seed in norms]),
+        largest_norm=max(float(of_a_seed.max()) for of_a_seed in norms),
     )

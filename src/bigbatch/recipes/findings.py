@@ -1,11 +1,12 @@
-"""What a comparison shows, in three sentences made of its own numbers."""
+"""What a comparison shows, in a few sentences made of its own numbers."""
 
 from bigbatch.recipes.results import Comparison
 
 
-def findings(comparison: Comparison) -> tuple[str, str, str]:
-    """What the textbook loop lost, what the old rate costs, and what the page claimed against what was measured."""
-    return _lost(comparison), _slower(comparison), _claimed(comparison)
+def findings(comparison: Comparison) -> tuple[str, ...]:
+    """What the textbook loop lost, what the old rate costs, what clipping did, and what was claimed and measured."""
+    clipping = () if comparison.clip_norm is None else (_clipping(comparison, comparison.clip_norm),)
+    return _lost(comparison), _slower(comparison), *clipping, _claimed(comparison)
 
 
 def relative(distance: float) -> str:
@@ -59,12 +60,30 @@ def _slower(comparison: Comparison) -> str:
     )
 
 
-def _claimed(comparison: Comparison) -> str:
-    """The page's figures, where it has any, beside these."""
-    small, textbook, true = comparison.small, comparison.textbook, comparison.true
-    page = f"The page claims {comparison.claim}" if comparison.claim else "The page gives no figures"
+def _clipping(comparison: Comparison, clip_norm: float) -> str:
+    """How often a gradient was large enough to be clipped, in single batches and in accumulated ones."""
+    small, ours = comparison.small, comparison.accumulated
+    assert small.clipped is not None  # noqa: S101 - all arms are clipped, or none
+    assert ours.clipped is not None  # noqa: S101
+    norms = (
+        f"the largest norm of a gradient was {small.clipped.largest_norm:.2g} in {small.name} and "
+        f"{ours.clipped.largest_norm:.2g} accumulated"
+    )
+    if not any(arm.clipped.updates.mean for arm in comparison.arms if arm.clipped is not None):
+        return f"Clipping at {clip_norm:g} changed nothing, in any arm: {norms}."
     return (
-        f"{page}; measured: {percent(small.accuracy_last.mean)} before and "
+        f"Clipping at {clip_norm:g} changed {small.clipped.updates.mean:.4g} of {small.updates:,} updates in "
+        f"{small.name} and {ours.clipped.updates.mean:.4g} of {ours.updates:,} accumulated ones"
+        f"{', means over seeds' if comparison.seeds > 1 else ''}; {norms}."
+    )
+
+
+def _claimed(comparison: Comparison) -> str:
+    """The figures of the teaching pages, where they have any, beside these."""
+    small, textbook, true = comparison.small, comparison.textbook, comparison.true
+    what = f"claim {comparison.claim}" if comparison.claim else "give no figures for this example"
+    return (
+        f"The teaching pages that this is from {what}; measured: {percent(small.accuracy_last.mean)} before and "
         f"{percent(textbook.accuracy_last.mean)} after, in {small.ms_per_epoch:.1f} ms an epoch before and "
         f"{textbook.ms_per_epoch:.1f} ms after, where the true batch of {comparison.batch} takes "
         f"{true.ms_per_epoch:.1f} ms."

@@ -16,6 +16,8 @@ class Recipe:
     """A linear classifier on made-up samples, as teaching pages have them."""
 
     name: str
+    origin: str
+    """Where it was published, as the beginning of a sentence."""
     title: str
     features: int
     classes: int
@@ -28,7 +30,7 @@ class Recipe:
     samples: int = 1000
     validation: int = 1000
     claim: str | None = None
-    """What the page says came out, where it says so."""
+    """What the teaching pages say came out, where they say so."""
 
     @property
     def batch(self) -> int:

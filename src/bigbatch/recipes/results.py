@@ -18,6 +18,16 @@ class Spread:
 
 
 @dataclass(frozen=True)
+class Clipped:
+    """What clipping did."""
+
+    updates: Spread
+    """Updates whose gradient was larger than the clip."""
+    largest_norm: float
+    """Of a gradient before clipping, in any update of any seed."""
+
+
+@dataclass(frozen=True)
 class ArmResult:
     """One column of the table."""
 
@@ -27,6 +37,8 @@ class ArmResult:
     learning_rate: float
     rescaled: bool
     updates: int
+    clipped: Clipped | None
+    """None where nothing is clipped."""
     samples_used: int
     """Samples that went into an update, over all epochs."""
     loss: Spread
@@ -44,6 +56,7 @@ class Comparison:
     """The whole table, and what it was measured on."""
 
     recipe: str
+    origin: str
     title: str
     claim: str | None
     seeds: int
