@@ -1,5 +1,7 @@
 """`Setup`: what it takes, what it refuses, and reading one from a file."""
 
+import dataclasses
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from bigbatch import Accumulator, counted
 from bigbatch.cli.setup_file import read_setup
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.recipes.training import expected_updates, train_setup
+from bigbatch.recipes.user_code import UserCodeError
 from bigbatch.setup import Setup
 
 
@@ -110,10 +114,117 @@ def test_a_stream_has_no_expected_length() -> None:
     assert train_setup(setup).epochs[0].updates == 3
 
 
+def with_batch_norm() -> dict[str, Any]:
+    """A model with BatchNorm, and its optimizer."""
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+
+
+def test_what_an_accumulator_takes_a_setup_takes() -> None:
+    """Under the same names, with the same defaults."""
+    theirs = inspect.signature(Accumulator).parameters
+    ours = {field.name: field.default for field in dataclasses.fields(Setup)}
+    for name in set(theirs) - {"model", "optimizer", "steps"}:
+        assert ours[name] == theirs[name].default, name
+
+
+def test_batch_norm_is_accepted_where_the_setup_says_so() -> None:
+    """Refused without, in the words of a Setup."""
+    settings = {**with_batch_norm(), "micro_batch_size": 8}
+    with pytest.raises(BatchNormError, match=r'\n    Setup\(\.\.\., batch_norm="micro"\)'):
+        train_setup(make(**settings))
+    assert train_setup(make(**settings, batch_norm="micro")).epochs[0].updates == 3
+
+
+def test_a_frozen_layer_stays_frozen_and_a_model_in_eval_mode_is_trained() -> None:
+    """A BatchNorm in eval mode is no reason to refuse, also after evaluate; a whole model asleep is woken."""
+    settings = with_batch_norm()
+    modes = []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        modes.append([module.training for module in model.modules()])
+        return {}
+
+    settings["model"][1].eval()
+    setup = make(**settings, micro_batch_size=8, epochs=2, evaluate=evaluate)
+    train_setup(setup)
+    assert [module.training for module in setup.model.modules()] == [True, True, False, True]
+    assert modes == [[False] * 4] * 2
+    asleep = make()
+    asleep.model.eval()
+    train_setup(asleep)
+    assert asleep.model.training
+
+
+def test_counts_are_handed_through() -> None:
+    """A loss of two counts trains to the weights of whole batches, and is refused without them in a Setup's words."""
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        outputs = model(batch[0])
+        some = batch[1] > 0
+        return cross_entropy(outputs, batch[1]) + counted(outputs[some].square().mean(), 3 * int(some.sum()))
+
+    def counts(batch: Any) -> tuple[int, int]:
+        return len(batch[1]), 3 * int((batch[1] > 0).sum())
+
+    whole = make(shuffle=False, loss_fn=loss_fn)
+    split = make(shuffle=False, loss_fn=loss_fn, micro_batch_size=4, counts=counts)
+    train_setup(whole)
+    train_setup(split)
+    assert (weights(split) - weights(whole)).norm() <= 1e-12 * weights(whole).norm()
+    with pytest.raises(LossError, match=r"^loss_fn: the terms(.|\n)*\n    Setup\(\.\.\., counts=lambda batch"):
+        train_setup(make(shuffle=False, loss_fn=loss_fn, micro_batch_size=4))
+
+
+def test_a_scaler_is_stepped_once_per_update() -> None:
+    """Its growth counts the updates, not the micro-batches, and the weights are those without it."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled, plain = make(micro_batch_size=8, shuffle=False, scaler=scaler), make(micro_batch_size=8, shuffle=False)
+    train_setup(scaled)
+    train_setup(plain)
+    assert scaler.state_dict()["_growth_tracker"] == 3
+    assert (weights(scaled) - weights(plain)).norm() <= 1e-12 * weights(plain).norm()
+
+
+def test_gradients_are_added_up_in_the_dtype_given() -> None:
+    """bf16 parameters end elsewhere where their gradients are summed in bf16."""
+
+    def trained(**settings: Any) -> Tensor:
+        model = nn.Linear(5, 3, dtype=torch.bfloat16)
+        nn.init.constant_(model.weight, 0.5)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loss_fn = lambda model, batch: cross_entropy(model(batch[0].bfloat16()).float(), batch[1])  # noqa: E731
+        setup = make(
+            model=model, optimizer=optimizer, loss_fn=loss_fn, shuffle=False, micro_batch_size=1, epochs=3, **settings
+        )
+        train_setup(setup)
+        return weights(setup)
+
+    assert torch.equal(trained(), trained(gradient_dtype=torch.float32))
+    assert not torch.equal(trained(), trained(gradient_dtype=None))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_gradient_that_is_not_finite_is_skipped_where_the_setup_says_so(skip: bool) -> None:
+    """One bad sample costs one update, or all weights."""
+    samples = [(torch.ones(5, dtype=torch.float64), torch.tensor(1)) for _ in range(16)]
+    samples[5][0][2] = torch.inf
+    setup = make(data=samples, shuffle=False, batch_size=4, micro_batch_size=2, skip_nonfinite=skip)
+    epoch = train_setup(setup).epochs[0]
+    assert (epoch.updates, epoch.skipped) == ((3, 1) if skip else (4, 0))
+    assert bool(torch.isfinite(weights(setup)).all()) is skip
+
+
+def test_clipped_updates_are_counted() -> None:
+    """None where nothing is clipped, all where the clip is tiny, none of them where it is huge."""
+    assert [train_setup(make(clip_norm=clip)).epochs[0].clipped for clip in (None, 1e-3, 1e3)] == [None, 3, 0]
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"batch_size": 0}, "batch_size is a positive integer"),
+        ({"batch_size": 0}, r"batch_size is a positive integer\.\nFor example:  batch_size=64"),
         ({"batch_size": True}, "batch_size is a positive integer"),
         ({"epochs": 1.5}, "epochs is a positive integer"),
         ({"micro_batch_size": -1}, "micro_batch_size is a positive integer"),
@@ -121,12 +232,163 @@ def test_a_stream_has_no_expected_length() -> None:
         ({"batch_size": 100, "micro_batch_size": 16}, "Take batch_size=96 or 112"),
         ({"data": DataLoader([1, 2])}, r"data=loader\.dataset"),  # type: ignore[arg-type]
         ({"data": iter([1])}, r"data=list\(samples\)"),
+        ({"data": "train.csv"}, r"data='train\.csv'(.|\n)*this is a str\.\n(.|\n)*TensorDataset"),
+        ({"data": {"inputs": torch.ones(3)}}, "this is a dict"),
+        ({"data": []}, r"list of length 0\): there is nothing to train on"),
+        (
+            {"data": (torch.ones(70, 5), torch.ones(70))},
+            r"tensor of \(70, 5\), tensor of \(70,\)\)\): as samples these are 2, not 70\.\n.*TensorDataset\(inputs",
+        ),
+        ({"model": nn.Linear}, r"this is the class, not a model\.\nMake one:  model=Linear\(\.\.\.\)"),
+        ({"model": "bert"}, r"model='bert'\): model is an nn\.Module; this is a str\.\nFor example"),
+        ({"model": [nn.Linear(5, 3)]}, r"one model\.\nPut several into one:  model=nn\.ModuleList"),
+        ({"optimizer": torch.optim.SGD}, r"class, not an optimizer\.\n.*optimizer=SGD\(model\.parameters\(\), lr"),
+        ({"optimizer": "sgd"}, r"this is a str\.\nFor example:  optimizer=torch\.optim\.SGD\(model"),
+        ({"optimizer": torch.optim.SGD(nn.Linear(5, 3).parameters())}, "shares no parameter with the model"),
+        ({"loss_fn": "mse"}, r"loss_fn is a function; this is a str\.\nWrite one:  def loss_fn\(model, batch\)"),
+        ({"loss_fn": nn.MSELoss()}, r"MSELoss takes outputs and targets\.\n(.|\n)*loss_fn=lambda model, batch"),
+        ({"loss_fn": cross_entropy}, "cross_entropy takes outputs and targets"),
+        ({"loss_fn": lambda outputs: outputs}, r"called as loss_fn\(model, batch\), and this one takes \(outputs\)"),
+        ({"evaluate": 0.9}, r"evaluate is a function; this is a float\.\nWrite one:  def evaluate\(model\)"),
+        ({"evaluate": lambda: {"a": 1}}, r"called as evaluate\(model\), and this one takes \(\)"),
+        ({"collate": [1]}, r"collate is a function; this is a list\.\nWrite one:  def collate\(samples\)"),
+        ({"counts": (3, 4)}, r"counts is a function; this is a tuple\.\nWrite one:  def counts\(batch\)"),
+        ({"clip_norm": 0}, "clip_norm must be a positive number"),
+        ({"scheduler": "cosine"}, r"scheduler must be a torch\.optim\.lr_scheduler"),
+        ({"scaler": 1024}, r"scaler must be a torch\.amp\.GradScaler"),
+        ({"gradient_dtype": torch.int8}, "gradient_dtype must be"),
+        ({"batch_norm": "maybe"}, 'batch_norm must be "refuse" or "micro"'),
+        ({"skip_nonfinite": "yes"}, "skip_nonfinite must be True or False"),
     ],
 )
 def test_nonsense_is_refused_where_it_is_made(settings: dict[str, Any], text: str) -> None:
-    """Each refusal says what to write instead."""
+    """Each refusal says what was found and what to write instead."""
     with pytest.raises(ConfigurationError, match=text):
         make(**settings)
+
+
+def test_samples_that_only_look_like_columns_are_samples() -> None:
+    """Two tensors of one shape are two samples, and with a collate of one's own anything is."""
+    make(data=(torch.ones(5), torch.ones(5)))
+    make(data=(torch.ones(70, 5), torch.ones(70)), collate=lambda samples: samples)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "text"),
+    [
+        (lambda _, __: None, r"^loss_fn returned None, not a tensor\.\nDoes it end with `return loss`"),
+        (lambda _, __: 0.5, r"^loss_fn returned a float, not a tensor\.\n.*no \.item\(\)"),
+        (lambda _, __: SimpleNamespace(loss=1), r"^loss_fn returned a SimpleNamespace(.|\n)*Return its loss"),
+        (lambda m, b: (loss_of(m, b), 1), r"^loss_fn returned a tuple(.|\n)*Return the loss alone"),
+        (lambda m, b: m(b[0]), r"^loss_fn returned a tensor of shape \(32, 3\), not one number\.\nReduce it"),
+        (lambda m, b: loss_of(m, b).detach(), r"^loss_fn returned a loss without a graph"),
+        (lambda m, b: loss_of(m, b) * 1j, r"^loss_fn returned a complex number"),
+    ],
+)
+def test_a_loss_that_is_none_is_refused_as_loss_fns(loss_fn: Any, text: str) -> None:
+    """The message speaks of loss_fn, which the user wrote, and not of a backward, which they did not."""
+    with pytest.raises(LossError, match=text) as caught:
+        train_setup(make(loss_fn=loss_fn))
+    assert "backward" not in str(caught.value)
+
+
+def test_a_loss_that_cannot_be_read_is_settled_inside_loss_fn() -> None:
+    """The library's refusal says `count=` to who has an accumulator; a Setup has none, and returns `counted`."""
+
+    def masked(model: Any, batch: Any) -> Tensor:
+        mask = batch[1] > 0
+        return (cross_entropy(model(batch[0]), batch[1], reduction="none") * mask).sum() / mask.sum()
+
+    with pytest.raises(LossError, match=r"^loss_fn: cannot tell(.|\n)*\n    return counted\(loss, n\)") as caught:
+        train_setup(make(loss_fn=masked, micro_batch_size=8))
+    assert "return counted(loss, (labels != -100).sum())" in str(caught.value)
+    assert "accumulator" not in str(caught.value)
+
+
+def test_a_model_without_a_loss_of_its_own_is_told_so() -> None:
+    """Without loss_fn, outputs need a .loss, and a .loss needs labels."""
+    samples = [{"input": torch.ones(5, dtype=torch.float64)}] * 8
+    with pytest.raises(ConfigurationError, match=r"returned a Tensor, which has no \.loss\.\n(.|\n)*loss_fn=lambda"):
+        train_setup(make(data=samples, loss_fn=None))
+
+    class Unlabelled(nn.Linear):
+        def forward(self, input: Tensor) -> Any:  # noqa: A002 - a name that Linear has
+            super().forward(input)
+            return SimpleNamespace(loss=None)
+
+    model = Unlabelled(5, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(LossError, match=r"^model\(\*\*batch\)\.loss is None, not a tensor\.\n.*labels"):
+        train_setup(make(model=model, optimizer=optimizer, data=samples, loss_fn=None))
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (0.9, r"evaluate is to return numbers by name; found float\.\nName them:  return"),
+        ({"accuracy": "high"}, r"'accuracy': str, which is not a number\.\nMake it one"),
+        ({"accuracy": torch.ones(3)}, r"'accuracy': Tensor of shape \(3,\), which is not a number"),
+    ],
+)
+def test_evaluate_returns_numbers_by_name(returned: object, text: str) -> None:
+    """Whatever else it returns is refused as evaluate's."""
+    with pytest.raises(ConfigurationError, match=text):
+        train_setup(make(evaluate=lambda _: returned))
+
+
+def test_a_stream_that_gives_nothing_is_refused() -> None:
+    """Also in a later epoch, where one that was not begun anew has ended."""
+
+    class Once(IterableDataset[Any]):
+        def __init__(self) -> None:
+            self.samples = iter([(torch.ones(5, dtype=torch.float64), torch.tensor(1))] * 4)
+
+        def __iter__(self) -> Any:
+            return self.samples
+
+    with pytest.raises(ConfigurationError, match=r"data=Once\): it gave no sample in epoch 2\.\n.*__iter__"):
+        train_setup(make(data=Once(), epochs=2, batch_size=4))
+
+
+def fails(*_: object) -> Any:
+    """Stand for code of a user's that does not work."""
+    raise KeyError("nope")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"loss_fn": fails}, "loss_fn failed in epoch 1, micro-batch 1"),
+        ({"evaluate": fails}, "evaluate failed after epoch 1"),
+        ({"collate": fails}, "making a batch of data failed in epoch 1"),
+        ({"counts": fails}, "counts failed"),
+    ],
+)
+def test_a_failure_of_the_users_own_code_says_which_call_it_was(settings: dict[str, Any], text: str) -> None:
+    """And keeps what was raised as its cause."""
+    with pytest.raises(UserCodeError) as caught:
+        train_setup(make(**settings))
+    assert str(caught.value) == text
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_failing_backward_says_so() -> None:
+    """The graph is the user's too."""
+
+    class Broken(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, outputs: Tensor) -> Tensor:
+            return outputs.clone()
+
+        @staticmethod
+        def backward(*_: Any) -> Any:
+            raise ArithmeticError
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return counted(Broken.apply(loss_of(model, batch)), len(batch[1]))  # type: ignore[no-untyped-call]
+
+    with pytest.raises(UserCodeError, match="the loss's backward, or the update after it, failed in epoch 1, micro-"):
+        train_setup(make(loss_fn=loss_fn))
 
 
 def test_a_file_is_read_by_its_function(tmp_path: Path) -> None:
@@ -137,13 +399,22 @@ def test_a_file_is_read_by_its_function(tmp_path: Path) -> None:
     file.write_text(head + "def setup():\n    return make(batch_size=SIZE)\n")
     assert read_setup(file).batch_size == 24
     for body, text in [
-        ("", r"has no function setup\(\)(.|\n)*def setup\(\):"),
+        ("", r"has no function setup\(\)\.\n(.|\n)*def setup\(\):"),
+        ("def get_setup(): return make()", r"has no function setup\(\)\.\nRename get_setup:"),
         ("setup = make()", r"not a function(.|\n)*def setup\(\): return"),
         ("def setup(): return 3", r"returned int, not a bigbatch\.Setup"),
-        ("def setup(:", "line 3: "),
+        ("def setup(arguments): return make()", r"needs arguments, and is called without any\.\nGive each"),
     ]:
         file.write_text(head + body)
         with pytest.raises(ConfigurationError, match=text):
             read_setup(file)
-    with pytest.raises(ConfigurationError, match="there is no file"):
-        read_setup(tmp_path / "other.py")
+    (tmp_path / "notes.txt").touch()
+    for path, text in [
+        (tmp_path / "other.py", r"there is no file .*other\.py\.\nWithout a file.*`bigbatch train`(.|\n)*adamw"),
+        (tmp_path / "Mime.py", r"there is no file (.|\n)*Did you mean\n    bigbatch train .*mine\.py\n"),
+        (tmp_path / "nowhere" / "mine.py", r"there is no directory .*nowhere, so no mine\.py"),
+        (tmp_path, r"is a directory, not a file\.\n(.|\n)*bigbatch train .*mine\.py"),
+        (tmp_path / "notes.txt", r"notes\.txt is not a Python file\.\nIts name must end in \.py"),
+    ]:
+        with pytest.raises(ConfigurationError, match=text):
+            read_setup(path)

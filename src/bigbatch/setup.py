@@ -2,16 +2,17 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from bigbatch import setup_checks
 from bigbatch.errors import ConfigurationError
-
-Optimizers = Optimizer | Sequence[Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,41 +33,60 @@ class Setup:
             )
 
     Args:
-        model: what is trained. Put it on its device; `loss_fn` puts the batch there.
+        model: what is trained. Put it on its device; `loss_fn` puts the batch there. A layer that is in eval mode
+            stays so, such as a frozen BatchNorm; a model that is in eval mode as a whole is put into training mode.
         optimizer: one, or several that step together.
         data: samples, not batches: the same samples are cut into micro-batches here and elsewhere into big ones.
         batch_size: samples behind one optimizer step.
         micro_batch_size: samples that go through the model at once; the whole batch where it is not given.
         loss_fn: called as `loss_fn(model, batch)`; `model(**batch).loss` where it is not given.
         epochs: passes over `data`.
-        clip_norm: the largest norm of the big batch's gradient.
-        scheduler: stepped once per update.
         collate: makes a batch of samples, as `collate_fn` of a DataLoader.
         shuffle: a new order in every epoch; streams come as they are.
         evaluate: called as `evaluate(model)` after each epoch, in eval mode and without gradients; returns numbers
             by name, which are reported.
+        clip_norm: as `scheduler` and all below, what `Accumulator` takes under this name.
+        scheduler: stepped once per update.
+        scaler: unscaled, stepped and updated once per update; `loss_fn` returns the loss unscaled.
+        gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
+        batch_norm: "refuse" training-mode BatchNorm, or accept "micro"-batch statistics, which differ.
+        counts: a function from a batch to the counts of the loss's terms, for losses with several counts.
+        skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
     """
 
     model: nn.Module
-    optimizer: Optimizers
+    optimizer: Optimizer | Sequence[Optimizer]
     data: Dataset[Any] | Sequence[Any]
     batch_size: int
     micro_batch_size: int | None = None
     loss_fn: Callable[[Any, Any], Tensor] | None = None
     epochs: int = 1
-    clip_norm: float | None = None
-    scheduler: LRScheduler | None = None
     collate: Callable[[list[Any]], Any] | None = None
     shuffle: bool = True
     evaluate: Callable[[Any], Mapping[str, float]] | None = None
+    clip_norm: float | None = None
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None
+    scaler: GradScaler | None = None
+    gradient_dtype: torch.dtype | None = torch.float32
+    batch_norm: Literal["refuse", "micro"] = "refuse"
+    counts: Callable[[Any], Any] | None = None
+    skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        _require_count("batch_size", self.batch_size)
-        _require_count("epochs", self.epochs)
-        if self.micro_batch_size is not None:
-            _require_count("micro_batch_size", self.micro_batch_size)
-            _require_whole_steps(self.batch_size, self.micro_batch_size)
-        _require_samples(self.data)
+        setup_checks.model(self.model)
+        setup_checks.optimizer(self.optimizer, self.model)
+        setup_checks.sizes(self.batch_size, self.micro_batch_size, self.epochs)
+        setup_checks.data(self.data, collated=self.collate is not None)
+        setup_checks.functions(loss_fn=self.loss_fn, collate=self.collate, evaluate=self.evaluate, counts=self.counts)
+        setup_checks.accumulation(
+            self.optimizer,
+            clip_norm=self.clip_norm,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            gradient_dtype=self.gradient_dtype,
+            batch_norm=self.batch_norm,
+            skip_nonfinite=self.skip_nonfinite,
+        )
 
     @property
     def steps(self) -> int:
@@ -83,52 +103,20 @@ class Setup:
         )
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of one batch."""
+        """The loss of one batch, refused in the words of who wrote it where it is none."""
         if self.loss_fn is not None:
-            return self.loss_fn(self.model, batch)
+            return setup_checks.loss("loss_fn", self.loss_fn(self.model, batch))
         if not isinstance(batch, Mapping):
             raise ConfigurationError(
                 f"Setup without loss_fn computes model(**batch).loss, but a batch of data is a "
-                f"{type(batch).__name__}, not a mapping of names to tensors.\n\n"
-                "Say how a loss is made of it:\n"
-                "    Setup(..., loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))"
+                f"{type(batch).__name__}, not a mapping of names to tensors.\n"
+                f"Say how a loss is made of it:\n{setup_checks.LOSS_FN}"
             )
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
-
-def _require_count(name: str, value: object) -> None:
-    """Refuse what is not a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"Setup({name}={value!r}): {name} is a positive integer.")
-
-
-def _require_whole_steps(batch: int, micro: int) -> None:
-    """Refuse a batch that no whole number of micro-batches makes up."""
-    if micro > batch:
-        raise ConfigurationError(
-            f"Setup(batch_size={batch}, micro_batch_size={micro}): a micro-batch is a part of the batch.\n\n"
-            f"Did you mean batch_size={micro}, micro_batch_size={batch}?"
-        )
-    if batch % micro:
-        nearest = [size for size in (batch - batch % micro, batch - batch % micro + micro) if size]
-        raise ConfigurationError(
-            f"Setup(batch_size={batch}, micro_batch_size={micro}): {batch} is not a multiple of {micro}.\n\n"
-            f"Take batch_size={' or '.join(map(str, nearest))}, or a micro_batch_size that divides {batch}."
-        )
-
-
-def _require_samples(data: object) -> None:
-    """Refuse batches where samples are asked for."""
-    if isinstance(data, DataLoader):
-        raise ConfigurationError(
-            "Setup(data=DataLoader(...)): data is samples, which are cut into batches here.\n\n"
-            "Pass what the loader was made of:\n"
-            "    Setup(data=loader.dataset, collate=loader.collate_fn, ...)"
-        )
-    if isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        return
-    raise ConfigurationError(
-        f"Setup(data={type(data).__name__}): data needs len() and [index], as a torch Dataset or a list has, or "
-        "to be an IterableDataset.\n\nOf a generator, make a list:\n    Setup(data=list(samples), ...)"
-    )
+        outputs = self.model(**batch)
+        if not hasattr(outputs, "loss"):
+            raise ConfigurationError(
+                f"Setup without loss_fn computes model(**batch).loss, but the model returned a "
+                f"{type(outputs).__name__}, which has no .loss.\n"
+                f"Say how a loss is made of it:\n{setup_checks.LOSS_FN}"
+            )
+        return setup_checks.loss("model(**batch).loss", outputs.loss)

@@ -1,16 +1,13 @@
-"""What the commands share of the terminal: results on stdout, everything else on stderr, errors as short text."""
+"""What the commands share of the terminal: results on stdout, everything else on stderr, lines that fit."""
 
+import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NoReturn
+from pathlib import Path
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-FAILED, MISUSED = 1, 2
 READABLE = 100
 
 
@@ -19,9 +16,46 @@ def results() -> Console:
     return Console(highlight=False)
 
 
+def wrapped(text: str, width: int) -> str:
+    """Lines that fit and read well; code keeps its indentation, and words stay whole, since paths are to be copied."""
+    width = min(width, READABLE)
+    return "\n".join(row for line in text.splitlines() for row in _rows(line, width) or [""])
+
+
+def _rows(line: str, width: int) -> list[str]:
+    """One line as several; the comment of an indented line of code goes above it, where it can go on."""
+    indent = line[: len(line) - len(line.lstrip())]
+    code, mark, comment = line.partition("  # ")
+    if indent and mark and len(line) > width:
+        begin = f"{indent}# "
+        return [*_filled(begin + comment.strip(), width, begin), *_rows(code.rstrip(), width)]
+    return _filled(line, width, f"{indent}    " if indent else "")
+
+
+def _filled(line: str, width: int, following: str) -> list[str]:
+    return textwrap.wrap(line, width, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)
+
+
 def paragraph(console: Console, text: str) -> None:
-    """Prose, wrapped to a width that reads well, without the trailing spaces that rich leaves."""
-    console.print(textwrap.fill(text, min(console.width, READABLE)), markup=False, soft_wrap=True)
+    """Prose, without the trailing spaces that rich leaves."""
+    console.print(wrapped(text, console.width), markup=False, soft_wrap=True)
+
+
+def next_step(console: Console, arguments: str, why: str) -> None:
+    """The next thing worth typing, whole on its line, as the last of a report."""
+    command = f"Next: {typed(arguments)}"
+    fits = len(command) + len(why) + len("  ()") <= min(console.width, READABLE)
+    console.print(f"{command}  ({why})" if fits else command, markup=False, soft_wrap=True)
+    if not fits:
+        paragraph(console, f"({why})")
+
+
+def typed(arguments: str) -> str:
+    """A command as it can be typed here: under `make`, the environment is not active and needs its path."""
+    started = Path(sys.argv[0])
+    if started.name == "bigbatch" and shutil.which("bigbatch") is None:
+        return f"{started} {arguments}"
+    return f"bigbatch {arguments}"
 
 
 def progress() -> Progress:
@@ -36,23 +70,3 @@ def progress() -> Progress:
         transient=True,
         disable=not console.is_terminal,
     )
-
-
-def fail(message: str, hint: str | None = None, code: int = MISUSED) -> NoReturn:
-    """Say what is wrong and what to do instead, and end."""
-    sys.stderr.write(f"error: {message}\n")
-    if hint:
-        sys.stderr.write(f"\nhint: {hint}\n")
-    raise typer.Exit(code)
-
-
-@contextmanager
-def errors_as_text() -> Iterator[None]:
-    """Show the library's own errors without a traceback; others are bugs, here or in a user's file, and keep theirs."""
-    from bigbatch.errors import BigBatchError, ConfigurationError
-
-    try:
-        yield
-    except BigBatchError as error:
-        message, _, hint = str(error).partition("\n\n")
-        fail(message, hint, MISUSED if isinstance(error, ConfigurationError) else FAILED)

@@ -1,7 +1,7 @@
 """Train a user's `Setup` with an `Accumulator`."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from bigbatch.accumulator import Accumulator
-from bigbatch.errors import LossError
+from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.recipes.user_code import calling, in_a_setups_words
 from bigbatch.setup import Setup
 from bigbatch.update import Update
 
@@ -21,6 +22,8 @@ class Epoch:
     updates: int
     skipped: int
     """Windows that made no update, as when none of their targets counted."""
+    clipped: int | None
+    """Updates whose gradient was larger than `clip_norm`; None where nothing is clipped."""
     loss: float | None
     """The mean of the updates' losses, each at the weights before its update, where they are known."""
     metrics: dict[str, float]
@@ -42,19 +45,30 @@ class Training:
 
 
 def train_setup(setup: Setup, *, on_update: Callable[[int], None] = lambda epoch: None) -> Training:  # noqa: ARG005
-    """Train for `setup.epochs`; `on_update(epoch)` is told of every update, epochs counted from 1."""
+    """Train for `setup.epochs`; `on_update(epoch)` is told of every update, epochs counted from 1.
+
+    What the user's own code raises comes out as a `UserCodeError` that says which call it was.
+    """
     device = next((parameter.device for parameter in setup.model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    accumulator = Accumulator(
-        setup.model,
-        setup.optimizer,
-        steps=setup.steps,
-        clip_norm=setup.clip_norm,
-        scheduler=setup.scheduler,
-    )
+    with in_a_setups_words():
+        accumulator = Accumulator(
+            setup.model,
+            setup.optimizer,
+            steps=setup.steps,
+            clip_norm=setup.clip_norm,
+            scheduler=setup.scheduler,
+            scaler=setup.scaler,
+            gradient_dtype=setup.gradient_dtype,
+            batch_norm=setup.batch_norm,
+            counts=_counts(setup),
+            skip_nonfinite=setup.skip_nonfinite,
+        )
+    if not setup.model.training:  # as from_pretrained() returns it; else layers frozen by .eval() stay so
+        setup.model.train()
     numbers = range(1, setup.epochs + 1)
-    epochs = tuple(_one_epoch(setup, accumulator, partial(on_update, epoch)) for epoch in numbers)
+    epochs = tuple(_one_epoch(setup, accumulator, epoch, partial(on_update, epoch)) for epoch in numbers)
     return Training(
         batch_size=setup.batch_size,
         micro_batch_size=setup.micro_batch_size or setup.batch_size,
@@ -74,21 +88,58 @@ def expected_updates(setup: Setup) -> int | None:
     return setup.epochs * -(-micro_batches // setup.steps)
 
 
-def _one_epoch(setup: Setup, accumulator: Accumulator, on_update: Callable[[], None]) -> Epoch:
+def _one_epoch(setup: Setup, accumulator: Accumulator, number: int, on_update: Callable[[], None]) -> Epoch:
     """One pass: train, then evaluate."""
     updates: list[Update] = []
-    setup.model.train()
+    micro_batches = 0
     started = time.perf_counter()
-    for batch in accumulator.over(setup.micro_batches()):
-        update = accumulator.backward(setup.loss(batch))
+    for batch in accumulator.over(_batches(setup, number)):
+        micro_batches += 1
+        when = f"in epoch {number}, micro-batch {micro_batches}"
+        with calling("model(**batch).loss" if setup.loss_fn is None else "loss_fn", when):
+            loss = setup.loss(batch)
+        with calling("the loss's backward, or the update after it,", when), in_a_setups_words():
+            update = accumulator.backward(loss)
         if update is not None:
             updates.append(update)
             on_update()
+    if not micro_batches:
+        raise ConfigurationError(
+            f"Setup(data={type(setup.data).__name__}): it gave no sample in epoch {number}.\n"
+            "An IterableDataset must begin anew each time that it is asked for its __iter__()."
+        )
     # Read once, here: a loss is a tensor on the device, and reading it waits for the device.
     done = [update for update in updates if not update.skipped]
-    loss = _mean_loss(done)
+    clipped = None if setup.clip_norm is None else _larger_than(setup.clip_norm, done)
+    mean_loss = _mean_loss(done)
     seconds = time.perf_counter() - started
-    return Epoch(len(done), len(updates) - len(done), loss, _evaluated(setup), seconds)
+    metrics = _evaluated(setup, number)
+    return Epoch(len(done), len(updates) - len(done), clipped, mean_loss, metrics, seconds)
+
+
+def _batches(setup: Setup, epoch: int) -> Iterator[Any]:
+    """The micro-batches of one pass."""
+    with calling("making a batch of data", f"in epoch {epoch}"):
+        yield from setup.micro_batches()
+
+
+def _counts(setup: Setup) -> Callable[[Any], Any] | None:
+    """The user's `counts`, named where it fails."""
+    theirs = setup.counts
+    if theirs is None:
+        return None
+
+    def counts(batch: Any) -> Any:
+        with calling("counts"):
+            return theirs(batch)
+
+    return counts
+
+
+def _larger_than(clip_norm: float, updates: list[Update]) -> int:
+    """How many gradients were larger before they were clipped."""
+    norms = [update.grad_norm for update in updates if update.grad_norm is not None]
+    return int((torch.stack(norms) > clip_norm).sum()) if norms else 0
 
 
 def _mean_loss(updates: list[Update]) -> float | None:
@@ -100,12 +151,31 @@ def _mean_loss(updates: list[Update]) -> float | None:
     return torch.stack(losses).double().mean().item() if losses else None
 
 
-def _evaluated(setup: Setup) -> dict[str, float]:
+def _evaluated(setup: Setup, epoch: int) -> dict[str, float]:
     """The user's own numbers, in eval mode and without gradients."""
     if setup.evaluate is None:
         return {}
+    modes = [(module, module.training) for module in setup.model.modules()]
     setup.model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), calling("evaluate", f"after epoch {epoch}"):
         metrics: Any = setup.evaluate(setup.model)
-    setup.model.train()
-    return {str(name): float(value) for name, value in metrics.items()}
+    for module, mode in modes:
+        module.training = mode
+    if not isinstance(metrics, Mapping):
+        raise ConfigurationError(
+            f"evaluate is to return numbers by name; found {type(metrics).__name__}.\n"
+            'Name them:  return {"accuracy": accuracy}'
+        )
+    return {str(name): _number(name, value) for name, value in metrics.items()}
+
+
+def _number(name: object, value: Any) -> float:
+    """One number of `evaluate`."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+        raise ConfigurationError(
+            f"evaluate returned {name!r}: {type(value).__name__}{shape}, which is not a number.\n"
+            f'Make it one:  return {{"{name}": value.mean().item()}}'
+        ) from error

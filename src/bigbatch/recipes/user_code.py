@@ -1,0 +1,42 @@
+"""Calls into a user's file: which one failed, and the library's refusals in the words of a `Setup`."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bigbatch.errors import BigBatchError, LossError
+
+_WITH_COUNT = re.compile(r"accumulator\.backward\(loss, count=(.+?)\)(?=\s*(#|$))", re.MULTILINE)
+_ON_WINDOWS = re.compile(r"^.*accumulator\.(discard|flush)\(\).*\n?", re.MULTILINE)
+
+
+class UserCodeError(Exception):
+    """A user's own code raised; the cause is its exception, the text says what was being called."""
+
+
+@contextmanager
+def calling(what: str, when: str = "") -> Iterator[None]:
+    """Name the call that an exception came out of; the library's own already say what is wrong."""
+    try:
+        yield
+    except BigBatchError:
+        raise
+    except (Exception, SystemExit) as error:  # a file that calls sys.exit() must not end the command unexplained
+        raise UserCodeError(f"{what} failed {when}".rstrip()) from error
+
+
+@contextmanager
+def in_a_setups_words() -> Iterator[None]:
+    """Let an `Accumulator`'s refusal speak to someone who has written a `Setup`, and no accumulator."""
+    try:
+        yield
+    except BigBatchError as error:
+        whose = "loss_fn: " if isinstance(error, LossError) else ""
+        raise type(error)(whose + _translated(str(error))) from error
+
+
+def _translated(message: str) -> str:
+    """Say where a thing is typed: count= as counted(...) in loss_fn, options in the Setup, windows nowhere."""
+    message = _WITH_COUNT.sub(r"return counted(loss, \1)", message)
+    message = _ON_WINDOWS.sub("", message)
+    return message.replace("Accumulator(", "Setup(").replace("this accumulator", "this Setup").rstrip()
