@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -35,32 +37,38 @@ def test_the_report_has_its_parts_in_order(default: Result) -> None:
     assert default.exit_code == 0, default.output
     assert default.stderr == ""
     text = " ".join(default.stdout.split())
-    parts = ["1,000 samples", "samples used", "distance from true 64", "The textbook loop left 40 of 1,000"]
-    parts += ["At the same rate of 0.1", "The page claims about 70 %", "Next: bigbatch train --clip 1.0"]
+    parts = [
+        "teaching pages on gradient accumulation in PyTorch: 1,000 samples",
+        "samples used",
+        "distance from true 64",
+    ]
+    parts += ["textbook: the loop as the teaching pages print it", "The textbook loop left 40 of 1,000"]
+    parts += ["At the same rate of 0.1", "The teaching pages that this is from claim about 70 %"]
+    parts += ["Next: bigbatch train --clip 1.0"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places)
-    assert default.stdout.splitlines()[-1].startswith("Next: bigbatch train --clip 1.0")
 
 
 def test_the_table_fits_eighty_columns(default: Result) -> None:
-    """No line is longer but the last, which is to be copied; no colour codes, no truncated cells."""
+    """No line is longer, what to try next stands whole on one; no colour codes, no truncated cells."""
     lines = default.stdout.splitlines()
-    assert max(len(line) for line in lines[:-1]) <= 80
+    assert max(len(line) for line in lines) <= 80
+    assert "Next: bigbatch train --clip 1.0" in lines
     assert "\x1b" not in default.stdout
     assert "…" not in default.stdout
     row = next(line for line in lines if line.startswith("samples used"))
     assert row.split()[2:] == ["3,000", "2,880", "3,000", "3,000", "3,000"]
 
 
-@pytest.mark.parametrize("columns", [40, 120])
+@pytest.mark.parametrize("columns", [40, 60, 120])
 def test_other_widths_lose_nothing(columns: int) -> None:
     """Blocks where it is narrow, one line per measurement where it is wide."""
     result = run("train", "--seeds", "2", "--epochs", "1", columns=columns)
     lines = result.stdout.splitlines()
-    assert max(len(line) for line in lines[:-1]) <= columns
+    assert max(len(line) for line in lines) <= columns
     assert "…" not in result.stdout
-    assert result.stdout.count("updates") >= (5 if columns == 40 else 1)
-    assert any(line.count("±") == (1 if columns == 40 else 5) for line in lines)
+    assert result.stdout.count("updates") >= (1 if columns == 120 else 5)
+    assert any(line.count("±") == (5 if columns == 120 else 1) for line in lines)
 
 
 def test_json_is_all_that_is_on_stdout() -> None:
@@ -71,7 +79,9 @@ def test_json_is_all_that_is_on_stdout() -> None:
     assert (data["clip_norm"], data["seeds"], data["epochs"]) == (1.0, 1, 2)
     assert data["arms"][0]["loss"]["std"] is None
     assert data["arms"][2]["distance"] <= 1e-12
-    assert len(data["findings"]) == 3
+    assert len(data["findings"]) == 4
+    assert all(set(arm["clipped"]) == {"updates", "largest_norm"} for arm in data["arms"])
+    assert data["arms"][3]["clipped"]["updates"]["mean"] == 0
 
 
 def test_what_to_try_next_goes_on() -> None:
@@ -80,6 +90,9 @@ def test_what_to_try_next_goes_on() -> None:
     adamw = run("train", "adamw", "--seeds", "1", "--epochs", "1")
     assert "Next: bigbatch train FILE.py" in adamw.stdout
     assert "clipped at 1" in adamw.stdout
+    row = next(line for line in adamw.stdout.splitlines() if line.startswith("updates clipped"))
+    small, _, ours, true, _ = row.split()[2:]
+    assert (small, ours) == ("32", true)  # of 32, every one: it starts where the norms are large
 
 
 def test_a_file_is_trained_and_seeded(tmp_path: Path) -> None:
@@ -90,7 +103,7 @@ def test_a_file_is_trained_and_seeded(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "mine.py: batch 32 = 8 × 4, seed 0" in result.stdout
     assert "always" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith(f"Next: bigbatch train {file} --seed 1")
+    assert f"Next: bigbatch train {file} --seed 1\n" in result.stdout
 
     def losses(*flags: str) -> list[float]:
         data = json.loads(run("train", str(file), "--json", *flags).stdout)
@@ -105,32 +118,251 @@ def test_a_file_is_trained_and_seeded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
-        (["nope"], "no recipe is called 'nope'", "hint: the recipes are textbook, adamw"),
-        (["nope.py"], "there is no file nope.py", ""),
+        (["nope"], "no recipe is called 'nope'", "hint: The recipes are textbook, adamw"),
+        (["adamW"], "no recipe is called 'adamW'", "hint: Did you mean\n    bigbatch train adamw\n"),
+        (["textbok"], "no recipe is called 'textbok'", "hint: Did you mean\n    bigbatch train textbook\n"),
+        (["yours"], "no recipe is called 'yours'", "hint: Did you mean\n    bigbatch train yours.py\n"),
+        (["nope.py"], "there is no file nope.py", "hint: Without a file there are the teaching pages' examples"),
+        (["your.py"], "there is no file your.py", "hint: Did you mean\n    bigbatch train yours.py\n"),
+        (["a/nope.py"], "there is no directory a, so", "hint: Without a file"),
+        (["folder"], "folder is a directory, not a file", "hint: Name the file in it that has setup(), such as\n    "),
         (["--clip", "0"], "--clip 0: ", "hint: --clip 1.0"),
         (["--clip", "nan"], "--clip nan: ", "hint: --clip 1.0"),
-        (["--seed", "3"], "--seed is for files", "hint: bigbatch train textbook --seeds 5"),
-        (["some.py", "--seeds", "3"], "--seeds is for recipes", "hint: bigbatch train some.py --seed 3"),
+        (["--clip", "x"], "Invalid value for '--clip'", "hint: `bigbatch train --help`"),
+        (["--clop", "1"], "No such option: --clop", "hint: `bigbatch train --help`"),
+        (["yours.py", "theirs.py"], "Got unexpected extra argument", "hint: `bigbatch train --help`"),
+        (["--seed", "3"], "--seed is for files", "hint: `bigbatch train textbook --seeds 5`"),
+        (["yours.py", "--seeds", "3"], "--seeds is for recipes", "hint: `bigbatch train yours.py --seed 3`"),
     ],
 )
-def test_misuse_is_short_text_and_exit_code_two(arguments: list[str], message: str, hint: str) -> None:
-    """On stderr, with a hint after a blank line, and nothing on stdout."""
-    result = run("train", *arguments)
+@pytest.mark.parametrize("columns", [60, 80])
+def test_misuse_is_short_text_and_exit_code_two(
+    arguments: list[str], message: str, hint: str, columns: int, directory: Path
+) -> None:
+    """On stderr, with a hint after a blank line, no line too long, and nothing on stdout."""
+    (directory / "yours.py").touch()
+    (directory / "folder").mkdir()
+    result = run("train", *arguments, columns=columns)
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr.startswith(f"error: {message}")
-    assert not hint or f"\n\n{hint}" in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert " ".join(result.stderr.split()).startswith(f"error: {message}")
+    assert f"\n\n{hint}"[: columns - 20] in result.stderr
+    assert max(len(line) for line in result.stderr.splitlines()) <= columns
 
 
-def test_a_refusal_of_the_library_has_no_traceback(tmp_path: Path) -> None:
-    """A setup that cannot work: what is wrong, then what to write."""
-    file = tmp_path / "mine.py"
-    file.write_text(FILE.replace("micro_batch_size=8", "micro_batch_size=7"))
-    result = run("train", str(file))
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory of a user's own, and the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_refusal_of_the_library_has_no_traceback(directory: Path) -> None:
+    """A setup that cannot work: where, what is wrong, then what to write."""
+    (directory / "mine.py").write_text(FILE.replace("make(", "Setup(**vars(make()) | dict(").replace("})", "}))"))
+    source = (directory / "mine.py").read_text().replace("micro_batch_size=8", "micro_batch_size=7")
+    (directory / "mine.py").write_text("from bigbatch import Setup\n" + source)
+    result = run("train", "mine.py")
     assert result.exit_code == 2
-    assert "32 is not a multiple of 7" in result.stderr
+    assert result.stderr.startswith("error: mine.py, line 5: Setup(batch_size=32, micro_batch_size=7): 32 is")
     assert "\n\nhint: Take batch_size=28 or 35" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+IN_LOSS_FN = "loss_fn failed in epoch 1, micro-batch 1"
+MINE = """\
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from bigbatch import Setup
+
+
+def evaluate(model):
+    return {"nothing": 0.0}
+
+
+def loss_fn(model, batch):
+    inputs, labels = batch
+    return F.cross_entropy(model(inputs), labels)
+
+
+def setup():
+    model = nn.Sequential(nn.Linear(10, 8), nn.Sequential(nn.ReLU(), nn.Linear(8, 2)))
+    inputs, labels = torch.randn(100, 10), torch.randint(2, (100,))
+    return Setup(
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data=TensorDataset(inputs, labels),
+        batch_size=64,
+        micro_batch_size=16,
+        evaluate=evaluate,
+    )
+"""
+
+# What stands in the file, what is written instead, what that raises, and how the line below it begins.
+MISTAKES = [
+    ("import sys", "import syss", "No module named 'syss'", "reading the file failed (mine.py, line 1"),
+    ("import sys", "sys.exit(2)", "NameError: name 'sys' is not", "reading the file failed (mine.py, line 1"),
+    ("import sys", "raise SystemExit", "SystemExit", "reading the file failed (mine.py, line 1"),
+    ("def setup():", "def setup(:", "SyntaxError: invalid syntax", "reading the file failed (mine.py, line 20"),
+    ("randn(100, 10)", "randn(100, 1o)", "SyntaxError", "reading the file failed (mine.py, line 22"),
+    ("data=TensorDataset", "dataset=TensorDataset", "unexpected keyword", "setup() failed (mine.py, line 23"),
+    ("TensorDataset(inputs,", "TensorDataset(inputs[1:],", "AssertionError", "setup() failed (mine.py, line 27"),
+    ("Linear(8, 2)", "Linear(9, 2)", "mat1 and mat2 shapes", f"{IN_LOSS_FN} (mine.py, line 17"),
+    ("batch\n", "batch['x']\n", "TypeError: list indices", f"{IN_LOSS_FN} (mine.py, line 16"),
+    ("torch.randn(100, 10)", "torch.ones(100, 10).int()", "RuntimeError", f"{IN_LOSS_FN} (mine.py, line 17"),
+    ("labels)\n\n", "labels[1:])\n\n", "ValueError: Expected", f"{IN_LOSS_FN} (mine.py, line 17"),
+    ('"nothing": 0.0', '"nothing": 1 / 0', "ZeroDivisionError", "evaluate failed after epoch 1 (mine.py, line 12"),
+]
+
+
+@pytest.mark.parametrize(("right", "wrong", "raised", "below"), MISTAKES)
+def test_a_failure_in_a_users_file_is_shown_from_its_own_line_on(
+    right: str, wrong: str, raised: str, below: str, directory: Path
+) -> None:
+    """Python's traceback without frames of the command line or the library, one line of where, and exit code 1."""
+    assert right in MINE
+    (directory / "mine.py").write_text(MINE.replace(right, wrong, 1))
+    result = run("train", "mine.py")
+    assert (result.exit_code, result.stdout) == (1, "")
+    traceback, _, end = result.stderr.partition("\n\nerror: ")
+    assert raised in traceback
+    assert " ".join(end.split()).startswith(below)
+    files = re.findall(r'^  File "(.*)", line (\d+)', traceback, re.MULTILINE)
+    assert files[0] == (str(directory / "mine.py"), below.rsplit(maxsplit=1)[-1])
+    assert not any("/bigbatch/" in name or "typer" in name or name.startswith("<") for name, _ in files)
+    assert len(files) <= 2
+    assert ("hint: It ended the program. Put what is not to run here under" in end) == (raised == "SystemExit")
+
+
+def test_what_an_exception_came_from_is_shown_from_its_own_line_on_too(directory: Path) -> None:
+    """`raise ... from ...` keeps both, each without the library's frames."""
+    body = (
+        "    try:\n        model.nope\n    except AttributeError as error:\n        raise ValueError('no') from error\n"
+    )
+    (directory / "mine.py").write_text(MINE.replace("    inputs, labels = batch\n", body))
+    result = run("train", "mine.py")
+    assert result.stderr.count("Traceback (most recent call last)") == 2
+    assert "AttributeError: 'Sequential' object has no attribute 'nope'" in result.stderr
+    assert "ValueError: no\n\nerror: loss_fn failed" in result.stderr
+    assert "/bigbatch/" not in result.stderr
+
+
+def test_samples_that_make_no_batch_are_no_bug_of_ours(directory: Path) -> None:
+    """No frame is the user's: the one that raised is shown, and that a batch was being made."""
+    data = "data=[torch.ones(n + 1) for n in range(99)]"
+    (directory / "mine.py").write_text(MINE.replace("data=TensorDataset(inputs, labels)", data))
+    result = run("train", "mine.py")
+    assert result.exit_code == 1
+    assert "RuntimeError: stack expects each tensor to be equal size" in result.stderr
+    assert result.stderr.count('  File "') == 1
+    assert result.stderr.endswith("\nerror: making a batch of data failed in epoch 1\n")
+
+
+def test_out_of_memory_has_a_hint(directory: Path) -> None:
+    """The one that this library is for."""
+    (directory / "mine.py").write_text(MINE.replace("inputs, labels = batch", "raise torch.OutOfMemoryError('no')"))
+    result = run("train", "mine.py")
+    assert result.exit_code == 1
+    assert result.stderr.endswith(
+        "\n\nhint: A smaller micro_batch_size needs less memory and gives the same gradients.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "message", "hint"),
+    [
+        ("return F.", "F.", "loss_fn returned None, not a tensor.", "Does it end with `return loss`?"),
+        ("labels)\n\n", "labels, reduction='none')\n\n", "loss_fn returned a tensor of shape (16,)", "Reduce it"),
+        ("labels)\n\n", "labels).sqrt()\n\n", "loss_fn: this loss does not add up", ""),
+        ("nn.ReLU()", "nn.BatchNorm1d(8)", "BatchNorm1d '1.0' is in training mode", "Either freeze it"),
+        ('{"nothing": 0.0}', "0.5", "evaluate is to return numbers by name; found float.", "Name them:"),
+        ("loss_fn=loss_fn", "loss_fn=F.mse_loss", "mine.py, line 23: Setup(loss_fn=mse_loss)", "Call it in a"),
+        ("batch_size=64", "batch_size=65", "mine.py, line 23: Setup(batch_size=65, micro", "Take batch_size=64"),
+    ],
+)
+def test_what_the_library_refuses_of_a_file_speaks_of_the_file(
+    right: str, wrong: str, message: str, hint: str, directory: Path
+) -> None:
+    """Never of a backward or an accumulator, which the user has not written; 2 for an argument, 1 for a loss."""
+    (directory / "mine.py").write_text(MINE.replace(right, wrong, 1))
+    result = run("train", "mine.py")
+    assert result.exit_code == (1 if message.startswith("loss_fn") else 2)
+    text = " ".join(result.stderr.split())
+    assert text.startswith(f"error: {message}")
+    assert f"\n\nhint: {hint}" in result.stderr
+    assert "Traceback" not in text
+    assert "accumulator" not in text.lower()
+    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_the_example_in_the_hint_runs(columns: int, directory: Path) -> None:
+    """A file without setup() is answered with one that can be pasted, also where the terminal is narrow."""
+    (directory / "mine.py").touch()
+    result = run("train", "mine.py", columns=columns)
+    assert result.exit_code == 2
+    assert "micro_batch_size=" in result.stderr
+    assert "loss_fn=lambda model, batch: " in result.stderr
+    (directory / "mine.py").write_text(textwrap.dedent(result.stderr.split("as in this file:\n")[1]))
+    again = run("train", "mine.py")
+    assert again.exit_code == 0, again.stderr
+    assert "mine.py: batch 64 = 16 × 4, seed 0" in again.stdout
+
+
+def test_a_file_may_print_and_its_json_is_still_json(directory: Path) -> None:
+    """What it prints goes to stderr there; a loss that has run away is null, since JSON has no NaN."""
+    source = MINE.replace("inputs, labels = batch", "inputs, labels = batch; print('hello')").replace(
+        "lr=0.1", "lr=1e38"
+    )
+    (directory / "mine.py").write_text(source)
+    result = run("train", "mine.py", "--json", "--epochs", "2", "--clip", "1e30")
+    data = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert data["epochs"][1]["loss"] is None
+    assert data["epochs"][0]["clipped"] is not None
+    assert "hello" in result.stderr
+    shown = run("train", "mine.py", "--epochs", "2")
+    assert "hello" in shown.stdout
+    assert "The loss is not finite: try a smaller learning rate" in shown.stdout
+
+
+def test_what_was_clipped_and_skipped_in_a_file_is_said(directory: Path) -> None:
+    """In sentences below the table, where it happened."""
+    data = "data=[(inputs[n] / (n > 0), labels[n]) for n in range(100)], skip_nonfinite=True, clip_norm=1e-4"
+    (directory / "mine.py").write_text(MINE.replace("data=TensorDataset(inputs, labels)", data))
+    result = run("train", "mine.py", "--epochs", "2")
+    assert result.exit_code == 0, result.stderr
+    assert "\n2 of 2 updates had a gradient to clip, of a norm above 0.0001.\n" in result.stdout
+    assert "\n2 windows made no update: nothing was counted, or a gradient was not finite.\n" in result.stdout
+
+
+def test_warnings_are_text_in_the_same_style(directory: Path) -> None:
+    """The library's without its source lines, a user's own with their place; in a process of its own, as users have."""
+    source = MINE.replace("labels)\n\n", "labels) / 4\n\n").replace(
+        "import sys", "import warnings; warnings.warn('oh')"
+    )
+    (directory / "mine.py").write_text(source)
+    command = [sys.executable, "-c", "from bigbatch.cli import app; app()", "train", "mine.py"]
+    result = subprocess.run(command, check=True, capture_output=True, env={**os.environ, "COLUMNS": "80"}, text=True)
+    assert result.stderr.startswith("warning: mine.py, line 1: oh\nwarning: this loss looks divided by steps (4)")
+    assert max(len(line) for line in result.stderr.splitlines()) <= 80
+
+
+def test_what_to_type_has_its_path_where_the_environment_is_not_active(directory: Path) -> None:
+    """`make train` does not activate it, and what stands after Next: is to be copied."""
+    (directory / "bin").mkdir()
+    (directory / "bin" / "bigbatch").write_text("from bigbatch.cli import app\napp()\n")
+    command = [sys.executable, "bin/bigbatch", "train", "--seeds", "1", "--epochs", "1"]
+    for path, typed in (("/usr/bin", "bin/bigbatch"), (str(directory / "bin"), "bigbatch")):
+        (directory / "bin" / "bigbatch").chmod(0o755)
+        result = subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PATH": path}, text=True)
+        assert f"\nNext: {typed} train --clip 1.0\n" in result.stdout
 
 
 def test_help_lists_what_there_is() -> None:
@@ -138,6 +370,21 @@ def test_help_lists_what_there_is() -> None:
     result = run("--help")
     assert result.exit_code == 0
     assert [line.split()[0] for line in result.stdout.split("Commands:\n")[1].splitlines()] == ["train"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], [], ["trian"]])
+def test_help_fits_the_terminal(arguments: list[str], columns: int) -> None:
+    """Whatever its width; nothing at all is a request for help, and a misspelt command gets a hint."""
+    command = [sys.executable, "-c", "from bigbatch.cli import app; app(prog_name='bigbatch')", *arguments]
+    environment = {**os.environ, "COLUMNS": str(columns)}  # in a process of its own: typer's runner is 80 wide
+    result = subprocess.run(command, check=False, capture_output=True, env=environment, text=True)
+    assert max(len(line) for line in (result.stdout + result.stderr).splitlines()) <= columns
+    if arguments == ["trian"]:
+        assert result.stderr.startswith("error: No such command 'trian'")
+        assert "\n\nhint: `bigbatch --help` shows" in result.stderr
+    else:
+        assert "Usage: bigbatch" in result.stdout + result.stderr
 
 
 def test_help_does_not_load_torch() -> None:

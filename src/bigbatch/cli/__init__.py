@@ -5,14 +5,32 @@ Nothing here imports torch before a command runs, so that `bigbatch --help` answ
 
 import sys
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
+from bigbatch.cli.failures import usage_errors_as_text
 from bigbatch.cli.train import train
+
+
+class Commands(TyperGroup):
+    """The group of commands; a command line that it cannot read is answered in the style of all other errors."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read what stands before the command."""
+        with usage_errors_as_text():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, *args: Any, **kwargs: Any) -> Any:
+        """Read what stands behind it, and run it."""
+        with usage_errors_as_text():
+            return super().invoke(*args, **kwargs)
+
 
 app = typer.Typer(
     name="bigbatch",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,  # plain help, readable in any terminal

@@ -1,11 +1,11 @@
-"""A comparison of arms as text: a table, three sentences, and what to try next."""
+"""A comparison of arms as text: a table, a few sentences, and what to try next."""
 
 from collections.abc import Callable
 
 from rich.console import Console
 from rich.table import Table
 
-from bigbatch.cli.terminal import paragraph
+from bigbatch.cli.terminal import next_step, paragraph
 from bigbatch.recipes.findings import findings, relative
 from bigbatch.recipes.results import ArmResult, Comparison, Spread
 
@@ -16,7 +16,7 @@ TABLE_WIDTH = 66
 def print_comparison(comparison: Comparison, console: Console, *, clipped: bool) -> None:
     """All that `bigbatch train` says of a recipe."""
     clip = f", clipped at {comparison.clip_norm:g}" if comparison.clip_norm is not None else ""
-    paragraph(console, f"{comparison.title}{clip}.")
+    paragraph(console, f"{comparison.origin}: {comparison.title}{clip}.")
     paragraph(
         console,
         f"{_of(comparison.seeds, 'seed')}, {_of(comparison.epochs, 'epoch')}, the same first weights and order of "
@@ -31,7 +31,8 @@ def print_comparison(comparison: Comparison, console: Console, *, clipped: bool)
     console.print()
     paragraph(
         console,
-        ("±: standard deviation over seeds. " if comparison.seeds > 1 else "")
+        "textbook: the loop as the teaching pages print it. "
+        + ("±: standard deviation over seeds. " if comparison.seeds > 1 else "")
         + "Time: the fastest epoch's. Memory: tensors alive at once in an update, "
         "its micro-batches among them, weights and data set not. Distance: of the final weights, relative, from "
         f"those of the true batch of {comparison.batch} at the same rate; worst seed.",
@@ -40,7 +41,7 @@ def print_comparison(comparison: Comparison, console: Console, *, clipped: bool)
         console.print()
         paragraph(console, sentence)
     console.print()
-    console.print(f"Next: {_next(comparison, clipped=clipped)}", soft_wrap=True)
+    next_step(console, *_next(comparison, clipped=clipped))
 
 
 def _rows(comparison: Comparison, between: str) -> list[tuple[str, Callable[[ArmResult], str]]]:
@@ -53,6 +54,7 @@ def _rows(comparison: Comparison, between: str) -> list[tuple[str, Callable[[Arm
     rows: dict[str, Callable[[ArmResult], str]] = {
         "learning rate": lambda arm: f"{arm.learning_rate:g}",
         "updates": lambda arm: f"{arm.updates:,}",
+        "updates clipped": lambda arm: "" if arm.clipped is None else f"{arm.clipped.updates.mean:.4g}",
         "samples used": lambda arm: f"{arm.samples_used:,}",
         "loss": lambda arm: spread(arm.loss, 1, 3),
         "accuracy %, epoch 1": lambda arm: spread(arm.accuracy_first, 100, 1),
@@ -63,6 +65,8 @@ def _rows(comparison: Comparison, between: str) -> list[tuple[str, Callable[[Arm
             "itself" if arm is comparison.true else relative(arm.distance)
         ),
     }
+    if comparison.clip_norm is None:
+        del rows["updates clipped"]
     return list(rows.items())
 
 
@@ -91,13 +95,13 @@ def _print_blocks(comparison: Comparison, console: Console) -> None:
             console.print(f"  {label}: {value(arm)}")
 
 
-def _next(comparison: Comparison, *, clipped: bool) -> str:
-    """The next thing worth typing."""
+def _next(comparison: Comparison, *, clipped: bool) -> tuple[str, str]:
+    """The next thing worth typing, and why."""
     if comparison.recipe != "textbook":
-        return "bigbatch train FILE.py  (yours: a function setup() that returns a bigbatch.Setup)"
+        return "train FILE.py", "yours: a function setup() that returns a bigbatch.Setup"
     if not clipped:
-        return "bigbatch train --clip 1.0  (the page's bonus: clip the accumulated gradient)"
-    return "bigbatch train adamw  (the page's second example)"
+        return "train --clip 1.0", "the teaching pages' bonus: clip the accumulated gradient"
+    return "train adamw", "the teaching pages' second example"
 
 
 def _of(number: int, noun: str) -> str:

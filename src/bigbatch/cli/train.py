@@ -3,12 +3,15 @@
 import dataclasses
 import json
 import math
+import sys
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigbatch.cli.terminal import errors_as_text, fail, progress, results
+from bigbatch.cli.failures import errors_as_text, fail
+from bigbatch.cli.terminal import progress, results
 
 if TYPE_CHECKING:
     from bigbatch.recipes.recipe import Recipe
@@ -26,40 +29,58 @@ def train(  # noqa: PLR0917 - typer calls it, by name
         int | None,
         typer.Option(min=1, metavar="N", help=f"Recipes: how many seeds to average. [default: {DEFAULT_SEEDS}]"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Files: the random seed. [default: 0]")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Files: the random seed. [default: 0]")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
 ) -> None:
-    """Train a textbook example or your own file.
+    """Train an example of the teaching pages, or your own file.
 
-    An example is trained in five ways, which are compared.
+    The examples are those of the teaching pages on gradient accumulation in PyTorch. Each is trained in five ways,
+    which are compared.
 
-    textbook: a linear classifier with SGD, batches of 16 accumulated 4 times, as the pages have it.
+    textbook: their experiment, a linear classifier with SGD, batches of 16 accumulated 4 times.
 
-    adamw: the pages' second example, AdamW with clipping, 32 accumulated 4 times.
+    adamw: their second example, AdamW with clipping, batches of 32 accumulated 4 times.
 
-    FILE.py: a file whose function setup() returns a bigbatch.Setup.
+    FILE.py: your own, a file whose function setup() returns a bigbatch.Setup.
     """
     if clip is not None and not (math.isfinite(clip) and clip > 0):
         fail(f"--clip {clip:g}: the largest norm of a gradient is a positive number", "--clip 1.0 is the usual one")
     with errors_as_text():
-        if what.endswith(".py") or "/" in what or Path(what).is_file():
+        if _is_file(what):
             if seeds is not None:
-                fail("--seeds is for recipes; a file is trained once", f"bigbatch train {what} --seed {seeds}")
+                fail(
+                    "--seeds is for recipes; a file is trained once",
+                    f"`bigbatch train {what} --seed {seeds}` trains it with another seed",
+                )
             _train_file(Path(what), clip, epochs, seed or 0, as_json)
         else:
             if seed is not None:
-                fail("--seed is for files; a recipe runs seeds 0, 1, 2, ...", f"bigbatch train {what} --seeds 5")
+                fail(
+                    "--seed is for files; a recipe runs seeds 0, 1, 2, ...",
+                    f"`bigbatch train {what} --seeds 5` runs the first five",
+                )
             _train_recipe(_recipe(what), clip, epochs, seeds or DEFAULT_SEEDS, as_json)
+
+
+def _is_file(what: str) -> bool:
+    """Tell a file from a recipe, by its looks, so that a missing file is not called a missing recipe."""
+    from bigbatch.recipes.catalog import RECIPES
+
+    path = Path(what)
+    return what not in RECIPES and (path.suffix != "" or path.name != what or path.exists())
 
 
 def _recipe(name: str) -> "Recipe":
     """The recipe of this name."""
+    from bigbatch.cli.setup_file import suggested
     from bigbatch.recipes.catalog import RECIPES
 
     if name not in RECIPES:
+        known = [*RECIPES, *(path.name for path in Path().glob("*.py"))]
         fail(
             f"no recipe is called {name!r}",
-            f"the recipes are {', '.join(RECIPES)}; your own training goes by its file: bigbatch train {name}.py",
+            f"{suggested(known, name)}The recipes are {', '.join(RECIPES)}; your own training goes by its file: "
+            "`bigbatch train FILE.py`.",
         )
     return RECIPES[name]
 
@@ -79,7 +100,7 @@ def _train_recipe(recipe: "Recipe", clip: float | None, epochs: int | None, seed
 
         comparison = compare(recipe, seeds=seeds, epochs=epochs, clip_norm=clip, on_epoch=on_epoch)
     if as_json:
-        typer.echo(json.dumps({**dataclasses.asdict(comparison), "findings": findings(comparison)}, indent=2))
+        _print_json({**dataclasses.asdict(comparison), "findings": findings(comparison)})
     else:
         print_comparison(comparison, results(), clipped=clip is not None)
 
@@ -93,16 +114,31 @@ def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, a
     from bigbatch.recipes.training import expected_updates, train_setup
 
     torch.manual_seed(seed)
-    setup = read_setup(path)
-    setup = dataclasses.replace(setup, epochs=epochs or setup.epochs, clip_norm=clip or setup.clip_norm)
-    with progress() as bar:
-        task = bar.add_task(path.name, total=expected_updates(setup))
+    # What their code prints must not stand among the JSON.
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        setup = read_setup(path)
+        setup = dataclasses.replace(setup, epochs=epochs or setup.epochs, clip_norm=clip or setup.clip_norm)
+        with progress() as bar:
+            task = bar.add_task(path.name, total=expected_updates(setup))
 
-        def on_update(epoch: int) -> None:
-            bar.update(task, advance=1, description=f"epoch {epoch} of {setup.epochs}")
+            def on_update(epoch: int) -> None:
+                bar.update(task, advance=1, description=f"epoch {epoch} of {setup.epochs}")
 
-        training = train_setup(setup, on_update=on_update)
+            training = train_setup(setup, on_update=on_update)
     if as_json:
-        typer.echo(json.dumps({"file": str(path), "seed": seed, **dataclasses.asdict(training)}, indent=2))
+        _print_json({"file": str(path), "seed": seed, **dataclasses.asdict(training)})
     else:
         print_training(training, path, seed, results())
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    """Print one object; JSON has no NaN and no infinity, so a loss that is none is null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    typer.echo(json.dumps(plain(data), indent=2))

@@ -1,0 +1,132 @@
+"""What went wrong, in one style: `error:` what happened, a blank line, `hint:` what to type instead.
+
+Library messages have both, with a line break between them. An exception of a user's own code is shown as Python shows
+it, from the user's first line on, with a line below that says what was being called.
+"""
+
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+from rich.console import Console
+
+from bigbatch.cli.terminal import wrapped
+
+if TYPE_CHECKING:
+    from bigbatch.recipes.user_code import UserCodeError
+
+FAILED, MISUSED = 1, 2
+_OURS = Path(__file__).parent.parent
+_PYTHONS = Path(sysconfig.get_path("stdlib"))
+_INSTALLED = {"site-packages", "dist-packages"}
+_MEMORY = "A smaller micro_batch_size needs less memory and gives the same gradients."
+_EXIT = 'It ended the program. Put what is not to run here under  if __name__ == "__main__":'
+
+
+def fail(message: str, hint: str = "", code: int = MISUSED) -> NoReturn:
+    """Say what is wrong and what to do instead, and end."""
+    _say(f"error: {message}")
+    if hint:
+        sys.stderr.write("\n")
+        _say(f"hint: {hint}")
+    raise typer.Exit(code)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(wrapped(text, Console(stderr=True).width) + "\n")
+
+
+@contextmanager
+def errors_as_text() -> Iterator[None]:
+    """Show refusals, failures of a user's code and warnings as text; what is left is a bug, and has its traceback."""
+    from bigbatch.errors import BigBatchError, ConfigurationError
+    from bigbatch.recipes.user_code import UserCodeError
+
+    with warnings.catch_warnings():
+        warnings.showwarning = _warn
+        try:
+            yield
+        except BigBatchError as error:
+            message, _, hint = str(error).partition("\n")
+            theirs = [frame for frame in extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
+            where = f"{_place(theirs[-1])}: " if theirs else ""
+            fail(where + message, hint.strip("\n"), MISUSED if isinstance(error, ConfigurationError) else FAILED)
+        except UserCodeError as error:
+            _fail_in_their_code(error)
+
+
+@contextmanager
+def usage_errors_as_text() -> Iterator[None]:
+    """Show what typer says of a command line that it cannot read; its exceptions have no public name to catch."""
+    try:
+        yield
+    except Exception as error:
+        if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        command = getattr(getattr(error, "ctx", None), "command_path", "bigbatch")
+        fail(error.format_message(), f"`{command} --help` shows what there is.")
+
+
+def _fail_in_their_code(error: "UserCodeError") -> NoReturn:
+    """Show the traceback of what a user's code raised, then what was being called, and where it broke."""
+    import torch
+
+    cause = error.__cause__ or error
+    shown = TracebackException.from_exception(cause)
+    left_out = _leave_theirs(shown)
+    sys.stderr.write("".join(shown.format() if shown.stack else shown.format_exception_only()) + "\n")
+    places = [_place(frame) for frame in shown.stack if _is_theirs(frame.filename)][-1:]
+    if isinstance(cause, SyntaxError) and cause.filename:
+        places = [f"{Path(cause.filename).name}, line {cause.lineno}"]
+    if left_out:
+        places.append(f"{left_out} call{'s' if left_out > 1 else ''} inside libraries not shown")
+    where = f" ({'; '.join(places)})" if places else ""
+    hint = _MEMORY if isinstance(cause, torch.OutOfMemoryError) else _EXIT if isinstance(cause, SystemExit) else ""
+    fail(f"{error}{where}", hint, FAILED)
+
+
+def _leave_theirs(shown: TracebackException) -> int:
+    """Keep the user's own frames and the one that raised, here and in what it came from; returns how many others."""
+    frames = [frame for frame in shown.stack if not _is_ours(frame.filename)]
+    first = next((place for place, frame in enumerate(frames) if _is_theirs(frame.filename)), len(frames) - 1)
+    after = frames[max(first, 0) :]
+    kept = [frame for frame in after if _is_theirs(frame.filename) or frame is after[-1]]
+    shown.stack = StackSummary.from_list(kept)
+    for before in (shown.__cause__, shown.__context__):
+        if before is not None:
+            _leave_theirs(before)
+    return len(after) - len(kept)
+
+
+def _is_ours(name: str) -> bool:
+    """Tell frames that say nothing to a user: this library's, and those that Python makes up."""
+    return name.startswith("<") or Path(name).is_relative_to(_OURS)
+
+
+def _is_theirs(name: str) -> bool:
+    """Tell a user's own code from this library's, Python's and whatever was installed."""
+    path = Path(name)
+    return not (_is_ours(name) or path.is_relative_to(_PYTHONS) or _INSTALLED & set(path.parts))
+
+
+def _place(frame: FrameSummary) -> str:
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
+
+
+def _warn(  # noqa: PLR0917 - Python calls it so
+    message: Warning | str,
+    category: type[Warning],  # noqa: ARG001 - its name says less than its text
+    filename: str,
+    lineno: int,
+    file: object = None,  # noqa: ARG001
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    """Show a warning as text; its place only where that is the user's."""
+    where = f"{Path(filename).name}, line {lineno}: " if _is_theirs(filename) else ""
+    _say(f"warning: {where}{message}")
