@@ -190,11 +190,11 @@ def notes() -> list[str]:
     """Say what has to be known to read the tables."""
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "the default"
     said = f"""
-ms: time per update, the median of interleaved rounds of one update each, in drawn order, ± half the interquartile range; the device is
-drained around each. Llama: the mean of two updates, each contestant alone.
+ms: time per update, the median of interleaved rounds of one update each, in drawn order, ± half the interquartile
+range; the device is drained around each. Llama: the mean of two updates, each contestant alone.
 
-GiB: the peak, what the allocator had handed out at most, from building the model on, each contestant alone. The allocator's
-settings: {allocator}. "/ hand's" is over the hand loop's peak.
+GiB: the peak, what the allocator had handed out at most, from building the model on, each contestant alone; "/ hand's"
+is over the hand loop's. The allocator's settings: {allocator}.
 
 Float32 parameters under bf16 autocast, fused AdamW, clipping at 1.0. Llama: frozen bf16 weights, float32 LoRA of rank
 16 on queries and values, every layer checkpointed.
