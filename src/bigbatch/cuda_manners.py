@@ -1,0 +1,164 @@
+"""Let fake tensors on the CPU behave as they would on CUDA, where that changes what is kept for the backward.
+
+A backward of fake CUDA tensors needs a CUDA build of torch, so a trace runs as on a CPU. There, dropout keeps its mask
+in floats, attention with dropout keeps a square matrix, and autocast leaves norms and softmax in half precision. On
+CUDA, each is otherwise. Inside `with like_cuda():` they are as on CUDA: kernels are put in front of torch's
+own, and taken out at its end.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+# What autocast runs in float32 on CUDA and leaves alone on a CPU; from torch's table of CUDA operations.
+_FLOAT32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm group_norm rms_norm
+    frobenius_norm.dim nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss
+    nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+    multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+    dist pdist cdist renorm logsumexp upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+    upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+""".split()
+# These are told to return float32, and make no copy of what comes in.
+_INTO_FLOAT32 = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList".split()
+
+
+@contextmanager
+def like_cuda() -> Iterator[None]:
+    """Trace as on CUDA; not for tensors that hold numbers, and not beside other threads that compute."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that a kernel of its own is in front of no more
+            _register(library)
+        with _autocast_of_cuda():
+            yield
+    finally:
+        library._destroy()  # noqa: SLF001 - torch has no other way to take kernels out
+
+
+def _register(library: torch.library.Library) -> None:
+    """Put the kernels in front."""
+    # A CPU's autocast computes all of a cross-entropy in float32; CUDA's knows its parts alone.
+    library.impl("cross_entropy_loss", _aten.cross_entropy_loss.default.decompose, "AutocastCPU")
+    kernels = {name: _in_float32(name) for name in _FLOAT32} | {name: _into_float32(name) for name in _INTO_FLOAT32}
+    for name, kernel in kernels.items():
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):  # noqa: SLF001
+            library.impl(name, kernel, "AutocastCPU")
+    library.impl("softmax.int", _softmax(_aten._softmax), "AutogradCPU")  # noqa: SLF001
+    library.impl("log_softmax.int", _softmax(_aten._log_softmax), "AutogradCPU")  # noqa: SLF001
+    library.impl("dropout", _dropout, "AutogradCPU")
+    library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+
+
+def _in_float32(name: str) -> Callable[..., Any]:
+    """Make autocast's kernel for an operation that is computed in float32."""
+    operation = _operation(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # noqa: SLF001 - as autocast's own kernels do
+            return operation(*map(_float32, args), **{key: _float32(value) for key, value in kwargs.items()})
+
+    return kernel
+
+
+def _into_float32(name: str) -> Callable[..., Any]:
+    """Make autocast's kernel for an operation that returns float32."""
+    operation = _operation(name)
+
+    def kernel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        told = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
+        if not told and _halved(x):
+            args, kwargs = tuple(arg for arg in args if arg is not None), {**kwargs, "dtype": torch.float32}
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # noqa: SLF001
+            return operation(x, *args, **kwargs)
+
+    return kernel
+
+
+def _operation(name: str) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operation: Callable[..., Any] = getattr(getattr(_aten, packet), overload or "default")
+    return operation
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001
+
+
+def _float32(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and _halved(value) else value
+
+
+def _halved(x: Tensor) -> bool:
+    return x.dtype in {torch.bfloat16, torch.float16}
+
+
+def _softmax(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Read half precision and write float32 in one kernel, whose backward writes half precision again."""
+
+    def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+        if _halved(x) and dtype == torch.float32:
+            return kernel(x, dim, True)  # noqa: FBT003 - half_to_float
+        return kernel(x if dtype is None else x.to(dtype), dim, False)  # noqa: FBT003
+
+    return softmax
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:  # noqa: FBT001 - the operation's own signature
+    """Keep one byte per element."""
+    return torch.native_dropout(x, p, train)[0] if train and 0 < p < 1 else x * 1 if train and p else x
+
+
+def _attention(  # noqa: PLR0917 - the operation's own signature
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,  # noqa: ARG001 - drawn inside the kernel: it keeps nothing
+    is_causal: bool = False,  # noqa: FBT001, FBT002
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Keep the output and one number per row: the flash, the memory-efficient and cuDNN's kernel alike."""
+    fused = all(t.dim() == 4 for t in (query, key, value)) and query.shape[-1] == value.shape[-1]  # noqa: PLR2004
+    if not fused or (attn_mask is not None and attn_mask.requires_grad):
+        kernel = _aten._scaled_dot_product_attention_math  # noqa: SLF001
+        plain: Tensor = kernel(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        return plain
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
+    # Fewer heads of keys than of queries are not repeated: gradients have the inputs' shapes.
+    kernel = _aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001
+    attended: Tensor = kernel(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
+    return attended
+
+
+@contextmanager
+def _autocast_of_cuda() -> Iterator[None]:
+    """Let `torch.autocast("cuda", ...)` act on the CPU, also one that is active already."""
+    original = torch.autocast.__init__
+
+    def init(
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        original(self, device_type, dtype, *args, **kwargs)
+
+    torch.autocast.__init__ = init  # type: ignore[method-assign]
+    try:
+        if torch.is_autocast_enabled("cuda"):
+            with torch.autocast("cpu", torch.get_autocast_dtype("cuda")):
+                yield
+        else:
+            yield
+    finally:
+        torch.autocast.__init__ = original  # type: ignore[method-assign]
