@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,15 +15,15 @@ from bigbatch import checks
 from bigbatch.admission import Admission
 from bigbatch.coupling import Part, calm, refuse_counted_padding, refuse_coupled
 from bigbatch.division import Division
-from bigbatch.engine import run_backward
-from bigbatch.errors import BatchError, ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
-from bigbatch.joining import detached, joined
+from bigbatch.errors import ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
+from bigbatch.joining import joined
 from bigbatch.moving import Mover
 from bigbatch.options import Options
 from bigbatch.packing import Padding, lengths_of, refuse_loss_of_content
 from bigbatch.reading.counts import Count
 from bigbatch.rehearsal import Stage
-from bigbatch.restoring import Buffers, Randomness, devices_of, untouched
+from bigbatch.restoring import Buffers, Habits, Randomness, devices_of, untouched
+from bigbatch.running import Runner
 from bigbatch.sizes import TOKENS, Sizes
 from bigbatch.sizing import Probe
 from bigbatch.splitting import Batch
@@ -81,10 +81,8 @@ class BigStep:
         options: Options | None = None,
     ) -> None:
         """Check every argument; nothing is changed yet."""
-        self._model = model
         self._models = checks.models(model)
         optimizers = checks.optimizers(optimizer, self._models)
-        self._loss_fn = _checked_loss_fn(loss_fn)
         self._options = _checked_options(options)
         self._stepper = Stepper(
             optimizers,
@@ -97,8 +95,18 @@ class BigStep:
         self._admission = Admission(self._models, optimizers, self._options.batch_norm)
         self._devices = devices_of(self._models)
         self._mover = Mover(_device(self._models))
+        if self._options.cuda_graph and self._mover.device.type != "cuda":
+            msg = f"cuda_graph=True needs the model on a CUDA device; found it on {self._mover.device}"
+            raise ConfigurationError(msg)
+        self._runner = Runner(
+            model,
+            _checked_loss_fn(loss_fn),
+            self._admission,
+            self._stepper,
+            cuda_graph=self._options.cuda_graph,
+        )
         self._sizes = Sizes(_checked_size(micro_batch_size), memory, self._mover.device)
-        self._still: frozenset[int] = frozenset()  # buffers that no step has changed yet
+        self._habits = Habits()  # which buffers stay as they are
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
         self._checked = not self._options.check
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
@@ -117,9 +125,12 @@ class BigStep:
                     raise
                 self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
             except BaseException as error:
+                if self._runner.fall_back(error):
+                    continue
                 if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                     raise
                 self._shrink(division, error)
+                self._runner.forget()
                 let_go(error)
 
     @property
@@ -172,44 +183,29 @@ class BigStep:
 
     def _attempt(self, division: Division) -> Update:
         """Make the update, or leave everything as it was."""
-        buffers, randomness = Buffers(self._models, self._still), Randomness(self._devices)
+        buffers, randomness = Buffers(self._models, self._habits), Randomness(self._devices)
         window: Window | None = None
         try:
             self._admission.open()
             if not self._checked:
                 self._check(division)
             totals = self._totals(division) if self._several else None
-            window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
-            extras = [self._add(window, micro_batch) for micro_batch in self._mover.micro_batches(division)]
-            update = window.close()
+            with self._runner.window():
+                window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
+                extras = self._runner.run(window, self._mover.micro_batches(division), len(division))
+                update = window.close()
         except BaseException:
             if window is not None:
                 window.discard()
             buffers.restore()
             randomness.restore()
             raise
-        self._checked, self._still, self._padding = True, buffers.still(), division.padding
+        self._checked, self._habits, self._padding = True, buffers.habits(), division.padding
         return replace(update, extras=joined(extras, division.sizes, division.order))
 
-    def _add(self, window: Window, micro_batch: Any) -> Any:
-        loss, extra = self._loss(micro_batch)
-        window.add(loss, self._admission.read(loss, self._stepper.scaler), only_own=self._admission.only_own)
-        return extra
-
-    def _loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
-        """Call the user's function: a loss, perhaps with extras."""
-        loss_fn = self._loss_fn or _own_loss
-        found = loss_fn(self._model, micro_batch)
-        if isinstance(found, tuple):
-            if len(found) != 2:  # noqa: PLR2004 - a loss and extras
-                msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
-                raise ConfigurationError(msg)
-            return found[0], detached(found[1])
-        return found, None
-
     def _part(self, micro_batch: Any) -> Part:
-        loss, _ = self._loss(self._mover.moved(micro_batch))
-        return Part(loss.detach(), self._admission.read(loss, self._stepper.scaler))
+        loss, _ = self._runner.loss(self._mover.moved(micro_batch))
+        return Part.of(loss, self._runner.read(loss))
 
     def _totals(self, division: Division) -> tuple[Count, ...]:
         """Learn the counts of a loss with several terms, in a pass of its own, before the first backward."""
@@ -217,8 +213,8 @@ class BigStep:
         sums: list[bool] = []
         with untouched(self._models):
             for micro_batch in self._mover.micro_batches(division):
-                loss, _ = self._loss(micro_batch)
-                data = [term for term in self._admission.read(loss, self._stepper.scaler) if term.kind != "once"]
+                loss, _ = self._runner.loss(micro_batch)
+                data = [term for term in self._runner.read(loss) if term.kind != "once"]
                 rows.append([0.0 if term.kind == "sum" else term.count for term in data])
                 sums = [term.kind == "sum" for term in data]
         totals = [sum(column[1:], start=column[0]) for column in zip(*rows, strict=True)]
@@ -271,14 +267,10 @@ class BigStep:
 
     def _rehearse(self, division: Division, limit: int) -> Probe:
         """Run the first micro-batch of a division for its memory and time, and leave no trace."""
-
-        def run() -> None:
-            loss, _ = self._loss(self._mover.moved(division.micro_batch(0)))
-            checks.loss(loss, self._stepper.scaler)
-            run_backward(loss, torch.ones_like(loss), None)
-
         stage = Stage(self._models, self._stepper.optimizers, self._options.gradient_dtype, self._mover.device, limit)
-        return stage.rehearse(division.sizes[0], run)
+        return stage.rehearse(
+            division.sizes[0], lambda: self._runner.try_once(self._mover.moved(division.micro_batch(0)))
+        )
 
     def _shrink(self, division: Division, error: BaseException) -> None:
         """Take smaller micro-batches from now on, or give up where one sample does not fit."""
@@ -297,18 +289,6 @@ class BigStep:
         else:
             tokens = [number * wide for number, wide in zip(division.sizes, division.longest, strict=True)]
             self._sizes.learn(TOKENS, max(tokens) // 2)
-
-
-def _own_loss(model: Any, batch: Any) -> Tensor:
-    if not isinstance(batch, Mapping):
-        msg = (
-            f"BigStep without loss_fn computes model(**batch).loss, but this batch is a {type(batch).__name__}, not a "
-            "mapping of names to tensors.\nSay how a loss is made of it:\n"
-            "    BigStep(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))"
-        )
-        raise BatchError(msg)
-    loss: Tensor = model(**batch).loss
-    return loss
 
 
 def _checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:

@@ -7,38 +7,47 @@ cut and should not have been. Then a micro-batch's loss is not that of its halve
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from bigbatch.errors import BatchError, CoupledLoss
-from bigbatch.reading.counts import LOW_PRECISION
+from bigbatch.reading.counts import LOW_PRECISION, Kind
+from bigbatch.reading.graph import edges
 from bigbatch.reading.terms import Term
 
 # How far two roundings of one loss may lie apart; what couples samples moves it by far more.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 3e-2
+_COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 
 
 class Part(NamedTuple):
-    """The loss of some samples, and what it was averaged over."""
+    """The loss of some samples, and what it was averaged over; its graph is let go."""
 
-    value: Tensor
-    terms: Sequence[Term]
+    value: float
+    kinds: tuple[Kind, ...]  # of its terms
+    counts: tuple[float, ...]
+    tolerance: float  # how far rounding may move it, relatively
+
+    @classmethod
+    def of(cls, loss: Tensor, terms: Sequence[Term]) -> "Part":
+        """Take the numbers of a loss."""
+        kinds, counts = tuple(term.kind for term in terms), tuple(float(term.count) for term in terms)
+        return cls(float(loss.detach()), kinds, counts, _tolerance(loss))
 
 
 def combined(parts: Sequence[Part]) -> float | None:
     """Return the loss that the parts make together; None where their values do not tell."""
-    rows = [[term for term in part.terms if term.kind != "once"] for part in parts]
-    kinds = {term.kind for row in rows for term in row}
-    if len({len(row) for row in rows}) != 1 or len(kinds) != 1 or not rows[0]:
+    counts = [[n for n, kind in zip(part.counts, part.kinds, strict=True) if kind != "once"] for part in parts]
+    kinds = {kind for part in parts for kind in part.kinds if kind != "once"}
+    if len({len(row) for row in counts}) != 1 or len(kinds) != 1:
         return None
-    values = [float(part.value) for part in parts]
+    values = [part.value for part in parts]
     if kinds == {"sum"}:
-        alone = all(len(part.terms) == len(row) for part, row in zip(parts, rows, strict=True))
-        return math.fsum(values) if alone else None
-    counts = [[float(term.count) for term in row] for row in rows]
+        return math.fsum(values) if not any("once" in part.kinds for part in parts) else None
     ratios = [[number / row[0] if row[0] > 0 else math.nan for number in row] for row in counts]
     if not all(math.isclose(a, b) for row in ratios for a, b in zip(row, ratios[0], strict=True)):
         return None
@@ -48,17 +57,17 @@ def combined(parts: Sequence[Part]) -> float | None:
 
 def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:
     """Raise where the halves do not make the whole."""
-    together, alone = combined(halves), float(whole.value)
+    together, alone = combined(halves), whole.value
     if together is None or not math.isfinite(alone) or not math.isfinite(together):
         return
-    if abs(together - alone) <= tolerance(whole.value) * max(abs(alone), abs(together), 1e-3):
+    if _near(alone, together, (whole, *halves)):
         return
     msg = (
         f"the samples of this batch are coupled: {samples} of them have a loss of {alone:.6g}, and their two halves "
         f"{together:.6g} together. Something in the model or the loss looks across samples, so no split into "
         "micro-batches gives the big batch's gradient. Nothing was changed.\n"
-        "Look for attention, pooling or a statistic over the batch dimension, and for a tensor in the batch that all "
-        "samples share and that has as many rows as there are samples.\n"
+        "Look for attention, pooling or a statistic over the batch dimension, for padding that the loss counts, and for "
+        "a tensor in the batch that all samples share and that has as many rows as there are samples.\n"
         "If the loss only looks so, as one with random numbers of its own:  Options(check=False)"
     )
     raise CoupledLoss(msg)
@@ -66,24 +75,48 @@ def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:
 
 def refuse_counted_padding(padded: Part, cut: Part) -> None:
     """Raise where a loss is another one without its padding."""
-    counts = [[float(term.count) for term in part.terms] for part in (padded, cut)]
-    values = [float(padded.value), float(cut.value)]
-    near = abs(values[0] - values[1]) <= tolerance(padded.value) * max(abs(values[0]), abs(values[1]), 1e-3)
-    if counts[0] == counts[1] and (near or not math.isfinite(values[0])):
+    same = len(padded.counts) == len(cut.counts) and all(
+        math.isclose(a, b, rel_tol=_COUNT_TOLERANCE) for a, b in zip(padded.counts, cut.counts, strict=True)
+    )
+    if same and (_near(padded.value, cut.value, (padded, cut)) or not math.isfinite(padded.value)):
         return
     msg = (
-        f"this loss counts padding: with it the loss is {values[0]:.6g} over {counts[0]}, without it {values[1]:.6g} "
-        f"over {counts[1]}. Packing would change it, so it is refused; nothing was changed.\n"
+        f"this loss counts padding: with it the loss is {padded.value:.6g} over {_listed(padded.counts)}, without it "
+        f"{cut.value:.6g} over {_listed(cut.counts)}. Packing would change it, so it is refused; nothing was changed.\n"
         "Have the loss ignore padding, as cross_entropy ignores labels of -100, and give the model its attention mask; "
         "or take lengths= out."
     )
     raise BatchError(msg)
 
 
-def tolerance(value: Tensor) -> float:
+def _near(one: float, other: float, parts: Sequence[Part]) -> bool:
+    size = max(abs(one), abs(other), 1e-3, *(abs(part.value) for part in parts))
+    return abs(one - other) <= max(part.tolerance for part in parts) * size
+
+
+def _listed(counts: Sequence[float]) -> str:
+    return " and ".join(f"{count:g}" for count in counts)
+
+
+def _tolerance(loss: Tensor) -> float:
     """Return how far rounding may move a loss, relatively."""
-    lowered = torch.is_autocast_enabled(value.device.type) or value.dtype in LOW_PRECISION
-    return _LOW_PRECISION_TOLERANCE if lowered else _TOLERANCE.get(value.dtype, _LOW_PRECISION_TOLERANCE)
+    lowered = torch.is_autocast_enabled(loss.device.type) or loss.dtype in LOW_PRECISION or _low_inside(loss)
+    return _LOW_PRECISION_TOLERANCE if lowered else _TOLERANCE.get(loss.dtype, _LOW_PRECISION_TOLERANCE)
+
+
+def _low_inside(loss: Tensor) -> bool:
+    """Whether a loss that looks precise was computed with less: in a bf16 model, or under autocast inside of it."""
+    stack, seen = [loss.grad_fn], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        metadata: Any = node
+        if any(each.dtype in LOW_PRECISION for each in metadata._input_metadata):  # noqa: SLF001 - as reading.graph has it
+            return True
+        stack.extend(below for below, _ in edges(node))
+    return False
 
 
 @contextmanager

@@ -44,6 +44,18 @@ class Gradients:
         self._held: list[Tensor | None] = [None] * len(self.parameters)
         self._versions: list[int] = [0] * len(self.parameters)
 
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """Return what the gradient of a parameter is added up in."""
+        wide = self._dtype is not None and parameter.dtype in LOW_PRECISION
+        return self._dtype if wide and self._dtype is not None else parameter.dtype
+
+    def preset(self, gradients: Sequence[Tensor | None]) -> None:
+        """Start from gradients at addresses of someone's choice, instead of from none."""
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            p.grad = gradient
+        self._narrow = [p for p in self._wide if p.grad is None]
+        self._hold()
+
     def remember(self) -> None:
         """Take note of every gradient after our own backward, widening those of low precision that are new."""
         if self._narrow:

@@ -13,7 +13,8 @@ def joined(extras: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | N
     """Join the extras of a window's micro-batches.
 
     A tensor with one row per sample becomes one with all samples' rows, in the batch's own order (`order` says which
-    sample each row is of). Any other tensor is stacked, one entry per micro-batch; what is no tensor makes a list.
+    sample each row is of); a list of them where micro-batches were trimmed and rows differ in length. Any other tensor
+    is stacked, one entry per micro-batch; what is no tensor makes a list.
     """
     if not extras or extras[0] is None:
         return None
@@ -34,6 +35,9 @@ def _join(column: list[Any], sizes: Sequence[int], order: Sequence[int] | None) 
     if not all(isinstance(leaf, Tensor) for leaf in column) or len(column) != len(sizes):
         return column
     if all(leaf.dim() and leaf.shape[0] == size for leaf, size in zip(column, sizes, strict=True)):
+        if any(leaf.shape[1:] != column[0].shape[1:] for leaf in column):
+            ragged = [row for leaf in column for row in leaf]
+            return ragged if order is None else [row for _, row in sorted(zip(order, ragged, strict=True), key=_number)]
         rows = torch.cat(column)
         if order is None:
             return rows
@@ -43,3 +47,7 @@ def _join(column: list[Any], sizes: Sequence[int], order: Sequence[int] | None) 
     if all(leaf.shape == column[0].shape for leaf in column):
         return torch.stack(column)
     return column
+
+
+def _number(numbered: tuple[int, Tensor]) -> int:
+    return numbered[0]

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError
 from bigbatch.reading import refusals
-from bigbatch.reading.counts import Count
+from bigbatch.reading.counts import Count, Kind
 from bigbatch.reading.terms import Term
 
 _RATIO_TOLERANCE = 1e-12
@@ -53,6 +53,17 @@ _SAVED = (
     "came",
 )
 _SAVED_LATER = frozenset({"over"})  # not in the states of the first version
+
+
+class Tally(NamedTuple):
+    """What micro-batches that were added elsewhere come to."""
+
+    kind: Kind  # of the loss's one term over data
+    micro_batches: int
+    provisional: Count  # what their counts were divided by
+    total: Count
+    loss: Count  # times its count, summed
+    first: Count  # the first micro-batch's count, on its way to the host
 
 
 @dataclass
@@ -139,6 +150,12 @@ class Ledger:
                 self.total = 1.0 if self.kind == "sum" else self.total
             self._enter_parts(terms, weights, value, factors)
         self.micro_batches += 1
+
+    def adopt(self, tally: Tally) -> None:
+        """Enter micro-batches that were added elsewhere."""
+        self.kind, self.micro_batches, self.loss = tally.kind, tally.micro_batches, tally.loss
+        self.total = tally.total if tally.kind == "mean" else 1.0
+        self.provisional = tally.provisional
 
     def fold(self) -> None:
         """Add up what is pending on the device: a few kernels for a window instead of some for each micro-batch."""

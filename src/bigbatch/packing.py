@@ -30,7 +30,7 @@ class Padding:
     def __str__(self) -> str:
         """Say it in one line."""
         return (
-            f"{self.padded:,} tokens for {self.real:,} real ones ({self.padded / self.real - 1:.0%} padding); "
+            f"{self.padded:,} tokens for {self.real:,} real ones ({self.padded / max(self.real, 1) - 1:.0%} padding); "
             f"{self.given:,} as the batch came"
         )
 
@@ -74,7 +74,11 @@ def lengths_of(batch: Batch, options: Options) -> list[int]:
         found = given(batch.whole)
     if isinstance(found, Tensor):
         found = found.tolist()
-    lengths = [int(number) for number in found]
+    try:
+        lengths = [int(number) for number in found]
+    except (TypeError, ValueError):
+        msg = f"lengths should give one number per sample; found {str(found):.80}"
+        raise BatchError(msg) from None
     if len(lengths) != batch.size or min(lengths) < 0:
         msg = f"lengths gave {len(lengths)} numbers for {batch.size} samples; return one per sample, 0 or more"
         raise BatchError(msg)
@@ -107,7 +111,7 @@ def width_of(batch: Batch, longest: int) -> int:
     """Return how wide the batch was padded, the second dimension that its leaves share."""
     widths = [leaf.shape[1] for path, leaf in leaves(batch.whole) if path in batch.sampled and _is_wide(leaf)]
     fitting = [width for width in widths if width >= longest]
-    return max(set(fitting), key=fitting.count) if fitting else longest
+    return max(fitting, key=lambda width: (fitting.count(width), -width)) if fitting else longest
 
 
 def trimmed(micro_batch: Any, sampled: frozenset[str], width: int, longest: int) -> Any:

@@ -2,15 +2,19 @@
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bigbatch.gradients import all_parameters
+
+_LARGE = 1 << 20  # bytes of a buffer
 
 
 class Randomness:
@@ -34,53 +38,98 @@ class Randomness:
             sys.modules["numpy"].random.set_state(self._numpy)
 
     def drawn(self) -> bool:
-        """Whether torch has drawn a number since."""
-        return not torch.equal(self._cpu, torch.get_rng_state()) or any(
-            not torch.equal(state, torch.cuda.get_rng_state(device)) for device, state in self._devices.items()
-        )
+        """Whether anyone has drawn a number since."""
+        if not torch.equal(self._cpu, torch.get_rng_state()) or self._python != random.getstate():
+            return True
+        if any(not torch.equal(state, torch.cuda.get_rng_state(device)) for device, state in self._devices.items()):
+            return True
+        numpy: Any = sys.modules.get("numpy")
+        if self._numpy is None:
+            return False
+        return not all(numpy.array_equal(*pair) for pair in zip(self._numpy, numpy.random.get_state(), strict=True))
+
+
+class _Kept(NamedTuple):
+    """A buffer that has stayed as it was, and a copy of it."""
+
+    buffer: "weakref.ref[Tensor]"
+    version: int
+    training: bool  # of its module: a BatchNorm that was frozen begins to move when it is not
+    copied: Tensor
+
+
+class Habits(NamedTuple):
+    """What the buffers of some models have done in the steps so far, by their ids."""
+
+    still: Mapping[int, _Kept] = MappingProxyType({})
+    moving: frozenset[int] = frozenset()
 
 
 class Buffers:
     """The registered buffers of some models, as they are now.
 
-    A copy of every buffer for every step would be wasteful for tables that never change, so those that were seen to
-    stay as they are through a step are only watched: `still` names them.
+    A copy of every buffer for every step would be wasteful for tables that never change, so a copy is kept of those
+    that were seen to stay as they are: `habits` names them. A change is seen by the tensor's version or, the first
+    time, by its values, since the statistics of a BatchNorm change without a new version.
     """
 
-    def __init__(self, models: Sequence[nn.Module], still: frozenset[int] = frozenset()) -> None:
-        """Copy what may change; `still` are the ids of buffers that never have."""
+    def __init__(self, models: Sequence[nn.Module], habits: Habits | None = None) -> None:
+        """Copy what may change."""
+        self._habits = habits or Habits()
         self._saved: list[tuple[nn.Module, str, Tensor | None, Tensor | None, int]] = []
+        self._trusted: set[int] = set()  # those whose versions tell all
         for module in dict.fromkeys(module for model in models for module in model.modules()):
             for name, buffer in module._buffers.items():  # noqa: SLF001 - there is no other way to put one back
-                copied = None if buffer is None or id(buffer) in still else buffer.detach().clone()
-                self._saved.append((module, name, buffer, copied, 0 if buffer is None else buffer._version))  # noqa: SLF001
+                copied = None if buffer is None else self._copied(buffer, training=module.training)
+                self._saved.append((module, name, buffer, copied, 0 if buffer is None else _version(buffer)))
 
-    def still(self) -> frozenset[int]:
-        """Return the ids of the buffers that have stayed as they were."""
-        return frozenset(
-            id(buffer)
-            for module, name, buffer, _, version in self._saved
-            if buffer is not None and module._buffers.get(name) is buffer and buffer._version == version  # noqa: SLF001
-        )
+    def habits(self) -> Habits:
+        """Return what the buffers have done, after a step."""
+        still, moving = {}, set(self._habits.moving)
+        for module, name, buffer, copied, version in self._saved:
+            if buffer is None or copied is None:
+                continue
+            replaced = module._buffers.get(name) is not buffer  # noqa: SLF001
+            if not replaced and id(buffer) not in moving and self._is_same(buffer, copied, version):
+                still[id(buffer)] = _Kept(weakref.ref(buffer), version, module.training, copied)
+            elif not replaced:
+                moving.add(id(buffer))
+        return Habits(still, frozenset(moving))
 
     def restore(self) -> None:
         """Put all of them back, those that were replaced by other tensors, too."""
         with torch.no_grad():
             for module, name, buffer, copied, version in self._saved:
                 module._buffers[name] = buffer  # noqa: SLF001
-                if buffer is None or buffer._version == version:  # noqa: SLF001
+                if buffer is None or copied is None:
                     continue
-                if copied is None:
-                    msg = (
-                        f"buffer {name!r} of a {type(module).__name__} never changed in a forward before and did in "
-                        "one that failed: it was not copied and could not be put back. Load it from a checkpoint."
-                    )
-                    raise RuntimeError(msg)
-                buffer.copy_(copied)
+                # One that is as it was keeps its version.
+                if id(buffer) in self._habits.moving or not self._is_same(buffer, copied, version):
+                    buffer.copy_(copied)
+
+    def _copied(self, buffer: Tensor, *, training: bool) -> Tensor:
+        kept = self._habits.still.get(id(buffer))
+        if kept is not None and kept.buffer() is buffer and kept[1:3] == (_version(buffer), training):
+            self._trusted.add(id(buffer))
+            return kept.copied
+        # What is large hardly ever changes, and may be a whole quantised model: its copy stays off the device.
+        large = buffer.numel() * buffer.element_size() > _LARGE and id(buffer) not in self._habits.moving
+        return buffer.detach().to("cpu", copy=True) if large else buffer.detach().clone()
+
+    def _is_same(self, buffer: Tensor, copied: Tensor, version: int) -> bool:
+        if _version(buffer) != version:
+            return False
+        return id(buffer) in self._trusted or torch.equal(buffer.to(copied.device), copied)
+
+
+def _version(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version  # noqa: SLF001 - torch's own counter
 
 
 @contextmanager
-def untouched(models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
+def untouched(
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), habits: Habits | None = None
+) -> Iterator[None]:
     """Inside, train as you like: gradients, buffers and random generators are as before afterwards.
 
     Gradients are None at the start. Parameters and the optimizers' state are not guarded: do not step.
@@ -89,7 +138,7 @@ def untouched(models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = ())
     known = {id(p) for p in parameters}
     parameters += [p for p in all_parameters(optimizers) if id(p) not in known]  # type: ignore[misc]
     gradients = [p.grad for p in parameters]
-    buffers, randomness = Buffers(models), Randomness(devices_of(models))
+    buffers, randomness = Buffers(models, habits), Randomness(devices_of(models))
     for p in parameters:
         p.grad = None
     try:

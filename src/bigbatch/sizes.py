@@ -25,19 +25,17 @@ class Sizes:
 
     def samples(self, signature: str, total: int, probe: ProbeSize) -> int:
         """Return how many samples of this shape make a micro-batch, out of `total`."""
-        if signature in self._learned:
-            return min(self._learned[signature], total)
-        if self._given != "auto":
-            return min(self._given, total)
+        known = [size for size in (self._learned.get(signature), self._given) if isinstance(size, int)]
+        if known:
+            return min(*known, total)
         self._learned[signature] = self._found(total, probe)
         return self._learned[signature]
 
     def tokens(self, given: int | Literal["auto"], longest: int, total: int, probe: ProbeSize) -> int:
         """Return how many padded tokens make a micro-batch; found with `total` of the longest samples at most."""
-        if TOKENS in self._learned:
-            return self._learned[TOKENS]
-        if given != "auto":
-            return given
+        known = [size for size in (self._learned.get(TOKENS), given) if isinstance(size, int)]
+        if known:
+            return min(known)
         self._learned[TOKENS] = longest * self._found(total, probe)
         return self._learned[TOKENS]
 
@@ -55,7 +53,10 @@ class Sizes:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was learned before."""
-        given: Mapping[Any, Any] = state
+        given: object = state
+        if not isinstance(given, Mapping):
+            msg = f"learned sizes are a dict of positive integers by the shapes of samples; found {given!r}"
+            raise StateError(msg)
         for name, size in given.items():
             if not isinstance(name, str) or isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 msg = f"a learned size is a positive integer by the shape of a sample; found {name!r}: {size!r}"

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.errors import BatchError
 
@@ -28,6 +29,7 @@ class Batch:
     size: int
     sampled: frozenset[str] = frozenset()  # paths of the leaves that are cut
     collate: Callable[[list[Any]], Any] | None = None
+    versions: tuple[int, ...] = ()  # of its tensors, as it came
 
     @classmethod
     def of(
@@ -43,10 +45,12 @@ class Batch:
                 "Pass tensors, or a list of samples with Options(collate=torch.utils.data.default_collate)."
             )
             raise BatchError(msg)
+        if lengths.keys() <= shared:  # a batch of another kind than those before
+            shared = frozenset()
         size = _agreed({path: length for path, length in lengths.items() if path not in shared}, whole)
+        lengths.update({path: len(leaf) for path, leaf in leaves(whole) if _is_plain_list(leaf)})
         sampled = frozenset(path for path, length in lengths.items() if length == size and path not in shared)
-        lists = {path for path, leaf in leaves(whole) if _is_plain_list(leaf) and len(leaf) == size}
-        return cls(whole, size, sampled | lists)
+        return cls(whole, size, sampled, versions=_versions(whole))
 
     @classmethod
     def _of_samples(cls, whole: Any, collate: Callable[[list[Any]], Any]) -> "Batch":
@@ -63,10 +67,11 @@ class Batch:
 
     @property
     def shared(self) -> frozenset[str]:
-        """The leaves with a first dimension that go into every micro-batch whole."""
+        """The tensors and lists that go into every micro-batch whole."""
         if self.collate is not None:
             return frozenset()
-        return frozenset(path for path, leaf in leaves(self.whole) if isinstance(leaf, Tensor)) - self.sampled
+        found = frozenset(path for path, leaf in leaves(self.whole) if isinstance(leaf, Tensor) or _is_plain_list(leaf))
+        return found - self.sampled
 
     def take(self, indices: Indices) -> Any:
         """Return a micro-batch: these samples, in this order, in the structure of the batch."""
@@ -79,7 +84,18 @@ class Batch:
         """Return a batch of some of the samples."""
         if self.collate is not None:
             return dataclasses.replace(self, whole=[self.whole[i] for i in indices], size=len(indices))
-        return dataclasses.replace(self, whole=self.take(indices), size=len(indices))
+        return dataclasses.replace(self, whole=self.take(indices), size=len(indices), versions=())
+
+    def refuse_changed(self) -> None:
+        """Raise where a forward has written into the batch: the same samples could not be run a second time."""
+        if self.versions and self.versions != _versions(self.whole):
+            msg = (
+                "loss_fn has changed its batch in place, and micro-batches on the model's own device are views of it: "
+                "running the same samples a second time, as to check or after running out of memory, would train on "
+                "other data. This batch has been changed; the model has not.\n"
+                "Write x = (x - mean) / std instead of x.sub_(mean).div_(std), or clone what you change."
+            )
+            raise BatchError(msg)
 
     def signature(self) -> str:
         """Name the shape of one sample: batches that share it need the same memory for as many samples."""
@@ -130,6 +146,8 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{key!r}]", child) for key, child in tree.items()]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         return [(f".{field.name}", getattr(tree, field.name)) for field in dataclasses.fields(tree)]
+    if isinstance(tree, PackedSequence):
+        raise BatchError(_PACKED)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]
     if isinstance(tree, list | tuple) and not _is_plain_list(tree):
@@ -144,7 +162,8 @@ def _mapping_like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
     if isinstance(alike, MutableMapping):
         if getattr(alike, "data", None) is not None and getattr(alike, "data", None) is getattr(tree, "data", None):
             alike.data = dict(made)  # type: ignore[attr-defined]  # a UserDict's copy may share its items
-        alike.update(made)
+        for key, value in made.items():  # a Hugging Face ModelOutput has no update
+            alike[key] = value
         return alike
     return made
 
@@ -162,8 +181,14 @@ def _is_plain_list(tree: Any) -> bool:
 
 
 def _length(leaf: Any) -> int | None:
-    """Return how many rows a leaf has, where it can have samples."""
-    return leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None
+    """Return how many rows a leaf has, where it can have samples: a tensor or an array."""
+    shape = getattr(leaf, "shape", None)
+    return int(shape[0]) if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else None
+
+
+def _versions(whole: Any) -> tuple[int, ...]:
+    tensors = (leaf for _, leaf in leaves(whole) if isinstance(leaf, Tensor) and not leaf.is_inference())
+    return tuple(leaf._version for leaf in tensors)  # noqa: SLF001 - torch's own counter
 
 
 def _taken(leaf: Any, indices: Indices) -> Any:
@@ -171,15 +196,17 @@ def _taken(leaf: Any, indices: Indices) -> Any:
         return leaf[indices]
     if isinstance(leaf, Tensor):
         return leaf.index_select(0, torch.tensor(indices, device=leaf.device))
-    return type(leaf)(leaf[i] for i in indices)
+    if isinstance(leaf, list | tuple):
+        return type(leaf)(leaf[i] for i in indices)
+    return leaf[list(indices)]
 
 
 def _agreed(lengths: dict[str, int], whole: Any) -> int:
     """Return the size that most leaves agree on; a single row may be meant for all samples and has no vote."""
-    if 0 in lengths.values():
-        raise BatchError(_EMPTY)
-    votes = Counter(length for length in lengths.values() if length > 1) or Counter(lengths.values())
+    votes = Counter(length for length in lengths.values() if length != 1) or Counter(lengths.values())
     (size, most), *others = votes.most_common()
+    if not size and not others:
+        raise BatchError(_EMPTY)
     if others and others[0][1] == most:
         tensors = [(path, leaf) for path, leaf in leaves(whole) if path in lengths]
         shown = "\n".join(f"    {path}: {list(leaf.shape)}" for path, leaf in tensors[:_SHOWN])
@@ -191,6 +218,8 @@ def _agreed(lengths: dict[str, int], whole: Any) -> int:
             "    loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=weights)"
         )
         raise BatchError(msg)
+    if not size:
+        raise BatchError(_EMPTY)
     return size
 
 
@@ -200,3 +229,8 @@ def _kind(whole: Any) -> str:
 
 
 _EMPTY = "this batch is empty: it has no sample. Leave it out, or look at how the loader makes it."
+_PACKED = (
+    "this batch holds a PackedSequence, whose samples lie interleaved and cannot be cut apart.\n"
+    "Pass the padded tensor and its lengths, and pack in loss_fn:\n"
+    "    pack_padded_sequence(batch['x'], batch['lengths'].cpu(), batch_first=True, enforce_sorted=False)"
+)

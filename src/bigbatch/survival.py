@@ -34,13 +34,17 @@ def missing(error: BaseException) -> str:
     return f"the allocation that failed asked for {told.group(1)}" if told else "the error does not say how much"
 
 
-def let_go(error: BaseException) -> None:
-    """Free the activations that the frames of a traceback hold, and give cached memory back to the device."""
+def let_go(error: BaseException, *, told: bool = False) -> None:
+    """Free the activations that the frames of a traceback hold, and give cached memory back to the device.
+
+    An error that will be `told` keeps its lines, without what was in them.
+    """
     found: BaseException | None = error
     while found is not None:
         if found.__traceback__ is not None:
             traceback.clear_frames(found.__traceback__)
-            found.__traceback__ = None
+            if not told:
+                found.__traceback__ = None
         found = found.__cause__ or found.__context__
     gc.collect()
     if torch.cuda.is_available() and torch.cuda.is_initialized():

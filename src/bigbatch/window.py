@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from bigbatch.engine import run_backward
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken
 from bigbatch.gradients import Gradients
-from bigbatch.ledger import Ledger, Weights
+from bigbatch.ledger import Ledger, Tally, Weights
 from bigbatch.reading.counts import LOW_PRECISION, Count
 from bigbatch.reading.graph import is_leaf
 from bigbatch.reading.terms import Term
@@ -99,6 +99,18 @@ class Window:
                 "torch.no_grad() cut it off on its way."
             )
             raise LossError(msg)
+
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of the window, for whoever adds to them beside `add`."""
+        return self._gradients
+
+    def adopt(self, tally: Tally) -> None:
+        """Take over what replays of a captured micro-step have added up to the gradients of this window."""
+        if isinstance(tally.first, Tensor):
+            self._first_count = tally.first
+        self._gradients.remember()
+        self._ledger.adopt(tally)
 
     def check(self) -> None:
         """Raise where the window cannot go on."""

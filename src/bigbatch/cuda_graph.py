@@ -1,0 +1,174 @@
+"""Replay a micro-step instead of launching it: at small sizes the host takes longer to launch kernels than they run.
+
+A micro-step is captured once per shape of micro-batch: forward, backward, and the adding up of count and loss. Its
+inputs, the gradients and the running totals lie at fixed addresses.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import BigBatchError
+from bigbatch.gradients import Gradients
+from bigbatch.joining import detached
+from bigbatch.reading.counts import LOW_PRECISION
+from bigbatch.reading.terms import Term
+from bigbatch.splitting import leaves, mapped
+from bigbatch.survival import is_out_of_memory
+
+_KEEP = 8  # graphs; each holds its own inputs, all share the memory of activations
+
+
+class NotCapturable(BigBatchError):
+    """This micro-step cannot be captured; the message says why."""
+
+
+@dataclass
+class Totals:
+    """What the replays of a window add up to, on the device."""
+
+    count: Tensor
+    loss: Tensor  # times its count
+    unit: Tensor  # what a count is multiplied with to make the weight of a backward
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Totals":
+        """Start at zero."""
+        return cls(
+            torch.zeros((), dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.float64, device=device),
+            torch.ones((), dtype=torch.float64, device=device),
+        )
+
+
+@dataclass
+class Captured:
+    """A micro-step of one shape, ready to be replayed."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]
+    extras: Any
+    term: Term
+
+    def replay(self, micro_batch: Any) -> Any:
+        """Run it on another micro-batch of the same shape; returns its extras."""
+        for path, leaf in leaves(micro_batch):
+            if path in self.inputs:
+                self.inputs[path].copy_(leaf, non_blocking=True)
+        self.graph.replay()
+        return mapped(self.extras, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a micro-step is made: its forward, the reading of its loss, its backward."""
+
+    forward: Callable[[Any], tuple[Tensor, Any]]
+    read: Callable[[Tensor], list[Term]]
+    backward: Callable[[Tensor, Tensor], None]
+
+
+class Graphs:
+    """The captured micro-steps of one `BigStep`."""
+
+    def __init__(self, device: torch.device, recipe: Recipe) -> None:
+        """Have none yet."""
+        self._device, self._recipe = device, recipe
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self._captured: dict[str, Captured] = {}
+        self._gradients: list[Tensor | None] = []
+        self._state: object = None
+        self.totals = Totals.on(device)
+
+    def open(self, gradients: Gradients, reached: Sequence[bool], state: object) -> None:
+        """Begin a window: gradients and totals of zero at the addresses that the graphs know.
+
+        `reached` says which parameters get a gradient: the others have none, not one of zero, which an optimizer
+        would step with. `state` is what a capture depends on beside shapes; where it has changed, all graphs are
+        thrown away.
+        """
+        state = (state, tuple(reached))
+        if state != self._state:
+            self.forget()
+            self._state = state
+        if not self._gradients:
+            self._gradients = [
+                torch.zeros_like(p, dtype=gradients.dtype_of(p), requires_grad=False) if used else None
+                for p, used in zip(gradients.parameters, reached, strict=True)
+            ]
+        gradients.preset(self._gradients)
+        torch._foreach_zero_([self.totals.count, self.totals.loss, *(g for g in self._gradients if g is not None)])
+
+    def forget(self) -> None:
+        """Throw all graphs away, and the memory they hold."""
+        self._captured.clear()
+        self._gradients, self._pool = [], None
+
+    def ready(self, micro_batch: Any, parameters: Sequence[Tensor]) -> Captured:
+        """Return the captured micro-step for micro-batches of this shape, capturing it where it is new."""
+        shape = shape_of(micro_batch)
+        if shape not in self._captured:
+            captured = self._capture(micro_batch)
+            if any(p.grad is not g for p, g in zip(parameters, self._gradients, strict=True)):
+                raise NotCapturable("another set of parameters gets gradients than before")
+            while len(self._captured) >= _KEEP:
+                del self._captured[next(iter(self._captured))]
+            self._captured[shape] = captured
+        return self._captured[shape]
+
+    def _capture(self, micro_batch: Any) -> Captured:
+        """Capture a micro-step; nothing is computed by this."""
+        inputs = {path: leaf.clone() for path, leaf in leaves(micro_batch) if isinstance(leaf, Tensor)}
+        fixed = mapped(micro_batch, inputs.get)
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+                extras, term = self._micro_step(fixed)
+        except RuntimeError as error:
+            if isinstance(error, BigBatchError) or is_out_of_memory(error):
+                raise
+            raise NotCapturable(str(error).splitlines()[0]) from error
+        return Captured(graph, inputs, extras, term)
+
+    def _micro_step(self, micro_batch: Any) -> tuple[Any, Term]:
+        loss, extras = self._recipe.forward(micro_batch)
+        term = _only(self._recipe.read(loss))
+        if loss.dtype in LOW_PRECISION:
+            raise NotCapturable(f"its loss is {loss.dtype}, which cannot hold a weight; compute it in float32")
+        given = term.count
+        count = given.double() if isinstance(given, Tensor) else torch.full_like(self.totals.count, given)
+        weight = count * self.totals.unit if term.kind == "mean" else self.totals.unit
+        self._recipe.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
+        value = loss.detach().reshape(()).double()
+        self.totals.count += count
+        # The loss of a micro-batch without targets is NaN, and counts nothing.
+        self.totals.loss += torch.where(count > 0, value * count, 0.0) if term.kind == "mean" else value
+        term.node = term.source = term.value = None  # what is kept must not keep the graph alive
+        return detached(extras), term
+
+
+def _only(terms: list[Term]) -> Term:
+    """Return the one term over data; a loss with more needs weights of its own for each."""
+    data = [term for term in terms if term.kind != "once"]
+    if len(data) != 1 or (data[0].kind == "sum" and len(terms) > 1):
+        msg = (
+            f"its loss has the terms {', '.join(term.name for term in terms)}, and only one mean or sum can be captured"
+        )
+        raise NotCapturable(msg)
+    return data[0]
+
+
+def shape_of(micro_batch: Any) -> str:
+    """Name the shapes and kinds of a micro-batch's tensors; anything else by its value, which a graph bakes in."""
+    return "; ".join(
+        f"{path} {leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{path} {leaf!r}"
+        for path, leaf in leaves(micro_batch)
+    )

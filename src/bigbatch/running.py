@@ -1,0 +1,187 @@
+"""Run the micro-batches of a window: forward, read, backward; launched one by one, or replayed."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.admission import Admission
+from bigbatch.casting import CastWeights, ForeignBackward
+from bigbatch.cuda_graph import Graphs, NotCapturable, Recipe
+from bigbatch.engine import run_backward
+from bigbatch.errors import BatchError, ConfigurationError
+from bigbatch.gradients import Gradients
+from bigbatch.joining import detached
+from bigbatch.ledger import Tally
+from bigbatch.reading.terms import Term
+from bigbatch.stepping import Stepper
+from bigbatch.window import Window
+
+LossFunction = Callable[[Any, Any], Any]
+
+
+class Runner:
+    """Runs micro-batches of one model with one loss."""
+
+    def __init__(
+        self, model: Any, loss_fn: LossFunction | None, admission: Admission, stepper: Stepper, *, cuda_graph: bool
+    ) -> None:
+        """Know what to run; how is found on the way."""
+        self._model, self._loss_fn = model, loss_fn or own_loss
+        self._models: Sequence[nn.Module] = model if isinstance(model, list | tuple) else (model,)
+        self._admission, self._stepper = admission, stepper
+        device = next(p.device for o in stepper.optimizers for g in o.param_groups for p in g["params"])
+        serves = CastWeights.serves(self._models, device)
+        self._casting = CastWeights(stepper.optimizers) if serves else None
+        recipe = Recipe(self.loss, self.read, self._backward)
+        self._graphs = Graphs(device, recipe) if cuda_graph else None
+        self._reached: list[bool] | None = None  # which parameters got a gradient in the latest window
+
+    def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
+        """Call the user's function: a loss, perhaps with extras."""
+        found = self._loss_fn(self._model, micro_batch)
+        if isinstance(found, tuple):
+            if len(found) != 2:  # noqa: PLR2004 - a loss and extras
+                msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
+                raise ConfigurationError(msg)
+            return found[0], detached(found[1])
+        return found, None
+
+    def read(self, loss: Tensor) -> list[Term]:
+        """Return what the loss was averaged over, or refuse it."""
+        return self._admission.read(loss, self._stepper.scaler)
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Between two updates: weights do not change inside, so what is made of them once serves all micro-batches."""
+        try:
+            with self._casting or nullcontext():
+                yield
+        finally:
+            # An autocast around several steps would go on with copies of weights from before the update.
+            torch.clear_autocast_cache()
+
+    def run(self, window: Window, micro_batches: Iterable[Any], number: int) -> list[Any]:
+        """Add all micro-batches to the window; returns their extras."""
+        if self._graphs is not None and self._reached is not None:
+            return self._replayed(self._graphs, window, micro_batches, number)
+        extras = [self._add(window, micro_batch) for micro_batch in micro_batches]
+        self._reached = [p.grad is not None for p in window.gradients.parameters]
+        return extras
+
+    def try_once(self, micro_batch: Any) -> None:
+        """Run one micro-step as a window would, for whoever wants to know what it takes."""
+        with self.window():
+            loss, _ = self.loss(micro_batch)
+            self.read(loss)
+            self._backward(loss, torch.ones_like(loss))
+
+    def fall_back(self, error: BaseException) -> bool:
+        """Give up a short cut that failed; returns whether it was one, and the window can be run again."""
+        if isinstance(error, ForeignBackward) and self._casting is not None:
+            self._casting = None
+            return True
+        if isinstance(error, NotCapturable) and self._graphs is not None:
+            self._graphs.forget()
+            self._graphs = None
+            warnings.warn(
+                f"this model cannot be captured as a CUDA graph: {error}. Its micro-steps are launched one by one, "
+                "which gives the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
+                stacklevel=4,
+            )
+            return True
+        return False
+
+    def forget(self) -> None:
+        """Give memory back that short cuts hold: it has run out."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
+    def _add(self, window: Window, micro_batch: Any) -> Any:
+        loss, extra = self.loss(micro_batch)
+        terms = self.read(loss)
+        with self._casting.adding_up() if self._casting is not None else nullcontext():
+            window.add(loss, terms, only_own=self._admission.only_own)
+        return extra
+
+    def _backward(self, loss: Tensor, start: Tensor) -> None:
+        leaves = tuple(p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"])
+        own = tuple(p for p in leaves if p.requires_grad) if self._admission.only_own else None
+        with self._casting.adding_up() if self._casting is not None else nullcontext():
+            run_backward(loss, start, own)
+
+    def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], number: int) -> list[Any]:
+        """Replay a captured micro-step for each micro-batch; shapes not seen before are captured on the way."""
+        gradients = window.gradients
+        assert self._reached is not None  # noqa: S101 - the caller has looked
+        if self._casting is not None:
+            self._casting.renew()
+        graphs.open(gradients, self._reached, self._state(gradients))
+        extras: list[Any] = []
+        provisional, counted = 1.0, 0.0
+        term: Term | None = None
+        for micro_batch in micro_batches:
+            with _uncached_autocast():
+                captured = graphs.ready(micro_batch, gradients.parameters)
+            if term is None:
+                term, provisional = captured.term, _provisional(captured.term, number, self._stepper)
+                self._set_unit(graphs.totals.unit, 1.0 / provisional)
+            elif (captured.term.name, captured.term.factors) != (term.name, term.factors):
+                raise NotCapturable("its loss changes with the shape of a micro-batch")
+            extras.append(captured.replay(micro_batch))
+            if not isinstance(captured.term.count, Tensor):
+                counted += captured.term.count
+            elif len(extras) == 1:
+                self._stepper.arrival.start(graphs.totals.count)
+        assert term is not None  # noqa: S101 - a batch has samples
+        on_device = isinstance(term.count, Tensor)
+        total = graphs.totals.count.clone() if on_device else counted
+        loss = graphs.totals.loss.clone()  # the next window begins at zero
+        window.adopt(Tally(term.kind, len(extras), provisional, total, loss, term.count))
+        return extras
+
+    def _set_unit(self, unit: Tensor, number: float) -> None:
+        """Say what counts are multiplied with, without waiting for the device."""
+        unit.fill_(number)
+        if self._stepper.scaler is not None:
+            unit.copy_(self._stepper.scaler.scale(unit))
+
+    def _state(self, gradients: Gradients) -> object:
+        """What a captured graph depends on beside the shape of its inputs."""
+        modes = tuple(module.training for model in self._models for module in model.modules())
+        places = tuple(p.data_ptr() for p in gradients.parameters)
+        autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+        return modes, places, autocast, self._admission.only_own
+
+
+@contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Autocast as it is, but without its cache: a copy of a weight made during a capture is in the graph's memory."""
+    if not torch.is_autocast_enabled("cuda"):
+        yield
+        return
+    with torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False):
+        yield
+
+
+def _provisional(term: Term, number: int, stepper: Stepper) -> float:
+    """With a gradient scaler, weights are kept below 1: it is tuned to means."""
+    if term.kind == "sum" or stepper.scaler is None:
+        return 1.0
+    return (term.about or 1.0) * number if isinstance(term.count, Tensor) else max(term.count, 1.0) * number
+
+
+def own_loss(model: Any, batch: Any) -> Tensor:
+    """Return the loss that a Hugging Face model computes by itself."""
+    if not isinstance(batch, Mapping):
+        msg = (
+            f"BigStep without loss_fn computes model(**batch).loss, but this batch is a {type(batch).__name__}, not a "
+            "mapping of names to tensors.\nSay how a loss is made of it:\n"
+            "    BigStep(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))"
+        )
+        raise BatchError(msg)
+    loss: Tensor = model(**batch).loss
+    return loss

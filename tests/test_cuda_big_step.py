@@ -1,0 +1,433 @@
+"""`BigStep` on a GPU: captured, cast once, moved aside, out of memory for real; always the big batch's gradient."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import BigStep, Options, errors
+from tests.test_cuda import (
+    OPTIMIZERS,
+    Batch,
+    Loss,
+    batches,
+    cross_entropy,
+    distance,
+    given,
+    model,
+    squares,
+    syncs,
+    train_big,
+    two_heads,
+    weighted,
+)
+
+pytestmark = pytest.mark.cuda
+
+
+def several(network: nn.Module, batch: Batch) -> Tensor:
+    """Two terms with counts of their own."""
+    out = network(batch[0])
+    return F.cross_entropy(out, batch[1]) + 0.1 * out.square().mean()
+
+
+def total(network: nn.Module, batch: Batch) -> Tensor:
+    """A sum."""
+    return F.cross_entropy(network(batch[0]), batch[1], reduction="sum") * 1
+
+
+def steps(network: nn.Module, data: list[Batch], loss: Loss, make: Callable[..., Any], **options: Any) -> list[Any]:
+    """Make one update of each batch."""
+    step = BigStep(network, make(network.parameters()), loss, **options)
+    return [step(batch) for batch in data]
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda", "pinned"])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("loss", [cross_entropy, two_heads, weighted, squares, given, several, total])
+def test_a_step_is_the_big_batch(
+    loss: Loss, make: Callable[..., Any], clip: float | None, cuda_graph: bool, where: str
+) -> None:
+    """Weights after four updates equal those of the real big batches, in float64, eager and captured."""
+    data = batches([21, 21, 13, 21])
+    mine, true = model(), model()
+    given_data = data if where == "cuda" else [(x.cpu(), y.cpu()) for x, y in data]
+    if where == "pinned":
+        given_data = [(x.pin_memory(), y.pin_memory()) for x, y in given_data]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some of these losses cannot be captured, which is said
+        updates = steps(
+            mine, given_data, loss, make, micro_batch_size=4, clip_norm=clip, options=Options(cuda_graph=cuda_graph)
+        )
+    train_big(true, data, loss, make, 1, clip)
+    assert distance(mine, true) < 1e-12
+    assert [update.micro_batches for update in updates] == [6, 6, 4, 6]
+
+
+def test_losses_and_norms_are_the_big_batch_s() -> None:
+    """What an update reports, eager and captured."""
+    data = batches([21] * 4)
+    found = {}
+    for captured in (False, True):
+        network = model()
+        updates = steps(
+            network,
+            data,
+            cross_entropy,
+            OPTIMIZERS["adamw-fused"],
+            micro_batch_size=4,
+            clip_norm=0.1,
+            options=Options(cuda_graph=captured),
+        )
+        found[captured] = [(float(u.loss), float(u.count), float(u.grad_norm)) for u in updates]
+    true = model()
+    for a, b in zip(found[True], found[False], strict=True):
+        assert a == pytest.approx(b, rel=1e-12)
+    assert found[False][0][0] == pytest.approx(float(cross_entropy(true, data[0])), rel=1e-12)
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("loss", [cross_entropy, squares])
+def test_a_step_waits_for_nothing(loss: Loss, cuda_graph: bool) -> None:
+    """No host synchronisation, with batches on the host, pinned or not."""
+    network = model(torch.float32)
+    optimizer = OPTIMIZERS["adamw-fused"](network.parameters())
+    step = BigStep(network, optimizer, loss, micro_batch_size=4, clip_norm=1.0, options=Options(cuda_graph=cuda_graph))
+    host = [tuple(leaf.cpu() for leaf in batch) for batch in batches([16] * 3, torch.float32)]
+    pinned = [tuple(leaf.pin_memory() for leaf in batch) for batch in host]
+    for batch in (*host, *pinned):
+        step(batch)
+    torch.cuda.synchronize()
+    with syncs() as found:
+        for batch in (*host, *pinned):
+            step(batch)
+    assert found == []
+
+
+class Tower(nn.Module):
+    """Embeddings, biased and unbiased linear layers, a tied head: all that the short way of mixed precision takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(96, 64)
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64, bias=False)
+        self.norm = nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits for each place."""
+        hidden = self.tokens(x)
+        hidden = hidden + self.down(F.gelu(self.up(self.norm(hidden))))
+        return F.linear(self.norm(hidden), self.tokens.weight)
+
+
+def places(network: nn.Module, batch: Batch) -> Tensor:
+    """The mean over all places, a third of them ignored."""
+    return F.cross_entropy(network(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def text(samples: int = 24, seed: int = 0) -> Batch:
+    """Return tokens and labels on the host."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 96, (samples, 16), generator=generator)
+    y = torch.where(torch.rand(x.shape, generator=generator) < 0.3, -100, x.roll(-1, 1))
+    return x, y
+
+
+def gradient_of(update: Callable[[nn.Module, Callable[[], None]], object], network: nn.Module) -> Tensor:
+    """Return the gradient that an update would step with."""
+    seen: list[Tensor] = []
+    update(network, lambda: seen.append(torch.cat([p.grad.flatten().double() for p in network.parameters()])))  # type: ignore[union-attr]
+    return seen[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast_inside", [False, True])
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_mixed_precision_is_no_less_precise_than_the_plain_way(
+    cuda_graph: bool, autocast_inside: bool, dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
+    """Against a float64 reference: the error is at most that of autocast over the full batch and over micro-batches."""
+    torch.manual_seed(0)
+    network = Tower().cuda()
+    batch = text()
+    exact = copy.deepcopy(network).double()
+    places(exact, tuple(leaf.cuda() for leaf in batch)).backward()  # type: ignore[arg-type]
+    truth = torch.cat([p.grad.flatten() for p in exact.parameters()])  # type: ignore[union-attr]
+
+    def plain(size: int) -> Tensor:
+        twin = copy.deepcopy(network)
+        x, y = (leaf.cuda() for leaf in batch)
+        tokens = (y != -100).sum()
+        for start in range(0, len(x), size):
+            with torch.autocast("cuda", dtype):
+                out = twin(x[start : start + size])
+                loss = F.cross_entropy(out.flatten(0, 1), y[start : start + size].flatten(), reduction="sum") / tokens
+            loss.backward()
+        return torch.cat([p.grad.flatten().double() for p in twin.parameters()])  # type: ignore[union-attr]
+
+    def loss_fn(network: nn.Module, micro_batch: Batch) -> Tensor:
+        with torch.autocast("cuda", dtype) if autocast_inside else nullcontext():
+            return places(network, micro_batch)
+
+    twin = copy.deepcopy(network)
+    seen: list[Tensor] = []
+    step = BigStep(
+        twin,
+        torch.optim.SGD(twin.parameters(), lr=0.0),
+        loss_fn,
+        micro_batch_size=4,
+        options=Options(cuda_graph=cuda_graph),
+    )
+    step.before_step(lambda: seen.append(torch.cat([p.grad.flatten().double() for p in twin.parameters()])))  # type: ignore[union-attr]
+    for _ in range(3):
+        with nullcontext() if autocast_inside else torch.autocast("cuda", dtype):
+            step(batch)
+    errors_of = [float((gradient - truth).norm() / truth.norm()) for gradient in seen]
+    plainly = [float((plain(size) - truth).norm() / truth.norm()) for size in (4, len(batch[0]))]
+    record_property("errors", f"{errors_of} against {plainly} of micro-batches and the full batch")
+    assert max(errors_of) <= 1.05 * max(plainly)
+    assert "Linear" in type(twin.up).__name__
+    assert F.linear is torch._C._nn.linear
+
+
+def test_hooks_on_parameters_still_see_their_gradients() -> None:
+    """A parameter with a hook goes the usual way."""
+    torch.manual_seed(0)
+    network = Tower().cuda()
+    seen: list[torch.Size] = []
+    network.up.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+    network.tokens.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.shape))
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), places, micro_batch_size=8)
+    with torch.autocast("cuda", torch.bfloat16):
+        step(text())
+    assert seen.count(network.up.weight.shape) == 3
+    assert seen.count(network.tokens.weight.shape) >= 3
+
+
+def test_a_gradient_penalty_takes_the_plain_way() -> None:
+    """A backward inside the loss must not add to the window's gradients."""
+
+    def penalised(network: nn.Module, batch: Batch) -> Tensor:
+        hidden = network.tokens(batch[0])  # type: ignore[operator]
+        out = network.down(network.up(hidden))  # type: ignore[operator]
+        slope = torch.autograd.grad(out.float().sum(), hidden, create_graph=True)[0]
+        return slope.square().sum((1, 2)).mean()
+
+    torch.manual_seed(0)
+    network = Tower().cuda()
+    for p in network.norm.parameters():
+        p.requires_grad_(False)
+    twin = copy.deepcopy(network)
+    batch = text()
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), penalised, micro_batch_size=8)
+    with torch.autocast("cuda", torch.bfloat16):
+        step(batch)
+        penalised(twin, tuple(leaf.cuda() for leaf in batch)).backward()  # type: ignore[arg-type]
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert distance(network, twin) < 1e-3
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_weights_are_cast_anew_after_every_update(cuda_graph: bool) -> None:
+    """Also inside one autocast that spans many steps, whose own cache would be stale."""
+    losses = {}
+    for spanning in (True, False):
+        torch.manual_seed(0)
+        network = Tower().cuda()
+        step = BigStep(
+            network,
+            torch.optim.SGD(network.parameters(), lr=0.5),
+            places,
+            micro_batch_size=8,
+            options=Options(cuda_graph=cuda_graph),
+        )
+        if spanning:
+            with torch.autocast("cuda", torch.bfloat16):
+                found = [step(text()) for _ in range(6)]
+        else:
+            found = []
+            for _ in range(6):
+                with torch.autocast("cuda", torch.bfloat16):
+                    found.append(step(text()))
+        losses[spanning] = [float(update.loss) for update in found]
+    assert losses[True] == pytest.approx(losses[False], rel=2e-3)
+    assert losses[True][-1] < losses[True][0] - 0.1
+
+
+def test_what_cannot_be_captured_is_said_once_and_done_all_the_same() -> None:
+    """A forward that waits for the device falls back to launching, with a warning."""
+
+    def waiting(network: nn.Module, batch: Batch) -> Tensor:
+        assert float(batch[0].sum()) == float(batch[0].sum())
+        return cross_entropy(network, batch)
+
+    data = batches([16] * 4)
+    mine, true = model(), model()
+    with pytest.warns(UserWarning, match="cannot be captured") as caught:
+        steps(mine, data, waiting, OPTIMIZERS["sgd"], micro_batch_size=4, options=Options(cuda_graph=True))
+    assert len(caught) == 1
+    train_big(true, data, cross_entropy, OPTIMIZERS["sgd"], 1, None)
+    assert distance(mine, true) < 1e-12
+
+
+def test_captured_dropout_draws_new_masks() -> None:
+    """Each replay draws its own numbers, and the mean over many is that of training without a graph."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 7)).cuda()
+
+    def loss_fn(network: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        out = network(batch[0])
+        return F.cross_entropy(out, batch[1]), out
+
+    x, y = batches([4], torch.float32)[0]
+    batch = (x.repeat(4, 1), y.clamp(min=0).repeat(4))
+    step = BigStep(
+        network,
+        torch.optim.SGD(network.parameters(), lr=0.0),
+        loss_fn,
+        micro_batch_size=4,
+        options=Options(cuda_graph=True),
+    )
+    outputs = [step(batch).extras for _ in range(4)]
+    parts = [part for out in outputs for part in out.split(4)]
+    assert all(not torch.equal(parts[0], part) for part in parts[1:])
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_unused_parameters_are_left_alone(cuda_graph: bool) -> None:
+    """A parameter without gradient is not stepped: no weight decay on it."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(5, 7), nn.Linear(5, 7)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.used(x)
+            return found
+
+    network = Part().cuda().double()
+    before = network.unused.weight.detach().clone()
+    steps(
+        network,
+        batches([8] * 4),
+        cross_entropy,
+        lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.5),
+        micro_batch_size=4,
+        options=Options(cuda_graph=cuda_graph),
+    )
+    assert torch.equal(before, network.unused.weight)
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_scaler_works(cuda_graph: bool) -> None:
+    """fp16 with a scaler: unscaled once, close to float32."""
+    torch.manual_seed(0)
+    network = Tower().cuda()
+    twin = copy.deepcopy(network)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
+    step = BigStep(
+        network,
+        torch.optim.SGD(network.parameters(), lr=0.5),
+        places,
+        micro_batch_size=8,
+        clip_norm=1.0,
+        scaler=scaler,
+        options=Options(cuda_graph=cuda_graph),
+    )
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for _ in range(4):
+        with torch.autocast("cuda", torch.float16):
+            update = step(text())
+        assert not update.skipped
+        places(twin, tuple(leaf.cuda() for leaf in text())).backward()  # type: ignore[arg-type]
+        nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert distance(network, twin) < 2e-3
+
+
+def test_a_compiled_model_works() -> None:
+    """What the user has compiled stays compiled."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 16), nn.GELU(), nn.Linear(16, 7)).cuda()
+    twin = copy.deepcopy(network)
+    compiled: Any = torch.compile(network)
+    data = batches([16] * 2, torch.float32)
+    step = BigStep(compiled, torch.optim.SGD(network.parameters(), lr=0.1), cross_entropy, micro_batch_size=8)
+    for batch in data:
+        step(batch)
+    train_big(twin, data, cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), 1, None)
+    assert distance(network, twin) < 1e-5
+
+
+def wide(width: int = 4096, layers: int = 12) -> nn.Module:
+    """Return a network whose activations are large: 16 KiB a row and layer."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers))).cuda()
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_running_out_of_memory_for_real_loses_nothing(cuda_graph: bool) -> None:
+    """Capped memory: the first sizes fail, the step succeeds, and equals one that never failed."""
+    _, total_bytes = torch.cuda.mem_get_info()
+    torch.manual_seed(1)
+    batch = torch.randn(16384, 4096)
+
+    def loss_fn(network: nn.Module, x: Tensor) -> Tensor:
+        return network(x).square().mean()
+
+    def trained(size: int, cap: float | None) -> tuple[nn.Module, Any, BigStep]:
+        network = wide()
+        torch.cuda.empty_cache()
+        if cap is not None:
+            torch.cuda.set_per_process_memory_fraction(cap / total_bytes)
+        try:
+            step = BigStep(
+                network,
+                torch.optim.SGD(network.parameters(), lr=0.1),
+                loss_fn,
+                micro_batch_size=size,
+                options=Options(cuda_graph=cuda_graph),
+            )
+            updates = [step(batch) for _ in range(3)]
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return network, updates, step
+
+    mine, updates, step = trained(16384, 4.0 * 2**30)
+    learned = next(iter(step.state_dict()["sizes"].values()))
+    assert learned < 16384
+    true, _, _ = trained(learned, None)
+    assert distance(mine, true) < 1e-6
+    assert updates[0].micro_batches > 1
+    with pytest.raises(errors.OutOfMemory, match="one sample"):
+        trained(1, 0.9 * 2**30 + torch.cuda.memory_allocated())
+
+
+def test_auto_stays_within_the_budget(record_property: Callable[[str, object], None]) -> None:
+    """The size that "auto" finds fits the budget it was given."""
+    network = wide(2048, 16)
+    torch.cuda.empty_cache()
+    batch = torch.randn(8192, 2048)
+    step = BigStep(
+        network,
+        torch.optim.AdamW(network.parameters(), fused=True),
+        lambda network, x: network(x).square().mean(),
+        memory="3GiB",
+    )
+    step(batch)
+    torch.cuda.reset_peak_memory_stats()
+    update = step(batch)
+    peak = torch.cuda.max_memory_allocated()
+    record_property("auto", f"{update.micro_batches} micro-batches, peak {peak / 2**30:.2f} of 3 GiB")
+    assert peak <= 3 * 2**30
