@@ -1,5 +1,6 @@
 """The code in README.md and docs/ runs, on real objects, as it stands."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator
+from bigbatch import Accumulator, Update
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -69,3 +70,36 @@ def test_links_lead_somewhere(page: Path) -> None:
     """Every relative link is a file."""
     for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+def test_a_hugging_face_language_model_equals_to_its_own_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the pages say: a float64 model's loss is float32, and accumulated weights move to within 1e-6 of the true."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, intermediate_size=32)
+    true = transformers.LlamaForCausalLM(config).double()
+    accumulated = copy.deepcopy(true)
+    tokens = torch.randint(50, (12, 8))
+    before = nn.utils.parameters_to_vector(true.parameters()).detach().clone()
+
+    loss = true(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    torch.optim.SGD(true.parameters(), lr=0.5).step()
+    accumulator = Accumulator(accumulated, torch.optim.SGD(accumulated.parameters(), lr=0.5), steps=3)
+    for part in accumulator.over(tokens.split(5)):
+        accumulator.backward(accumulated(input_ids=part, labels=part).loss)
+
+    after, reached = (nn.utils.parameters_to_vector(model.parameters()) for model in (true, accumulated))
+    assert (true.dtype, loss.dtype) == (torch.float64, torch.float32)
+    assert 1e-12 < (reached - after).norm() / (after - before).norm() < 1e-6
+
+
+def test_the_fields_of_an_update_that_the_readme_names_are_there() -> None:
+    """Each name in the sentence is a field."""
+    sentence = re.search(r"An `Update` is (.*?)\n\n", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert sentence is not None
+    names = set(re.findall(r"`(\w+)`", sentence[1])) - {"clip_norm"}
+    assert names == {"loss", "count", "micro_batches", "grad_norm", "skipped"}
+    assert all(hasattr(Update(micro_batches=1, count=1.0, _loss=0.5), name) for name in names)
