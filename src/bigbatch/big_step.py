@@ -1,7 +1,6 @@
 """A big batch comes in, an update comes out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -13,9 +12,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import checks
 from bigbatch.admission import Admission
-from bigbatch.coupling import Part, calm, refuse_counted_padding, refuse_coupled
 from bigbatch.division import Division
 from bigbatch.errors import ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
+from bigbatch.first_check import FirstCheck
 from bigbatch.joining import joined
 from bigbatch.moving import Mover
 from bigbatch.options import Options
@@ -108,7 +107,7 @@ class BigStep:
         self._sizes = Sizes(_checked_size(micro_batch_size), memory, self._mover.device)
         self._habits = Habits()  # which buffers stay as they are
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
-        self._checked = not self._options.check
+        self._check = FirstCheck(self._models, self._runner, self._mover, self._options)
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
         self._padding: Padding | None = None
 
@@ -183,87 +182,60 @@ class BigStep:
 
     def _attempt(self, division: Division) -> Update:
         """Make the update, or leave everything as it was."""
+        division.batch.refuse_changed()  # by a probe, or by an attempt that failed
         buffers, randomness = Buffers(self._models, self._habits), Randomness(self._devices)
         window: Window | None = None
         try:
             self._admission.open()
-            if not self._checked:
-                self._check(division)
+            seen = self._check(division)
             totals = self._totals(division) if self._several else None
             with self._runner.window():
                 window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
                 extras = self._runner.run(window, self._mover.micro_batches(division), len(division))
-                update = window.close()
+                together = joined(extras, division.sizes, division.order)  # takes memory: before the step
+                update = self._closed(window)
         except BaseException:
             if window is not None:
                 window.discard()
             buffers.restore()
             randomness.restore()
             raise
-        self._checked, self._habits, self._padding = True, buffers.habits(), division.padding
-        return replace(update, extras=joined(extras, division.sizes, division.order))
+        self._check.passed(seen)
+        self._habits, self._padding = buffers.habits(), division.padding
+        return replace(update, extras=together)
 
-    def _part(self, micro_batch: Any) -> Part:
-        loss, _ = self._runner.loss(self._mover.moved(micro_batch))
-        return Part.of(loss, self._runner.read(loss))
+    def _closed(self, window: Window) -> Update:
+        """Correct, clip and step; a step that ran out of memory halfway must not be made again."""
+        try:
+            return window.close()
+        except BaseException as error:
+            if not is_out_of_memory(error) or not self._stepper.began:
+                raise
+            msg = (
+                f"out of memory in the optimizer's own step; {missing(error)}. It may have changed some parameters and "
+                "some of its state, so the step is not made again: load both from a checkpoint.\n"
+                "Try a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state."
+            )
+            raise OutOfMemory(msg) from error
 
     def _totals(self, division: Division) -> tuple[Count, ...]:
         """Learn the counts of a loss with several terms, in a pass of its own, before the first backward."""
-        rows: list[list[Count]] = []
-        sums: list[bool] = []
-        with untouched(self._models):
-            for micro_batch in self._mover.micro_batches(division):
-                loss, _ = self._runner.loss(micro_batch)
-                data = [term for term in self._runner.read(loss) if term.kind != "once"]
-                rows.append([0.0 if term.kind == "sum" else term.count for term in data])
-                sums = [term.kind == "sum" for term in data]
-        totals = [sum(column[1:], start=column[0]) for column in zip(*rows, strict=True)]
-        return tuple(1.0 if is_sum else total for is_sum, total in zip(sums, totals, strict=True))
+        with untouched(self._models, habits=self._habits):
+            rows = [self._counts(micro_batch) for micro_batch in self._mover.micro_batches(division)]
+        if len({tuple(kind for kind, _ in row) for row in rows}) > 1:
+            msg = (
+                f"the loss changes within a batch: its micro-batches have {', '.join(str(len(row)) for row in rows[:8])} "
+                "terms over data. A big batch has one loss: write every term for every micro-batch, times 0 where it "
+                "does not apply."
+            )
+            raise LossError(msg)
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        sums = [sum((count for _, count in column[1:]), start=column[0][1]) for column in columns]
+        return tuple(1.0 if column[0][0] == "sum" else total for column, total in zip(columns, sums, strict=True))
 
-    def _check(self, division: Division) -> None:
-        """See that samples are not coupled, and that padding may be cut off; some forwards, once."""
-        number = max(range(len(division)), key=division.sizes.__getitem__)
-        if division.longest is not None:
-            self._check_padding(division)
-        if division.sizes[number] < 2:  # noqa: PLR2004 - one sample has no halves
-            return
-        group = division.indices(division.groups[number])
-        longest = None if division.longest is None else division.longest[number]
-        middle = len(group) // 2
-        parts = self._calmly(
-            lambda: [self._part(division.part(part, longest)) for part in (group, group[:middle], group[middle:])]
-        )
-        if parts is not None:
-            refuse_coupled(parts[0], parts[1:], len(group))
-
-    def _check_padding(self, division: Division) -> None:
-        """See that a loss does not change when padding is cut off."""
-        assert division.longest is not None  # noqa: S101 - the caller has looked
-        shortest, number = min(zip(division.longest, range(len(division)), strict=True))
-        if shortest == division.width:
-            return
-        group = division.indices(division.groups[number])[-2:]
-        parts = self._calmly(lambda: [self._part(division.part(group, wide)) for wide in (division.width, shortest)])
-        if parts is not None:
-            refuse_counted_padding(*parts)
-
-    def _calmly(self, evaluate: Callable[[], list[Part]]) -> list[Part] | None:
-        """Evaluate losses without random numbers: as things are, else in evaluation mode; None where neither helps."""
-        for circumstances in (nullcontext(), calm(self._models)):
-            with untouched(self._models), circumstances:
-                randomness = Randomness(self._devices)
-                try:
-                    parts = evaluate()
-                except LossError:
-                    raise
-                except Exception as error:
-                    # The first time it is the user's error; in evaluation mode a model may do something else.
-                    if isinstance(circumstances, nullcontext) or is_out_of_memory(error):
-                        raise
-                    return None
-                if not randomness.drawn():
-                    return parts
-        return None
+    def _counts(self, micro_batch: Any) -> list[tuple[str, Count]]:
+        loss, _ = self._runner.loss(micro_batch)
+        return [(term.kind, term.count) for term in self._runner.read(loss) if term.kind != "once"]
 
     def _rehearse(self, division: Division, limit: int) -> Probe:
         """Run the first micro-batch of a division for its memory and time, and leave no trace."""
@@ -283,11 +255,15 @@ class BigStep:
             "sequences, autocast to bfloat16, or an optimizer with less state; then BigStep goes on as it is."
         )
         if size <= 1:
+            let_go(error, told=True)
             raise OutOfMemory(why) from error
         if division.longest is None:
             self._sizes.learn(division.batch.signature(), size // 2)
         else:
-            tokens = [number * wide for number, wide in zip(division.sizes, division.longest, strict=True)]
+            # A sample longer than the budget has a group of its own, whatever the budget: it does not count here.
+            tokens = [
+                number * wide for number, wide in zip(division.sizes, division.longest, strict=True) if number > 1
+            ]
             self._sizes.learn(TOKENS, max(tokens) // 2)
 
 

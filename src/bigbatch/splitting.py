@@ -182,8 +182,7 @@ def _is_plain_list(tree: Any) -> bool:
 
 def _length(leaf: Any) -> int | None:
     """Return how many rows a leaf has, where it can have samples: a tensor or an array."""
-    shape = getattr(leaf, "shape", None)
-    return int(shape[0]) if isinstance(shape, tuple) and shape and isinstance(shape[0], int) else None
+    return leaf.shape[0] if (isinstance(leaf, Tensor) or hasattr(leaf, "__array_interface__")) and leaf.ndim else None
 
 
 def _versions(whole: Any) -> tuple[int, ...]:

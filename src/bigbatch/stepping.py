@@ -90,7 +90,13 @@ class Stepper:
         skipped = self._apply(gradients, factor, active, nonfinite)
         if self.schedulers:
             self._schedule(skipped=bool(skipped))
+        self._doing = ""
         return (norm if self.clip_norm is not None else None), skipped
+
+    @property
+    def began(self) -> bool:
+        """Whether a step that failed had begun to change parameters: it cannot be made again."""
+        return not isinstance(self._doing, str)
 
     def _schedule(self, *, skipped: bool) -> None:
         """Step the schedulers, and warn where someone else has stepped them since we did."""
