@@ -223,10 +223,10 @@ class BigStep:
         with untouched(self._models, habits=self._habits):
             rows = [self._counts(micro_batch) for micro_batch in self._mover.micro_batches(division)]
         if len({tuple(kind for kind, _ in row) for row in rows}) > 1:
+            shown = ", ".join(str(len(row)) for row in rows[:8])
             msg = (
-                f"the loss changes within a batch: its micro-batches have {', '.join(str(len(row)) for row in rows[:8])} "
-                "terms over data. A big batch has one loss: write every term for every micro-batch, times 0 where it "
-                "does not apply."
+                f"the loss changes within a batch: its micro-batches have {shown} terms over data. A big batch has one "
+                "loss: write every term for every micro-batch, times 0 where it does not apply."
             )
             raise LossError(msg)
         columns = [list(column) for column in zip(*rows, strict=True)]
@@ -261,10 +261,8 @@ class BigStep:
             self._sizes.learn(division.batch.signature(), size // 2)
         else:
             # A sample longer than the budget has a group of its own, whatever the budget: it does not count here.
-            tokens = [
-                number * wide for number, wide in zip(division.sizes, division.longest, strict=True) if number > 1
-            ]
-            self._sizes.learn(TOKENS, max(tokens) // 2)
+            groups = zip(division.sizes, division.longest, strict=True)
+            self._sizes.learn(TOKENS, max(number * wide for number, wide in groups if number > 1) // 2)
 
 
 def _checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:

@@ -38,6 +38,11 @@ class Part(NamedTuple):
         kinds, counts = tuple(term.kind for term in terms), tuple(float(term.count) for term in terms)
         return cls(float(loss.detach()), kinds, counts, _tolerance(loss))
 
+    @classmethod
+    def unknown(cls) -> "Part":
+        """Stand for samples whose loss could not be had; it refuses nothing."""
+        return cls(math.nan, (), (), 0.0)
+
 
 def combined(parts: Sequence[Part]) -> float | None:
     """Return the loss that the parts make together; None where their values do not tell."""
@@ -66,8 +71,8 @@ def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:
         f"the samples of this batch are coupled: {samples} of them have a loss of {alone:.6g}, and their two halves "
         f"{together:.6g} together. Something in the model or the loss looks across samples, so no split into "
         "micro-batches gives the big batch's gradient. Nothing was changed.\n"
-        "Look for attention, pooling or a statistic over the batch dimension, for padding that the loss counts, and for "
-        "a tensor in the batch that all samples share and that has as many rows as there are samples.\n"
+        "Look for attention, pooling or a statistic over the batch dimension, for padding that the loss counts, and "
+        "for a tensor in the batch that all samples share and that has as many rows as there are samples.\n"
         "If the loss only looks so, as one with random numbers of its own:  Options(check=False)"
     )
     raise CoupledLoss(msg)

@@ -77,7 +77,7 @@ def lengths_of(batch: Batch, options: Options) -> list[int]:
     try:
         lengths = [int(number) for number in found]
     except (TypeError, ValueError):
-        msg = f"lengths should give one number per sample; found {str(found):.80}"
+        msg = f"lengths should give one number per sample; found {found!s:.80}"
         raise BatchError(msg) from None
     if len(lengths) != batch.size or min(lengths) < 0:
         msg = f"lengths gave {len(lengths)} numbers for {batch.size} samples; return one per sample, 0 or more"
