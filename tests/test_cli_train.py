@@ -54,6 +54,7 @@ def test_the_table_fits_eighty_columns(default: Result) -> None:
     lines = default.stdout.splitlines()
     assert max(len(line) for line in lines) <= 80
     assert "Next: bigbatch train --clip 1.0" in lines
+    assert not any(line.endswith("-") for line in lines)  # words and options stay whole
     assert "\x1b" not in default.stdout
     assert "…" not in default.stdout
     row = next(line for line in lines if line.startswith("samples used"))
