@@ -38,14 +38,20 @@ class Meter:
         device: where the action's tensors are.
         limit: on a CPU, stop with `OverLimit` an action that would hold more. A GPU refuses by itself; a host hands
             out memory that it does not have, and ends the process when that is used.
+        beside: on a CPU, bytes to count on top: of tensors that are made, or only meant, after the meter is.
     """
 
-    def __init__(self, device: torch.device | str, limit: int | None = None) -> None:
+    def __init__(self, device: torch.device | str, limit: int | None = None, beside: int = 0) -> None:
         """Note what the process holds."""
         self.device = torch.device(device)
         self._limit = limit
         # Taken once: memory that one action has freed may stay with the process, and is not the next one's.
-        self._before = resident() if self.device.type != "cuda" else 0
+        self._before = resident() + beside if self.device.type != "cuda" else 0
+
+    @property
+    def before(self) -> int:
+        """What is held while nothing runs."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else self._before
 
     def __call__(self, action: Callable[[], Result]) -> tuple[Result, Peak]:
         """Run the action; return what it returns, and its peak."""

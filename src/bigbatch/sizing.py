@@ -221,7 +221,7 @@ def even_sizes(total: int, above: int, below: int) -> list[int]:
 
 def batch_seconds(size: int, total: int, probes: Sequence[Probe]) -> float | None:
     """Return the time of a batch in micro-batches of a size: lines through the times that were measured."""
-    times = [(p.size, p.seconds) for p in probes if p.seconds is not None]
+    times = [(p.size, p.seconds) for p in probes if p.seconds is not None and p.peak_bytes is not None]
     if not times:
         return None
     parts = Counter(balanced(total, size))

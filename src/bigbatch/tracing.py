@@ -1,7 +1,7 @@
 """Predict the peak of a training step without its device, by computing with tensors that have shapes and no numbers."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -94,6 +94,19 @@ def predict(
         return trace.step(inputs, lambda: loss_fn(model, inputs))
 
 
+def optimizer_bytes(optimizers: Sequence[Optimizer], target: str) -> tuple[int, int]:
+    """Return what the optimizers' state will take when it is all there, and what a step holds beside it for a while."""
+    live, fakes = LiveStorages(_BLOCK[target]), Fakes()
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        warnings.simplefilter("ignore")
+        trace = _Trace((), [fakes.optimizer(o) for o in optimizers], live, target)
+        parameters = [p for o in trace.optimizers for group in o.param_groups for p in group["params"]]
+        for p in parameters:
+            p.grad = torch.empty_like(p)
+        live.add([parameters, [p.grad for p in parameters]])
+        return trace.optimizer_only()
+
+
 @dataclass(frozen=True)
 class _Trace:
     """A step of stand-ins, counted."""
@@ -110,7 +123,7 @@ class _Trace:
         for p in parameters:
             p.grad = torch.empty_like(p)
         weights = live.add(held)
-        gradients = live.add([p.grad for p in parameters]) + _wider(parameters)
+        gradients = live.add([p.grad for p in parameters]) + wider(parameters)
         with live, live.phase("state"):
             optimizer_state = self._make_state()
         samples = live.add(batch)
@@ -138,6 +151,13 @@ class _Trace:
             workspaces=_WORKSPACES[self.target],
             where=f"{last}: {live.where[last]}" if samples + inside[last] >= step else "the optimizer's step",
         )
+
+    def optimizer_only(self) -> tuple[int, int]:
+        with self.live, self.live.phase("state"):
+            state = self._make_state()
+            with self.live.phase("step"):
+                self._step()
+        return state, self.live.peaks["step"] - self.live.now
 
     def _make_state(self) -> int:
         """Make the optimizers' state, as their first step does; return its bytes."""
@@ -167,7 +187,12 @@ def _loss(returned: Any) -> Tensor:
     return loss
 
 
-def _wider(parameters: Sequence[Tensor]) -> int:
-    """Return what gradients of half precision take more than their own: they are added up in float32."""
+def wider(parameters: Sequence[Tensor]) -> int:
+    """Return what gradients of half precision take beyond their own size: they are added up in float32."""
     halves = [p for p in parameters if p.is_floating_point() and p.element_size() < torch.float32.itemsize]
     return sum(p.numel() * (torch.float32.itemsize - p.element_size()) for p in halves)
+
+
+def size_of(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of some tensors; what they share counts once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())  # noqa: SLF001

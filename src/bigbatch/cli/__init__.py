@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from bigbatch.cli.failures import usage_errors_as_text
+from bigbatch.cli.plan import plan
 from bigbatch.cli.train import train
 
 
@@ -37,6 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(plan)
 
 
 def _version(wanted: bool) -> None:

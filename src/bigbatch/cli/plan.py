@@ -1,0 +1,101 @@
+"""`bigbatch plan`: which micro-batch size a user's file should take, and what it needs."""
+
+import dataclasses
+import json
+import shlex
+import sys
+from contextlib import nullcontext, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bigbatch.cli.failures import FAILED, errors_as_text
+from bigbatch.cli.terminal import next_step, paragraph, progress, results
+
+if TYPE_CHECKING:
+    from bigbatch.plan_report import Plan
+
+
+def plan(
+    file: Annotated[Path, typer.Argument(metavar="FILE.py", help="A file with setup().")],
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="24GiB", help="What there is to use; also of a GPU that is not here. [default: what is free]"
+        ),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of the file's own.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+) -> None:
+    """Find the micro-batch size for your own file.
+
+    It is measured on the model's device in at most six probes. With --memory and no GPU it is predicted by tracing.
+
+    FILE.py: a file whose function setup() returns a bigbatch.Setup.
+    """
+    # What their code prints must not stand among the JSON.
+    with errors_as_text(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        found = _planned(file, memory, batch_size)
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), **dataclasses.asdict(found)}, indent=2))
+    else:
+        _print(found, file)
+    if found.size is None:
+        raise typer.Exit(FAILED)
+
+
+def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
+    """Plan the first batch of the file's data, under a progress bar."""
+    from bigbatch.cli.setup_file import read_setup
+    from bigbatch.planning import make_plan
+    from bigbatch.recipes.user_code import calling
+    from bigbatch.sizing import PROBES
+
+    setup = read_setup(file)
+    whole = dataclasses.replace(setup, batch_size=batch_size or setup.batch_size, micro_batch_size=None)
+    with calling("data"):
+        batch = next(iter(whole.micro_batches()))
+    with progress() as bar:
+        task = bar.add_task(file.name, total=PROBES)
+
+        def on_probe(size: int) -> None:
+            bar.update(task, advance=1, description=f"{size:,} samples at once")
+
+        with calling("loss_fn"):
+            return make_plan(
+                setup.model,
+                setup.loss_fn,
+                batch,
+                optimizer=setup.optimizer,
+                memory=_fraction(memory) or memory,
+                on_probe=on_probe,
+            )
+
+
+def _fraction(memory: str | None) -> float | None:
+    """Read `--memory 0.8`, which has no unit since it is a fraction."""
+    try:
+        number = float(memory or "")
+    except ValueError:
+        return None
+    return number if 0 < number <= 1 and "." in str(memory) else None
+
+
+def _print(found: "Plan", file: Path) -> None:
+    from bigbatch.plan_report import table
+
+    console = results()
+    paragraph(console, f"{file.name}: {found.headline()}")
+    console.print()
+    for line in table(found.rows, found.size):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print()
+    for sentence in (*found.advice, *found.notes):
+        paragraph(console, sentence)
+    if found.size is None:
+        next_step(console, f"plan {shlex.quote(str(file))}", "again, after making room as above")
+    elif found.steps == 1:
+        next_step(console, f"train {shlex.quote(str(file))}", "with no micro_batch_size in its Setup")
+    else:
+        next_step(console, f"train {shlex.quote(str(file))}", f"with micro_batch_size={found.size} in its Setup")

@@ -1,0 +1,227 @@
+"""Plan a batch: which size of micro-batch, how many steps, what it takes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bigbatch import checks
+from bigbatch.errors import ConfigurationError
+from bigbatch.host_memory import resident
+from bigbatch.memory import budget as bytes_of
+from bigbatch.memory import human, read, room
+from bigbatch.moving import Mover
+from bigbatch.plan_report import Plan, Row, advice, advice_when_nothing_fits
+from bigbatch.rehearsal import Stage
+from bigbatch.restoring import devices_of
+from bigbatch.sizing import MARGIN, Choice, DoesNotFit, Probe, choose
+from bigbatch.splitting import Batch
+from bigbatch.tracing import Prediction, optimizer_bytes, predict, size_of, wider
+
+TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
+
+
+def plan(
+    model: nn.Module | Sequence[nn.Module],
+    loss_fn: Callable[[Any, Any], Any] | None,
+    batch: Any,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    memory: float | str | None = None,
+) -> Plan:
+    """Find the size of micro-batches for a batch, and say when accumulation is not the answer.
+
+        print(bigbatch.plan(model, loss_fn, batch, optimizer=optimizer))
+        print(bigbatch.plan(model, loss_fn, batch, optimizer=optimizer, memory="24GiB"))  # also without that GPU
+
+    It measures on the model's own device, in at most six probes, and leaves model, gradients, buffers, optimizer and
+    random generators as they were. Where the memory asked for is not there (a CPU alone and a GPU's bytes, or more
+    bytes than this GPU has), it predicts by tracing.
+
+    Args:
+        model: on its device; one or several, as `loss_fn` takes them.
+        loss_fn: called as `loss_fn(model, micro_batch)`; None: `model(**micro_batch).loss`.
+        batch: all samples of one update, on any device.
+        optimizer: whose state is to fit, too. It need not have stepped.
+        memory: a fraction, bytes or text such as "24GiB"; None: what this process holds and what is free.
+    """
+    return make_plan(model, loss_fn, batch, optimizer=optimizer, memory=memory)
+
+
+def make_plan(
+    model: Any,
+    loss_fn: Callable[[Any, Any], Any] | None,
+    batch: Any,
+    *,
+    optimizer: Any = None,
+    memory: float | str | None = None,
+    on_probe: Callable[[int], None] | None = None,
+) -> Plan:
+    """Plan, and tell `on_probe` the size of each probe before it is made."""
+    models = checks.models(model)
+    optimizers = () if optimizer is None else checks.optimizers(optimizer, models)
+    device = _device(models)
+    work = _Work(model, models, optimizers, loss_fn, Batch.of(batch), on_probe or (lambda _: None))
+    if memory is not None and _must_trace(memory, device):
+        return _traced(work, bytes_of(memory, device), device)
+    return _measured(work, bytes_of(memory, device), device)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What is planned for."""
+
+    model: Any
+    models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer]
+    loss_fn: Callable[[Any, Any], Any] | None
+    batch: Batch
+    on_probe: Callable[[int], None]
+
+    def loss(self, model: Any, micro_batch: Any) -> Any:
+        """The loss of a micro-batch."""
+        if self.loss_fn is not None:
+            return self.loss_fn(model, micro_batch)
+        if not isinstance(micro_batch, Mapping):
+            raise ConfigurationError(
+                f"without loss_fn the loss is model(**batch).loss, but this batch is a {type(micro_batch).__name__}, "
+                "not a mapping of names to tensors.\n\n"
+                "Say how a loss is made of it:\n"
+                "    plan(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)"
+            )
+        return model(**micro_batch).loss
+
+
+def _must_trace(memory: float | str, device: torch.device) -> bool:
+    """Tell whether the memory asked for is that of a device which is not here."""
+    fraction, asked = read(memory)
+    if fraction is not None:
+        return False
+    return device.type != "cuda" or asked > room(device).reachable
+
+
+def _measured(work: _Work, budget: int, device: torch.device) -> Plan:
+    # Gradients are there whether an optimizer is given or not; one without state stands in for it.
+    trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
+    optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
+    stage = Stage(work.models, optimizers, torch.float32, device, min(budget, room(device).reachable))
+    mover = Mover(device)
+    held, while_stepping = _held(work.models, optimizers, device)
+
+    def probe(size: int) -> Probe:
+        def run() -> None:
+            returned = work.loss(work.model, mover.moved(work.batch.take(slice(0, size))))
+            loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
+            loss.backward()
+
+        seen = stage.rehearse(size, run)
+        # The step of the optimizer comes after, when activations are gone: a phase of its own.
+        return (
+            seen if seen.peak_bytes is None else replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
+        )
+
+    found = _search(work, probe, budget, MARGIN)
+    on_cuda = device.type == "cuda"
+    return found.plan(
+        device=torch.cuda.get_device_name(device) if on_cuda else "this machine's CPU",
+        resident=held,
+        measured=True,
+        notes=() if on_cuda else ("Peaks are the whole process's: what else it holds counts, too.",),
+    )
+
+
+def _held(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: torch.device) -> tuple[int, int]:
+    """Return what is held whatever the size, and what a step of the optimizers holds beside it for a while."""
+    target: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
+    there = torch.cuda.memory_allocated(device) if target == "cuda" else resident()
+    gradients = [p for module in models for p in module.parameters() if p.requires_grad and p.grad is None]
+    try:
+        state, while_stepping = optimizer_bytes(optimizers, target)
+    except Exception:  # noqa: BLE001 - an optimizer may do in its step whatever it likes
+        state, while_stepping = size_of([p for o in optimizers for g in o.param_groups for p in g["params"]]) * 2, 0
+    made = size_of([v for o in optimizers for each in o.state.values() for v in each.values() if isinstance(v, Tensor)])
+    return there + size_of(gradients) + wider(gradients) + max(0, state - made), while_stepping
+
+
+def _traced(work: _Work, budget: int, device: torch.device) -> Plan:
+    traced: list[Prediction] = []
+
+    def probe(size: int) -> Probe:
+        traced.append(predict(work.model, work.loss, work.batch.take(slice(0, size)), work.optimizers))
+        return Probe(size, traced[-1].peak)
+
+    found = _search(work, probe, budget, TRACED_MARGIN)
+    here = "this machine has no GPU" if device.type == "cpu" else f"{device} has {human(room(device).reachable)}"
+    note = f"Predicted by tracing, since {here}; {TRACED_MARGIN:.0%} are left free for what a trace does not see."
+    notes = (note, "Times are not known: on the device itself, a smaller size may be as fast.")
+    return found.plan(device="a GPU", resident=traced[0].resident, measured=False, notes=notes)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the probes came to."""
+
+    batch_size: int
+    budget: int
+    limit: int
+    probes: tuple[Probe, ...]
+    choice: Choice | None
+
+    def plan(self, *, device: str, resident: int, measured: bool, notes: tuple[str, ...]) -> Plan:
+        """Say it."""
+        choice = self.choice
+        nothing_fits = advice_when_nothing_fits(resident, self.probes[0].peak_bytes, self.limit)
+        return Plan(
+            batch_size=self.batch_size,
+            size=choice.size if choice else None,
+            steps=choice.steps if choice else None,
+            peak_bytes=choice.peak_bytes if choice else None,
+            budget=self.budget,
+            resident_bytes=resident,
+            device=device,
+            measured=measured,
+            rows=tuple(self._row(probe, measured=measured) for probe in self.probes),
+            advice=advice(choice, resident) if choice else nothing_fits,
+            notes=notes,
+        )
+
+    def _row(self, probe: Probe, *, measured: bool) -> Row:
+        told = self.choice.predicted(probe.size) if self.choice else None
+        return Row(
+            size=probe.size,
+            steps=-(-self.batch_size // probe.size),
+            predicted_bytes=told if measured else probe.peak_bytes,
+            measured_bytes=probe.peak_bytes if measured else None,
+            seconds_per_sample=probe.seconds / probe.size if probe.seconds and probe.peak_bytes else None,
+            fits=probe.peak_bytes is not None and probe.peak_bytes <= self.limit,
+        )
+
+
+def _search(work: _Work, probe: Callable[[int], Probe], budget: int, margin: float) -> _Found:
+    seen: list[Probe] = []
+
+    def observed(size: int) -> Probe:
+        work.on_probe(size)
+        seen.append(probe(size))
+        return seen[-1]
+
+    choice: Choice | None = None
+    # A plan that finds no size says so: that is its answer, not an error.
+    with suppress(DoesNotFit):
+        choice = choose(observed, work.batch.size, budget, margin=margin)
+    probes = tuple(sorted(seen, key=lambda each: each.size))
+    return _Found(work.batch.size, budget, int(budget * (1 - margin)), probes, choice)
+
+
+def _device(models: Sequence[nn.Module]) -> torch.device:
+    found = devices_of(models)
+    if len(found) != 1:
+        raise ConfigurationError(
+            f"plan needs the model on one device; found {', '.join(sorted(map(str, found))) or 'no parameters'}.\n\n"
+            "Move it first: model.to('cuda')"
+        )
+    return next(iter(found))
