@@ -182,13 +182,14 @@ class BigStep:
 
     def _attempt(self, division: Division) -> Update:
         """Make the update, or leave everything as it was."""
-        division.batch.refuse_changed()  # by a probe, or by an attempt that failed
+        division.batch.refuse_changed()  # by a probe, or by an attempt before
         buffers, randomness = Buffers(self._models, self._habits), Randomness(self._devices)
         window: Window | None = None
         try:
             self._admission.open()
             seen = self._check(division)
             totals = self._totals(division) if self._several else None
+            division.batch.refuse_changed()  # by counting or checking
             with self._runner.window():
                 window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
                 extras = self._runner.run(window, self._mover.micro_batches(division), len(division))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.errors import ConfigurationError
 from bigbatch.splitting import leaves, mapped
 
 
@@ -16,12 +17,19 @@ def joined(extras: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | N
     sample each row is of); a list of them where micro-batches were trimmed and rows differ in length. Any other tensor
     is stacked, one entry per micro-batch; what is no tensor makes a list.
     """
-    if not extras or extras[0] is None:
+    if all(extra is None for extra in extras):
         return None
     columns: dict[str, list[Any]] = {}
     for extra in extras:
         for path, leaf in leaves(extra, ""):
             columns.setdefault(path, []).append(leaf)
+    if any(len(column) != len(extras) for column in columns.values()):
+        shown = ", ".join(sorted({type(extra).__name__ for extra in extras}))
+        msg = (
+            f"the extras of this batch's micro-batches differ in structure (found {shown}), so they cannot be joined; "
+            "nothing was changed.\nReturn the same names from every call of loss_fn."
+        )
+        raise ConfigurationError(msg)
     made = {path: _join(column, sizes, order) for path, column in columns.items()}
     return mapped(extras[0], lambda path, _: made[path], "")
 
@@ -32,7 +40,7 @@ def detached(extras: Any) -> Any:
 
 
 def _join(column: list[Any], sizes: Sequence[int], order: Sequence[int] | None) -> Any:
-    if not all(isinstance(leaf, Tensor) for leaf in column) or len(column) != len(sizes):
+    if not all(isinstance(leaf, Tensor) for leaf in column):
         return column
     if all(leaf.dim() and leaf.shape[0] == size for leaf, size in zip(column, sizes, strict=True)):
         if any(leaf.shape[1:] != column[0].shape[1:] for leaf in column):

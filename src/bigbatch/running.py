@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bigbatch.admission import Admission
 from bigbatch.casting import CastWeights, ForeignBackward
@@ -76,7 +77,8 @@ class Runner:
         """Run one micro-step as a window would, for whoever wants to know what it takes."""
         with self.window():
             loss, _ = self.loss(micro_batch)
-            self.read(loss)
+            with _disable_current_modes():  # a meter would see the numbers in a graph as tensors, and stumble
+                self.read(loss)
             self._backward(loss, torch.ones_like(loss))
 
     def fall_back(self, error: BaseException) -> bool:

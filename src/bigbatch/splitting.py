@@ -156,10 +156,8 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
 
 
 def _mapping_like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    if type(tree) is dict:
-        return made
-    alike = copy.copy(tree)  # keeps what a subclass carries beside its items
-    if isinstance(alike, MutableMapping):
+    if type(tree) is not dict and isinstance(tree, MutableMapping):
+        alike = copy.copy(tree)  # keeps what a subclass carries beside its items
         if getattr(alike, "data", None) is not None and getattr(alike, "data", None) is getattr(tree, "data", None):
             alike.data = dict(made)  # type: ignore[attr-defined]  # a UserDict's copy may share its items
         for key, value in made.items():  # a Hugging Face ModelOutput has no update
