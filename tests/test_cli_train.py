@@ -317,6 +317,13 @@ def test_the_example_in_the_hint_runs(columns: int, directory: Path) -> None:
     assert "mine.py: batch 64 = 16 × 4, seed 0" in again.stdout
 
 
+def test_a_hint_repeats_the_command_that_was_typed(directory: Path) -> None:
+    """`plan` reads the same files, and its hints do not send to `train`."""
+    (directory / "mine.py").touch()
+    assert "\n\nhint: Did you mean\n    bigbatch plan mine.py\n" in run("plan", "mime.py").stderr
+    assert "bigbatch train" not in run("plan", "other.py").stderr
+
+
 def test_a_file_may_print_and_its_json_is_still_json(directory: Path) -> None:
     """What it prints goes to stderr there; a loss that has run away is null, since JSON has no NaN."""
     source = MINE.replace("inputs, labels = batch", "inputs, labels = batch; print('hello')").replace(
@@ -367,10 +374,10 @@ def test_what_to_type_has_its_path_where_the_environment_is_not_active(directory
 
 
 def test_help_lists_what_there_is() -> None:
-    """One command so far, and nothing that is not built."""
+    """The commands so far, and nothing that is not built."""
     result = run("--help")
     assert result.exit_code == 0
-    assert [line.split()[0] for line in result.stdout.split("Commands:\n")[1].splitlines()] == ["train"]
+    assert [line.split()[0] for line in result.stdout.split("Commands:\n")[1].splitlines()] == ["train", "plan"]
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

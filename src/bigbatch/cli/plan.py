@@ -52,9 +52,9 @@ def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
     from bigbatch.recipes.user_code import calling
     from bigbatch.sizing import PROBES
 
-    setup = read_setup(file)
+    setup = read_setup(file, "plan")
     whole = dataclasses.replace(setup, batch_size=batch_size or setup.batch_size, micro_batch_size=None)
-    with calling("data"):
+    with calling("making a batch of data"):
         batch = next(iter(whole.micro_batches()))
     with progress() as bar:
         task = bar.add_task(file.name, total=PROBES)

@@ -40,13 +40,13 @@ WITHOUT_A_FILE = (
 )
 
 
-def read_setup(path: Path) -> Setup:
-    """The `Setup` that the file's `setup()` returns.
+def read_setup(path: Path, command: str = "train") -> Setup:
+    """The `Setup` that the file's `setup()` returns; `command` is what the hints say to type.
 
     A function and not a variable, so that a seed set before the call also seeds the model, and so that a
     file can be imported without building one.
     """
-    _require_file(path)
+    _require_file(path, command)
     module_name = "bigbatch_setup_file"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
@@ -82,26 +82,28 @@ def read_setup(path: Path) -> Setup:
     return setup
 
 
-def suggested(names: Iterable[str], asked: str, directory: Path = Path()) -> str:
+def suggested(names: Iterable[str], asked: str, directory: Path = Path(), command: str = "train") -> str:
     """The nearest names as commands to type, each on a line; empty where none is near."""
     lower = {name.lower(): name for name in names}
     near = [directory / lower[name] for name in get_close_matches(asked.lower(), lower, n=3)]
-    return "Did you mean\n" + "".join(f"    {_command(path)}\n" for path in near) if near else ""
+    return "Did you mean\n" + "".join(f"    {_typed(command, path)}\n" for path in near) if near else ""
 
 
-def _command(path: Path) -> str:
-    return typed(f"train {shlex.quote(str(path))}")
+def _typed(command: str, path: Path) -> str:
+    return typed(f"{command} {shlex.quote(str(path))}")
 
 
-def _require_file(path: Path) -> None:
+def _require_file(path: Path, command: str) -> None:
     """Refuse a directory and what is not there, naming what is."""
     if path.is_dir():
         inside = next(iter(sorted(path.glob("*.py"))), path / "FILE.py")
         raise ConfigurationError(
-            f"{path} is a directory, not a file.\nName the file in it that has setup(), such as\n    {_command(inside)}"
+            f"{path} is a directory, not a file.\n"
+            f"Name the file in it that has setup(), such as\n    {_typed(command, inside)}"
         )
+    otherwise = WITHOUT_A_FILE if command == "train" else ""
     if not path.parent.is_dir():
-        raise ConfigurationError(f"there is no directory {path.parent}, so no {path.name} in it.\n{WITHOUT_A_FILE}")
+        raise ConfigurationError(f"there is no directory {path.parent}, so no {path.name} in it.\n{otherwise}")
     if not path.is_file():
-        near = suggested([each.name for each in path.parent.glob("*.py")], path.name, path.parent)
-        raise ConfigurationError(f"there is no file {path}.\n{near}{WITHOUT_A_FILE}")
+        near = suggested([each.name for each in path.parent.glob("*.py")], path.name, path.parent, command)
+        raise ConfigurationError(f"there is no file {path}.\n{near}{otherwise}")
