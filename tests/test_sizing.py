@@ -87,3 +87,106 @@ def test_inside_the_budget_and_as_fast_as_the_best(case: tuple[Device, int, int]
     assert device.asked == sorted(device.asked) or max(device.asked) >= choice.size
     assert choice.size in device.asked
     assert device.batch_seconds(choice.size, batch) <= fastest(device, batch, choice.limit) / 0.95
+
+
+@given(devices(), st.lists(st.floats(0.5, 2.0), min_size=20, max_size=20))
+@example((Device([(0, GIB)], affine(1.0, 0.1)), 64, 40 * GIB), [1.0] * 20)
+def test_never_over_the_budget_whatever_the_times(case: tuple[Device, int, int], noise: list[float]) -> None:
+    """Times that jump about change the choice, never its safety."""
+    device, batch, budget = case
+    steady, times = device.time, iter(noise)
+    device.time = lambda size: steady(size) * next(times)
+    choice = choose(device.probe, batch, budget)
+    assert device.peak(choice.size) <= choice.limit <= (1 - MARGIN) * budget
+    assert len(device.asked) <= PROBES
+
+
+@given(devices())
+def test_without_times_the_largest_that_fits(case: tuple[Device, int, int]) -> None:
+    """A trace has no times: then fewer steps are better."""
+    device, batch, budget = case
+
+    def probe(size: int) -> Probe:
+        return Probe(size, device.probe(size).peak_bytes)
+
+    choice = choose(probe, batch, budget)
+    assert choice.size == max(
+        p.size for p in choice.probes if p.peak_bytes is not None and p.peak_bytes <= choice.limit
+    )
+
+
+def found(device: Device, batch: int, budget: int) -> Choice:
+    """Choose on a device."""
+    return choose(device.probe, batch, budget)
+
+
+def test_a_batch_that_fits_is_not_cut() -> None:
+    """Where larger is faster and all fits, the whole batch is the size."""
+    choice = found(Device([(GIB, 1 << 20)], affine(1.0, 0.001)), 64, 40 * GIB)
+    assert (choice.size, choice.steps, choice.fits_whole) == (64, 1, True)
+
+
+def test_past_saturation_less_memory_is_taken() -> None:
+    """At the same speed, the smaller size; it divides the batch."""
+    choice = found(Device([(GIB, GIB)], saturating(1e-6, 1e-3)), 1024, 200 * GIB)
+    assert choice.size < 32
+    assert 1024 % choice.size == 0
+
+
+def test_larger_may_be_slower() -> None:
+    """A size in the middle that is the fastest is found."""
+    device = Device([(0, 1)], lambda size: 0.05 + 0.001 * size + 0.00002 * size * size)
+    choice = found(device, 4096, 1 << 40)
+    best = min(device.batch_seconds(size, 4096) for size in range(1, 4097))
+    assert device.batch_seconds(choice.size, 4096) <= 1.05 * best
+
+
+def test_a_kink_in_the_peak_does_not_mislead() -> None:
+    """Where the optimizer's step is the peak of small sizes, two small probes would promise too much."""
+    device = Device([(10 * GIB, 0), (2 * GIB, GIB)], affine(1.0, 0.001), capacity=41 * GIB)
+    choice = found(device, 512, 40 * GIB)
+    assert device.peak(choice.size) <= 40 * GIB
+    assert choice.steps == min(len(balanced(512, size)) for size in range(1, 37))
+
+
+def test_running_out_of_memory_is_an_answer() -> None:
+    """Probes that fail lead back to what fits."""
+    device = Device([(0, GIB)], affine(1.0, 0.001), capacity=3 * GIB)
+    choice = found(device, 64, 100 * GIB)
+    assert choice.size in {2, 3}
+    assert any(probe.peak_bytes is None for probe in choice.probes)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 13])
+def test_small_batches_need_few_probes(batch: int) -> None:
+    """No size is tried twice, and none beyond the batch."""
+    device = Device([(0, 1)], affine(1.0, 0.1))
+    assert found(device, batch, 1 << 30).size == batch
+    assert len(device.asked) == len(set(device.asked)) <= min(batch, PROBES)
+
+
+@pytest.mark.parametrize("capacity", [math.inf, GIB])
+def test_one_sample_that_does_not_fit_is_refused_with_numbers(capacity: float) -> None:
+    """The error says how much is missing and what to try."""
+    device = Device([(2 * GIB, GIB)], affine(1.0, 0.1), capacity)
+    with pytest.raises(DoesNotFit) as caught:
+        found(device, 64, 2 * GIB)
+    assert isinstance(caught.value, ConfigurationError)
+    message = str(caught.value)
+    assert message.startswith("one sample does not fit")
+    assert "2 GiB" in message
+    assert ("1.06 GiB more" in message) == (capacity == math.inf)
+    assert "torch.utils.checkpoint" in message
+
+
+def test_what_other_sizes_predict() -> None:
+    """A peak is read off the line through the nearest two others."""
+    choice = found(Device([(10, 5)], affine(1.0, 0.001)), 64, 1 << 30)
+    assert all(choice.predicted(probe.size) == probe.peak_bytes for probe in choice.probes)
+    assert choice.predicted(32) == 10 + 5 * 32
+
+
+@given(st.integers(1, 300))
+def test_even_sizes_are_those_that_balancing_makes(total: int) -> None:
+    """Every size is snapped to the largest part that as many micro-batches need."""
+    assert even_sizes(total, 0, total + 1) == sorted({max(balanced(total, size)) for size in range(1, total + 1)})

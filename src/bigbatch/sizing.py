@@ -213,7 +213,7 @@ class _Search:
 
 def even_sizes(total: int, above: int, below: int) -> list[int]:
     """Return, ascending, the sizes between two others that cut the batch into parts which differ by at most one."""
-    root = math.isqrt(total)
+    root = math.isqrt(total) + 1  # of size and number of parts, one is at most this
     few = {-(-total // parts) for parts in range(1, root + 1)}
     small = {-(-total // -(-total // size)) for size in range(1, root + 1)}
     return sorted(size for size in few | small if above < size < below)

@@ -1,0 +1,177 @@
+"""What there is to use, and what was used."""
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from bigbatch import host_memory
+from bigbatch.errors import ConfigurationError
+from bigbatch.memory import budget, human, room
+from bigbatch.metering import Meter, OverLimit
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("written", "size"),
+    [
+        ("20GiB", 20 * GIB),
+        ("20 GB", 20 * 10**9),
+        ("20gib", 20 * GIB),
+        ("20G", 20 * GIB),
+        ("1.5TiB", 3 * 2**39),
+        ("512 MiB", 2**29),
+        (24 * GIB, 24 * GIB),
+        (24e9, 24 * 10**9),
+    ],
+)
+def test_bytes_as_people_write_them(written: float | str, size: int) -> None:
+    """Units of 1,000 and of 1,024 are told apart; the device does not matter."""
+    assert budget(written, "cpu") == size
+
+
+@pytest.mark.parametrize("half", [0.5, "50%", "50 %"])
+def test_a_fraction_is_of_the_whole_device(half: float | str) -> None:
+    """Whether as a number or in per cent."""
+    assert budget(half, "cpu") == room("cpu").total // 2
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (True, "found a bool"),
+        (-1, "a positive number"),
+        (0, "a positive number"),
+        (0.0, "a positive number"),
+        (float("nan"), "a positive number"),
+        (float("inf"), "an int is bytes"),
+        (20, "an int is bytes, a float up to 1.0 is a fraction"),
+        (1.5, "an int is bytes, a float up to 1.0 is a fraction"),
+        ("20", "20 of what?"),
+        ("20 parsecs", "'parsecs' is not a unit of memory"),
+        ("-3GiB", "not a number with a unit"),
+        ("lots", "not a number with a unit"),
+        ("120%", "'%' is not a unit of memory"),
+        ("0GiB", "is 0 bytes, too little"),
+        ([1], "found a list"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(written: object, said: str) -> None:
+    """The error restates what was written and shows how to write it."""
+    with pytest.raises(ConfigurationError, match=re.escape(said)) as caught:
+        budget(written, "cpu")  # type: ignore[arg-type]
+    assert str(caught.value).startswith(f"memory={written!r}")
+    assert '"20GiB"' in str(caught.value)
+
+
+def test_by_default_what_the_process_has_and_what_is_free() -> None:
+    """On a CPU: more than is free, less than there is."""
+    found = budget(None, "cpu")
+    assert host_memory.resident() < found <= room("cpu").total
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about its absence")
+def test_a_device_that_is_not_there() -> None:
+    """It says what to write instead."""
+    with pytest.raises(ConfigurationError, match=r"there is no cuda: .*\n\n.*memory=\"24GiB\""):
+        budget(None, "cuda")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_is_the_limit(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest group around the process counts, and old files in its cache do not."""
+    group = tmp_path / "memory" / "a" / "b" if version == 1 else tmp_path / "a" / "b"
+    group.mkdir(parents=True)
+    limit, used, stat = (
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if version == 1
+        else ("memory.max", "memory.current", "inactive_file")
+    )
+    (group / limit).write_text("max\n")
+    (group.parent / limit).write_text(f"{64 << 20}\n")
+    (group.parent / used).write_text(f"{40 << 20}\n")
+    (group.parent / "memory.stat").write_text(f"anon 1\n{stat} {10 << 20}\n")
+    own = tmp_path / "cgroup"
+    own.write_text("9:name=systemd:/\n4:memory:/a/b\n" if version == 1 else "0::/a/b\n")
+    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", own)
+    assert host_memory.host_total() == 64 << 20
+    assert host_memory.host_available() == 34 << 20
+
+
+def test_a_machine_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Linux's files there are still numbers."""
+    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "none")
+    assert 0 < host_memory.host_available() <= host_memory.host_total()
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1536, "1.5 KiB"),
+        (GIB, "1 GiB"),
+        (150 * 2**20, "150 MiB"),
+        (2048 * GIB, "2,048 GiB"),
+    ],
+)
+def test_bytes_for_people(size: int, text: str) -> None:
+    """Three digits, in the unit that fits."""
+    assert human(size) == text
+
+
+def test_a_meter_counts_what_lives_at_once() -> None:
+    """What was freed before the peak is not in it; what was there before is."""
+    meter = Meter("cpu")
+    mib = torch.ones(1 << 18)
+
+    def action() -> str:
+        first = mib + 1
+        second = first + 1
+        del first
+        third = second + 1
+        return f"{third.numel()}"
+
+    result, peak = meter(action)
+    assert result == f"{1 << 18}"
+    assert peak.allocated - meter.before == 2 << 20
+    assert Meter("cpu", beside=1 << 40).before > 1 << 40
+
+
+def test_a_meter_stops_at_its_limit() -> None:
+    """Forward or backward: before the memory is used up."""
+    model = nn.Sequential(*itertools.chain.from_iterable((nn.Linear(64, 64), nn.ReLU()) for _ in range(20)))
+    meter = Meter("cpu")
+    _, peak = meter(lambda: model(torch.ones(512, 64)).sum().backward())
+    room_for = peak.allocated - meter.before
+    stopping = Meter("cpu", limit=Meter("cpu").before + room_for // 2)
+    with pytest.raises(OverLimit, match="bytes of at most"):
+        stopping(lambda: model(torch.ones(512, 64)).sum().backward())
+
+
+@pytest.mark.cuda
+def test_a_gpus_peak_is_its_allocators() -> None:
+    """With what was there before, and with the cache apart."""
+    before = torch.ones(1 << 20, device="cuda")
+    meter = Meter("cuda")
+    _, peak = meter(lambda: (before + 1).sum() + 1)
+    assert 8 << 20 <= peak.allocated <= 16 << 20
+    assert peak.reserved >= peak.allocated
+    free, total = torch.cuda.mem_get_info()
+    assert free < budget(None, "cuda") <= total
+
+
+@pytest.mark.cuda
+def test_a_gpus_share_is_respected() -> None:
+    """A process that was given a fraction plans with it."""
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    try:
+        assert budget(None, "cuda") <= 0.25 * torch.cuda.mem_get_info()[1]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

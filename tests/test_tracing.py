@@ -1,0 +1,270 @@
+"""A traced peak is the real one, and tracing leaves nothing behind."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.memory_prediction import cases, small_cnn
+from benchmarks.models import perceptron, small_gpt
+from benchmarks.peak_memory import peak_bytes
+from bigbatch.cuda_manners import like_cuda
+from bigbatch.errors import ConfigurationError
+from bigbatch.recipes.live_bytes import LiveBytes
+from bigbatch.tracing import optimizer_bytes, predict, predict_peak
+
+Batch = tuple[Tensor, Tensor]
+
+
+def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+    """A mean cross-entropy: one label a sample, or one a token."""
+    logits = model(batch[0])
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), batch[1])
+
+
+def half(model: nn.Module, batch: Batch) -> Tensor:
+    """The same under autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss_fn(model, batch)
+
+
+def with_dropout() -> nn.Sequential:
+    """A model that draws."""
+    return nn.Sequential(nn.Linear(784, 64), nn.Dropout(0.2), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 10))
+
+
+def tokens(size: int) -> Batch:
+    """Sequences of 64."""
+    return torch.randint(65, (size, 64)), torch.randint(65, (size * 64,))
+
+
+def features(size: int) -> Batch:
+    """Flat images."""
+    return torch.randn(size, 784), torch.randint(10, (size,))
+
+
+def images(size: int) -> Batch:
+    """Small images."""
+    return torch.randn(size, 3, 64, 64), torch.randint(10, (size,))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Callable[..., Tensor]]] = {
+    "transformer": (small_gpt, tokens, loss_fn),
+    "transformer, autocast": (small_gpt, tokens, half),
+    "mlp": (perceptron, features, loss_fn),
+    "cnn": (small_cnn, images, loss_fn),
+    "dropout and batch norm": (with_dropout, features, loss_fn),
+}
+
+
+@pytest.mark.parametrize("size", [2, 16])
+@pytest.mark.parametrize(("make", "samples", "loss"), MODELS.values(), ids=MODELS)
+def test_a_traced_peak_is_what_tensors_take(
+    make: Callable[[], nn.Module], samples: Callable[[int], Batch], loss: Callable[..., Tensor], size: int
+) -> None:
+    """Byte for byte what operations return on a real CPU."""
+    model, batch = make(), samples(size)
+    traced = predict(model, loss, batch, target="cpu")
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with LiveBytes() as live:
+        loss(model, batch).backward()
+    assert max(traced.forward, traced.backward) == live.peak
+    assert traced.weights == sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    assert traced.gradients == sum(p.nbytes for p in model.parameters())
+
+
+def test_the_allocator_agrees() -> None:
+    """What the CPU's allocator handed out, with what kernels take within themselves, is close."""
+    model, batch = small_gpt(), tokens(8)
+    traced = predict(model, loss_fn, batch, target="cpu")
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    _, real = peak_bytes(lambda: loss_fn(model, batch).backward(), "cpu")
+    assert abs(traced.backward / real - 1) < 0.03
+
+
+OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
+    "sgd": (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+    "momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+    "adamw": (lambda p: torch.optim.AdamW(p, fused=True), 2),
+    "adamw, foreach": (lambda p: torch.optim.AdamW(p, foreach=True), 2),
+    "amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), 3),
+}
+
+
+@pytest.mark.parametrize(("make", "copies"), OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("stepped", [False, True])
+def test_optimizer_state_is_counted_before_it_is_there(
+    make: Callable[[Any], torch.optim.Optimizer], copies: int, stepped: bool
+) -> None:
+    """As the real state, whether the optimizer has stepped or not; and a step never counts it twice."""
+    model = perceptron()
+    optimizer = make(model.parameters())
+    if stepped:
+        loss_fn(model, features(2)).backward()
+        optimizer.step()
+    traced = predict(model, loss_fn, features(2), optimizer, target="cpu")
+    weights = sum(p.nbytes for p in model.parameters())
+    assert abs(traced.optimizer_state - copies * weights) < 1000  # counts of steps
+    assert optimizer_bytes([optimizer], "cpu")[0] == traced.optimizer_state
+    assert bool(optimizer.state) == (stepped and copies > 0)
+
+
+def test_a_foreach_step_has_temporaries_on_cuda() -> None:
+    """On CUDA torch takes foreach kernels unasked, and at size 1 they can be the peak."""
+    model = perceptron()
+    plain = predict(model, loss_fn, features(1), torch.optim.AdamW(model.parameters()))
+    fused = predict(model, loss_fn, features(1), torch.optim.AdamW(model.parameters(), fused=True))
+    assert plain.optimizer_step >= plain.weights
+    assert fused.optimizer_step < 10_000
+    assert "step" in plain.where
+    assert plain.peak == plain.resident + plain.optimizer_step
+
+
+def test_tracing_leaves_nothing_behind() -> None:
+    """Model, buffers, gradients, generators, attributes that a forward sets: all as before."""
+
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = with_dropout()
+            self.cache: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x)
+            self.cache = out
+            return out
+
+    model, batch = Caching(), features(4)
+    before = {name: (id(t), t.clone()) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    gradient = model.inner[0].weight.grad = torch.ones(64, 784)
+    random = torch.get_rng_state()
+    predict_peak(model, loss_fn, batch, torch.optim.AdamW(model.parameters()))
+    after = {name: (id(t), t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+    assert all(after[name][0] == place and torch.equal(after[name][1], t) for name, (place, t) in before.items())
+    assert model.inner[0].weight.grad is gradient
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.cache is None
+    loss_fn(model, features(4)).backward()  # and it still trains
+
+
+def test_nothing_is_allocated() -> None:
+    """A batch that no machine holds can be traced."""
+    model = nn.Linear(10, 10)
+    wide = torch.empty(1, 10).expand(1 << 36, 10)
+    assert predict_peak(model, lambda m, b: m(b).sum(), wide) > 1 << 41
+
+
+def test_attention_keeps_no_square_matrix_on_cuda() -> None:
+    """Not even with dropout, where a CPU would."""
+
+    def attend(model: nn.Module, x: Tensor) -> Tensor:
+        heads = model(x).unflatten(-1, (4, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1).sum()
+
+    model, x = nn.Linear(64, 64), torch.empty(1, 2048, 64)
+    square = 4 * 4 * 2048 * 2048
+    assert predict(model, attend, x, target="cpu").backward > square
+    assert predict(model, attend, x).backward < square / 8
+
+
+def test_a_mask_of_dropout_is_one_byte_on_cuda() -> None:
+    """A CPU keeps floats."""
+
+    def drop(model: nn.Module, x: Tensor) -> Tensor:
+        return F.dropout(model(x), 0.5).sum()
+
+    model, x = nn.Linear(8, 1024), torch.empty(1024, 8)
+    kept = {target: predict(model, drop, x, target=target).forward for target in ("cpu", "cuda")}
+    assert kept["cpu"] - kept["cuda"] >= 3 * 1024 * 1024
+
+
+def test_autocast_acts_as_on_cuda() -> None:
+    """Norms and losses in float32, a cross-entropy's softmax in half, `torch.autocast("cuda")` without a GPU."""
+
+    def losses(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            y = model(x)
+            assert y.dtype == torch.bfloat16
+            assert F.layer_norm(y, (8,)).dtype == torch.float32
+            assert F.softmax(y, -1).dtype == torch.float32
+            assert F.log_softmax(y, -1, dtype=torch.bfloat16).dtype == torch.bfloat16
+            assert (y.sum().dtype, y.sum(0).dtype, y.exp().dtype) == (torch.float32,) * 3
+            return F.cross_entropy(y, x.long().amax(-1))
+
+    assert predict_peak(nn.Linear(8, 8), losses, torch.empty(4, 8)) > 0
+    with torch.autocast("cpu", torch.bfloat16):  # and all is as before
+        y = torch.ones(2, 8, dtype=torch.bfloat16)
+        assert F.softmax(y, -1).dtype == torch.bfloat16
+        assert F.dropout(torch.ones(3), 0.0).sum() == 3
+
+
+def test_autocast_around_the_call_counts() -> None:
+    """The one that is active when a plan is asked for holds inside."""
+    seen = []
+
+    def look(model: nn.Module, x: Tensor) -> Tensor:
+        seen.append(model(x).dtype)
+        return model(x).sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        predict_peak(nn.Linear(8, 8), look, torch.empty(4, 8))
+    assert seen == [torch.bfloat16]
+
+
+def test_masks_are_taken_as_full() -> None:
+    """A selection by a mask is traced with all of it, which is the most it can be."""
+
+    def masked(model: nn.Module, batch: Batch) -> Tensor:
+        kept = model(batch[0])[batch[1] > 0]
+        return kept.sum() + model(batch[0]).masked_select(batch[1][:, None] > 0).mean() * float(kept.mean())
+
+    assert predict_peak(nn.Linear(784, 10), masked, features(8), target="cpu") > 0
+
+
+def test_what_hangs_on_numbers_is_refused() -> None:
+    """The error says what was found and where to go."""
+
+    def cut(model: nn.Module, batch: Batch) -> Tensor:
+        return model(batch[0])[: int(batch[1].max())].sum()
+
+    with pytest.raises(ConfigurationError, match=r"reads an integer out of a tensor[\s\S]*Plan on the device itself"):
+        predict_peak(nn.Linear(784, 10), cut, features(8))
+    with pytest.raises(ConfigurationError, match="must return a loss with a graph; found float"):
+        predict_peak(nn.Linear(784, 10), lambda _m, _b: 1.0, features(8))
+
+
+def test_kernels_are_taken_out_after_an_error() -> None:
+    """Whatever ends a trace."""
+    with pytest.raises(ZeroDivisionError), like_cuda():
+        raise ZeroDivisionError
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.ones(2, dtype=torch.bfloat16).exp().dtype == torch.bfloat16
+
+
+def test_a_gpt_of_124_million_as_measured_on_an_h200() -> None:
+    """Three updates of micro-batches of 4 peaked at 5,708,120,064 bytes there (benchmarks/results/overhead-cuda.md)."""
+    case = cases("cuda")[0]
+    with torch.device("meta"):
+        model = case.model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    traced = predict(model, case.loss, case.batch(4, "cpu"), optimizer)
+    assert abs((traced.peak - traced.batch - traced.workspaces) / 5_708_120_064 - 1) < 0.02
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("make", "samples", "loss"), MODELS.values(), ids=MODELS)
+def test_a_gpu_takes_what_was_predicted(
+    make: Callable[[], nn.Module], samples: Callable[[int], Batch], loss: Callable[..., Tensor]
+) -> None:
+    """Within 10 %, workspaces apart, at a size where activations are most of it."""
+    model = make().to("cuda")
+    batch = tuple(t.to("cuda") for t in samples(256))
+    loss(model, batch).backward()
+    traced = predict(model, loss, batch)
+    _, real = peak_bytes(lambda: loss(model, batch).backward(), "cuda")
+    assert abs(max(traced.forward, traced.backward) / real - 1) < 0.10
