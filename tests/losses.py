@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
+from torch.nn.utils.prune import l1_unstructured
 
 from tests.samples import (
     CLASSES,
@@ -359,6 +361,23 @@ def rewards_slices(model: nn.Module, batch: Batch) -> Tensor:
     return -F.logsigmoid(rewards[:n] - rewards[n:]).mean()
 
 
+def rewards_of_calls(model: nn.Module, batch: Batch) -> Tensor:
+    """One row for the chosen, one for the rejected, of two calls put together."""
+    return torch.cat(twice(model, batch)).view(2, -1)
+
+
+def rewards_viewed(model: nn.Module, batch: Batch) -> Tensor:
+    """A reward model's loss on those rows."""
+    rewards = rewards_of_calls(model, batch)
+    return -F.logsigmoid(rewards[0] - rewards[1]).mean()
+
+
+def rewards_in_halves(model: nn.Module, batch: Batch) -> Tensor:
+    """Four calls, the first two against the last two."""
+    chosen, rejected = torch.cat([*twice(model, batch), *twice(model, batch)[::-1]]).chunk(2)
+    return -F.logsigmoid(chosen - rejected).mean()
+
+
 def policy_gradient(model: nn.Module, batch: Batch) -> Tensor:
     """The clipped PPO objective, per row."""
     log_prob = log_probs(model, batch).gather(1, batch["label"][:, None]).squeeze(1)
@@ -376,6 +395,25 @@ PREFERENCES = [
     ),
     Loss("reward-chunk", mlp(1), rows, rewards_chunk),
     Loss("reward-slices", mlp(1), rows, rewards_slices),
+    Loss("reward-calls-viewed", mlp(1), rows, rewards_viewed, smallest=2),
+    Loss(
+        "reward-calls-compared", mlp(1), rows, lambda m, b: -rewards_of_calls(m, b).log_softmax(0)[0].mean(), smallest=2
+    ),
+    Loss(
+        "reward-calls-mean-of-means",
+        mlp(1),
+        rows,
+        lambda m, b: rewards_of_calls(m, b).tanh().mean(1).mean(),
+        smallest=2,
+    ),
+    Loss(
+        "reward-calls-mean-of-pairs",
+        mlp(1),
+        rows,
+        lambda m, b: rewards_of_calls(m, b).tanh().mean(0).mean(),
+        smallest=2,
+    ),
+    Loss("reward-four-calls-in-halves", mlp(1), rows, rewards_in_halves, smallest=2),
     Loss("dpo-two-calls", seeded(Tokens), sequences, dpo_two_calls),
     Loss("dpo-one-call", seeded(Tokens), sequences, dpo_one_call),
     Loss("ipo-slices", seeded(Tokens), sequences, dpo_slices),
@@ -690,6 +728,43 @@ def lora() -> nn.Module:
     return body
 
 
+def headed(head: nn.Module) -> nn.Module:
+    """A body and a head whose weight is computed from its parameters."""
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), head)
+
+
+class Computed(nn.Module):
+    """A head whose weight is a function of its parameter."""
+
+    def __init__(self, weight: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.weight = nn.Linear(3, 5), weight
+        self.w = nn.Parameter(torch.randn(CLASSES, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return F.linear(self.body(x).tanh(), self.weight(self.w))
+
+
+class Merged(nn.Module):
+    """A trained weight and its low-rank adapter, merged at each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 5), nn.Linear(5, CLASSES)
+        self.a, self.b = nn.Parameter(torch.randn(2, 5)), nn.Parameter(torch.randn(CLASSES, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        return F.linear(self.body(x).tanh(), self.head.weight + 0.5 * self.b @ self.a, self.head.bias)
+
+
+def attention_entropy(model: Any, batch: Batch) -> Tensor:
+    """How spread out attention is within each sequence."""
+    weights = (model[0](batch["x"]) @ model[1](batch["x"]).transpose(1, 2)).softmax(-1)
+    return -(weights * weights.log()).sum(-1).mean()
+
+
 MODELS = [
     Loss("line", seeded(Line), rows, lambda m, b: ((m.w * b["x"] + m.b - b["x2"]) ** 2).mean(), count=lambda b: b["x"].numel()),
     Loss("line-matmul", seeded(Line), rows, lambda m, b: ((b["x"] @ m.w + m.b - b["scalar"]) ** 2).mean()),
@@ -718,6 +793,14 @@ MODELS = [
     Loss("lora", seeded(lora), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
     Loss("frozen-head", seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4).requires_grad_(requires_grad=False))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
     Loss("frozen-conv-head", seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 2).requires_grad_(requires_grad=False), nn.Flatten())), images(4, 4), lambda m, b: m(b["x"]).pow(2).mean()),
+    Loss("orthogonal-head", seeded(lambda: headed(orthogonal(nn.Linear(5, 5)))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
+    Loss("weight-norm-head", seeded(lambda: headed(weight_norm(nn.Linear(5, CLASSES)))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
+    Loss("pruned-head", seeded(lambda: headed(l1_unstructured(nn.Linear(5, CLASSES), "weight", 0.3))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
+    Loss("positive-head", seeded(lambda: Computed(lambda w: (0.5 * w).exp())), rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"])),
+    Loss("low-rank-head", seeded(lambda: Computed(lambda w: 0.1 * w @ w.t() @ w)), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
+    Loss("merged-lora-head", seeded(Merged), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
+    Loss("distances-to-computed", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: torch.cdist(m.body(b["x"]), m.w.tanh()).amin(1).mean()),
+    Loss("attention-weights", seeded(lambda: nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])), sequences, attention_entropy),
     Loss("two-calls-averaged", mlp(), rows, lambda m, b: F.cross_entropy((m(b["x"]) + m(b["x2"])) / 2, b["label"])),
     Loss("gradient-penalty", mlp(1), rows, gradient_penalty),
     Loss("gradient-penalty-r1", mlp(1), rows, r1),

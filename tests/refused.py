@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
-from tests.losses import WEIGHT, log_probs, masked_mean_per_sequence, squares, twice, two_heads
+from tests.losses import WEIGHT, Computed, log_probs, masked_mean_per_sequence, squares, twice, two_heads
 from tests.samples import CLASSES, Attention, Batch, Line, Loss, Tempered, conv, images, mlp, rows, seeded, sequences
 
 EYE = torch.eye(CLASSES, dtype=torch.float64)
@@ -288,6 +288,33 @@ def attended(model: nn.Module, batch: Batch) -> Tensor:
     return F.scaled_dot_product_attention(x, x, x).pow(2).mean()
 
 
+def shuffled(batch: Batch) -> Tensor:
+    """Other samples in the place of each."""
+    return ranged(batch).roll(1)
+
+
+def mispaired(batch: Batch) -> Tensor:
+    """Rows of two views, the second in another order."""
+    return torch.cat([ranged(batch), len(batch["x"]) + shuffled(batch)])
+
+
+def misaligned(model: nn.Module, batch: Batch) -> Tensor:
+    """Three calls, cut into halves that pair rows of one with those of another."""
+    first, second, third = model(batch["x"][:1]), model(batch["x2"]), model(batch["x3"])[: len(batch["x"])]
+    a, b = torch.cat([first, second, third, first.detach()[:1] * first]).chunk(2)
+    return (a * b).tanh().mean()
+
+
+def rewards(model: nn.Module, batch: Batch) -> Tensor:
+    """Two calls, put together and seen as two rows."""
+    return torch.cat(twice(model, batch)).view(2, -1)
+
+
+def computed(model: Any, batch: Batch, weight: Tensor) -> Tensor:
+    """A cross-entropy over what a computed weight makes of the body's output."""
+    return F.cross_entropy(model.body(batch["x"]).tanh() @ weight, batch["label"] % weight.shape[1])
+
+
 COUPLED = [
     Refused("clip", seeded(Tempered), rows, clip, error=CoupledLoss, names="mm|matmul"),
     Refused("clip-scaled-last", seeded(Tempered), rows, clip_scaled_last, error=CoupledLoss, names="mm|matmul"),
@@ -357,6 +384,22 @@ COUPLED = [
     Refused("masked-softmax-over-tokens", mlp(1), sequences, lambda m, b: (m(b["x"])[b["mask"]].softmax(0) - 0.1).pow(2).mean(), error=CoupledLoss, names="softmax"),
     Refused("attention-centred", seeded(lambda: Attention("frozen")), sequences, lambda m, b: (m(b["x"]) - m(b["x"]).mean(0)).pow(2).mean(), error=CoupledLoss, names="mean"),
     Refused("learned-weight-of-centred", seeded(Tempered), rows, lambda m, b: (m.s * (m(b["x"]) - m(b["x"]).mean(0))).pow(2).mean(), error=CoupledLoss, names="mean"),
+    Refused("calls-chunked-and-shuffled", mlp(1), rows, lambda m, b: (lambda r: (r[0] * r[1][shuffled(b)]).tanh().mean())(torch.cat(twice(m, b)).chunk(2)), error=CoupledLoss, names="index|cat"),
+    Refused("calls-viewed-and-shuffled", mlp(1), rows, lambda m, b: (lambda r: (r[0] * r[1][shuffled(b)]).tanh().mean())(rewards(m, b)), error=CoupledLoss, names="index|cat"),
+    Refused("calls-viewed-softmax-over-samples", mlp(1), rows, lambda m, b: rewards(m, b).log_softmax(1)[0].mean(), error=CoupledLoss, names="softmax"),
+    Refused("calls-viewed-and-centred", mlp(1), rows, lambda m, b: (lambda r: (r[0] - r.mean(1)[0]).pow(2).mean())(rewards(m, b)), error=CoupledLoss, names="mean"),
+    Refused("calls-viewed-as-neighbours", mlp(1), rows, lambda m, b: torch.cat(twice(m, b)).view(-1, 2).prod(1).mean(), error=CoupledLoss, names="prod|cat"),
+    Refused("calls-picked-as-neighbours", mlp(1), rows, lambda m, b: (lambda r: (r[:, 0] * r[:, 1]).tanh().mean())(torch.cat(twice(m, b)).view(-1, 2)), error=CoupledLoss, names="select|cat"),
+    Refused("calls-interleaved", mlp(1), rows, lambda m, b: (lambda r: (r[::2] * r[1::2]).tanh().mean())(torch.cat(twice(m, b))), error=CoupledLoss, names="cat|slice"),
+    Refused("calls-misaligned", mlp(1), rows, misaligned, error=CoupledLoss, names="cat|slice|split"),
+    Refused("calls-as-neighbours-against-a-third", mlp(1), rows, lambda m, b: (torch.cat(twice(m, b)).view(-1, 2) * m(b["x3"])).tanh().mean(), error=CoupledLoss, names="cat|expand|mul"),
+    Refused("shuffled-and-paired", mlp(1), rows, lambda m, b: (lambda r: (r[0] * r[1]).tanh().mean())(m(torch.cat([b["x"], b["x2"]]))[mispaired(b)].chunk(2)), error=CoupledLoss, names="index"),
+    Refused("selected-and-paired", mlp(1), rows, lambda m, b: (lambda r: (r[0] * r[1]).tanh().mean())(m(torch.cat([b["x"], b["x2"]])).index_select(0, mispaired(b)).chunk(2)), error=CoupledLoss, names="index"),
+    Refused("computed-from-samples", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: computed(m, b, (m.w.tanh() * m.body(b["x2"]).mean(0)).t()), error=LossError, names="mm|matmul|mean"),
+    Refused("computed-product-with-batch-values", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: computed(m, b, (b["value"].t() @ b["value"] @ m.w).t()), error=LossError, names="mm|matmul"),
+    Refused("computed-and-centred", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: (m(b["x"]) - m(b["x"]).mean(0)).pow(2).mean(), error=CoupledLoss, names="mean"),
+    Refused("contrast-of-computed", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: F.cross_entropy(m(b["x"]) @ m(b["x2"]).t(), ranged(b)), error=CoupledLoss, names="mm|matmul"),
+    Refused("attention-across-samples", mlp(), sequences, lambda m, b: (lambda a: -(a * a.log()).sum(-1).mean())(torch.einsum("btd,ctd->bc", m(b["x"]), m(b["x"])).softmax(-1)), error=LossError, names="mm|matmul"),
     Refused("centred-beside-ce", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]) - 0.1 * (m(b["x"]) - m(b["x"]).mean(0)).abs().mean(), error=CoupledLoss, names="mean"),
 ]  # fmt: skip
 
@@ -368,6 +411,14 @@ INVISIBLE_ALONE = {
     "neighbours",
     "neighbours-of-one-call",
     "info-nce-einsum",
+    "calls-chunked-and-shuffled",
+    "calls-viewed-and-shuffled",
+    "calls-viewed-softmax-over-samples",
+    "calls-viewed-and-centred",
+    "calls-picked-as-neighbours",
+    "calls-interleaved",
+    "shuffled-and-paired",
+    "selected-and-paired",
 }
 
 

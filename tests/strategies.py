@@ -109,6 +109,9 @@ SAMPLE_BY_SAMPLE: dict[str, Operation] = {
     "layer-norm": lambda x: x + F.layer_norm(x, x.shape[2:]),  # alone, its mean is a constant
     "bmm": lambda x: torch.bmm(x, x.mT).softmax(-1) @ x,
     "einsum": lambda x: torch.einsum("nij,nkj->nik", x, x).softmax(-1) @ x,
+    "pair-chunks": lambda x: torch.sub(*torch.cat([x, x.tanh()]).chunk(2)),
+    "pair-rows": lambda x: torch.cat([x, x.tanh()]).view(2, *x.shape).softmax(0)[0],
+    "pair-stacked": lambda x: torch.stack([x, x.tanh()]).softmax(0)[0],
     "where": lambda x: torch.where(x > 0, x, x.exp() - 1),
     "clamp": lambda x: x.clamp(-0.8, 1.1),
 }
@@ -133,6 +136,10 @@ ACROSS_SAMPLES: dict[str, Operation] = {
     "last-sample": lambda x: x * x[-1],
     "reverse-rows": lambda x: x + x.flatten(0, 1).flip(0).view_as(x),
     "norm-all": lambda x: x / (1 + x.norm()),
+    "pair-neighbours": lambda x: torch.cat([x, x.tanh()]).view(len(x), 2, *x.shape[1:]).prod(1),
+    "pair-interleaved": lambda x: torch.cat([x, x.tanh()])[::2] * torch.cat([x, x.tanh()])[1::2],
+    "pair-picked": lambda x: torch.cat([x, x.tanh()]).view(len(x), 2, *x.shape[1:])[:, 0] * x,
+    "pair-shuffled": lambda x: torch.mul(*torch.cat([x, x.tanh()])[torch.arange(2 * len(x)).flip(0).roll(1)].chunk(2)),
     "shift-rows": lambda x: x.flatten(0, 1).roll(1, 0).view_as(x) * x,
 }
 REDUCTIONS: dict[str, Operation] = {
@@ -186,8 +193,9 @@ def _chain(below: tuple[str, ...], reduction: str, above: tuple[str, ...]) -> Lo
 
 
 def _chain_apart(below: tuple[str, ...], reduction: str, above: tuple[str, ...]) -> Loss:
-    """With one sample, `einsum` squeezes its dimension away, and the graph no longer shows which one it was."""
-    return replace(_chain(below, reduction, above), smallest=2 if "einsum" in below else 1)
+    """With one sample, `einsum` and `view` lose its dimension, and the graph no longer shows which one it was."""
+    lost = {"einsum", "pair-chunks", "pair-rows"} & set(below)
+    return replace(_chain(below, reduction, above), smallest=2 if lost else 1)
 
 
 def _names(table: dict[str, Operation], longest: int) -> st.SearchStrategy[tuple[str, ...]]:

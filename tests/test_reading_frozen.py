@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator
-from bigbatch.errors import UnreadableLoss
+from bigbatch.errors import LossError, UnreadableLoss
 from tests.reference import distance, sgd, trained
 from tests.samples import CLASSES, generator, labels, normal, seeded
 
@@ -136,3 +136,21 @@ def test_a_weight_that_was_loaded_anew_is_read() -> None:
         model.head.weight = nn.Parameter(model.head.weight.detach().clone(), requires_grad=False)
         accumulator.backward(F.cross_entropy(model(x), y))
     assert distance([p.detach() for p in trained(model)], true_step(twin, BATCHES[:2])) <= 1e-12
+
+
+def test_a_weight_computed_from_a_frozen_one_is_told_from_one_of_the_batch() -> None:
+    """Both are a product of a parameter with a tensor without gradient, in graphs that look the same."""
+    model = adapted()
+    model.head.weight.requires_grad_(requires_grad=True)
+    model.register_buffer("base", torch.eye(5, dtype=torch.float64))
+    accumulator = Accumulator(model, sgd(trained(model)), steps=4)
+    x, y = BATCHES[0]
+
+    def loss(base: Tensor) -> Tensor:
+        return F.cross_entropy(model.features(x) @ (base @ model.head.weight.t()), y)
+
+    for fresh in (True, False):
+        accumulator.backward(loss(model.get_buffer("base")))
+        assert accumulator._reader.fresh is fresh
+    with pytest.raises(LossError, match="MmBackward"):
+        accumulator.backward(loss(x.t() @ x))

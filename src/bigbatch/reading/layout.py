@@ -28,6 +28,7 @@ class Axis:
     dim: int
     order: tuple[tuple[str, object], ...] = ()  # the operation and the index or mask its rows were taken by
     path: tuple[object, ...] = ()  # which piece of it, where a reshape cut it
+    lone: bool = False  # rows of several inputs that have but one each: a batch of one, or one sample after the other
 
     def piece(self, outer: int, inner: int, which: int) -> "Axis":
         """Return the outer (0) or inner (1) piece after a cut into outer x inner."""

@@ -13,8 +13,9 @@ from bigbatch.reading.counts import LOW_PRECISION, Count, Kind
 from bigbatch.reading.graph import Edge, edges, operation, python_number, saved, saved_dims, saved_tensor, shape, signed
 from bigbatch.reading.layout import PICKED, Axis, Dim, Layout
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
+from bigbatch.reading.parameters import parameters_alone
 from bigbatch.reading.rules import MEAN, SUM, Rule
-from bigbatch.reading.samples import Samples, Surroundings, parameters_alone, spreads
+from bigbatch.reading.samples import Samples, Surroundings, spreads
 from bigbatch.reading.trail import Trail
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
@@ -159,7 +160,10 @@ class _Chain:
 
     def _level(self, samples: Samples) -> int:
         if samples.axes:
-            return samples.axes[0].reduction
+            first, seen = samples.axes[0], {axis.reduction for axis in samples.axes}
+            if first.lone and any(n == 1 and level not in seen for level, n in enumerate(self.counts)):
+                raise refusals.lone_rows()  # the other reduction may have been the batch's, of one sample
+            return first.reduction
         for dim in self.layout:
             for _, tag in dim:
                 if isinstance(tag, Axis):

@@ -31,6 +31,7 @@ _WORDS = {
     "Slice": "rows shifted against each other",
     "Index": "rows taken by index and put beside other rows",
     "IndexSelect": "rows taken by index and put beside other rows",
+    "Cat": "rows put together and then set against each other across the seam",
 }
 
 
@@ -73,6 +74,15 @@ def expanded(name: str) -> UnreadableLoss:
         "other.\n"
         "If the shapes were meant to be equal, make them so:  prediction.squeeze(1) - target\n"
         f"If each sample is only set against things of its own:\n{_COUNT}"
+    )
+
+
+def lone_rows() -> UnreadableLoss:
+    """Explain that one of two means is over a batch of one."""
+    return UnreadableLoss(
+        "cannot tell which of two means is over the samples: found CatBackward of outputs of one row each, which may "
+        "be several outputs of one sample or one output of several.\n"
+        f"{_COUNT}"
     )
 
 

@@ -12,45 +12,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.reading import refusals
-from bigbatch.reading.graph import (
-    Edge,
-    edges,
-    is_custom,
-    is_leaf,
-    is_parameter,
-    operation,
-    saved_number,
-    saved_tensor,
-    shape,
-)
+from bigbatch.reading.graph import Edge, edges, is_custom, is_leaf, is_parameter, operation, saved_tensor, shape
 from bigbatch.reading.layout import Axis, Layout, sample_axes
-from bigbatch.reading.operations import (
-    MASKED_POINTWISE,
-    NORMS,
-    PURE_POINTWISE,
-    REDUCTIONS,
-    VIEWS,
-    rule_of,
-)
+from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, PURE_POINTWISE, rule_of
+from bigbatch.reading.parameters import by_number, computed_weight, saved_factor
 from bigbatch.reading.rules import MATMULS, Inputs
 from bigbatch.reading.trail import Trail
 
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink".split())
-_PURE = (
-    PURE_POINTWISE
-    | REDUCTIONS
-    | VIEWS
-    | frozenset(MATMULS)
-    | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
-)
-# under which names torch saves the two factors, where it saves them
-_SAVED_AS = {
-    "Cdist": ("x1", "x2"),
-    "Addmm": ("mat1", "mat2"),
-    "Addmv": ("mat", "vec"),
-    "Mv": ("self", "vec"),
-    "Baddbmm": ("batch1", "batch2"),
-}
 
 
 @dataclass(frozen=True)
@@ -105,7 +74,7 @@ class Samples:
             return self._layer(node, name, layout, rule(node, output, layout))
         inputs = rule(node, output, layout)
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
-            self.gradless = self.gradless or not _by_number(node, name)
+            self.gradless = self.gradless or not by_number(node, name)
             if name in PURE_POINTWISE and spreads(node, shape(node, output)):
                 self.expanded = self.expanded or name
         return inputs
@@ -116,6 +85,8 @@ class Samples:
         data, weight = MATMULS.get(name, (0, 1))
         matrix = name in MATMULS
         held = [is_parameter(edge[0], own) for edge, _ in inputs]
+        if matrix and not held[data] and not held[weight]:
+            held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail)
         if held[data] and held[weight]:
             return []
         if held[weight]:
@@ -129,11 +100,12 @@ class Samples:
             for place, which in ((0, data), (1, weight)):
                 if inputs[which][0][0] is None:
                     self._factor_without_gradient(node, name, place, layout)
+                    return []  # a frozen layer is the model's edge as a trained one is
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
 
     def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
         """A frozen weight or batch data? Only the first leaves the rows apart."""
-        which = _SAVED_AS.get(name, ("self", "mat2"))[place]
+        which = saved_factor(name, place)
         tensor = saved_tensor(node, which)
         if tensor is None or not self.surroundings.is_weight(tensor):
             raise refusals.gradless_factor(name)
@@ -161,7 +133,8 @@ class Samples:
         """Name the operation that put rows beside other rows; slow, for the error alone."""
         for node, output, layout in self._seen:
             rule = rule_of(operation(node))
-            inputs = [below for edge, below in rule(node, output, layout) if edge[0] is not None] if rule else []
+            walked = rule(node, output, layout) if rule else []
+            inputs = [below for (n, place), below in walked if n is not None and (n, place, below) in self._seen]
             held = [
                 {(tag.reduction, tag.dim) for dim in below for _, tag in dim if isinstance(tag, Axis)}
                 for below in inputs
@@ -169,30 +142,6 @@ class Samples:
             if any(a - b and b - a for a in held for b in held):
                 return operation(node)
         return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")
-
-
-def parameters_alone(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
-    """Tell whether a value is made of parameters and numbers, the same for every micro-batch."""
-    stack, seen = [edge[0]], set[Node]()
-    while stack:
-        node = stack.pop()
-        if node is None:
-            return False
-        trail.passed(node)
-        if node in seen or is_leaf(node):
-            if is_leaf(node) and not is_parameter(node, own):
-                return False
-            continue
-        seen.add(node)
-        name = operation(node)
-        if name not in _PURE or is_custom(node):
-            return False
-        scalar = not shape(node)
-        for below, _ in edges(node):
-            if below is None and (scalar or _by_number(node, name)):
-                continue  # a 0-d tensor without gradient, or a Python number
-            stack.append(below)
-    return True
 
 
 def spreads(node: Node, sizes: tuple[int, ...]) -> bool:
@@ -212,10 +161,3 @@ def _before_expanding(node: Node, place: int) -> tuple[int, ...]:
         below, place = edges(node)[0]
         node = below if below is not None else node
     return shape(node, place)
-
-
-def _by_number(node: Node, name: str) -> bool:
-    """Tell whether what has no gradient here is a number, as in `0.5 * p`."""
-    if name not in {"Mul", "Div", "Pow"}:
-        return False
-    return any(saved_number(node, which) is not None for which in ("other", "self", "exponent"))

@@ -1,12 +1,13 @@
 """What choosing rows does to samples: slices, chunks, positions, masks, indices; and putting rows together."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch.autograd.graph import Node
 
 from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_tensor, shape, signed
-from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag
+from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, reshaped
 from bigbatch.reading.rules import Inputs, everything, only_input, size_of
 
 
@@ -66,8 +67,13 @@ def _reordered(dim: Dim, by: tuple[str, object]) -> Dim:
     return tuple((size, tag.reordered(by) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
 
-def _tag(dim: Dim) -> Tag:
-    return dim[0][1] if dim else PICKED
+def _tag(dim: Dim, name: str) -> Tag:
+    """Return what the rows of a glued dimension are once they were put in another order: apart, or mixed by `name`."""
+    parts = [(size, tag) for size, tag in dim if size > 1] or list(dim)
+    if not parts:
+        return PICKED
+    apart = len(parts) == 1 or all(isinstance(tag, Axis) for _, tag in parts)
+    return parts[0][1] if apart else name
 
 
 def index(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -88,7 +94,7 @@ def index(node: Node, _output: int, layout: Layout) -> Inputs:
     covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
     if taken > covered:  # some rows were taken twice
         return everything(node, 0, layout)
-    head: Dim = _reordered(((sizes[first], _tag(rows)),), (name, tensor.data_ptr()))
+    head: Dim = _reordered(((sizes[first], _tag(rows, name)),), (name, tensor.data_ptr()))
     picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
     return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
 
@@ -101,7 +107,7 @@ def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
     by = saved_tensor(node, "index")
     if by is None or by.numel() > sizes[dim]:
         return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :]))]
-    rows = _reordered(((sizes[dim], _tag(layout[dim])),), (name, by.data_ptr()))
+    rows = _reordered(((sizes[dim], _tag(layout[dim], name)),), (name, by.data_ptr()))
     return [(edge, (*layout[:dim], rows, *layout[dim + 1 :]))]
 
 
@@ -111,18 +117,46 @@ def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
     sizes = size_of(edge)
     mask = saved_tensor(node, "mask")
     by = (operation(node), mask.data_ptr() if mask is not None else None)
-    rows = _reordered(((sizes[0], _tag(layout[0])),), by)
+    rows = _reordered(((sizes[0], _tag(layout[0], operation(node))),), by)
     return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
 
 
 def cat(node: Node, _output: int, layout: Layout) -> Inputs:
     """Concatenation: along its dimension each input holds some of the rows."""
     dim = saved_dim(node, "dim", len(layout))
-    return [
-        (edge, (*layout[:dim], ((size_of(edge)[dim], _tag(layout[dim])),), *layout[dim + 1 :]))
-        for edge in edges(node)
-        if edge[0] is not None and len(size_of(edge)) == len(layout)
-    ]
+    inputs = [edge for edge in edges(node) if edge[0] is not None and len(size_of(edge)) == len(layout)]
+    taken = [size_of(edge)[dim] for edge in inputs]
+    own = _own_rows(layout[dim], taken, len(edges(node)))
+    rows = [own if own is not None else _some_rows(layout[dim], taken, n) for n in taken]
+    return [(edge, (*layout[:dim], part, *layout[dim + 1 :])) for edge, part in zip(inputs, rows, strict=True)]
+
+
+def _own_rows(dim: Dim, taken: list[int], inputs: int) -> Dim | None:
+    """Give what each input's rows are where a reshape or a chunk has told equal inputs apart again: `view(2, n)`.
+
+    That is where a cut lies between the inputs. One through rows that are not all apart would pair rows of one input.
+    """
+    total = math.prod(size for size, _ in dim)
+    parts = tuple((size, tag) for size, tag in dim if size > 1)
+    size = taken[0] if taken else 0
+    if set(taken) != {size} or size * inputs != total or len(taken) < inputs - 1:
+        return None
+    if size == 1:  # a batch of one: what is left of it behind the inputs
+        return dim[-1:] if len(dim) > 1 and dim[:-1] == parts else None
+    if len(parts) == 1:
+        return None
+    outer, inner = reshaped((parts,), (inputs, size), "Cat")
+    between = outer == parts[: len(outer)] and not all(isinstance(tag, Taken) for _, tag in inner)
+    return inner if between or all(isinstance(tag, Axis) for _, tag in inner) else None
+
+
+def _some_rows(dim: Dim, taken: list[int], size: int) -> Dim:
+    """Give what an input's rows are where they lie among the others': no longer beside any but their like."""
+    tag = _tag(dim, "Cat")
+    if isinstance(tag, Axis):
+        several = sum(part > 1 for part, _ in dim) > 1
+        tag = replace(tag.reordered(("Cat", tuple(taken))) if several else tag, lone=size == 1 and len(taken) > 1)
+    return ((size, tag),)
 
 
 def stack(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -137,5 +171,5 @@ def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:
     sizes = size_of(edge)
     dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
     rest = iter(layout[:-1])
-    tag = _tag(layout[-1]) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
+    tag = _tag(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
     return [(edge, tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes)))]

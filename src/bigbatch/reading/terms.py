@@ -17,8 +17,9 @@ from bigbatch.errors import LossError
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, Kind, checked_count
 from bigbatch.reading.graph import Edge, edges, is_custom, is_leaf, operation, python_number, saved, saved_number
+from bigbatch.reading.parameters import parameters_alone
 from bigbatch.reading.reductions import FUSED, Sum, label_smoothing, read_fused, read_reduction
-from bigbatch.reading.samples import Surroundings, parameters_alone
+from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.trail import Trail
 
 _ROOT = 0.5

@@ -15,3 +15,8 @@ class Trail:
     def passed(self, node: Node) -> None:
         """Take note of a node."""
         self.nodes[node] = None
+
+    def add(self, other: "Trail") -> None:
+        """Take over what was looked at on a trail of its own."""
+        self.nodes.update(other.nodes)
+        self.weights.extend(other.weights)

@@ -1,0 +1,125 @@
+"""What is made of parameters alone: regularisers, and weights that a layer computes from its parameters."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bigbatch.reading.graph import (
+    Edge,
+    edges,
+    is_custom,
+    is_leaf,
+    is_parameter,
+    operation,
+    python_number,
+    saved_number,
+    saved_tensor,
+    shape,
+)
+from bigbatch.reading.operations import PURE_POINTWISE, REDUCTIONS, VIEWS
+from bigbatch.reading.rules import MATMULS
+from bigbatch.reading.trail import Trail
+
+_PURE = (
+    PURE_POINTWISE
+    | REDUCTIONS
+    | VIEWS
+    | frozenset(MATMULS)
+    | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
+)
+_PURE_OF_WEIGHTS = _PURE | frozenset("Tril Triu LinalgMatrixExp WeightNormInterface".split())
+# under which names torch saves the two factors, where it saves them
+_SAVED_AS = {
+    "Cdist": ("x1", "x2"),
+    "Addmm": ("mat1", "mat2"),
+    "Addmv": ("mat", "vec"),
+    "Mv": ("self", "vec"),
+    "Baddbmm": ("batch1", "batch2"),
+    "Mul": ("self", "other"),
+    "Div": ("self", "other"),
+}
+
+
+def saved_factor(name: str, place: int) -> str:
+    """Return the name under which a product saves its left (0) or right (1) factor."""
+    return _SAVED_AS.get(name, ("self", "mat2"))[place]
+
+
+def parameters_alone(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
+    """Tell whether a value is made of parameters and numbers, the same for every micro-batch."""
+    stack, seen = [edge[0]], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is None:
+            return False
+        trail.passed(node)
+        if node in seen or is_leaf(node):
+            if is_leaf(node) and not is_parameter(node, own):
+                return False
+            continue
+        seen.add(node)
+        name = operation(node)
+        if name not in _PURE or is_custom(node):
+            return False
+        scalar = not shape(node)
+        for below, _ in edges(node):
+            if below is None and (scalar or by_number(node, name)):
+                continue  # a 0-d tensor without gradient, or a Python number
+            stack.append(below)
+    return True
+
+
+def computed_weight(edge: Edge, own: frozenset[int], is_weight: Callable[[Tensor], bool], trail: Trail) -> bool:
+    """Tell whether a layer's weight was computed from parameters, frozen weights and numbers, and from nothing else.
+
+    Stricter than `parameters_alone`: what has no gradient may be a batch's, and a layer's weight that depends on the
+    batch couples its samples. So it must be a number that was written down, or a tensor of the model's own.
+    """
+    looked = Trail()  # where the answer is no, the reading does not depend on what was looked at
+    stack = [edge[0]]
+    while stack:
+        node = stack.pop()
+        if node is None:
+            return False
+        if node in looked.nodes:
+            continue
+        looked.passed(node)
+        if is_leaf(node):
+            if not is_parameter(node, own):
+                return False
+            continue
+        name = operation(node)
+        if name not in _PURE_OF_WEIGHTS or is_custom(node):
+            return False
+        factors = MATMULS.get(name, (0, 1))
+        for place, (below, _) in enumerate(edges(node)):
+            if below is not None:
+                stack.append(below)
+            elif place not in factors or not _constant(node, name, factors.index(place), is_weight, looked):
+                return False
+    trail.add(looked)
+    return True
+
+
+def _constant(node: Node, name: str, place: int, is_weight: Callable[[Tensor], bool], looked: Trail) -> bool:
+    """Tell whether an operand without gradient is a written number or the model's own."""
+    if name == "Pow":
+        return python_number(node, "exponent") is not None
+    if name not in MATMULS and name not in {"Mul", "Div"}:
+        return False
+    which = saved_factor(name, place)
+    if name not in MATMULS and python_number(node, which) is not None:
+        return True
+    tensor = saved_tensor(node, which)
+    if tensor is None or not is_weight(tensor):
+        return False
+    looked.weights.append((node, which))
+    return True
+
+
+def by_number(node: Node, name: str) -> bool:
+    """Tell whether what has no gradient here is a number, as in `0.5 * p`."""
+    if name not in {"Mul", "Div", "Pow"}:
+        return False
+    return any(saved_number(node, which) is not None for which in ("other", "self", "exponent"))
