@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bigbatch.errors import ConfigurationError
-from bigbatch.sizing import MARGIN, PROBES, Choice, DoesNotFit, Probe, choose, even_sizes
+from bigbatch.errors import ConfigurationError, OutOfMemory
+from bigbatch.sizing import MARGIN, PROBES, Choice, Probe, choose, even_sizes
 from bigbatch.splitting import balanced
 
 GIB = 1 << 30
@@ -174,7 +174,7 @@ def test_small_batches_need_few_probes(batch: int) -> None:
 def test_one_sample_that_does_not_fit_is_refused_with_numbers(capacity: float) -> None:
     """The error says how much is missing and what to try."""
     device = Device([(2 * GIB, GIB)], affine(1.0, 0.1), capacity)
-    with pytest.raises(DoesNotFit) as caught:
+    with pytest.raises(OutOfMemory) as caught:
         found(device, 64, 2 * GIB)
     assert isinstance(caught.value, ConfigurationError)
     message = str(caught.value)

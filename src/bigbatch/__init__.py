@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from bigbatch.big_step import BigStep
     from bigbatch.learning_rate import scale_lr, warmup
     from bigbatch.options import Options
+    from bigbatch.planning import plan
     from bigbatch.reading.terms import counted
     from bigbatch.setup import Setup
     from bigbatch.update import Update
 
-__all__ = ["Accumulator", "BigStep", "Options", "Setup", "Update", "counted", "errors", "scale_lr", "warmup"]
+__all__ = ["Accumulator", "BigStep", "Options", "Setup", "Update", "counted", "errors", "plan", "scale_lr", "warmup"]
 
 # Where each name lives. They are imported when first asked for: the command line's help must not wait for torch.
 _HOMES = {
@@ -28,6 +29,7 @@ _HOMES = {
     "Setup": "setup",
     "Update": "update",
     "counted": "reading.terms",
+    "plan": "planning",
     "scale_lr": "learning_rate",
     "warmup": "learning_rate",
 }

@@ -110,6 +110,7 @@ class BigStep:
         self._check = FirstCheck(self._models, self._runner, self._mover, self._options)
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
         self._padding: Padding | None = None
+        self._stage: tuple[int, Stage] | None = None  # where sizes are tried, within a limit
 
     def __call__(self, batch: Any) -> Update:
         """Make one update of a whole batch."""
@@ -190,7 +191,7 @@ class BigStep:
             seen = self._check(division)
             totals = self._totals(division) if self._several else None
             division.batch.refuse_changed()  # by counting or checking
-            with self._runner.window():
+            with self._runner.window(ragged=division.longest is not None):
                 window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
                 extras = self._runner.run(window, self._mover.micro_batches(division), len(division))
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
@@ -240,9 +241,14 @@ class BigStep:
 
     def _rehearse(self, division: Division, limit: int) -> Probe:
         """Run the first micro-batch of a division for its memory and time, and leave no trace."""
-        stage = Stage(self._models, self._stepper.optimizers, self._options.gradient_dtype, self._mover.device, limit)
-        return stage.rehearse(
-            division.sizes[0], lambda: self._runner.try_once(self._mover.moved(division.micro_batch(0)))
+        if self._stage is None or self._stage[0] != limit:
+            optimizers, dtype = self._stepper.optimizers, self._options.gradient_dtype
+            self._stage = limit, Stage(self._models, optimizers, dtype, self._mover.device, limit)
+        return self._stage[1].rehearse(
+            division.sizes[0],
+            lambda: self._runner.try_once(
+                self._mover.moved(division.micro_batch(0)), ragged=division.longest is not None
+            ),
         )
 
     def _shrink(self, division: Division, error: BaseException) -> None:

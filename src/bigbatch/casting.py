@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.10 has none of its own
 
 
+_LARGE_PRODUCT = 2**33  # multiplications, above which a GPU takes longer than its host
+_LARGE_TABLE = 2**20  # elements of an embedding; a smaller one is quickly filled with zeros
+
+
 class ForeignBackward(RuntimeError):
     """A backward that is not the window's own met one of our functions, as in a gradient penalty."""
 
@@ -30,8 +34,13 @@ class ForeignBackward(RuntimeError):
 class CastWeights:
     """The weights of some models in low precision, renewed once per window."""
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        """Find the parameters that may take the short way; nothing is cast yet."""
+    def __init__(self, optimizers: Sequence[Optimizer], *, captured: bool) -> None:
+        """Find the parameters that may take the short way; nothing is cast yet.
+
+        Where micro-steps are launched one by one and not `captured`, it is short for large products only: for small
+        ones the host takes longer to go it than the device saves.
+        """
+        self._captured = captured
         self._parameters = {id(p): p for p in all_parameters(optimizers)}
         self._own: frozenset[int] = frozenset()  # of them those that qualify, in the window that is open
         self._low: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -59,12 +68,13 @@ class CastWeights:
         plain_linear, plain_embedding = F.linear, F.embedding
 
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
-            if id(weight) in self._own and input.is_cuda and _lowered():
+            if id(weight) in self._own and input.is_cuda and _lowered() and self._is_worth(input, weight):
                 return self._linear(input, weight, bias)
             return plain_linear(input, weight, bias)
 
         def embedding(input: Tensor, weight: Tensor, *settings: Any, **named: Any) -> Tensor:  # noqa: A002
             usual = not any(settings) and not any(named.values())  # no padding_idx, max_norm, sparse gradients
+            usual = usual and weight.numel() >= _LARGE_TABLE and not torch.are_deterministic_algorithms_enabled()
             if usual and id(weight) in self._own and torch.is_grad_enabled():
                 found: Tensor = _Embedding.apply(input, weight, self)  # type: ignore[no-untyped-call]
                 return found
@@ -103,6 +113,9 @@ class CastWeights:
             weight.grad = torch.mm(left, right, out_dtype=torch.float32)
         else:
             torch.addmm(weight.grad, left, right, out_dtype=torch.float32, out=weight.grad)
+
+    def _is_worth(self, given: Tensor, weight: Tensor) -> bool:
+        return self._captured or given.numel() * weight.shape[0] >= _LARGE_PRODUCT
 
     def _linear(self, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtype = torch.get_autocast_dtype("cuda")

@@ -74,9 +74,10 @@ class Recipe:
 class Graphs:
     """The captured micro-steps of one `BigStep`."""
 
-    def __init__(self, device: torch.device, recipe: Recipe) -> None:
+    def __init__(self, device: torch.device) -> None:
         """Have none yet."""
-        self._device, self._recipe = device, recipe
+        self._device = device
+        self.loss_dtype = torch.float32
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._captured: dict[str, Captured] = {}
@@ -108,11 +109,11 @@ class Graphs:
         self._captured.clear()
         self._gradients, self._pool = [], None
 
-    def ready(self, micro_batch: Any, parameters: Sequence[Tensor]) -> Captured:
+    def ready(self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe) -> Captured:
         """Return the captured micro-step for micro-batches of this shape, capturing it where it is new."""
         shape = shape_of(micro_batch)
         if shape not in self._captured:
-            captured = self._capture(micro_batch)
+            captured = self._capture(micro_batch, recipe)
             if any(p.grad is not g for p, g in zip(parameters, self._gradients, strict=True)):
                 raise NotCapturable("another set of parameters gets gradients than before")
             while len(self._captured) >= _KEEP:
@@ -120,7 +121,7 @@ class Graphs:
             self._captured[shape] = captured
         return self._captured[shape]
 
-    def _capture(self, micro_batch: Any) -> Captured:
+    def _capture(self, micro_batch: Any, recipe: Recipe) -> Captured:
         """Capture a micro-step; nothing is computed by this."""
         inputs = {path: leaf.clone() for path, leaf in leaves(micro_batch) if isinstance(leaf, Tensor)}
         fixed = mapped(micro_batch, inputs.get)
@@ -131,22 +132,23 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-                extras, term = self._micro_step(fixed)
+                extras, term = self._micro_step(fixed, recipe)
         except RuntimeError as error:
             if isinstance(error, BigBatchError) or is_out_of_memory(error):
                 raise
             raise NotCapturable(str(error).splitlines()[0]) from error
         return Captured(graph, inputs, extras, term)
 
-    def _micro_step(self, micro_batch: Any) -> tuple[Any, Term]:
-        loss, extras = self._recipe.forward(micro_batch)
-        term = _only(self._recipe.read(loss))
+    def _micro_step(self, micro_batch: Any, recipe: Recipe) -> tuple[Any, Term]:
+        loss, extras = recipe.forward(micro_batch)
+        term = _only(recipe.read(loss))
+        self.loss_dtype = loss.dtype
         if loss.dtype in LOW_PRECISION:
             raise NotCapturable(f"its loss is {loss.dtype}, which cannot hold a weight; compute it in float32")
         given = term.count
         count = given.double() if isinstance(given, Tensor) else torch.full_like(self.totals.count, given)
         weight = count * self.totals.unit if term.kind == "mean" else self.totals.unit
-        self._recipe.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
+        recipe.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
         value = loss.detach().reshape(()).double()
         self.totals.count += count
         # The loss of a micro-batch without targets is NaN, and counts nothing.

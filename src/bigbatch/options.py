@@ -57,6 +57,12 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 msg = f"{name} must be True or False; found {getattr(self, name)!r}"
                 raise ConfigurationError(msg)
+        if self.cuda_graph and self.lengths is not None:
+            msg = (
+                "cuda_graph=True serves micro-batches of equal shape, and packing (lengths=) makes a new shape every "
+                "time.\nTake one of the two out: packed micro-batches are large, and gain little from a graph."
+            )
+            raise ConfigurationError(msg)
         checks.batch_norm(self.batch_norm)
         checks.gradient_dtype(self.gradient_dtype)
         checks.skip_nonfinite(self.skip_nonfinite)

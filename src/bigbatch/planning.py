@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bigbatch import checks
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import ConfigurationError, OutOfMemory
 from bigbatch.host_memory import resident
 from bigbatch.memory import budget as bytes_of
 from bigbatch.memory import human, read, room
@@ -18,7 +18,7 @@ from bigbatch.moving import Mover
 from bigbatch.plan_report import Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.rehearsal import Stage
 from bigbatch.restoring import devices_of
-from bigbatch.sizing import MARGIN, Choice, DoesNotFit, Probe, choose
+from bigbatch.sizing import MARGIN, Choice, Probe, choose
 from bigbatch.splitting import Batch
 from bigbatch.tracing import Prediction, optimizer_bytes, predict, size_of, wider
 
@@ -211,7 +211,7 @@ def _search(work: _Work, probe: Callable[[int], Probe], budget: int, margin: flo
 
     choice: Choice | None = None
     # A plan that finds no size says so: that is its answer, not an error.
-    with suppress(DoesNotFit):
+    with suppress(OutOfMemory):
         choice = choose(observed, work.batch.size, budget, margin=margin)
     probes = tuple(sorted(seen, key=lambda each: each.size))
     return _Found(work.batch.size, budget, int(budget * (1 - margin)), probes, choice)

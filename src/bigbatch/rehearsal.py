@@ -1,8 +1,8 @@
 """Rehearse a micro-step: run it as a step would, beside gradients and optimizer state, and leave no trace."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,23 +15,31 @@ from bigbatch.restoring import untouched
 from bigbatch.sizing import Probe
 from bigbatch.survival import is_out_of_memory, let_go
 
+_SHORT, _REPEATS = 0.2, 2  # seconds of a micro-step that is timed once more, and how often
 _SIDE = 64  # of a small square parameter that stands in for the real ones
 _USUAL_STATES = 2  # of an optimizer that cannot be tried on a small one: as Adam has
 
 
-@dataclass(frozen=True)
 class Stage:
-    """What a rehearsal is held with."""
+    """Where rehearsals of one model are held, one after the other."""
 
-    models: Sequence[nn.Module]
-    optimizers: Sequence[Optimizer]
-    gradient_dtype: torch.dtype | None
-    device: torch.device
-    limit: int  # in bytes, of what may be held
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        gradient_dtype: torch.dtype | None,
+        device: torch.device,
+        limit: int,
+    ) -> None:
+        """Set it up; `limit` is what may be held, in bytes."""
+        self._models, self._optimizers, self._gradient_dtype, self._device = models, optimizers, gradient_dtype, device
+        # A host hands out memory that is only taken when it is written to: state to come is added, not made.
+        awaited = 0 if device.type == "cuda" else sum(number for _, _, number in awaited_state(optimizers))
+        self._meter = Meter(device, limit, awaited)
 
     def rehearse(self, size: int, run: Callable[[], object]) -> Probe:
         """Run a micro-step of `size` samples and return what it took; running out of memory is an answer, too."""
-        with untouched(self.models, self.optimizers):
+        with untouched(self._models, self._optimizers):
             try:
                 return self._measured(size, run)
             except BaseException as error:
@@ -41,16 +49,25 @@ class Stage:
         return Probe(size, None, 0.0)
 
     def _measured(self, size: int, run: Callable[[], object]) -> Probe:
-        company = [*empty_gradients(self.optimizers, self.gradient_dtype), *empty_state(self.optimizers)]
-        _, peak = Meter(self.device, self.limit)(run)
+        company: list[Tensor] = []
+        if self._device.type == "cuda":
+            company += empty_gradients(self._optimizers, self._gradient_dtype)
+            company += [torch.empty_like(p, dtype=dtype) for p, dtype, _ in awaited_state(self._optimizers)]
+        gc.collect()  # what lies in reference cycles is nobody's, and would be measured
+        _, peak = self._meter(run)
         # Timed apart: the first time of a shape is slow, and so is a CPU under the meter.
-        started = time.perf_counter()
-        run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        seconds = time.perf_counter() - started
+        seconds = self._timed(run)
+        for _ in range(_REPEATS if seconds < _SHORT else 0):
+            seconds = min(seconds, self._timed(run))
         del company
         return Probe(size, peak.reserved, seconds)
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
 
 
 def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> list[Tensor]:
@@ -65,16 +82,16 @@ def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) 
     return made
 
 
-def empty_state(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Take the memory that an optimizer's state will need after its first step."""
-    made = []
+def awaited_state(optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, torch.dtype, int]]:
+    """Return the state that the optimizers will have after their first step: like what, in which type, how many bytes."""
+    found = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
             if waiting:
                 dtypes = _state_dtypes(optimizer, group, waiting[0])
-                made += [torch.empty_like(p, dtype=dtype, requires_grad=False) for p in waiting for dtype in dtypes]
-    return made
+                found += [(p.detach(), dtype, p.numel() * dtype.itemsize) for p in waiting for dtype in dtypes]
+    return found
 
 
 def _state_dtypes(optimizer: Optimizer, group: dict[str, object], like: Tensor) -> list[torch.dtype]:

@@ -36,9 +36,8 @@ class Runner:
         self._admission, self._stepper = admission, stepper
         device = next(p.device for o in stepper.optimizers for g in o.param_groups for p in g["params"])
         serves = CastWeights.serves(self._models, device)
-        self._casting = CastWeights(stepper.optimizers) if serves else None
-        recipe = Recipe(self.loss, self.read, self._backward)
-        self._graphs = Graphs(device, recipe) if cuda_graph else None
+        self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
+        self._graphs = Graphs(device) if cuda_graph else None
         self._reached: list[bool] | None = None  # which parameters got a gradient in the latest window
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
@@ -56,10 +55,13 @@ class Runner:
         return self._admission.read(loss, self._stepper.scaler)
 
     @contextmanager
-    def window(self) -> Iterator[None]:
-        """Between two updates: weights do not change inside, so what is made of them once serves all micro-batches."""
+    def window(self, *, ragged: bool) -> Iterator[None]:
+        """Between two updates: weights do not change inside, so what is made of them once serves all micro-batches.
+
+        Where micro-batches are `ragged`, each has a shape of its own.
+        """
         try:
-            with self._casting or nullcontext():
+            with self._casting or nullcontext(), _without_plans() if ragged else nullcontext():
                 yield
         finally:
             # An autocast around several steps would go on with copies of weights from before the update.
@@ -73,9 +75,9 @@ class Runner:
         self._reached = [p.grad is not None for p in window.gradients.parameters]
         return extras
 
-    def try_once(self, micro_batch: Any) -> None:
+    def try_once(self, micro_batch: Any, *, ragged: bool) -> None:
         """Run one micro-step as a window would, for whoever wants to know what it takes."""
-        with self.window():
+        with self.window(ragged=ragged):
             loss, _ = self.loss(micro_batch)
             with _disable_current_modes():  # a meter would see the numbers in a graph as tensors, and stumble
                 self.read(loss)
@@ -122,12 +124,13 @@ class Runner:
         if self._casting is not None:
             self._casting.renew()
         graphs.open(gradients, self._reached, self._state(gradients))
+        recipe = Recipe(self.loss, self.read, self._backward)
         extras: list[Any] = []
         provisional, counted = 1.0, 0.0
         term: Term | None = None
         for micro_batch in micro_batches:
             with _uncached_autocast():
-                captured = graphs.ready(micro_batch, gradients.parameters)
+                captured = graphs.ready(micro_batch, gradients.parameters, recipe)
             if term is None:
                 term, provisional = captured.term, _provisional(captured.term, number, self._stepper)
                 self._set_unit(graphs.totals.unit, 1.0 / provisional)
@@ -142,7 +145,7 @@ class Runner:
         on_device = isinstance(term.count, Tensor)
         total = graphs.totals.count.clone() if on_device else counted
         loss = graphs.totals.loss.clone()  # the next window begins at zero
-        window.adopt(Tally(term.kind, len(extras), provisional, total, loss, term.count))
+        window.adopt(Tally(term.kind, len(extras), provisional, total, loss, term.count), graphs.loss_dtype)
         return extras
 
     def _set_unit(self, unit: Tensor, number: float) -> None:
@@ -157,6 +160,20 @@ class Runner:
         places = tuple(p.data_ptr() for p in gradients.parameters)
         autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         return modes, places, autocast, self._admission.only_own
+
+
+@contextmanager
+def _without_plans() -> Iterator[None]:
+    """Attend without cuDNN, which plans anew for every shape: 0.1 s or more, where a whole micro-step takes 0.02 s."""
+    others = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
+    if not torch.backends.cuda.cudnn_sdp_enabled() or not others:
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled=True)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import OutOfMemory
 from bigbatch.memory import human
 from bigbatch.splitting import balanced
 
@@ -24,10 +24,6 @@ PROBES = 6
 TIE = 1.02  # as fast as makes no difference
 _SECOND = 8  # samples: enough to be above a peak that has nothing to do with samples
 _FURTHEST = 64  # times the largest size measured: a line through two small sizes says little further out
-
-
-class DoesNotFit(ConfigurationError):
-    """Not even one sample fits into the budget."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +113,7 @@ class _Search:
         """One sample must fit."""
         first = self._look(1)
         if not _within(first, self.limit):
-            raise DoesNotFit(_too_big(first, self.limit, budget))
+            raise OutOfMemory(_too_big(first, self.limit, budget))
 
     def reach_the_largest_that_fits(self) -> None:
         """Close in on the boundary from both sides, until the sizes between make no difference."""

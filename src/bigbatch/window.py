@@ -48,6 +48,11 @@ class Window:
         stepper.window_open = True
 
     @property
+    def ledger(self) -> Ledger:
+        """The window's counts."""
+        return self._ledger
+
+    @property
     def micro_batches(self) -> int:
         """How many micro-batches have been added."""
         return self._ledger.micro_batches
@@ -105,8 +110,9 @@ class Window:
         """The gradients of the window, for whoever adds to them beside `add`."""
         return self._gradients
 
-    def adopt(self, tally: Tally) -> None:
+    def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
         """Take over what replays of a captured micro-step have added up to the gradients of this window."""
+        self._loss_dtype = loss_dtype
         if isinstance(tally.first, Tensor):
             self._first_count = tally.first
         self._gradients.remember()
