@@ -15,6 +15,11 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests end in mid-window: that is what many of them are about, and test_forgotten.py looks at the warning."""
+    config.addinivalue_line("filterwarnings", "ignore:a window was left open:UserWarning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked `cuda` where there is no GPU, and say so."""
     if torch.cuda.is_available():

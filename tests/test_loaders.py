@@ -1,5 +1,6 @@
 """Loaders: whatever yields micro-batches is trained to its end, also without a length."""
 
+import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -137,3 +138,36 @@ def test_a_window_after_an_iterator_that_is_still_held() -> None:
         training.backward(BATCHES[3])
     del held
     assert [training.backward(batch) is not None for batch in BATCHES[3:6]] == [False, False, True]
+
+
+class Sampled(list[Batch]):
+    """A loader with attributes of its own."""
+
+    batch_size = 7
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """As a distributed sampler has it."""
+        self.epoch = epoch
+
+
+def test_a_wrapped_loader_has_the_attributes_of_its_own() -> None:
+    """`sampler`, `dataset`, `batch_size`, `set_epoch`: code that asks the loader may ask the wrapped one."""
+    loader = DataLoader(BATCHES, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+    wrapped = Training(steps=3).accumulator.over(loader)
+    assert wrapped.dataset is BATCHES
+    assert wrapped.sampler is loader.sampler
+    other = Training(steps=3).accumulator.over(Training(steps=3).accumulator.over(Sampled(BATCHES)))
+    assert other.batch_size == 7
+    other.set_epoch(3)
+    assert other.epoch == 3
+
+
+def test_an_attribute_that_the_loader_lacks_is_named() -> None:
+    """With the loader's type; and nothing private or special is looked for in it."""
+    wrapped = Training(steps=3).accumulator.over(BATCHES)
+    with pytest.raises(AttributeError, match="this loader is a list, which has no attribute 'sampler'"):
+        _ = wrapped.sampler
+    assert not hasattr(wrapped, "__array__")
+    assert not hasattr(wrapped, "_index_sampler")
+    assert copy.copy(wrapped).last is False

@@ -141,7 +141,7 @@ def test_a_weight_that_was_loaded_anew_is_read() -> None:
 def test_a_weight_computed_from_a_frozen_one_is_told_from_one_of_the_batch() -> None:
     """Both are a product of a parameter with a tensor without gradient, in graphs that look the same."""
     model = adapted()
-    model.head.weight.requires_grad_(requires_grad=True)
+    model.head.requires_grad_(requires_grad=True)
     model.register_buffer("base", torch.eye(5, dtype=torch.float64))
     accumulator = Accumulator(model, sgd(trained(model)), steps=4)
     x, y = BATCHES[0]

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import checks
 from bigbatch.errors import BatchNormError, StateError, WindowDisturbed, WindowError, WindowOpen
+from bigbatch.forgotten import Forgotten
 from bigbatch.gradients import all_parameters
 from bigbatch.over import Listener, Over
 from bigbatch.reading.counts import Count, GivenCount, checked_count
@@ -98,6 +99,7 @@ class Accumulator:
         self._reader = Reader(surroundings)
         self._batch_norms: list[tuple[str, BatchNorm]] = []  # looked up when a window opens
         self._window: Window | None = None
+        self._forgotten = Forgotten(self)
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
         self._last = False
         self._totals: tuple[Count, ...] | None = None
@@ -160,6 +162,7 @@ class Accumulator:
         terms = self._read(loss, count)
         if self._window is None:
             self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
+            self._forgotten.ledger = self._window.ledger
         if self._reader.fresh and self._scans < _SCANS:
             self._scan(loss)
         try:
@@ -181,6 +184,7 @@ class Accumulator:
 
     def _close(self, window: Window, *, checked: bool = False) -> Update:
         update = window.close(checked=checked)
+        self._forgotten.closed()
         self._window, self._resumed, self._last = None, False, False
         return update
 
@@ -188,6 +192,7 @@ class Accumulator:
         """Drop the open window and its gradients; the model and the optimizer are as before it."""
         if self._window is not None:
             self._window.discard()
+            self._forgotten.closed()
         self._window, self._resumed, self._last = None, False, False
 
     def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
@@ -209,6 +214,7 @@ class Accumulator:
         Not in it: the model, the optimizer, the scheduler, the scaler and the loader's position. Save those beside it.
         """
         window = None if self._window is None else self._window.state_dict()
+        self._forgotten.saved()
         return {"version": STATE_VERSION, "steps": self._steps, "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -233,6 +239,8 @@ class Accumulator:
                 window.discard()
                 raise
             self._window, self._resumed = window, True
+            self._forgotten.ledger = window.ledger
+            self._forgotten.saved()  # it can be loaded again
 
     def _read(self, loss: Tensor, count: object) -> list[Term]:
         if count is not None:

@@ -26,7 +26,8 @@ class Listener:
 class Over(Generic[Batch]):
     """A loader's batches, with the accumulator told beforehand which one is the last.
 
-    Any iterable will do: a loader, a generator, an endless stream. `len` is forwarded where there is one.
+    Any iterable will do: a loader, a generator, an endless stream. `len` and the loader's own attributes (`sampler`,
+    `dataset`, `set_epoch`) are forwarded where there are any.
     """
 
     def __init__(self, loader: Iterable[Batch], listener: Listener, counts: Callable[[Any], Any] | None) -> None:
@@ -46,6 +47,18 @@ class Over(Generic[Batch]):
             msg = f"this loader has no length: {type(self._loader).__name__} does not define len()"
             raise TypeError(msg)
         return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the loader; private and special ones stay its own."""
+        if not name.startswith("_"):
+            try:
+                return getattr(self._loader, name)
+            except AttributeError:
+                pass
+            msg = f"this loader is a {type(self._loader).__name__}, which has no attribute {name!r}"
+            raise AttributeError(msg, name=name, obj=self)
+        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(msg, name=name, obj=self)
 
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""

@@ -1,0 +1,43 @@
+"""A window that nobody closed: what was added to it is lost, and that is said when its accumulator goes."""
+
+import sys
+import warnings
+import weakref
+
+from bigbatch.ledger import Ledger
+
+
+class Forgotten:
+    """Knows the window that is open, and warns where its owner goes before it is closed, dropped or saved.
+
+    It holds the counts of the window alone: what is told at the end must not keep a model alive until then.
+    """
+
+    def __init__(self, owner: object) -> None:
+        """Watch over an owner, also at the end of the program."""
+        self.ledger: Ledger | None = None  # of the open window
+        self._saved = 0  # how many of its micro-batches a state_dict holds
+        weakref.finalize(owner, self._warn)
+
+    def saved(self) -> None:
+        """Hear that the window was saved as it stands: it may be gone on with elsewhere."""
+        self._saved = self.ledger.micro_batches if self.ledger is not None else 0
+
+    def closed(self) -> None:
+        """Hear that no window is open."""
+        self.ledger, self._saved = None, 0
+
+    def _warn(self) -> None:
+        if self.ledger is None or self.ledger.micro_batches == self._saved or _failed():
+            return
+        warnings.warn(
+            f"a window was left open with {self.ledger.micro_batches} of {self.ledger.steps} micro-batches, and made "
+            "no update. End the last window with accumulator.flush() or wrap the loader, accumulator.over(loader); "
+            "accumulator.discard() drops it without a word.",
+            stacklevel=2,
+        )
+
+
+def _failed() -> bool:
+    """Tell whether an exception is under way or has ended the program: that says enough."""
+    return sys.exc_info()[0] is not None or hasattr(sys, "last_value")
