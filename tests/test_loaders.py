@@ -153,7 +153,7 @@ class Sampled(list[Batch]):
 
 def test_a_wrapped_loader_has_the_attributes_of_its_own() -> None:
     """`sampler`, `dataset`, `batch_size`, `set_epoch`: code that asks the loader may ask the wrapped one."""
-    loader = DataLoader(BATCHES, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
+    loader: DataLoader[Batch] = DataLoader(BATCHES, batch_size=None)  # type: ignore[arg-type]  # a list is a dataset
     wrapped = Training(steps=3).accumulator.over(loader)
     assert wrapped.dataset is BATCHES
     assert wrapped.sampler is loader.sampler
