@@ -21,6 +21,7 @@ from bigbatch.reading.terms import Term
 # How far two roundings of one loss may lie apart; what couples samples moves it by far more.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 3e-2
+_FLOOR = 1e-2
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 
 
@@ -95,7 +96,8 @@ def refuse_counted_padding(padded: Part, cut: Part) -> None:
 
 
 def _near(one: float, other: float, parts: Sequence[Part]) -> bool:
-    size = max(abs(one), abs(other), 1e-3, *(abs(part.value) for part in parts))
+    # A loss near zero may be the difference of larger numbers, whose rounding it has.
+    size = max(abs(one), abs(other), _FLOOR, *(abs(part.value) for part in parts))
     return abs(one - other) <= max(part.tolerance for part in parts) * size
 
 

@@ -1,0 +1,304 @@
+"""The first-step check: what couples samples inside a model is refused, and nothing else is accused."""
+
+import random
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import BigStep, Options
+from bigbatch.errors import BatchNormError, CoupledLoss
+from tests.bombs import Restless, everything, restless_loss, seed
+from tests.reference import sgd, trained, weights
+from tests.samples import CLASSES, Batch, mlp, rows, seeded, sequences
+
+COUPLED = r"(?s)the samples of this batch are coupled: \d+ of them have a loss of .*Options\(check=False\)"
+
+
+class Around(nn.Module):
+    """Something between two layers, where no graph of a loss is read."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], width: int = 3) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(width, 8), between, nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Layer, something, layer."""
+        return self.last(self.between(torch.tanh(self.first(x))))
+
+
+COUPLING: dict[str, Callable[[Tensor], Tensor]] = {
+    "attention across the batch": lambda h: (h @ h.T).softmax(-1) @ h,
+    "a centred batch": lambda h: h - h.mean(0),
+    "a batch divided by its largest": lambda h: h / h.abs().max(),
+    "a batch divided by its norm": lambda h: h / h.norm(),
+    "the first sample for all": lambda h: h + h[:1],
+    "a running sum": lambda h: h.cumsum(0),
+    "neighbours": lambda h: h + h.roll(1, 0),
+    "a place in the batch": lambda h: h + torch.arange(len(h), dtype=h.dtype)[:, None],
+    "a factor of the size": lambda h: h * len(h),
+    "a sort": lambda h: h.sort(0).values,
+    "a rank": lambda h: h + h.argsort(0).to(h.dtype),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+@pytest.mark.parametrize("how", COUPLING)
+def test_samples_coupled_inside_a_model_are_refused(how: str, size: int) -> None:
+    """In micro-batches of one sample, too, and nothing is changed by it."""
+    model = seeded(lambda: Around(COUPLING[how]))()
+    optimizer = torch.optim.AdamW(trained(model))
+    seed()
+    before = everything(model, optimizer)
+    step = BigStep(model, optimizer, lambda m, b: F.cross_entropy(m(b["x"]), b["label"]), micro_batch_size=size)
+    with pytest.raises(CoupledLoss, match=COUPLED):
+        step(rows(8, 0))
+    assert everything(model, optimizer) == before
+    with pytest.raises(CoupledLoss, match=COUPLED):  # as long as it has not passed
+        step(rows(8, 1))
+
+
+def test_the_first_batch_with_two_samples_is_looked_at() -> None:
+    """A first batch of one sample shows nothing."""
+    model = seeded(lambda: Around(COUPLING["a centred batch"]))()
+    step = BigStep(model, sgd(trained(model)), lambda m, b: F.mse_loss(m(b["x"]), b["value"]), micro_batch_size=2)
+    step(rows(1, 0))
+    with pytest.raises(CoupledLoss, match=COUPLED):
+        step(rows(4, 1))
+
+
+def test_a_coupling_that_dropout_hides() -> None:
+    """Random numbers are turned off to look."""
+    model = seeded(lambda: Around(nn.Sequential(nn.Dropout(0.3), _Centred())))()
+    step = BigStep(model, sgd(trained(model)), lambda m, b: F.mse_loss(m(b["x"]), b["value"]), micro_batch_size=4)
+    with pytest.raises(CoupledLoss, match=COUPLED):
+        step(rows(8, 0))
+
+
+class _Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_a_shared_tensor_with_as_many_rows_as_samples() -> None:
+    """It was cut, and should not have been: the error says to look for one."""
+    anchors = torch.linspace(-1, 1, 64, dtype=torch.float64).view(8, 8)
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        model.between = lambda h: h + (h @ batch["anchors"].T).logsumexp(1, keepdim=True)
+        return model(batch["x"]).pow(2).mean()
+
+    model = seeded(lambda: Around(torch.tanh))()
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=4)
+    with pytest.raises(CoupledLoss, match="has as many rows as there are samples"):
+        step({"x": rows(8, 0)["x"], "anchors": anchors})
+
+
+def test_a_step_without_the_check() -> None:
+    """The user's word counts."""
+    model = seeded(lambda: Around(COUPLING["a centred batch"]))()
+    options = Options(check=False)
+    loss_fn: Any = lambda m, b: F.mse_loss(m(b["x"]), b["value"])  # noqa: E731
+    assert (
+        BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2, options=options)(rows(6, 0)).micro_batches == 3
+    )
+
+
+# No false alarm.
+
+
+class TrainingOnly(nn.Module):
+    """Has dropout, and knows no other mode than training."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.body, self.how = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, CLASSES)), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Do something else where it is not training."""
+        if not self.training:
+            if self.how == "raises":
+                raise RuntimeError("not for inference")
+            if self.how == "has no graph":
+                return self.body(x).detach()
+        return self.body(x)
+
+
+def noisy(model: Any, batch: Batch) -> Tensor:
+    """Inputs with torch's noise."""
+    return F.cross_entropy(model(batch["x"] + torch.randn_like(batch["x"])), batch["label"])
+
+
+def augmented(model: Any, batch: Batch) -> Tensor:
+    """Inputs augmented by Python's numbers."""
+    return F.cross_entropy(model(batch["x"] * random.uniform(0.5, 2)), batch["label"])  # noqa: S311 - as a user would
+
+
+def cropped(model: Any, batch: Batch) -> Tensor:
+    """Inputs augmented by numpy's numbers."""
+    return F.cross_entropy(model(batch["x"] * np.random.uniform(0.5, 2)), batch["label"])  # noqa: NPY002 - same
+
+
+def plain(model: Any, batch: Batch) -> Tensor:
+    """A mean cross-entropy."""
+    return F.cross_entropy(model(batch["x"]), batch["label"])
+
+
+def summed(model: Any, batch: Batch) -> Tensor:
+    """A sum."""
+    return F.cross_entropy(model(batch["x"]), batch["label"], reduction="sum")
+
+
+INNOCENT: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Batch], Tensor]]] = {
+    "dropout": (lambda: Around(nn.Dropout(0.4)), plain),
+    "dropout, sum": (lambda: Around(nn.Dropout(0.4)), summed),
+    "noise in the loss": (lambda: Around(nn.Identity()), noisy),
+    "python's numbers": (lambda: Around(nn.Identity()), augmented),
+    "numpy's numbers": (lambda: Around(nn.Identity()), cropped),
+    "raises in evaluation": (lambda: TrainingOnly("raises"), plain),
+    "no graph in evaluation": (lambda: TrainingOnly("has no graph"), plain),
+    "layer norm": (lambda: Around(nn.LayerNorm(8)), plain),
+    "group norm": (lambda: Around(nn.GroupNorm(2, 8)), plain),
+    "rms norm": (lambda: Around(nn.RMSNorm(8)), plain),
+    "softmax": (lambda: Around(nn.Softmax(-1)), plain),
+    "gelu": (lambda: Around(nn.GELU()), plain),
+    "restless": (Restless, restless_loss),
+}
+PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {
+    "float64": (torch.float64, False),
+    "float32": (torch.float32, False),
+    "autocast": (torch.float32, True),
+    "bfloat16": (torch.bfloat16, False),
+}
+
+
+def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Floating-point leaves in another dtype."""
+    return {name: leaf.to(dtype) if leaf.is_floating_point() else leaf for name, leaf in batch.items()}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # RMSNorm under autocast
+@pytest.mark.parametrize(
+    ("what", "precision"),
+    [
+        (what, precision)
+        for what in INNOCENT
+        for precision in PRECISIONS
+        if what != "restless" or precision == "float64"
+    ],
+)
+def test_models_whose_samples_are_apart_are_not_accused(what: str, precision: str) -> None:
+    """Whatever is random, normalised per sample or rounded."""
+    make, loss_fn = INNOCENT[what]
+    dtype, autocast = PRECISIONS[precision]
+    for number in range(4):
+        seed(number)
+        model = make().to(dtype)
+        step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=5)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            assert step(in_dtype(rows(9, number), dtype)).micro_batches == 2
+
+
+class Encoder(nn.Module):
+    """A transformer, perhaps in low precision where nobody sees it from outside."""
+
+    def __init__(self, inside: str = "") -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.first, self.inside = nn.Linear(3, 16), inside
+        self.body = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, steps, 3) → (n, steps, 4)."""
+        with torch.autocast("cpu", torch.bfloat16) if self.inside == "autocast" else nullcontext():
+            return self.last(self.body(self.first(x))).to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("precision", "inside"),
+    [("float64", ""), *((p, i) for p in ("float32", "autocast") for i in ("", "autocast", "bfloat16"))],
+)
+def test_transformers_are_not_accused(precision: str, inside: str) -> None:
+    """A loss in float32 may stand on bf16: its rounding is that of bf16."""
+    dtype, autocast = PRECISIONS[precision]
+    for number in range(3):
+        seed(number)
+        model = Encoder(inside).to(torch.bfloat16 if inside == "bfloat16" else dtype)
+        step = BigStep(
+            model,
+            torch.optim.SGD(trained(model), lr=0.1),
+            lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["labels"].flatten()),
+            micro_batch_size=7,
+        )
+        batch = in_dtype(sequences(12, number), torch.bfloat16 if inside == "bfloat16" else dtype)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            step(batch)
+
+
+def test_losses_that_cancel_are_not_accused() -> None:
+    """A critic's difference of means is near zero, and its rounding is not."""
+    for number in range(30):
+        seed(number)
+        model = nn.Linear(3, 1)
+        with torch.no_grad():
+            model.bias.fill_(10.0)
+        batch = in_dtype(rows(40, number), torch.float32)
+        BigStep(
+            model,
+            torch.optim.SGD(trained(model), lr=1e-3),
+            lambda m, b: m(b["x"]).mean() - m(b["x2"]).mean(),
+            micro_batch_size=33,
+        )(batch)
+
+
+def test_batch_norm_is_refused_or_accepted_as_said() -> None:
+    """Refused with its own reason; accepted statistics of the micro-batch are no accusation, nor are frozen ones."""
+
+    def make() -> nn.Module:
+        return seeded(lambda: Around(nn.BatchNorm1d(8)))()
+
+    model = make()
+    with pytest.raises(BatchNormError):
+        BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)(rows(8, 0))
+    micro = Options(batch_norm="micro")
+    assert BigStep(model, sgd(trained(model)), plain, micro_batch_size=4, options=micro)(rows(8, 0)).micro_batches == 2
+    model = make().eval()
+    assert BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)(rows(8, 0)).micro_batches == 2
+
+
+# Once, and without a trace.
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_check_runs_once_and_changes_nothing(size: int) -> None:
+    """With and without it the update is the same, bit by bit, and afterwards there are no forwards but the window's."""
+    found = []
+    for check in (True, False):
+        seed()
+        model = Restless()
+        model.first.eval()
+        optimizer = torch.optim.AdamW(trained(model), lr=0.05)
+        step = BigStep(model, optimizer, restless_loss, micro_batch_size=size, options=Options(check=check))
+        step(rows(6, 0))
+        assert (len(model.bomb.seen) > 6 // size) is check
+        model.bomb.seen.clear()
+        step(rows(6, 1))
+        assert len(model.bomb.seen) == 6 // size
+        found.append(everything(model, optimizer))
+    assert found[0] == found[1]
+
+
+def test_the_check_is_run_with_gradients_of_nobody() -> None:
+    """It leaves no gradient, also in a model that is not trained."""
+    model, other = mlp()(), mlp()()
+    step = BigStep(model, sgd(trained(model)), lambda m, b: F.mse_loss(m(b["x"]), other(b["x2"])), micro_batch_size=2)
+    before = weights(other)
+    step(rows(4, 0))
+    assert all(p.grad is None for p in [*model.parameters(), *other.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
