@@ -119,7 +119,7 @@ def trimmed(micro_batch: Any, sampled: frozenset[str], width: int, longest: int)
 
     def trim(path: str, leaf: Any) -> Any:
         if path in sampled and _is_wide(leaf) and leaf.shape[1] == width:
-            return leaf[:, :longest]
+            return leaf[:, :longest].contiguous()  # models call view(-1) on what they are given
         return leaf
 
     return mapped(micro_batch, trim)

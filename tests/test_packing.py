@@ -1,0 +1,396 @@
+"""Packing: any lengths in any budget, the fewest groups and the least padding, and the untrimmed batch's update."""
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from bigbatch import BigStep, Options
+from bigbatch.errors import BatchError, CoupledLoss, LossError
+from bigbatch.packing import Padding, lengths_of, pack, width_of
+from bigbatch.splitting import Batch as Cut
+from tests.reference import distance, sgd, trained, weights
+from tests.samples import CLASSES, Batch, generator, seeded
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+lengths_lists = st.lists(st.integers(0, 12), min_size=1, max_size=9)
+budgets = st.integers(1, 40)
+
+
+# The groups.
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(1, 200))
+@settings(max_examples=150)
+def test_every_sample_is_in_one_group_within_the_budget(lengths: list[int], budget: int) -> None:
+    """A group's number times its longest is at most the budget, unless it is one sample."""
+    groups = pack(lengths, budget)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    for group in groups:
+        assert group
+        assert len(group) == 1 or len(group) * max(1, *(lengths[i] for i in group)) <= budget
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 20))
+@settings(max_examples=80)
+def test_no_other_grouping_is_better(lengths: list[int], budget: int) -> None:
+    """Of all ways to group: the fewest groups, and of those the least padding."""
+    best = min(
+        cost(groups, lengths) for groups in partitions(list(range(len(lengths)))) if fits(groups, lengths, budget)
+    )
+    assert cost(pack(lengths, budget), lengths) == best
+
+
+def cost(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> tuple[int, int]:
+    """How many groups there are, and how many tokens with padding."""
+    return len(groups), sum(len(group) * max(1, *(lengths[i] for i in group)) for group in groups)
+
+
+def fits(groups: Sequence[Sequence[int]], lengths: Sequence[int], budget: int) -> bool:
+    """Whether all groups are within the budget, or of one sample."""
+    return all(len(group) == 1 or len(group) * max(1, *(lengths[i] for i in group)) <= budget for group in groups)
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to make groups of some items."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for groups in partitions(rest):
+        yield [[first], *groups]
+        for place in range(len(groups)):
+            yield [*groups[:place], [first, *groups[place]], *groups[place + 1 :]]
+
+
+# The update.
+
+
+class Attentive(nn.Module):
+    """A small transformer: embeddings of tokens and places, attention within a mask, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(CLASSES, 8), nn.Embedding(16, 8)
+        self.qkv, self.mix = nn.Linear(8, 24), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, CLASSES)
+
+    def forward(self, tokens: Tensor, mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """(n, width) → (n, width, 4); what is masked is seen by nobody."""
+        places = torch.arange(tokens.shape[1]) if position_ids is None else position_ids
+        x = self.tokens(tokens) + self.places(places)
+        q, k, v = self.qkv(x).chunk(3, -1)
+        seen = mask.bool()[:, None, :] & torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        scores = (q @ k.mT).masked_fill(~seen, -1e30)  # a row without any place would be NaN
+        return self.head(self.norm(x + self.mix(scores.softmax(-1) @ v)))
+
+
+attentive = seeded(Attentive)
+
+
+def text(lengths: Sequence[int], seed: int = 0, extra: int = 0) -> Batch:
+    """Right-padded sequences, as wide as the longest, or wider."""
+    by = generator(seed)
+    n, width = len(lengths), max(*lengths, 1) + extra
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    tokens = torch.randint(CLASSES, (n, width), generator=by).masked_fill(~mask, 0)
+    labels = torch.randint(CLASSES, (n, width), generator=by).masked_fill(~mask, -100)
+    return {
+        "tokens": tokens,
+        "attention_mask": mask.long(),
+        "labels": labels,
+        "position_ids": torch.arange(width).repeat(n, 1),
+        "lengths": torch.tensor(lengths),
+        "weight": torch.rand(n, generator=by, dtype=torch.float64),
+    }
+
+
+def token_loss(model: Any, batch: Batch) -> Tensor:
+    """A cross-entropy over the tokens that are not ignored."""
+    logits = model(batch["tokens"], batch["attention_mask"], batch["position_ids"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def sequence_loss(model: Any, batch: Batch) -> Tensor:
+    """Each sequence's mean over its own tokens, then over sequences."""
+    logits = model(batch["tokens"], batch["attention_mask"])
+    each = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+    return (each.sum(1) / batch["lengths"].clamp(min=1)).mean()
+
+
+def two_losses(model: Any, batch: Batch) -> Tensor:
+    """Both, with counts of their own."""
+    return token_loss(model, batch) + 0.5 * sequence_loss(model, batch)
+
+
+LOSSES = {"tokens": token_loss, "sequences": sequence_loss, "both": two_losses}
+LENGTHS: dict[str, Any] = {
+    "mask": "attention_mask",
+    "tensor": lambda batch: batch["lengths"],
+    "list": lambda batch: batch["attention_mask"].sum(1).tolist(),
+    "larger": lambda batch: batch["lengths"] + 1,
+}
+
+
+@given(
+    lengths=lengths_lists,
+    budget=budgets,
+    loss=st.sampled_from(sorted(LOSSES)),
+    how=st.sampled_from(sorted(LENGTHS)),
+    extra=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=80)
+def test_a_packed_batch_is_the_untrimmed_one(
+    *, lengths: list[int], budget: int, loss: str, how: str, extra: int, seed: int
+) -> None:
+    """Any lengths, budget, loss and source of lengths: the update of the batch as it came, over two steps."""
+    assume(any(lengths))
+    model, twin = attentive(), attentive()
+    optimizer = sgd(trained(twin))
+    step = BigStep(model, sgd(trained(model)), LOSSES[loss], options=Options(lengths=LENGTHS[how], token_budget=budget))
+    for number in range(2):
+        batch = text(lengths, seed + number, extra)
+        update = step(batch)
+        optimizer.zero_grad()
+        true = LOSSES[loss](twin, batch)
+        true.backward()
+        optimizer.step()
+        assert distance(weights(model), weights(twin)) <= 1e-12
+        if loss != "both":
+            assert abs(update.loss.item() - true.item()) <= 1e-12
+        assert step.padding is not None
+        assert how == "larger" or step.padding.given == batch["tokens"].numel()
+
+
+@pytest.mark.parametrize("budget", [1, 12, 30, 1000])
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_hugging_face_models_are_packed_exactly(kind: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`model(**batch).loss` in float64, where their own code lets it be."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr(
+        Tensor, "float", lambda self: self
+    )  # their losses call it, which a float32 model does not notice
+    sizes = {
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 12,
+    }
+
+    def make() -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            if kind == "llama":
+                return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double()
+            config = transformers.BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+            return transformers.BertForMaskedLM(config).double()
+
+    model, twin = make(), make()
+    made = text([3, 7, 1, 5, 7, 2], 1)
+    batch = transformers.BatchEncoding(
+        {"input_ids": made["tokens"], "attention_mask": made["attention_mask"], "labels": made["labels"]}
+    )
+    options = Options(lengths="attention_mask", token_budget=budget)
+    update = BigStep(model, sgd(trained(model)), options=options)(batch)
+    true = twin(**batch).loss
+    true.backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-6  # RMSNorm and softmax round to float32 inside
+    assert abs(update.loss.item() - true.item()) <= 1e-6
+
+
+def test_packing_by_auto() -> None:
+    """A budget is found, in tokens, and kept."""
+    model, twin = attentive(), attentive()
+    batch = text([3, 7, 1, 5, 7, 2])
+    step = BigStep(model, sgd(trained(model)), token_loss, options=Options(lengths="attention_mask"))
+    step(batch)
+    assert list(step.state_dict()["sizes"]) == ["tokens"]
+    token_loss(twin, batch).backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+# Extras.
+
+
+def test_extras_return_in_the_batchs_own_order() -> None:
+    """Joined where rows are alike, a list per sample where micro-batches were trimmed to other widths."""
+    model = attentive()
+    batch = text([2, 7, 1, 5, 7, 3])
+
+    def loss_fn(m: Any, part: Batch) -> Any:
+        logits = m(part["tokens"], part["attention_mask"])
+        loss = F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten())
+        return loss, {"lengths": part["lengths"], "tokens": part["tokens"], "mean": loss, "names": "a"}
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="attention_mask", token_budget=10))
+    update = step(batch)
+    assert update.micro_batches == 4
+    assert torch.equal(update.extras["lengths"], batch["lengths"])
+    assert len(update.extras["tokens"]) == 6
+    for row, whole, length in zip(update.extras["tokens"], batch["tokens"], batch["lengths"].tolist(), strict=True):
+        assert torch.equal(row[:length], whole[:length])
+    assert update.extras["mean"].shape == (4,)
+    assert update.extras["names"] == ["a"] * 4
+
+
+# What is refused.
+
+
+def step_for(loss_fn: Any = token_loss, **options: Any) -> BigStep:
+    """A step that packs."""
+    model = attentive()
+    return BigStep(
+        model,
+        sgd(trained(model)),
+        loss_fn,
+        options=Options(**{"lengths": "attention_mask", "token_budget": 10, **options}),
+    )
+
+
+def all_places(model: Any, batch: Batch) -> Tensor:
+    """A mean over all places, masked ones as zeros."""
+    logits = model(batch["tokens"], batch["attention_mask"])
+    return (logits * batch["attention_mask"][..., None]).pow(2).mean()
+
+
+def seen_padding(model: Any, batch: Batch) -> Tensor:
+    """A model that looks at padding: attention without a mask, and a mean that ignores it."""
+    logits = model(batch["tokens"], torch.ones_like(batch["attention_mask"])).flip(1).cumsum(1).flip(1)
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def width_in_a_sum(model: Any, batch: Batch) -> Tensor:
+    """A sum over all places."""
+    return model(batch["tokens"], batch["attention_mask"]).pow(2).sum()
+
+
+@pytest.mark.parametrize("loss_fn", [all_places, seen_padding, width_in_a_sum])
+def test_losses_that_count_padding_are_refused(loss_fn: Any) -> None:
+    """With the loss with and without it; nothing is changed."""
+    step = step_for(loss_fn)
+    with pytest.raises(
+        (BatchError, LossError), match=r"counts padding|does not act sample by sample|coupled|Flip|Cumsum"
+    ):
+        step(text([2, 7, 1, 5, 7, 3]))
+
+
+def test_padding_is_looked_at_in_the_first_batch_that_has_any() -> None:
+    """A first batch without padding shows nothing, and one in a single group neither."""
+    step = step_for(all_places, token_budget=21)
+    step(text([7, 7, 7, 7]))
+    step(text([7, 7, 6]))  # one group: nothing is trimmed
+    with pytest.raises(BatchError, match=r"(?s)this loss counts padding: with it the loss is .* over 56, without it"):
+        step(text([2, 7, 1, 5, 7, 3]))
+
+
+def test_class_weights_are_not_taken_for_padding() -> None:
+    """A count that was added up in float32 may round differently beside padding."""
+    weight = torch.tensor([0.1, 1.7, 0.3, 2.4])
+    for seed in range(5):
+        model = attentive().float()
+
+        def loss_fn(m: Any, batch: Batch) -> Tensor:
+            logits = m(batch["tokens"], batch["attention_mask"])
+            return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), weight=weight)
+
+        options = Options(lengths="attention_mask", token_budget=40)
+        BigStep(model, sgd(trained(model)), loss_fn, options=options)(text([12, 12, 12, 11, 11, 9, 9, 3], seed))
+
+
+@pytest.mark.parametrize("how", ["left", "gaps"])
+def test_padding_that_is_not_on_the_right_is_refused(how: str) -> None:
+    """The error says what to set."""
+    batch = text([2, 7, 1, 5])
+    if how == "left":
+        batch = {name: leaf.flip(1) if leaf.dim() > 1 else leaf for name, leaf in batch.items()}
+    else:
+        batch["attention_mask"][1, 3] = 0
+    with pytest.raises(BatchError, match=r'(?s)gaps or padding on the left.*padding_side = "right"'):
+        step_for()(batch)
+
+
+def test_left_padding_behind_a_function_is_refused() -> None:
+    """Lengths alone do not tell the side; the content does."""
+    batch = {name: leaf.flip(1) if leaf.dim() > 1 else leaf for name, leaf in text([2, 7, 1, 5]).items()}
+    with pytest.raises(
+        BatchError, match=r"(?s)batch\['\w+'\] is as wide as the padded batch \(7\).*padding is on the right"
+    ):
+        step_for(lengths=lambda b: b["lengths"])(batch)
+
+
+def test_content_beyond_the_lengths_is_refused() -> None:
+    """A tensor as wide as the batch whose places are no padding would lose data."""
+    batch = text([2, 7, 1, 5])
+    batch["features"] = torch.arange(28.0).view(4, 7)
+    with pytest.raises(BatchError, match=r"(?s)batch\['features'\] is as wide.*would lose data.*reshape it"):
+        step_for()(batch)
+    batch["features"] = batch["features"][:, None]
+    step_for()(batch)
+
+
+def test_a_wider_tensor_is_not_taken_for_the_padded_ones() -> None:
+    """Where widths are found equally often, the narrowest that holds the longest sample is meant."""
+    batch = text([2, 5, 1])
+    batch = {"features": torch.rand(3, 9), "tokens": batch["tokens"], "lengths": batch["lengths"]}
+    assert width_of(Cut.of(batch), 5) == 5
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ("mask", "found NoneType"),
+        ("lengths", r"found a tensor of shape \[4\]"),
+        (lambda b: b["lengths"][:2], "lengths gave 2 numbers for 4 samples"),
+        (lambda b: -b["lengths"], "0 or more"),
+        (lambda b: b["attention_mask"], "one number per sample"),
+        (lambda _: 3, "one number per sample"),
+        (lambda _: None, "one number per sample"),
+    ],
+)
+def test_lengths_that_are_none(lengths: Any, message: str) -> None:
+    """Each says what was found."""
+    with pytest.raises(BatchError, match=message):
+        step_for(lengths=lengths)(text([2, 7, 1, 5]))
+
+
+def test_the_lengths_of_a_batch() -> None:
+    """By the name of a mask of any dtype, or a function."""
+    batch = Cut.of(text([2, 0, 3]))
+    for lengths in LENGTHS.values():
+        found = lengths_of(batch, Options(lengths=lengths))
+        assert found in ([2, 0, 3], [3, 1, 4])
+
+
+def test_padding_is_told() -> None:
+    """What went through the model, beside what was needed and what came."""
+    step = step_for(token_budget=14)
+    before = step.padding
+    assert before is None
+    step(text([2, 7, 1, 5]))
+    assert step.padding == Padding(real=15, padded=14 + 4, given=28)
+    assert str(step.padding) == "18 tokens for 15 real ones (20% padding); 28 as the batch came"
+    assert "0 real ones" in str(Padding(0, 3, 3))
+
+
+def test_packed_samples_are_checked_for_coupling_at_size_one() -> None:
+    """A budget for single samples hides nothing."""
+
+    class Coupled(Attentive):
+        def forward(self, tokens: Tensor, mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+            hidden = super().forward(tokens, mask, position_ids)
+            return self.head(self.mix(self.tokens.weight[0] * 0 + hidden.mean() + self.tokens(tokens)))
+
+    model = seeded(Coupled)()
+    options = Options(lengths="attention_mask", token_budget=1)
+    with pytest.raises((CoupledLoss, BatchError), match=r"coupled|counts padding"):
+        BigStep(model, sgd(trained(model)), token_loss, options=options)(text([4, 4, 4]))
