@@ -147,6 +147,18 @@ def test_batch_norm_of_a_foreign_model_is_refused() -> None:
     assert accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean()) is None
 
 
+def test_batch_norm_of_a_foreign_model_that_wakes_up_is_refused() -> None:
+    """In evaluation mode its graph looks the same, so that it was read before says nothing."""
+    generator = nn.Linear(3, 3).double()
+    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
+    accumulator = Accumulator(generator, sgd(generator), steps=2)
+    for _ in range(3):
+        accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean())
+    critic.train()
+    with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
+        accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean())
+
+
 def test_one_scaler_in_two_accumulators_is_exact() -> None:
     """The scale may change in mid-window, by another accumulator's update."""
     model, other, twin = Net(), Net(), Net()

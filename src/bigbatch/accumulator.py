@@ -108,6 +108,9 @@ class Accumulator:
         self._warned = False
         self._only_own = True  # gradients go to our optimizers' parameters alone
         self._scans = 0
+        self._may_wake = (
+            False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
+        )
 
     @property
     def steps(self) -> int:
@@ -163,7 +166,7 @@ class Accumulator:
         if self._window is None:
             self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
             self._forgotten.ledger = self._window.ledger
-        if self._reader.fresh and self._scans < _SCANS:
+        if (self._reader.fresh and self._scans < _SCANS) or self._may_wake:
             self._scan(loss)
         try:
             self._window.add(loss, terms, only_own=self._only_own)
@@ -258,8 +261,10 @@ class Accumulator:
         found = checks.scan(loss)
         if found.reentrant_checkpoint:
             self._only_own = False  # it cannot run a backward with a chosen set of parameters
-        if found.batch_norm and self._batch_norm == "refuse":
-            raise BatchNormError(checks.FOREIGN_BATCH_NORM)
+        if self._batch_norm == "refuse":
+            if found.batch_norm:
+                raise BatchNormError(checks.FOREIGN_BATCH_NORM)
+            self._may_wake = self._may_wake or (found.resting and not self._batch_norms)
 
     @staticmethod
     def _refuse_second_backward() -> None:

@@ -277,12 +277,13 @@ class Scan(NamedTuple):
 
     reentrant_checkpoint: bool
     batch_norm: bool  # in training mode
+    resting: bool = False  # one in evaluation mode, which may be woken up
 
 
 def scan(value: Tensor) -> Scan:
     """Look through a whole graph."""
     stack, seen = [value.grad_fn], set[Node]()
-    checkpoint = batch_norm_found = False
+    checkpoint = batch_norm_found = resting = False
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -290,9 +291,11 @@ def scan(value: Tensor) -> Scan:
         seen.add(node)
         name = operation(node)
         checkpoint = checkpoint or name == "CheckpointFunction"
-        batch_norm_found = batch_norm_found or (name in _BATCH_NORMS and _normalises_by_batch(node))
+        if name in _BATCH_NORMS:
+            batch_norm_found = batch_norm_found or _normalises_by_batch(node)
+            resting = resting or not saved(node, "training")
         stack.extend(below for below, _ in edges(node))
-    return Scan(checkpoint, batch_norm_found)
+    return Scan(checkpoint, batch_norm_found, resting)
 
 
 def _normalises_by_batch(node: Node) -> bool:
