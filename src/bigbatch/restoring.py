@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase as Statistics
 from torch.optim import Optimizer
 
 from bigbatch.gradients import all_parameters
@@ -90,7 +91,9 @@ class Buffers:
             if buffer is None or copied is None:
                 continue
             replaced = module._buffers.get(name) is not buffer  # noqa: SLF001
-            if not replaced and id(buffer) not in moving and self._is_same(buffer, copied, version):
+            if not replaced and isinstance(module, Statistics) and module.training:
+                moving.add(id(buffer))  # if not in this step, then in one that goes another way
+            elif not replaced and id(buffer) not in moving and self._is_same(buffer, copied, version):
                 still[id(buffer)] = _Kept(weakref.ref(buffer), version, module.training, copied)
             elif not replaced:
                 moving.add(id(buffer))

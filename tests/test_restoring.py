@@ -1,0 +1,185 @@
+"""What a forward changes is put back: buffers of every kind, generators, gradients; what never changes is cheap."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from bigbatch.restoring import Buffers, Habits, Randomness, devices_of, untouched
+from tests.bombs import seed
+
+ON_CPU = frozenset({torch.device("cpu")})
+
+
+class Store(nn.Module):
+    """Some buffers, one of them below."""
+
+    counter: Tensor
+    mean: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counter", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+        self.register_buffer("absent", None)
+        self.norm = nn.BatchNorm1d(3)
+
+    def values(self) -> dict[str, list[float]]:
+        """All of them, as numbers."""
+        return {name: buffer.tolist() for name, buffer in self.named_buffers()}
+
+
+CHANGES: dict[str, Callable[[Store], Any]] = {
+    "in place": lambda m: m.counter.add_(1),
+    "augmented": lambda m: setattr(m, "counter", m.counter.__iadd__(1)),
+    "replaced": lambda m: setattr(m, "mean", m.mean + 1),
+    "replaced by another shape": lambda m: setattr(m, "mean", torch.ones(7)),
+    "replaced, then in place": lambda m: m._buffers.update(mean=m.mean.clone().add_(2)),
+    "in place, then replaced": lambda m: m._buffers.update(mean=m.mean.add_(2).clone()),
+    "through data": lambda m: m.table.data.add_(3),
+    "a view": lambda m: m.table[2:].zero_(),
+    "filled": lambda m: setattr(m, "absent", torch.ones(2)),
+    "emptied": lambda m: setattr(m, "mean", None),
+    "batch norm": lambda m: m.norm(torch.randn(4, 3)),
+    "nothing": lambda _: None,
+}
+LASTING = {"replaced by another shape", "filled", "emptied", "through data"}  # the others could not follow them
+
+
+@given(st.lists(st.sets(st.sampled_from(sorted(CHANGES))), max_size=4), st.sampled_from(sorted(CHANGES)), st.booleans())
+@settings(max_examples=100)
+def test_a_step_can_be_undone_whatever_steps_before_it_did(passed: list[set[str]], last: str, quietly: bool) -> None:
+    """A buffer may move in one step and rest in the next; one written through `.data` is so from the first step on."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, habits = Store(), Habits()
+        for changes in passed:
+            buffers = Buffers([model], habits)
+            for change in sorted(changes - LASTING):
+                CHANGES[change](model)
+            if quietly:
+                CHANGES["through data"](model)
+            habits = buffers.habits()
+        buffers, before, held = Buffers([model], habits), model.values(), dict(model.named_buffers())
+        if quietly or last != "through data":
+            CHANGES[last](model)
+        buffers.restore()
+        assert model.values() == before
+        assert all(model.get_buffer(name) is buffer for name, buffer in held.items())
+
+
+def test_a_frozen_batch_norm_that_begins_to_train() -> None:
+    """Its statistics have no versions, and it rested before."""
+    model, habits = Store(), Habits()
+    model.norm.eval()
+    for _ in range(2):
+        buffers = Buffers([model], habits)
+        model.norm(torch.randn(4, 3))
+        habits = buffers.habits()
+    model.norm.train()
+    for _ in range(2):
+        buffers = Buffers([model], habits)
+        model.norm(torch.randn(4, 3))
+        habits = buffers.habits()
+    buffers, before = Buffers([model], habits), model.values()
+    model.norm(torch.randn(4, 3))
+    assert model.values() != before
+    buffers.restore()
+    assert model.values() == before
+
+
+def test_buffers_that_never_change_are_copied_once() -> None:
+    """The copy of the first step serves all others; what moves is copied anew."""
+    model = Store()
+    buffers = Buffers([model])
+    model.counter += 1
+    habits = buffers.habits()
+    again = Buffers([model], habits)
+    first = {name: copied for _, name, _, copied, _ in buffers._saved if copied is not None}
+    second = {name: copied for _, name, _, copied, _ in again._saved if copied is not None}
+    assert second["table"] is first["table"]
+    assert second["counter"] is not first["counter"]
+    assert second["counter"] == 1
+
+
+def test_large_buffers_are_copied_to_the_host_and_back() -> None:
+    """A quantised model in buffers must not be doubled on the device."""
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(1 << 19))
+    buffers = Buffers([model])
+    model.get_buffer("table").add_(1)
+    buffers.restore()
+    assert not model.get_buffer("table").any()
+
+
+def test_a_buffer_made_in_inference_mode() -> None:
+    """It has no version; its values tell."""
+    model = nn.Module()
+    with torch.inference_mode():
+        model.register_buffer("table", torch.ones(3))
+    buffers = Buffers([model])
+    assert len(buffers.habits().still) == 1
+    buffers.restore()
+    assert model.get_buffer("table").tolist() == [1, 1, 1]
+
+
+def test_untouched_leaves_nothing() -> None:
+    """Gradients, buffers and generators, also when what is inside fails."""
+    model = Store()
+    weight = nn.Parameter(torch.ones(3))
+    model.register_parameter("weight", weight)
+    outside = torch.optim.SGD([nn.Parameter(torch.ones(2)), weight], lr=0.1)
+    kept = weight.grad = torch.full((3,), 7.0)
+    seed()
+    numbers, before = draw(), model.values()
+    seed()
+
+    def inside() -> None:
+        with untouched([model], [outside]):
+            assert weight.grad is None
+            (weight * torch.rand(3)).sum().backward()
+            outside.param_groups[0]["params"][0].grad = torch.ones(2)
+            draw()
+            model.counter += 1
+            model.norm(torch.randn(4, 3))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        inside()
+    assert weight.grad is kept
+    assert outside.param_groups[0]["params"][0].grad is None
+    assert model.values() == before
+    assert draw() == numbers
+
+
+def draw() -> tuple[float, float, float]:
+    """One number of each generator."""
+    return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002, S311 - those that are restored
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [lambda: torch.rand(()), random.random, lambda: np.random.rand(), lambda: nn.Dropout()(torch.ones(3))],  # noqa: NPY002, PLW0108
+)
+def test_drawing_is_noticed(drawing: Callable[[], Any]) -> None:
+    """By torch, Python or numpy; and not where nobody has drawn."""
+    randomness = Randomness(ON_CPU)
+    assert not randomness.drawn()
+    drawing()
+    assert randomness.drawn()
+    randomness.restore()
+    assert not randomness.drawn()
+
+
+def test_the_devices_of_models() -> None:
+    """Those of their parameters."""
+    assert devices_of([nn.Linear(1, 1)]) == ON_CPU
+    assert devices_of([nn.Tanh()]) == frozenset()

@@ -1,0 +1,185 @@
+"""Cutting a batch: every sample once, in order, in the structure it came in; what has no samples goes along whole."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bigbatch.division import Division
+from bigbatch.errors import BatchError, ConfigurationError
+from bigbatch.joining import detached, joined
+from bigbatch.splitting import Batch, balanced, leaves, mapped
+from tests.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
+from tests.samples import rows
+
+
+@given(st.integers(1, 500), st.integers(1, 600))
+@settings(max_examples=100)
+def test_micro_batches_are_balanced(total: int, largest: int) -> None:
+    """As few as there can be, of at most two sizes that differ by one, the larger first."""
+    sizes = balanced(total, largest)
+    assert sum(sizes) == total
+    assert len(sizes) == -(-total // largest)
+    assert max(sizes) <= largest
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(structures, st.integers(2, LARGEST), st.integers(1, LARGEST + 3), st.integers(0, 99))
+@settings(max_examples=80)
+def test_the_micro_batches_are_the_batch(structure: Structure, n: int, size: int, seed: int) -> None:
+    """Joined again they are the samples as they came; the batch itself is as it was."""
+    batch = rows(n, seed)
+    wrapped = structure.wrap(batch)
+    division = Division.even(Batch.of(wrapped), size)
+    parts = [structure.unwrap(part) for part in division.micro_batches()]
+    assert [len(part["x"]) for part in parts] == balanced(n, size) == list(division.sizes)
+    for name, leaf in batch.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), leaf)
+        assert torch.equal(structure.unwrap(wrapped)[name], leaf)
+
+
+@given(structures, st.permutations(range(6)), st.integers(1, 6))
+@settings(max_examples=40)
+def test_samples_may_be_taken_in_any_order(structure: Structure, order: list[int], number: int) -> None:
+    """By their numbers, as packing does; lists and arrays, too."""
+    batch = rows(6, 0)
+    whole, chosen = Batch.of(structure.wrap(batch)), order[:number]
+    taken = structure.unwrap(whole.take(chosen))
+    assert all(torch.equal(taken[name], leaf[torch.tensor(chosen)]) for name, leaf in batch.items())
+    only = whole.only(chosen)
+    assert only.size == number
+    again = structure.unwrap(only.take(range(number)))
+    assert all(torch.equal(again[name], taken[name]) for name in taken)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
+def test_a_copy_of_a_structure_is_one(structure: Structure) -> None:
+    """Every leaf by its path, and back."""
+    wrapped = structure.wrap(rows(3, 0))
+    assert len({path for path, _ in leaves(wrapped)}) == len(list(leaves(wrapped)))
+    copied = mapped(wrapped, lambda _, leaf: leaf)
+    assert structure.kind is None or type(copied) is structure.kind
+    assert copied is not wrapped
+    for (path, leaf), (other_path, other) in zip(leaves(wrapped), leaves(copied), strict=True):
+        assert path == other_path
+        assert leaf is other
+
+
+def test_slices_are_views() -> None:
+    """A cut in order copies nothing."""
+    x = torch.arange(6.0)
+    assert Batch.of(x).take(slice(2, 4)).data_ptr() == x[2:].data_ptr()
+
+
+# Which leaves have samples.
+
+
+@pytest.mark.parametrize(
+    ("batch", "size", "sampled"),
+    [
+        (torch.zeros(5, 2), 5, {"batch"}),
+        ({"x": torch.zeros(5), "s": torch.tensor(1.0)}, 5, {"batch['x']"}),
+        ({"x": torch.zeros(5), "y": torch.zeros(5), "w": torch.zeros(3)}, 5, {"batch['x']", "batch['y']"}),
+        ({"x": torch.zeros(5), "w": torch.zeros(1, 3)}, 5, {"batch['x']"}),
+        ({"x": torch.zeros(5), "e": torch.zeros(0), "y": torch.zeros(5)}, 5, {"batch['x']", "batch['y']"}),
+        ({"x": torch.zeros(1, 3), "y": torch.zeros(1)}, 1, {"batch['x']", "batch['y']"}),
+        ([torch.zeros(2), ["a", "b"], ["a", "b", "c"]], 2, {"batch[0]", "batch[1]"}),
+        ((torch.zeros(3), (1, 2, 3), (4, 5)), 3, {"batch[0]", "batch[1]"}),
+        ((torch.zeros(3), np.zeros((3, 2)), np.float64(1.0)), 3, {"batch[0]", "batch[1]"}),
+        ((np.zeros((3, 2)), np.zeros(3)), 3, {"batch[0]", "batch[1]"}),
+    ],
+)
+def test_samples_are_found_by_agreement(batch: Any, size: int, sampled: set[str]) -> None:
+    """Most leaves decide; one row, no row or no dimension has no say."""
+    found = Batch.of(batch)
+    assert (found.size, set(found.sampled)) == (size, sampled)
+
+
+def test_a_disagreement_shows_the_shapes() -> None:
+    """All of them, or the first eight."""
+    with pytest.raises(
+        BatchError, match=r"(?s)found 4 and 5 rows.*batch\['x'\]: \[4, 3\].*batch\['y'\]: \[5\].*weight"
+    ):
+        Batch.of({"x": torch.zeros(4, 3), "y": torch.zeros(5)})
+    with pytest.raises(BatchError, match="and 4 more"):
+        Batch.of([torch.zeros(4 + i % 2) for i in range(12)])
+    with pytest.raises(BatchError, match=r"found 0 and 4 rows|found 4 and 0 rows"):
+        Batch.of({"x": torch.zeros(0, 3), "w": torch.zeros(4)})
+    with pytest.raises(BatchError, match="this batch is empty"):
+        Batch.of({"x": torch.zeros(0, 3), "y": torch.zeros(0), "w": torch.zeros(4)})
+
+
+def test_what_is_shared_is_remembered_by_its_path() -> None:
+    """Tensors and lists that did not agree once are not cut later, when they happen to agree."""
+    first = Batch.of({"x": torch.zeros(6), "y": torch.zeros(6), "w": torch.zeros(4), "names": ["a"] * 4})
+    assert first.shared == {"batch['w']", "batch['names']"}
+    later = Batch.of({"x": torch.zeros(4), "w": torch.zeros(4), "names": ["a"] * 4}, shared=first.shared)
+    assert later.sampled == {"batch['x']"}
+    assert Batch.of({"w": torch.zeros(3)}, shared=first.shared).size == 3  # another kind of batch
+
+
+def test_the_signature_is_of_one_sample() -> None:
+    """The same for any number of samples, another for another shape or dtype."""
+
+    def of(*shape: int, dtype: torch.dtype = torch.float32) -> str:
+        return Batch.of(
+            {"x": torch.zeros(*shape, dtype=dtype), "w": torch.zeros(1, SHARED_ROWS), "n": ["a"] * 3}
+        ).signature()
+
+    assert of(20, 3) == of(40, 3) == "batch['x'] float32 [3]"
+    assert len({of(20, 3), of(20, 4), of(20, 3, dtype=torch.int64), of(20, 3, 1)}) == 4
+
+
+def test_a_batch_changed_in_place_is_noticed() -> None:
+    """Through a view of it, too; a look changes nothing."""
+    batch = Batch.of({"x": torch.zeros(4, 2), "y": torch.zeros(4)})
+    batch.take(slice(0, 2))["x"].sum()
+    batch.refuse_changed()
+    batch.take([0, 1])["x"].add_(1)  # a copy
+    batch.refuse_changed()
+    batch.take(slice(0, 2))["x"].add_(1)
+    with pytest.raises(BatchError, match="changed its batch in place"):
+        batch.refuse_changed()
+
+
+# Joining.
+
+
+@given(st.permutations(range(7)), st.integers(1, 7))
+@settings(max_examples=40)
+def test_rows_return_to_their_places(order: list[int], size: int) -> None:
+    """Whatever order the samples ran in."""
+    rows_of = torch.arange(7.0)[:, None] * torch.ones(3)
+    sizes = balanced(7, size)
+    parts = [rows_of[torch.tensor(list(group))] for group in torch.tensor(order).split(sizes)]
+    assert torch.equal(joined(parts, sizes, order), rows_of)
+    ragged = [part[:, : 1 + number % 3] for number, part in enumerate(parts)]
+    back: Any = joined(ragged, sizes, order)
+    assert [float(row[0]) for row in back] == list(range(7))
+
+
+def test_what_is_not_per_sample() -> None:
+    """Numbers are stacked, other shapes and other things make lists, nothing stays nothing."""
+    assert joined([None, None], [2, 1], None) is None
+    assert joined([torch.tensor(1.0), torch.tensor(2.0)], [2, 1], None).tolist() == [1, 2]
+    assert joined([torch.zeros(5), torch.ones(5)], [2, 1], None).shape == (2, 5)
+    assert [part.shape[0] for part in joined([torch.zeros(5), torch.ones(4)], [2, 1], None)] == [5, 4]
+    assert joined([{"a": "x"}, {"a": "y"}], [2, 1], None) == {"a": ["x", "y"]}
+    with pytest.raises(ConfigurationError, match="differ in structure"):
+        joined([{"a": 1}, {"b": 1}], [2, 1], None)
+    with pytest.raises(ConfigurationError, match="differ in structure"):
+        joined([None, {"b": torch.zeros(1)}], [2, 1], None)
+
+
+def test_extras_keep_no_graph() -> None:
+    """Wherever in them a tensor is."""
+    x = torch.zeros(3, requires_grad=True) * 2
+    found = detached({"a": [x, (x, 1)], "b": x})
+    tensors = [leaf for _, leaf in leaves(found) if isinstance(leaf, Tensor)]
+    assert len(tensors) == 3
+    assert not any(leaf.requires_grad for leaf in tensors)
