@@ -638,6 +638,23 @@ def test_states_that_do_not_fit(state_dict: Any) -> None:
         step_of().load_state_dict(state_dict)
 
 
+def test_a_size_found_on_a_small_batch_is_found_again_on_a_large_one() -> None:
+    """A first batch of two samples says nothing about one of sixty-four; one that is little larger costs no probes."""
+    model, calls = PLAIN.model(), []
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        calls.append(samples_of(batch))
+        return PLAIN.loss(m, batch)
+
+    step = BigStep(model, sgd(trained(model)), loss_fn)
+    step(PLAIN.batch(2, 0))
+    step(PLAIN.batch(64, 0))
+    assert max(calls) > 2
+    calls.clear()
+    update = step(PLAIN.batch(100, 0))
+    assert len(calls) == update.micro_batches
+
+
 def test_a_given_size_is_never_exceeded_by_a_remembered_one() -> None:
     """Sizes that were learned with more memory do not overrule the user's word."""
     wide = step_of(micro_batch_size=6)

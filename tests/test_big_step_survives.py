@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -61,13 +61,13 @@ def learned(step: BigStep) -> int:
     point=points,
     error=st.sampled_from(OUT_OF_MEMORY),
     loss=st.sampled_from(sorted(LOSSES)),
-    n=st.integers(2, 9),
-    size=st.integers(2, 10),
-    fits=st.integers(1, 4),
-    after=st.integers(0, 14),
+    n=st.integers(3, 9),
+    size=st.integers(3, 10),
+    fits=st.integers(1, 2),
+    after=st.integers(0, 9),
     check=st.booleans(),
 )
-@settings(max_examples=40)
+@settings(max_examples=80)
 def test_out_of_memory_anywhere_is_as_if_it_had_never_been(
     *,
     point: str,
@@ -83,7 +83,8 @@ def test_out_of_memory_anywhere_is_as_if_it_had_never_been(
     bomb = Bomb(point, fits, after, error)
     session = Session(bomb, loss=loss, size=size, check=check)
     update, found = session.step(rows(n, 0)), session.all
-    assume(bomb.went_off)
+    if not bomb.went_off:
+        return
     assert learned(session.step) < min(size, n)
     true = Session(loss=loss, size=learned(session.step), check=check)
     expected = true.step(rows(n, 0))
@@ -178,7 +179,7 @@ def test_a_sample_that_does_not_fit(point: str, error: Callable[[], BaseExceptio
     after=st.integers(0, 24),
     warm=st.booleans(),
 )
-@settings(max_examples=25)
+@settings(max_examples=50)
 def test_other_errors_leave_everything_as_it_was(
     *, point: str, error: Callable[[], BaseException], loss: str, size: Any, after: int, warm: bool
 ) -> None:
@@ -194,7 +195,7 @@ def test_other_errors_leave_everything_as_it_was(
     except BaseException as caught:  # noqa: BLE001 - whatever was injected
         assert type(caught) is type(error())  # noqa: PT017 - or nothing, where it was not reached
     else:
-        assume(False)
+        return
     assert session.all == before
     bomb.point = ""
     session.step(rows(7, 1))

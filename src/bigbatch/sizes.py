@@ -10,6 +10,7 @@ from bigbatch.memory import budget
 from bigbatch.sizing import Probe, choose
 
 TOKENS = "tokens"  # under this name: how many of them a packed micro-batch may have
+_LARGER = 2  # times as many samples: a size is looked for again
 ProbeSize = Callable[[int, int], Probe]  # of a size, within a limit
 
 
@@ -20,32 +21,41 @@ class Sizes:
         """Take what the user gave; memory is looked at when a size has to be found."""
         self._given, self._memory, self._device = given, memory, device
         self._learned: dict[str, int] = {}
+        self._found_with: dict[str, int] = {}  # how many samples the batch had that a size was found on
         if memory is not None:
             budget(memory, device)  # refuse nonsense now
 
     def samples(self, signature: str, total: int, probe: ProbeSize) -> int:
         """Return how many samples of this shape make a micro-batch, out of `total`."""
-        known = [size for size in (self._learned.get(signature), self._given) if isinstance(size, int)]
+        known = [size for size in (self._known(signature, total), self._given) if isinstance(size, int)]
         if known:
             return min(*known, total)
-        self._learned[signature] = self._found(total, probe)
+        self._learned[signature] = self._found(signature, total, probe)
         return self._learned[signature]
 
     def tokens(self, given: int | Literal["auto"], longest: int, total: int, probe: ProbeSize) -> int:
         """Return how many padded tokens make a micro-batch; found with `total` of the longest samples at most."""
-        known = [size for size in (self._learned.get(TOKENS), given) if isinstance(size, int)]
+        known = [size for size in (self._known(TOKENS, total), given) if isinstance(size, int)]
         if known:
             return min(known)
-        self._learned[TOKENS] = longest * self._found(total, probe)
+        self._learned[TOKENS] = longest * self._found(TOKENS, total, probe)
         return self._learned[TOKENS]
 
-    def _found(self, total: int, probe: ProbeSize) -> int:
+    def _known(self, name: str, total: int) -> int | None:
+        """Return what was learned, unless it was found on a batch that was much too small to tell."""
+        if total > _LARGER * self._found_with.get(name, total):
+            return None
+        return self._learned.get(name)
+
+    def _found(self, name: str, total: int, probe: ProbeSize) -> int:
+        self._found_with[name] = total
         limit = budget(self._memory, self._device)
         return choose(lambda size: probe(size, limit), total, limit).size
 
     def learn(self, name: str, size: int) -> None:
-        """Remember a size, by the shape of a sample or for tokens."""
+        """Remember a size that a larger one has failed for, by the shape of a sample or for tokens."""
         self._learned[name] = max(size, 1)
+        self._found_with.pop(name, None)
 
     def state_dict(self) -> dict[str, int]:
         """Return what was learned."""
@@ -62,3 +72,4 @@ class Sizes:
                 msg = f"a learned size is a positive integer by the shape of a sample; found {name!r}: {size!r}"
                 raise StateError(msg)
         self._learned = dict(state)
+        self._found_with.clear()
