@@ -68,6 +68,13 @@ class Gradients:
             self._narrow = waiting
         self._hold()
 
+    def came(self) -> bool:
+        """Whether any gradient was there when we last looked."""
+        for gradient in self._held:  # noqa: SIM110 - on the way of every window, and a generator takes twice as long
+            if gradient is not None:
+                return True
+        return False
+
     def check(self) -> None:
         """Raise where a gradient is not as we left it."""
         for p, g, version in zip(self.parameters, self._held, self._versions, strict=True):

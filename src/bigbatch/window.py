@@ -95,7 +95,7 @@ class Window:
 
     def _refuse_unreached(self) -> None:
         """A first backward that gave no gradient at all is a mistake: the update would change nothing."""
-        self._reached = any(p.grad is not None for p in self._gradients.parameters)
+        self._reached = self._gradients.came()
         if not self._reached:
             msg = (
                 f"this loss reaches none of the optimizer's {len(self._gradients.parameters)} parameters: nothing was "

@@ -94,7 +94,7 @@ class Reader:
 
     def __init__(self, surroundings: Surroundings) -> None:
         """Start with nothing remembered."""
-        self._surroundings = surroundings
+        self._surroundings, self._is_weight = surroundings, surroundings.is_weight
         self._readings: list[_Reading] = []
         self.fresh = False  # whether the latest loss looked unlike those before
 
@@ -104,7 +104,7 @@ class Reader:
         self.fresh = False
         if root is not None:
             for reading in self._readings:
-                terms = reading.again(root, loss.output_nr, self._surroundings.is_weight)
+                terms = reading.again(root, loss.output_nr, self._is_weight)
                 if terms is not None:
                     return terms
         trail = Trail()
