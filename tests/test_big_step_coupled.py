@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
-from bigbatch.errors import BatchNormError, CoupledLoss
+from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from tests.bombs import Restless, everything, restless_loss, seed
 from tests.reference import sgd, trained, weights
 from tests.samples import CLASSES, Batch, mlp, rows, seeded, sequences
@@ -97,6 +97,20 @@ def test_a_shared_tensor_with_as_many_rows_as_samples() -> None:
     step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=4)
     with pytest.raises(CoupledLoss, match="has as many rows as there are samples"):
         step({"x": rows(8, 0)["x"], "anchors": anchors})
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6])
+def test_a_term_for_each_sample_is_refused(n: int) -> None:
+    """In even micro-batches a list of samples cannot be told from a list of terms; halves tell."""
+    model = mlp()()
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        each = [F.mse_loss(m(x), y) for x, y in zip(batch["x"], batch["value"], strict=True)]
+        return torch.stack(each).sum()
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=n)
+    with pytest.raises(LossError, match=r"terms for single samples|are coupled"):
+        step(rows(2 * n, 0))
 
 
 def test_a_step_without_the_check() -> None:

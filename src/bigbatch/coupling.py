@@ -63,6 +63,16 @@ def combined(parts: Sequence[Part]) -> float | None:
 
 def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:
     """Raise where the halves do not make the whole."""
+    numbers = [len(part.kinds) for part in (whole, *halves) if part.kinds]
+    if len(set(numbers)) > 1:
+        msg = (
+            f"the loss of {samples} samples has {numbers[0]} terms, and those of its halves {numbers[1]} and "
+            f"{numbers[-1]}: it has terms for single samples or for what happens to be in a batch, and how they were "
+            "averaged does not show. Nothing was changed.\n"
+            "Compute all samples' losses in one tensor and reduce it once, or say what the loss is over:  "
+            "counted(loss, n), counted(loss, 'sum')"
+        )
+        raise CoupledLoss(msg)
     together, alone = combined(halves), whole.value
     if together is None or not math.isfinite(alone) or not math.isfinite(together):
         return
