@@ -18,9 +18,13 @@ def big_step(
     batches: list[Any],
     *,
     options: dict[str, Any] | None = None,
+    state: dict[str, Any] | None = None,
     **named: Any,
 ) -> Contestant:
-    """Train `batches` in turn, one update each; raises ImportError where this bigbatch has no BigStep yet."""
+    """Train `batches` in turn, one update each; raises ImportError where this bigbatch has no BigStep yet.
+
+    What it learned of sizes goes into `state`, and is taken from there where it is not empty.
+    """
     import bigbatch
 
     # Asked for by name, so that the peers can be measured with a bigbatch that is being written.
@@ -30,9 +34,13 @@ def big_step(
         raise ImportError("this bigbatch has no BigStep") from error
     step = make(model, optimizer, loss, clip_norm=1.0, options=make_options(**(options or {})), **named)
     last: list[Any] = []
+    if state:
+        step.load_state_dict(state)
 
     def update(number: int) -> Tensor:
         last[:] = [step(batches[number % len(batches)])]
+        if state is not None:
+            state.update(step.state_dict())
         return last[0].loss
 
     def note() -> str:

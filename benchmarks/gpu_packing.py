@@ -22,6 +22,7 @@ from benchmarks.workloads import adamw
 
 NAME = "packing"
 BAR = Bar(3.0, 4.0, below=False, peak_ratio=1.05)
+WARM_UP = 6  # rounds, each with shapes of its own: kernels are chosen and memory is asked for
 SAME_LOSS = 1e-3  # of the first update, from the same weights
 
 
@@ -153,7 +154,7 @@ def contestants(scale: Scale, batches: list[RaggedBatch]) -> dict[str, Build]:
 
 def measure(scale: Scale, *, rounds: int, seconds: float) -> list[Figure]:
     """Every round has a batch of its own, the same for all: nobody may remember the last one's lengths."""
-    batches = ragged_batches(scale, rounds + 2)
+    batches = ragged_batches(scale, rounds + WARM_UP)
     builds = contestants(scale, batches)
     outcomes = {name: Outcome() for name in builds}
     hand = next(iter(outcomes.values()))
@@ -161,7 +162,7 @@ def measure(scale: Scale, *, rounds: int, seconds: float) -> list[Figure]:
     for name, build in builds.items():
         try_alone(build, scale.device, outcomes[name], updates=3)
         same_loss(outcomes[name], hand.loss)
-    race(builds, outcomes, scale.device, rounds=rounds, seconds=seconds)
+    race(builds, outcomes, scale.device, rounds=rounds, warm_up=WARM_UP, seconds=seconds)
     return [
         figure(NAME, name, outcome, faster(outcome, hand), hand=hand, bar=BAR if name.startswith(OURS) else None)
         for name, outcome in outcomes.items()

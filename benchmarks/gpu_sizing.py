@@ -35,12 +35,21 @@ def hand_build(scale: Scale, size: int) -> Build:
 
 
 def our_build(scale: Scale, batch: Batch, size: int | str, memory: str | None = None) -> Build:
-    """Ours at one size, or at the one that it finds."""
+    """Ours at one size, or at the one that it found when it was alone: beside others the budget is not its own."""
+    state: dict[str, object] = {}
 
     def build() -> Contestant:
         work = workload(scale, scale.sizing, 1)
         model: nn.Module = work.fresh_model()
-        return big_step(model, work.optimizer(model), token_loss(scale), [batch], micro_batch_size=size, memory=memory)
+        return big_step(
+            model,
+            work.optimizer(model),
+            token_loss(scale),
+            [batch],
+            micro_batch_size=size,
+            memory=memory,
+            state=state if size == "auto" else None,
+        )
 
     return build
 

@@ -68,7 +68,7 @@ def test_a_frozen_head_is_read_once(tied: bool) -> None:
     fresh = []
     for x, y in BATCHES[:2]:
         accumulator.backward(F.cross_entropy(model(x), y))
-        fresh.append(accumulator._reader.fresh)
+        fresh.append(accumulator._admission.reader.fresh)
     assert fresh == [True, False]
     assert distance([p.detach() for p in trained(model)], true_step(adapted(tied=tied), BATCHES[:2])) <= 1e-12
 
@@ -82,7 +82,7 @@ def test_a_cast_frozen_head_is_read_once() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = F.cross_entropy(model(x.float()), y)
         accumulator.backward(loss)
-        fresh.append(accumulator._reader.fresh)
+        fresh.append(accumulator._admission.reader.fresh)
     assert fresh == [True, False]
 
 
@@ -151,6 +151,6 @@ def test_a_weight_computed_from_a_frozen_one_is_told_from_one_of_the_batch() -> 
 
     for fresh in (True, False):
         accumulator.backward(loss(model.get_buffer("base")))
-        assert accumulator._reader.fresh is fresh
+        assert accumulator._admission.reader.fresh is fresh
     with pytest.raises(LossError, match="MmBackward"):
         accumulator.backward(loss(x.t() @ x))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bigbatch.errors import ConfigurationError, OutOfMemory
+from bigbatch.errors import OutOfMemory
 from bigbatch.sizing import MARGIN, PROBES, Choice, Probe, choose, even_sizes
 from bigbatch.splitting import balanced
 
@@ -176,7 +176,6 @@ def test_one_sample_that_does_not_fit_is_refused_with_numbers(capacity: float) -
     device = Device([(2 * GIB, GIB)], affine(1.0, 0.1), capacity)
     with pytest.raises(OutOfMemory) as caught:
         found(device, 64, 2 * GIB)
-    assert isinstance(caught.value, ConfigurationError)
     message = str(caught.value)
     assert message.startswith("one sample does not fit")
     assert "2 GiB" in message

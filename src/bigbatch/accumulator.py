@@ -7,19 +7,16 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import checks
-from bigbatch.errors import BatchNormError, StateError, WindowDisturbed, WindowError, WindowOpen
+from bigbatch.admission import Admission
+from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
 from bigbatch.gradients import all_parameters
 from bigbatch.over import Listener, Over
 from bigbatch.reading.counts import Count, GivenCount, checked_count
-from bigbatch.reading.frozen import FrozenWeights
-from bigbatch.reading.reader import Reader
-from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.terms import Term
 from bigbatch.stepping import Stepper
 from bigbatch.update import Update
@@ -27,7 +24,6 @@ from bigbatch.window import Window
 
 Batch = TypeVar("Batch")
 STATE_VERSION = 1
-_SCANS = 8  # whole graphs looked through: the first ones that look unlike each other
 
 
 class Accumulator:
@@ -81,7 +77,6 @@ class Accumulator:
         optimizers = checks.optimizers(optimizer, self._models)
         self._steps = checks.steps(steps)
         self._gradient_dtype = checks.gradient_dtype(gradient_dtype)
-        self._batch_norm = checks.batch_norm(batch_norm)
         self._counts = checks.counts(counts)
         self._stepper = Stepper(
             optimizers,
@@ -91,13 +86,8 @@ class Accumulator:
             skip_nonfinite=checks.skip_nonfinite(skip_nonfinite),
         )
         self._stepper.watch()
-        surroundings = Surroundings(
-            own=frozenset(id(p) for p in all_parameters(optimizers)),
-            is_weight=FrozenWeights(self._models),
-            micro_batch_norm=batch_norm == "micro",
-        )
-        self._reader = Reader(surroundings)
-        self._batch_norms: list[tuple[str, BatchNorm]] = []  # looked up when a window opens
+        accepting = 'Accumulator(..., batch_norm="micro")'
+        self._admission = Admission(self._models, optimizers, checks.batch_norm(batch_norm), accepting)
         self._window: Window | None = None
         self._forgotten = Forgotten(self)
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
@@ -106,11 +96,6 @@ class Accumulator:
         self._over = False  # whether batches come from `over`
         self._added = False  # whether the batch that `over` gave out has had its backward
         self._warned = False
-        self._only_own = True  # gradients go to our optimizers' parameters alone
-        self._scans = 0
-        self._may_wake = (
-            False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
-        )
 
     @property
     def steps(self) -> int:
@@ -158,18 +143,17 @@ class Accumulator:
         checks.loss(loss, self._stepper.scaler)
         if self._added and self._over:
             self._refuse_second_backward()
-        if self._window is None and self._batch_norm == "refuse":
-            self._batch_norms = checks.batch_norms(self._models)
-        if self._batch_norms:
-            checks.batch_norms_rest(self._batch_norms)
+        admission = self._admission
+        if self._window is None:
+            admission.open()
+        admission.look()
         terms = self._read(loss, count)
         if self._window is None:
             self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
             self._forgotten.ledger = self._window.ledger
-        if (self._reader.fresh and self._scans < _SCANS) or self._may_wake:
-            self._scan(loss)
+        admission.scan(loss)
         try:
-            self._window.add(loss, terms, only_own=self._only_own)
+            self._window.add(loss, terms, only_own=admission.only_own)
         except BaseException:
             if self._window.untouched:  # the first loss was refused: there is no window yet
                 self.discard()
@@ -249,22 +233,11 @@ class Accumulator:
         if count is not None:
             kind, number = checked_count(count)
             return [Term(None, kind, number, "count=", None)]
-        terms = self._reader.read(loss)
-        if self._reader.fresh and not self._warned and checks.looks_divided(loss, terms, self._steps):
+        terms = self._admission.read(loss)
+        if self._admission.reader.fresh and not self._warned and checks.looks_divided(loss, terms, self._steps):
             self._warned = True
             warnings.warn(checks.divided_message(self._steps), stacklevel=3)
         return terms
-
-    def _scan(self, loss: Tensor) -> None:
-        """Look through a whole graph for what the walk to the model's edge does not meet; some milliseconds."""
-        self._scans += 1
-        found = checks.scan(loss)
-        if found.reentrant_checkpoint:
-            self._only_own = False  # it cannot run a backward with a chosen set of parameters
-        if self._batch_norm == "refuse":
-            if found.batch_norm:
-                raise BatchNormError(checks.FOREIGN_BATCH_NORM)
-            self._may_wake = self._may_wake or (found.resting and not self._batch_norms)
 
     @staticmethod
     def _refuse_second_backward() -> None:

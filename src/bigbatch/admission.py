@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
@@ -23,36 +22,51 @@ class Admission:
     """Looks at the losses of some models before they are used."""
 
     def __init__(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], batch_norm: Literal["refuse", "micro"]
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        batch_norm: Literal["refuse", "micro"],
+        accepting: str,
     ) -> None:
-        """Know whose parameters and frozen weights are the models' own."""
+        """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms."""
         self._models = tuple(models)
-        self._refuses = batch_norm == "refuse"
+        self._refuses, self._accepting = batch_norm == "refuse", accepting
         self._batch_norms: list[tuple[str, BatchNorm]] = []
         surroundings = Surroundings(
             own=frozenset(id(p) for p in all_parameters(optimizers)),
             is_weight=FrozenWeights(self._models),
             micro_batch_norm=not self._refuses,
         )
-        self._reader = Reader(surroundings)
+        self.reader = Reader(surroundings)
         self._scans = 0
+        self._may_wake = (
+            False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
+        )
         self.only_own = True  # gradients go to our optimizers' parameters alone
 
     def open(self) -> None:
-        """Look for BatchNorm layers at the start of a window, and refuse those in training mode."""
+        """Look up the BatchNorm layers, at the start of a window."""
         if self._refuses:
             self._batch_norms = checks.batch_norms(self._models)
-            checks.batch_norms_rest(self._batch_norms)
 
-    def read(self, loss: object, scaler: GradScaler | None) -> list[Term]:
-        """Return the terms of a loss, or raise."""
-        checks.loss(loss, scaler)
-        assert isinstance(loss, Tensor)  # noqa: S101 - just checked
-        terms = self._reader.read(loss)
-        if self._reader.fresh and self._scans < _SCANS:
-            self._scans += 1
-            found = checks.scan(loss)
-            self.only_own = self.only_own and not found.reentrant_checkpoint
-            if found.batch_norm and self._refuses:
-                raise BatchNormError(checks.FOREIGN_BATCH_NORM)
-        return terms
+    def look(self) -> None:
+        """Refuse BatchNorm in training mode, before each micro-batch is used."""
+        if self._batch_norms:
+            checks.batch_norms_rest(self._batch_norms, self._accepting)
+
+    def read(self, loss: Tensor) -> list[Term]:
+        """Return the terms of a loss, or raise a LossError that says what to type."""
+        return self.reader.read(loss)
+
+    def scan(self, loss: Tensor) -> None:
+        """Look through a whole new graph for what the walk to the model's edge does not meet; some milliseconds."""
+        if not self._may_wake and (not self.reader.fresh or self._scans >= _SCANS):
+            return
+        self._scans += 1
+        found = checks.scan(loss)
+        if found.reentrant_checkpoint:
+            self.only_own = False  # it cannot run a backward with a chosen set of parameters
+        if self._refuses:
+            if found.batch_norm:
+                raise BatchNormError(checks.foreign_batch_norm(self._accepting))
+            self._may_wake = self._may_wake or (found.resting and not self._batch_norms)

@@ -91,7 +91,8 @@ class BigStep:
             skip_nonfinite=self._options.skip_nonfinite,
         )
         self._stepper.watch()
-        self._admission = Admission(self._models, optimizers, self._options.batch_norm)
+        accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
+        self._admission = Admission(self._models, optimizers, self._options.batch_norm, accepting)
         self._devices = devices_of(self._models)
         self._mover = Mover(_device(self._models))
         if self._options.cuda_graph and self._mover.device.type != "cuda":
@@ -176,7 +177,7 @@ class BigStep:
             rehearsed = Division.packed(whole.only(chosen), [lengths[i] for i in chosen], longest * size)
             return self._rehearse(rehearsed, limit)
 
-        budget = self._sizes.tokens(self._options.token_budget, longest, whole.size, probe)
+        budget = self._sizes.tokens(self._options.token_budget, lengths, probe)
         division = Division.packed(whole, lengths, budget)
         refuse_loss_of_content(whole, lengths, division.width)
         return division
@@ -188,6 +189,7 @@ class BigStep:
         window: Window | None = None
         try:
             self._admission.open()
+            self._admission.look()
             seen = self._check(division)
             totals = self._totals(division) if self._several else None
             division.batch.refuse_changed()  # by counting or checking

@@ -250,7 +250,7 @@ def batch_norms(modules: Sequence[nn.Module]) -> list[tuple[str, BatchNorm]]:
     return [(name, m) for model in modules for name, m in model.named_modules() if isinstance(m, BatchNorm)]
 
 
-def batch_norms_rest(layers: Sequence[tuple[str, BatchNorm]]) -> None:
+def batch_norms_rest(layers: Sequence[tuple[str, BatchNorm]], accepting: str) -> None:
     """Refuse BatchNorm in training mode: it would normalise by the micro-batch."""
     for name, module in layers:
         if module.training or module.running_mean is None:
@@ -259,17 +259,19 @@ def batch_norms_rest(layers: Sequence[tuple[str, BatchNorm]]) -> None:
                 f"{type(module).__name__} '{name}' {why}: it normalises each micro-batch by its own mean "
                 "and variance, not the big batch's, so the gradients differ, by 18 to 120 % where we measured.\n"
                 "Either freeze it (module.eval()), or use GroupNorm or LayerNorm, or accept the difference:\n"
-                '    Accumulator(..., batch_norm="micro")'
+                f"    {accepting}"
             )
             raise BatchNormError(msg)
 
 
-FOREIGN_BATCH_NORM = (
-    "this loss went through BatchNorm in training mode, in a model that was not given to the accumulator: it "
-    "normalises each micro-batch by its own mean and variance, not the big batch's.\n"
-    "Put that model into evaluation mode (discriminator.eval()), or accept the difference:\n"
-    '    Accumulator(..., batch_norm="micro")'
-)
+def foreign_batch_norm(accepting: str) -> str:
+    """Say that BatchNorm of a model that nobody told of normalises by the micro-batch."""
+    return (
+        "this loss went through BatchNorm in training mode, in a model that was not given to the accumulator: it "
+        "normalises each micro-batch by its own mean and variance, not the big batch's.\n"
+        "Put that model into evaluation mode (discriminator.eval()), or accept the difference:\n"
+        f"    {accepting}"
+    )
 
 
 class Scan(NamedTuple):

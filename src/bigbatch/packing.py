@@ -64,6 +64,13 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return found
 
 
+def expected_seconds(lengths: Sequence[int], budget: int, least: float, per_token: float) -> float:
+    """Estimate how long a packed batch takes: each micro-batch at least `least`, the time to launch it."""
+    groups = pack(lengths, budget)
+    tokens = [len(group) * max(1, *(lengths[i] for i in group)) for group in groups]
+    return sum(max(least, per_token * number) for number in tokens)
+
+
 def lengths_of(batch: Batch, options: Options) -> list[int]:
     """Return the length of every sample, by a mask or a function."""
     given = options.lengths

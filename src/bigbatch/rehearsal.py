@@ -83,7 +83,7 @@ def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) 
 
 
 def awaited_state(optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, torch.dtype, int]]:
-    """Return the state that the optimizers will have after their first step: like what, in which type, how many bytes."""
+    """Return the state that optimizers will have after their first step: like what, in which type, how many bytes."""
     found = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

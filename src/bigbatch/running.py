@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from bigbatch import checks
 from bigbatch.admission import Admission
 from bigbatch.casting import CastWeights, ForeignBackward
 from bigbatch.cuda_graph import Graphs, NotCapturable, Recipe
@@ -52,7 +53,11 @@ class Runner:
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return what the loss was averaged over, or refuse it."""
-        return self._admission.read(loss, self._stepper.scaler)
+        checks.loss(loss, self._stepper.scaler)
+        self._admission.look()
+        terms = self._admission.read(loss)
+        self._admission.scan(loss)
+        return terms
 
     @contextmanager
     def window(self, *, ragged: bool) -> Iterator[None]:

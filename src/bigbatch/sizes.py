@@ -1,13 +1,14 @@
 """The micro-batch sizes that fit, remembered by the shape of a sample."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from bigbatch.errors import StateError
 from bigbatch.memory import budget
-from bigbatch.sizing import Probe, choose
+from bigbatch.packing import expected_seconds
+from bigbatch.sizing import Choice, Probe, choose
 
 TOKENS = "tokens"  # under this name: how many of them a packed micro-batch may have
 _LARGER = 2  # times as many samples: a size is looked for again
@@ -30,15 +31,27 @@ class Sizes:
         known = [size for size in (self._known(signature, total), self._given) if isinstance(size, int)]
         if known:
             return min(*known, total)
-        self._learned[signature] = self._found(signature, total, probe)
+        self._learned[signature] = self._found(signature, total, probe).size
         return self._learned[signature]
 
-    def tokens(self, given: int | Literal["auto"], longest: int, total: int, probe: ProbeSize) -> int:
-        """Return how many padded tokens make a micro-batch; found with `total` of the longest samples at most."""
-        known = [size for size in (self._known(TOKENS, total), given) if isinstance(size, int)]
+    def tokens(self, given: int | Literal["auto"], lengths: Sequence[int], probe: ProbeSize) -> int:
+        """Return how many padded tokens make a micro-batch; `probe` tries a number of the longest samples.
+
+        How many of the longest fit is measured. Of the budgets that were seen to fit, the one is taken that these
+        samples are expected to need the least time with: a small one launches often, a large one pads much.
+        """
+        known = [size for size in (self._known(TOKENS, len(lengths)), given) if isinstance(size, int)]
         if known:
             return min(known)
-        self._learned[TOKENS] = longest * self._found(TOKENS, total, probe)
+        longest = max(*lengths, 1)
+        found = self._found(TOKENS, len(lengths), probe)
+        fitting = [p for p in found.probes if p.peak_bytes is not None and p.peak_bytes <= found.limit and p.seconds]
+        self._learned[TOKENS] = longest * found.size
+        if fitting:
+            least = min(p.seconds or 0.0 for p in fitting)
+            per_token = min((p.seconds or 0.0) / (p.size * longest) for p in fitting)
+            budgets = [longest * p.size for p in fitting]
+            self._learned[TOKENS] = min(budgets, key=lambda b: expected_seconds(lengths, b, least, per_token))
         return self._learned[TOKENS]
 
     def _known(self, name: str, total: int) -> int | None:
@@ -47,10 +60,10 @@ class Sizes:
             return None
         return self._learned.get(name)
 
-    def _found(self, name: str, total: int, probe: ProbeSize) -> int:
+    def _found(self, name: str, total: int, probe: ProbeSize) -> Choice:
         self._found_with[name] = total
         limit = budget(self._memory, self._device)
-        return choose(lambda size: probe(size, limit), total, limit).size
+        return choose(lambda size: probe(size, limit), total, limit)
 
     def learn(self, name: str, size: int) -> None:
         """Remember a size that a larger one has failed for, by the shape of a sample or for tokens."""
