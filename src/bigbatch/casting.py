@@ -121,8 +121,7 @@ class CastWeights:
         dtype = torch.get_autocast_dtype("cuda")
         low = self._cast(weight, dtype)
         low_bias = bias if bias is None else self._cast(bias, dtype) if id(bias) in self._own else bias.to(dtype)
-        with torch.autocast("cuda", enabled=False):
-            found: Tensor = _Linear.apply(given.to(dtype), weight, bias, low, low_bias, self)  # type: ignore[no-untyped-call]
+        found: Tensor = _Linear.apply(given.to(dtype), weight, bias, low, low_bias, self)  # type: ignore[no-untyped-call]
         return found
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:

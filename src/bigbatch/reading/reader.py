@@ -37,6 +37,9 @@ _FACTORS = frozenset("Mul Div Pow".split())
 _FOLLOWS = NLL | PURE_POINTWISE - {"Expand"} | frozenset("Softmax LogSoftmax".split())
 
 
+_OWN_FUNCTIONS = frozenset("_Counted _Linear _Embedding".split())  # the last two: see casting
+
+
 class _Look(NamedTuple):
     """All of a node that a reading may depend on, but for its tensors: where it was found, and what was found there."""
 
@@ -152,7 +155,7 @@ def _look(node: Node, parent: int, place: int, above: Node | None) -> _Look | No
     name = operation(node)
     sort = type(node)
     if sort not in _kinds:
-        custom = is_custom(node) and name != "_Counted"
+        custom = is_custom(node) and name not in _OWN_FUNCTIONS
         if custom or (not is_custom(node) and sort.__name__ != node.name().rpartition("::")[2]):
             return None
         saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
