@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
+from bigbatch.coupling import Part
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from tests.bombs import Restless, everything, restless_loss, seed
 from tests.reference import sgd, trained, weights
@@ -253,6 +254,18 @@ def test_transformers_are_not_accused(precision: str, inside: str) -> None:
         batch = in_dtype(sequences(12, number), torch.bfloat16 if inside == "bfloat16" else dtype)
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
             step(batch)
+
+
+@pytest.mark.parametrize("inside", ["", "autocast", "bfloat16"])
+def test_the_tolerance_is_that_of_the_lowest_precision_inside(inside: str) -> None:
+    """A loss in float32 may stand on bf16."""
+    model = Encoder(inside)
+    x = sequences(2, 0)["x"].float()
+    if inside == "bfloat16":
+        model, x = model.bfloat16(), x.bfloat16()
+    loss = model(x).pow(2).mean()
+    assert loss.dtype == torch.float32
+    assert Part.of(loss, ()).tolerance == (3e-2 if inside else 1e-4)
 
 
 def test_losses_that_cancel_are_not_accused() -> None:

@@ -262,6 +262,26 @@ def test_a_retry_begins_with_the_failed_activations_freed() -> None:
     assert model.alive_at_retry == [0] * 6  # 8, 4, and four times 2
 
 
+def test_an_error_that_the_model_has_kept_holds_no_activations() -> None:
+    """Its traceback is cleared: the frames of the failed forward are let go of, whoever holds the error."""
+
+    class Keeper(Hoarder):
+        kept: BaseException | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return super().forward(x)
+            except RuntimeError as error:
+                self.kept = error
+                raise
+
+    model = Keeper(2)
+    options = Options(check=False)
+    BigStep(model, sgd(trained(model)), lambda m, b: m(b["x"]).mean(), micro_batch_size=8, options=options)(rows(8, 0))
+    assert model.kept is not None
+    assert model.alive_at_retry == [0] * 6
+
+
 def test_an_error_in_hand_holds_no_activations() -> None:
     """A user who catches it and goes on has the memory back; the lines of the traceback are kept."""
     model = Hoarder(0)

@@ -284,6 +284,20 @@ def test_losses_that_count_padding_are_refused(loss_fn: Any) -> None:
         step(text([2, 7, 1, 5, 7, 3]))
 
 
+def test_counted_padding_is_refused_where_the_loss_is_the_same() -> None:
+    """A head of zeros gives every place the same loss: only the counts differ."""
+    model = attentive()
+    nn.init.zeros_(model.get_parameter("head.weight"))
+    nn.init.zeros_(model.get_parameter("head.bias"))
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(m(batch["tokens"], batch["attention_mask"]).flatten(0, 1), batch["tokens"].flatten())
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="attention_mask", token_budget=10))
+    with pytest.raises(BatchError, match=r"with it the loss is 1\.38629 over 14, without it 1\.38629 over 4"):
+        step(text([2, 7, 1, 5, 7, 3]))
+
+
 def test_padding_is_looked_at_in_the_first_batch_that_has_any() -> None:
     """A first batch without padding shows nothing, and one in a single group neither."""
     step = step_for(all_places, token_budget=21)
