@@ -21,8 +21,8 @@ from benchmarks import models
 from benchmarks.machine import this_machine
 from benchmarks.peak_memory import peak_bytes
 from benchmarks.report import RESULTS, Grid, Report, progress
-from bigbatch.memory import human
-from bigbatch.tracing import Prediction, predict
+from bigbatch.memory.budget import human
+from bigbatch.planning.tracing import Prediction, predict
 
 Batch = tuple[Tensor, Tensor]
 BAR = 0.10
@@ -264,7 +264,7 @@ def main() -> int:
                 rows.append(row)
                 bar.advance(task)
     note = (
-        "Predicted by `bigbatch.tracing.predict` on tensors without numbers; measured with gradients and optimizer "
+        "Predicted by `planning.tracing.predict` on tensors without numbers; measured with gradients and optimizer "
         "state allocated, as in the middle of a window. On a CPU the tensors are counted, not the process."
     )
     report = Report("memory-prediction", this_machine(options.device), grids(rows), [note], list(rows))

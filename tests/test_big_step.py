@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, Options, counted
+from bigbatch.batches.splitting import balanced
 from bigbatch.errors import BatchError, ConfigurationError, LossError, SeveralCounts, StateError, WindowDisturbed
-from bigbatch.splitting import balanced
 from tests.batches import STRUCTURES, Structure, batch_sizes, cuttable, micro_batch_sizes, samples_of, structures
 from tests.losses import EITHER, SEVERAL
 from tests.reference import Run, assert_equal, big_batches, distance, one, sgd, state, told, trained, weights
@@ -666,7 +666,7 @@ def test_a_given_size_is_never_exceeded_by_a_remembered_one() -> None:
 
 
 def _signature(batch: Batch) -> str:
-    from bigbatch.splitting import Batch as Cut
+    from bigbatch.batches.splitting import Batch as Cut
 
     return Cut.of(batch).signature()
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
-from bigbatch.coupling import Part
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
+from bigbatch.micro_steps.coupling import Part
 from tests.bombs import Restless, everything, restless_loss, seed
 from tests.reference import sgd, trained, weights
 from tests.samples import CLASSES, Batch, mlp, rows, seeded, sequences

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from bigbatch import host_memory
 from bigbatch.errors import ConfigurationError
-from bigbatch.memory import budget, human, room
-from bigbatch.metering import Meter, OverLimit
+from bigbatch.memory import host as host_memory
+from bigbatch.memory.budget import budget, human, room
+from bigbatch.memory.metering import Meter, OverLimit
 
 GIB = 1 << 30
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
+from bigbatch.batches.packing import Padding, lengths_of, pack, width_of
+from bigbatch.batches.splitting import Batch as Cut
 from bigbatch.errors import BatchError, CoupledLoss, LossError
-from bigbatch.packing import Padding, lengths_of, pack, width_of
-from bigbatch.splitting import Batch as Cut
 from tests.reference import distance, sgd, trained, weights
 from tests.samples import CLASSES, Batch, generator, seeded
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
 from bigbatch.errors import ConfigurationError
-from bigbatch.plan_report import Plan, advice
-from bigbatch.planning import make_plan, plan
-from bigbatch.sizing import Choice, Probe
+from bigbatch.memory.sizing import Choice, Probe
+from bigbatch.planning.plan import make_plan, plan
+from bigbatch.planning.report import Plan, advice
 
 Batch = tuple[Tensor, Tensor]
 GIB = 1 << 30

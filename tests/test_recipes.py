@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bigbatch.errors import ConfigurationError
+from bigbatch.memory.live_bytes import LiveBytes
 from bigbatch.recipes.catalog import ADAMW, RECIPES, TEXTBOOK
 from bigbatch.recipes.compare import Tally, compare
 from bigbatch.recipes.findings import findings
-from bigbatch.recipes.live_bytes import LiveBytes
 from bigbatch.recipes.loops import Loop, bigbatch_loop, plain_loop, textbook_loop
 from bigbatch.recipes.recipe import Task
 from bigbatch.recipes.results import Comparison, Spread

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from bigbatch.batches.splitting import balanced
 from bigbatch.errors import OutOfMemory
-from bigbatch.sizing import MARGIN, PROBES, Choice, Probe, choose, even_sizes
-from bigbatch.splitting import balanced
+from bigbatch.memory.sizing import MARGIN, PROBES, Choice, Probe, choose, even_sizes
 
 GIB = 1 << 30
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bigbatch.division import Division
+from bigbatch.batches.division import Division
+from bigbatch.batches.joining import detached, joined
+from bigbatch.batches.splitting import Batch, balanced, leaves, mapped
 from bigbatch.errors import BatchError, ConfigurationError
-from bigbatch.joining import detached, joined
-from bigbatch.splitting import Batch, balanced, leaves, mapped
 from tests.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
 from tests.samples import rows
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bigbatch.errors import StateError, UnreadableLoss, WindowOpen
-from bigbatch.ledger import Ledger
+from bigbatch.windows.ledger import Ledger
 from tests.reference import big_batches, trained
 from tests.resumed import STOP, TRAININGS, first_half, second_half
 from tests.samples import mlp

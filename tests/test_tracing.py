@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from benchmarks.memory_prediction import cases, small_cnn
 from benchmarks.models import perceptron, small_gpt
 from benchmarks.peak_memory import peak_bytes
-from bigbatch.cuda_manners import like_cuda
 from bigbatch.errors import ConfigurationError
-from bigbatch.recipes.live_bytes import LiveBytes
-from bigbatch.tracing import optimizer_bytes, predict, predict_peak
+from bigbatch.memory.live_bytes import LiveBytes
+from bigbatch.planning.cuda_manners import like_cuda
+from bigbatch.planning.tracing import optimizer_bytes, predict, predict_peak
 
 Batch = tuple[Tensor, Tensor]
 

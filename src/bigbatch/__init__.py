@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bigbatch.big_step import BigStep
     from bigbatch.learning_rate import scale_lr, warmup
     from bigbatch.options import Options
-    from bigbatch.planning import plan
+    from bigbatch.planning.plan import plan
     from bigbatch.reading.terms import counted
     from bigbatch.setup import Setup
     from bigbatch.update import Update
@@ -29,7 +29,7 @@ _HOMES = {
     "Setup": "setup",
     "Update": "update",
     "counted": "reading.terms",
-    "plan": "planning",
+    "plan": "planning.plan",
     "scale_lr": "learning_rate",
     "warmup": "learning_rate",
 }

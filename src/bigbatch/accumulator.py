@@ -14,13 +14,13 @@ from bigbatch import checks
 from bigbatch.admission import Admission
 from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
-from bigbatch.gradients import all_parameters
 from bigbatch.over import Listener, Over
 from bigbatch.reading.counts import Count, GivenCount, checked_count
 from bigbatch.reading.terms import Term
-from bigbatch.stepping import Stepper
 from bigbatch.update import Update
-from bigbatch.window import Window
+from bigbatch.windows.gradients import all_parameters
+from bigbatch.windows.stepping import Stepper
+from bigbatch.windows.window import Window
 
 Batch = TypeVar("Batch")
 STATE_VERSION = 1

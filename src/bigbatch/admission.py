@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from bigbatch import checks
 from bigbatch.errors import BatchNormError
-from bigbatch.gradients import all_parameters
 from bigbatch.reading.frozen import FrozenWeights
 from bigbatch.reading.reader import Reader
 from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.terms import Term
+from bigbatch.windows.gradients import all_parameters
 
 _SCANS = 8  # whole graphs looked through: the first ones that look unlike each other
 

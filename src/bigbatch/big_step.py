@@ -12,24 +12,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import checks
 from bigbatch.admission import Admission
-from bigbatch.division import Division
+from bigbatch.batches.division import Division
+from bigbatch.batches.joining import joined
+from bigbatch.batches.moving import Mover
+from bigbatch.batches.packing import Padding, lengths_of, refuse_loss_of_content
+from bigbatch.batches.splitting import Batch
 from bigbatch.errors import ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
-from bigbatch.first_check import FirstCheck
-from bigbatch.joining import joined
-from bigbatch.moving import Mover
+from bigbatch.memory.rehearsal import Stage
+from bigbatch.memory.sizes import TOKENS, Sizes
+from bigbatch.memory.sizing import Probe
+from bigbatch.micro_steps.first_check import FirstCheck
+from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_of, untouched
+from bigbatch.micro_steps.running import Runner
+from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
-from bigbatch.packing import Padding, lengths_of, refuse_loss_of_content
 from bigbatch.reading.counts import Count
-from bigbatch.rehearsal import Stage
-from bigbatch.restoring import Buffers, Habits, Randomness, devices_of, untouched
-from bigbatch.running import Runner
-from bigbatch.sizes import TOKENS, Sizes
-from bigbatch.sizing import Probe
-from bigbatch.splitting import Batch
-from bigbatch.stepping import Stepper
-from bigbatch.survival import is_out_of_memory, let_go, missing
 from bigbatch.update import Update
-from bigbatch.window import Window
+from bigbatch.windows.stepping import Stepper
+from bigbatch.windows.window import Window
 
 STATE_VERSION = 1
 

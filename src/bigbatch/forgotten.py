@@ -4,7 +4,7 @@ import sys
 import warnings
 import weakref
 
-from bigbatch.ledger import Ledger
+from bigbatch.windows.ledger import Ledger
 
 
 class Forgotten:

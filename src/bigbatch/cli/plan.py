@@ -14,7 +14,7 @@ from bigbatch.cli.failures import FAILED, errors_as_text
 from bigbatch.cli.terminal import next_step, paragraph, progress, results
 
 if TYPE_CHECKING:
-    from bigbatch.plan_report import Plan
+    from bigbatch.planning.report import Plan
 
 
 def plan(
@@ -48,9 +48,9 @@ def plan(
 def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
     """Plan the first batch of the file's data, under a progress bar."""
     from bigbatch.cli.setup_file import read_setup
-    from bigbatch.planning import make_plan
+    from bigbatch.memory.sizing import PROBES
+    from bigbatch.planning.plan import make_plan
     from bigbatch.recipes.user_code import calling
-    from bigbatch.sizing import PROBES
 
     setup = read_setup(file, "plan")
     whole = dataclasses.replace(setup, batch_size=batch_size or setup.batch_size, micro_batch_size=None)
@@ -83,7 +83,7 @@ def _fraction(memory: str | None) -> float | None:
 
 
 def _print(found: "Plan", file: Path) -> None:
-    from bigbatch.plan_report import table
+    from bigbatch.planning.report import table
 
     console = results()
     paragraph(console, f"{file.name}: {found.headline()}")

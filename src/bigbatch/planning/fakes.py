@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bigbatch.splitting import mapped
+from bigbatch.batches.splitting import mapped
 
 
 class Fakes:

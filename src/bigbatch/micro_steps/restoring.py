@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 from torch.optim import Optimizer
 
-from bigbatch.gradients import all_parameters
+from bigbatch.windows.gradients import all_parameters
 
 _LARGE = 1 << 20  # bytes of a buffer
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.batches.joining import detached
+from bigbatch.batches.splitting import leaves, mapped
 from bigbatch.errors import BigBatchError
-from bigbatch.gradients import Gradients
-from bigbatch.joining import detached
+from bigbatch.micro_steps.survival import is_out_of_memory
 from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.reading.terms import Term
-from bigbatch.splitting import leaves, mapped
-from bigbatch.survival import is_out_of_memory
+from bigbatch.windows.gradients import Gradients
 
 _KEEP = 8  # graphs; each holds its own inputs, all share the memory of activations
 

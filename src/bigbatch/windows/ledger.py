@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.disagreements import listed, other_total, several
 from bigbatch.errors import LossError, SeveralCounts, StateError
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, Kind
 from bigbatch.reading.terms import Term
+from bigbatch.windows.disagreements import listed, other_total, several
 
 _RATIO_TOLERANCE = 1e-12
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32

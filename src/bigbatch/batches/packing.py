@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.batches.splitting import Batch, leaves, mapped
 from bigbatch.errors import BatchError
 from bigbatch.options import Options
-from bigbatch.splitting import Batch, leaves, mapped
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.division import Division
-from bigbatch.splitting import mapped
+from bigbatch.batches.division import Division
+from bigbatch.batches.splitting import mapped
 
 
 class Mover:

@@ -10,17 +10,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bigbatch import checks
+from bigbatch.batches.moving import Mover
+from bigbatch.batches.splitting import Batch
 from bigbatch.errors import ConfigurationError, OutOfMemory
-from bigbatch.host_memory import resident
-from bigbatch.memory import budget as bytes_of
-from bigbatch.memory import human, read, room
-from bigbatch.moving import Mover
-from bigbatch.plan_report import Plan, Row, advice, advice_when_nothing_fits
-from bigbatch.rehearsal import Stage
-from bigbatch.restoring import devices_of
-from bigbatch.sizing import MARGIN, Choice, Probe, choose
-from bigbatch.splitting import Batch
-from bigbatch.tracing import Prediction, optimizer_bytes, predict, size_of, wider
+from bigbatch.memory.budget import budget as bytes_of
+from bigbatch.memory.budget import human, read, room
+from bigbatch.memory.host import resident
+from bigbatch.memory.rehearsal import Stage
+from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose
+from bigbatch.micro_steps.restoring import devices_of
+from bigbatch.planning.report import Plan, Row, advice, advice_when_nothing_fits
+from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
 
 TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 

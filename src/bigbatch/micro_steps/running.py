@@ -11,16 +11,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bigbatch import checks
 from bigbatch.admission import Admission
-from bigbatch.casting import CastWeights, ForeignBackward
-from bigbatch.cuda_graph import Graphs, NotCapturable, Recipe
-from bigbatch.engine import run_backward
+from bigbatch.batches.joining import detached
 from bigbatch.errors import BatchError, ConfigurationError
-from bigbatch.gradients import Gradients
-from bigbatch.joining import detached
-from bigbatch.ledger import Tally
+from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
+from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
 from bigbatch.reading.terms import Term
-from bigbatch.stepping import Stepper
-from bigbatch.window import Window
+from bigbatch.windows.engine import run_backward
+from bigbatch.windows.gradients import Gradients
+from bigbatch.windows.ledger import Tally
+from bigbatch.windows.stepping import Stepper
+from bigbatch.windows.window import Window
 
 LossFunction = Callable[[Any, Any], Any]
 

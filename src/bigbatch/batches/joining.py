@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.batches.splitting import leaves, mapped
 from bigbatch.errors import ConfigurationError
-from bigbatch.splitting import leaves, mapped
 
 
 def joined(extras: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None) -> Any:

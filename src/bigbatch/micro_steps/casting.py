@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from bigbatch.gradients import all_parameters
+from bigbatch.windows.gradients import all_parameters
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.10 has none of its own

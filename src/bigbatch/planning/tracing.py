@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from bigbatch.cuda_manners import like_cuda
 from bigbatch.errors import ConfigurationError
-from bigbatch.fakes import Fakes, faked
-from bigbatch.live_storages import LiveStorages
+from bigbatch.planning.cuda_manners import like_cuda
+from bigbatch.planning.fakes import Fakes, faked
+from bigbatch.planning.live_storages import LiveStorages
 
 _BLOCK = {"cuda": 512, "cpu": 1}  # bytes that storages are rounded up to
 # cuBLAS keeps a workspace for each thread that calls it: the forward's and the backward's. 32 MiB each on Hopper,

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from bigbatch.engine import run_backward
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken
-from bigbatch.gradients import Gradients
-from bigbatch.ledger import Ledger, Tally, Weights
 from bigbatch.reading.counts import LOW_PRECISION, Count
 from bigbatch.reading.graph import is_leaf
 from bigbatch.reading.terms import Term
-from bigbatch.stepping import Stepper
 from bigbatch.update import Update
+from bigbatch.windows.engine import run_backward
+from bigbatch.windows.gradients import Gradients
+from bigbatch.windows.ledger import Ledger, Tally, Weights
+from bigbatch.windows.stepping import Stepper
 
 
 class Window:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.coupling import Part, calm, refuse_counted_padding, refuse_coupled
-from bigbatch.division import Division
-from bigbatch.moving import Mover
+from bigbatch.batches.division import Division
+from bigbatch.batches.moving import Mover
+from bigbatch.micro_steps.coupling import Part, calm, refuse_counted_padding, refuse_coupled
+from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
+from bigbatch.micro_steps.running import Runner
+from bigbatch.micro_steps.survival import is_out_of_memory
 from bigbatch.options import Options
-from bigbatch.restoring import Randomness, devices_of, untouched
-from bigbatch.running import Runner
-from bigbatch.survival import is_out_of_memory
 
 
 class FirstCheck:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.host_memory import host_available, host_total, resident
+from bigbatch.memory.host import host_available, host_total, resident
 
 # "20gib", "20G" and "20Gi" are what people type; a bare letter is taken as nvidia-smi and Docker mean it.
 _UNITS = {"b": 1} | {

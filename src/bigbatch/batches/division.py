@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bigbatch.packing import Padding, pack, trimmed, width_of
-from bigbatch.splitting import Batch, Indices, balanced
+from bigbatch.batches.packing import Padding, pack, trimmed, width_of
+from bigbatch.batches.splitting import Batch, Indices, balanced
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bigbatch.gradients import all_parameters
-from bigbatch.metering import Meter
+from bigbatch.memory.metering import Meter
+from bigbatch.memory.sizing import Probe
+from bigbatch.micro_steps.restoring import untouched
+from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.reading.counts import LOW_PRECISION
-from bigbatch.restoring import untouched
-from bigbatch.sizing import Probe
-from bigbatch.survival import is_out_of_memory, let_go
+from bigbatch.windows.gradients import all_parameters
 
 _SHORT, _REPEATS = 0.2, 2  # seconds of a micro-step that is timed once more, and how often
 _SIDE = 64  # of a small square parameter that stands in for the real ones

@@ -14,10 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bigbatch.arrival import Arrival
 from bigbatch.errors import WindowDisturbed
-from bigbatch.gradients import Gradients
 from bigbatch.reading.counts import Count
+from bigbatch.windows.arrival import Arrival
+from bigbatch.windows.gradients import Gradients
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bigbatch.batches.splitting import balanced
 from bigbatch.errors import OutOfMemory
-from bigbatch.memory import human
-from bigbatch.splitting import balanced
+from bigbatch.memory.budget import human
 
 MARGIN = 0.03  # of the budget, left free: an allocator's holes, and what a step holds that a probe does not
 PROBES = 6

@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import torch
 
+from bigbatch.batches.packing import expected_seconds
 from bigbatch.errors import StateError
-from bigbatch.memory import budget
-from bigbatch.packing import expected_seconds
-from bigbatch.sizing import Choice, Probe, choose
+from bigbatch.memory.budget import budget
+from bigbatch.memory.sizing import Choice, Probe, choose
 
 TOKENS = "tokens"  # under this name: how many of them a packed micro-batch may have
 _LARGER = 2  # times as many samples: a size is looked for again

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from bigbatch.host_memory import resident
-from bigbatch.recipes.live_bytes import LiveBytes
+from bigbatch.memory.host import resident
+from bigbatch.memory.live_bytes import LiveBytes
 
 Result = TypeVar("Result")
 

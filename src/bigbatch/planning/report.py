@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bigbatch.memory import human
-from bigbatch.sizing import TIE, Choice
+from bigbatch.memory.budget import human
+from bigbatch.memory.sizing import TIE, Choice
 
 _MOST = 0.5  # of the room for samples: one sample that takes this much leaves no choice
 _MANY_STEPS = 16

@@ -1,0 +1,1 @@
+"""Big batches: cut, sorted, packed, moved, and their results joined."""

@@ -1,0 +1,1 @@
+"""One micro-step and how it is run: launched or replayed, again after a failure, checked at first."""

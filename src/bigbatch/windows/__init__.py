@@ -1,0 +1,1 @@
+"""One window, from the first backward to the step."""
