@@ -18,7 +18,7 @@ from benchmarks.report import RESULTS, Grid, Report, progress
 from bigbatch.errors import BatchNormError, LossError
 
 GOAL = 1e-12
-WAITS = "refused (BigStep, not built yet)"
+WAITS = "refused (lock-step, not built yet)"
 NOTES = [
     (
         "Relative distance of the final weights from those of the true big batch, `|w − w*| / |w*|`, after one epoch of"

@@ -183,3 +183,10 @@ def test_extras_keep_no_graph() -> None:
     tensors = [leaf for _, leaf in leaves(found) if isinstance(leaf, Tensor)]
     assert len(tensors) == 3
     assert not any(leaf.requires_grad for leaf in tensors)
+
+
+def test_one_sample_beside_something_shared_is_one_sample() -> None:
+    """Two leaves with one row and one with five: the five are class weights, not samples."""
+    batch = Batch.of((torch.zeros(1, 10), torch.zeros(1), torch.zeros(5)))
+    assert batch.size == 1
+    assert Batch.of((torch.zeros(64, 10), torch.zeros(1, 10))).size == 64

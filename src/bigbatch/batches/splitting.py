@@ -199,9 +199,11 @@ def _taken(leaf: Any, indices: Indices) -> Any:
 
 
 def _agreed(lengths: dict[str, int], whole: Any) -> int:
-    """Return the size that most leaves agree on; a single row may be meant for all samples and has no vote."""
+    """Return the size that most leaves agree on; a single row may be meant for all samples, so it yields at a tie."""
     votes = Counter(length for length in lengths.values() if length != 1) or Counter(lengths.values())
     (size, most), *others = votes.most_common()
+    if list(lengths.values()).count(1) > most:
+        return 1  # one sample and something shared; were it many with shared rows, to run them at once is right, too
     if not size and not others:
         raise BatchError(_EMPTY)
     if others and others[0][1] == most:

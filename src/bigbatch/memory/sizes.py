@@ -1,6 +1,7 @@
 """The micro-batch sizes that fit, remembered by the shape of a sample."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -28,7 +29,10 @@ class Sizes:
 
     def samples(self, signature: str, total: int, probe: ProbeSize) -> int:
         """Return how many samples of this shape make a micro-batch, out of `total`."""
-        known = [size for size in (self._known(signature, total), self._given) if isinstance(size, int)]
+        learned = self._known(signature, total)
+        if learned is None and self._given == "auto":
+            learned = self._for_larger(signature, total)
+        known = [size for size in (learned, self._given) if isinstance(size, int)]
         if known:
             return min(*known, total)
         self._learned[signature] = self._found(signature, total, probe).size
@@ -60,6 +64,11 @@ class Sizes:
             return None
         return self._learned.get(name)
 
+    def _for_larger(self, signature: str, total: int) -> int | None:
+        """Return a size that was found for larger samples: it fits these, too, so ragged batches are not tried anew."""
+        found = [self._known(known, total) for known in self._learned if _is_larger(known, signature)]
+        return max((size for size in found if size is not None), default=None)
+
     def _found(self, name: str, total: int, probe: ProbeSize) -> Choice:
         self._found_with[name] = total
         limit = budget(self._memory, self._device)
@@ -86,3 +95,18 @@ class Sizes:
                 raise StateError(msg)
         self._learned = dict(state)
         self._found_with.clear()
+
+
+def _is_larger(one: str, other: str) -> bool:
+    """Whether samples of one shape have all that those of another have, and more in some dimension."""
+    if one == TOKENS:
+        return False
+    for mine, theirs in zip_longest(one.split("; "), other.split("; "), fillvalue=""):
+        name, _, sizes = mine.rpartition(" [")
+        other_name, _, other_sizes = theirs.rpartition(" [")
+        dims, other_dims = (text.rstrip("]").split(", ") for text in (sizes, other_sizes))
+        if name != other_name or len(dims) != len(other_dims):
+            return False
+        if any(int(a or 0) < int(b or 0) for a, b in zip(dims, other_dims, strict=True)):
+            return False
+    return True

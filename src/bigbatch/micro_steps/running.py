@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bigbatch import checks
 from bigbatch.admission import Admission
 from bigbatch.batches.joining import detached
-from bigbatch.errors import BatchError, ConfigurationError
+from bigbatch.errors import BatchError, ConfigurationError, LossError
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
 from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
 from bigbatch.reading.terms import Term
@@ -21,6 +21,7 @@ from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Tally
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
+from bigbatch.wording import in_words_of
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -55,7 +56,10 @@ class Runner:
         """Return what the loss was averaged over, or refuse it."""
         checks.loss(loss, self._stepper.scaler)
         self._admission.look()
-        terms = self._admission.read(loss)
+        try:
+            terms = self._admission.read(loss)
+        except LossError as error:
+            raise type(error)(in_words_of("BigStep", str(error))) from None
         self._admission.scan(loss)
         return terms
 

@@ -42,8 +42,8 @@ def coupled(name: str) -> CoupledLoss:
         f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.\n"
         "A micro-batch cannot know the samples of the others, so no weights make the parts add up to the big batch's "
         "gradient.\n"
-        "BigStep, which runs the micro-batches of a window together, will do this; it is not built yet. If this "
-        "operation really acts on each sample alone, say so:\n"
+        "Lock-step, in which the micro-batches of a BigStep meet, will do this; it is not built yet. If this operation "
+        "really acts on each sample alone, say so:\n"
         "    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over"
     )
 

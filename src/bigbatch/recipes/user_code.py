@@ -1,13 +1,10 @@
 """Calls into a user's file: which one failed, and the library's refusals in the words of a `Setup`."""
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bigbatch.errors import BigBatchError, LossError
-
-_WITH_COUNT = re.compile(r"accumulator\.backward\(loss, count=(.+?)\)(?=\s*(#|$))", re.MULTILINE)
-_ON_WINDOWS = re.compile(r"^.*accumulator\.(discard|flush)\(\).*\n?", re.MULTILINE)
+from bigbatch.wording import in_words_of
 
 
 class UserCodeError(Exception):
@@ -32,11 +29,4 @@ def in_a_setups_words() -> Iterator[None]:
         yield
     except BigBatchError as error:
         whose = "loss_fn: " if isinstance(error, LossError) else ""
-        raise type(error)(whose + _translated(str(error))) from error
-
-
-def _translated(message: str) -> str:
-    """Say where a thing is typed: count= as counted(...) in loss_fn, options in the Setup, windows nowhere."""
-    message = _WITH_COUNT.sub(r"return counted(loss, \1)", message)
-    message = _ON_WINDOWS.sub("", message)
-    return message.replace("Accumulator(", "Setup(").replace("this accumulator", "this Setup").rstrip()
+        raise type(error)(whose + in_words_of("Setup", str(error))) from error
