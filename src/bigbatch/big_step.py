@@ -198,6 +198,7 @@ class BigStep:
                 extras = self._runner.run(window, self._mover.micro_batches(division), len(division))
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 update = self._closed(window)
+            self._mover.settle()
         except BaseException:
             if window is not None:
                 window.discard()

@@ -21,6 +21,7 @@ class Mover:
         """Have nothing under way."""
         self.device = device
         self._stream: torch.cuda.Stream | None = None
+        self._read: torch.cuda.Event | None = None  # the latest copy from memory that is not ours
 
     def micro_batches(self, division: Division) -> Iterator[Any]:
         """Yield each group's samples where the model is."""
@@ -48,14 +49,23 @@ class Mover:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         return found
 
+    def settle(self) -> None:
+        """Wait until memory that is not ours has been read; for these copies alone, not for what computes with them."""
+        if self._read is not None:
+            self._read.synchronize()
+            self._read = None
+
     def _copied(self, leaf: Tensor) -> Tensor:
         if self.device.type != "cuda" or leaf.device.type != "cpu":
             return leaf.to(self.device)
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
         with torch.cuda.stream(self._stream):
-            source = leaf if leaf.is_pinned() else leaf.pin_memory()
-            there = source.to(self.device, non_blocking=True)
+            pinned = leaf.is_pinned()
+            there = (leaf if pinned else leaf.pin_memory()).to(self.device, non_blocking=True)
+            if pinned:  # the user's own memory, which may be written to as soon as the step returns
+                self._read = self._read or torch.cuda.Event()
+                self._read.record(self._stream)
         # Made on one stream and used on another: its memory is not given out again before the step has used it.
         there.record_stream(torch.cuda.current_stream(self.device))
         return there

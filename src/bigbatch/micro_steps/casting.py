@@ -75,7 +75,7 @@ class CastWeights:
         def embedding(input: Tensor, weight: Tensor, *settings: Any, **named: Any) -> Tensor:  # noqa: A002
             usual = not any(settings) and not any(named.values())  # no padding_idx, max_norm, sparse gradients
             usual = usual and weight.numel() >= _LARGE_TABLE and not torch.are_deterministic_algorithms_enabled()
-            if usual and id(weight) in self._own and torch.is_grad_enabled():
+            if usual and id(weight) in self._own and _is_plain_training():
                 found: Tensor = _Embedding.apply(input, weight, self)  # type: ignore[no-untyped-call]
                 return found
             return plain_embedding(input, weight, *settings, **named)
@@ -156,7 +156,12 @@ def _qualifies(parameter: Tensor) -> bool:
 
 def _lowered() -> bool:
     """Whether autocast would cast a linear layer here, in a forward that a backward will follow."""
-    return torch.is_autocast_enabled("cuda") and torch.is_grad_enabled()
+    return torch.is_autocast_enabled("cuda") and _is_plain_training()
+
+
+def _is_plain_training() -> bool:
+    """Whether a backward will follow, and no transform of torch.func, which our functions do not know."""
+    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public name
 
 
 class _Linear(torch.autograd.Function):

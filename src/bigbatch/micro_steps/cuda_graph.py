@@ -20,6 +20,7 @@ from bigbatch.reading.terms import Term
 from bigbatch.windows.gradients import Gradients
 
 _KEEP = 8  # graphs; each holds its own inputs, all share the memory of activations
+_MOST = 32  # captures, each of which takes longer than some launched micro-steps
 
 
 class NotCapturable(BigBatchError):
@@ -78,6 +79,7 @@ class Graphs:
         """Have none yet."""
         self._device = device
         self.loss_dtype = torch.float32
+        self._captures = 0
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._captured: dict[str, Captured] = {}
@@ -107,12 +109,15 @@ class Graphs:
     def forget(self) -> None:
         """Throw all graphs away, and the memory they hold."""
         self._captured.clear()
-        self._gradients, self._pool = [], None
+        self._gradients, self._pool, self._captures = [], None, 0
 
     def ready(self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe) -> Captured:
         """Return the captured micro-step for micro-batches of this shape, capturing it where it is new."""
         shape = shape_of(micro_batch)
         if shape not in self._captured:
+            self._captures += 1
+            if self._captures > _MOST:
+                raise NotCapturable(f"its micro-batches have had more than {_MOST} shapes, and each is captured anew")
             captured = self._capture(micro_batch, recipe)
             if any(p.grad is not g for p, g in zip(parameters, self._gradients, strict=True)):
                 raise NotCapturable("another set of parameters gets gradients than before")

@@ -40,7 +40,9 @@ class Runner:
         serves = CastWeights.serves(self._models, device)
         self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
         self._graphs = Graphs(device) if cuda_graph else None
-        self._reached: list[bool] | None = None  # which parameters got a gradient in the latest window
+        self._reached: dict[
+            int, bool
+        ] = {}  # which parameters, by their ids, got a gradient in a window that was launched
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
         """Call the user's function: a loss, perhaps with extras."""
@@ -78,10 +80,11 @@ class Runner:
 
     def run(self, window: Window, micro_batches: Iterable[Any], number: int) -> list[Any]:
         """Add all micro-batches to the window; returns their extras."""
-        if self._graphs is not None and self._reached is not None:
+        parameters = window.gradients.parameters
+        if self._graphs is not None and self._reached.keys() == {id(p) for p in parameters}:
             return self._replayed(self._graphs, window, micro_batches, number)
         extras = [self._add(window, micro_batch) for micro_batch in micro_batches]
-        self._reached = [p.grad is not None for p in window.gradients.parameters]
+        self._reached = {id(p): p.grad is not None for p in parameters}
         return extras
 
     def try_once(self, micro_batch: Any, *, ragged: bool) -> None:
@@ -129,10 +132,9 @@ class Runner:
     def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], number: int) -> list[Any]:
         """Replay a captured micro-step for each micro-batch; shapes not seen before are captured on the way."""
         gradients = window.gradients
-        assert self._reached is not None  # noqa: S101 - the caller has looked
         if self._casting is not None:
             self._casting.renew()
-        graphs.open(gradients, self._reached, self._state(gradients))
+        graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters], self._state(gradients))
         recipe = Recipe(self.loss, self.read, self._backward)
         extras: list[Any] = []
         provisional, counted = 1.0, 0.0
@@ -166,7 +168,8 @@ class Runner:
     def _state(self, gradients: Gradients) -> object:
         """What a captured graph depends on beside the shape of its inputs."""
         modes = tuple(module.training for model in self._models for module in model.modules())
-        places = tuple(p.data_ptr() for p in gradients.parameters)
+        tensors = (tensor for model in self._models for tensor in (*model.parameters(), *model.buffers()))
+        places = tuple(tensor.data_ptr() for tensor in (*gradients.parameters, *tensors))
         autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         return modes, places, autocast, self._admission.only_own
 
