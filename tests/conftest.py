@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests end in mid-window: that is what many of them are about, and test_forgotten.py looks at the warning."""
     config.addinivalue_line("filterwarnings", "ignore:a window was left open:UserWarning")
+    config.addinivalue_line("filterwarnings", "ignore:this loss draws random numbers:UserWarning")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

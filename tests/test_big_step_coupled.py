@@ -329,3 +329,41 @@ def test_the_check_is_run_with_gradients_of_nobody() -> None:
     step(rows(4, 0))
     assert all(p.grad is None for p in [*model.parameters(), *other.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
+
+
+def test_a_check_that_could_not_be_made_is_said_once() -> None:
+    """Noise in the loss itself cannot be turned off: whoever reads the warning knows what was not seen."""
+    torch.manual_seed(0)
+    network = nn.Linear(4, 1)
+
+    def noisy(network: nn.Module, x: Tensor) -> Tensor:
+        return (network(x) + torch.randn(len(x), 1)).square().mean()
+
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), noisy, micro_batch_size=4)
+    with pytest.warns(UserWarning, match="could not see whether samples are coupled") as caught:
+        for _ in range(2):
+            step(torch.randn(8, 4))
+    assert len(caught) == 1
+
+
+def test_coupling_that_only_training_shows_is_seen_beside_dropout() -> None:
+    """Dropout is turned off by itself first: evaluation mode would hide what couples samples in training."""
+
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.dropout = nn.Linear(4, 1), nn.Dropout(0.5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = self.layer(self.dropout(x - x.mean(0) if self.training else x))
+            return found
+
+    network = Centred()
+    step = BigStep(
+        network,
+        torch.optim.SGD(network.parameters(), lr=0.1),
+        lambda network, x: (network(x) - 1).square().mean(),
+        micro_batch_size=4,
+    )
+    with pytest.raises(CoupledLoss):
+        step(torch.randn(8, 4) + 3)

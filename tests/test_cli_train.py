@@ -237,7 +237,7 @@ def test_a_failure_in_a_users_file_is_shown_from_its_own_line_on(
     assert " ".join(end.split()).startswith(below)
     files = re.findall(r'^  File "(.*)", line (\d+)', traceback, re.MULTILINE)
     assert files[0] == (str(directory / "mine.py"), below.rsplit(maxsplit=1)[-1])
-    assert not any("/bigbatch/" in name or "typer" in name or name.startswith("<") for name, _ in files)
+    assert not any("/src/bigbatch/" in name or "typer" in name or name.startswith("<") for name, _ in files)
     assert len(files) <= 2
     assert ("hint: It ended the program. Put what is not to run here under" in end) == (raised == "SystemExit")
 
@@ -252,7 +252,7 @@ def test_what_an_exception_came_from_is_shown_from_its_own_line_on_too(directory
     assert result.stderr.count("Traceback (most recent call last)") == 2
     assert "AttributeError: 'Sequential' object has no attribute 'nope'" in result.stderr
     assert "ValueError: no\n\nerror: loss_fn failed" in result.stderr
-    assert "/bigbatch/" not in result.stderr
+    assert "/src/bigbatch/" not in result.stderr
 
 
 def test_samples_that_make_no_batch_are_no_bug_of_ours(directory: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, errors
+from bigbatch.micro_steps import casting
 from tests.test_cuda import (
     OPTIMIZERS,
     Batch,
@@ -29,6 +31,15 @@ from tests.test_cuda import (
 )
 
 pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(params=["short", "plain"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Mixed precision the short way for layers of any size, or as it is for these small ones."""
+    if request.param == "short":
+        monkeypatch.setattr(casting, "_LARGE_PRODUCT", 0)
+        monkeypatch.setattr(casting, "_LARGE_TABLE", 0)
+    return str(request.param)
 
 
 def several(network: nn.Module, batch: Batch) -> Tensor:
@@ -149,6 +160,7 @@ def gradient_of(update: Callable[[nn.Module, Callable[[], None]], object], netwo
     return seen[-1]
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast_inside", [False, True])
 @pytest.mark.parametrize("cuda_graph", [False, True])
@@ -195,10 +207,12 @@ def test_mixed_precision_is_no_less_precise_than_the_plain_way(
     plainly = [float((plain(size) - truth).norm() / truth.norm()) for size in (4, len(batch[0]))]
     record_property("errors", f"{errors_of} against {plainly} of micro-batches and the full batch")
     assert max(errors_of) <= 1.05 * max(plainly)
-    assert "Linear" in type(twin.up).__name__
     assert F.linear is torch._C._nn.linear
+    assert (step._runner._graphs is not None) == cuda_graph  # it was not given up on the way
+    assert step._runner._casting is not None
 
 
+@pytest.mark.usefixtures("way")
 def test_hooks_on_parameters_still_see_their_gradients() -> None:
     """A parameter with a hook goes the usual way."""
     torch.manual_seed(0)
@@ -213,6 +227,7 @@ def test_hooks_on_parameters_still_see_their_gradients() -> None:
     assert seen.count(network.tokens.weight.shape) >= 3
 
 
+@pytest.mark.usefixtures("way")
 def test_a_gradient_penalty_takes_the_plain_way() -> None:
     """A backward inside the loss must not add to the window's gradients."""
 
@@ -277,6 +292,156 @@ def test_what_cannot_be_captured_is_said_once_and_done_all_the_same() -> None:
     assert len(caught) == 1
     train_big(true, data, cross_entropy, OPTIMIZERS["sgd"], 1, None)
     assert distance(mine, true) < 1e-12
+    # A capture that was given up leaves nothing behind: not its stream, nor its hold on the allocator.
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    before = torch.cuda.memory_reserved()
+    block = torch.empty(1 << 28, device="cuda")
+    del block
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
+
+
+@pytest.mark.usefixtures("way")
+def test_a_backward_inside_the_backward_adds_nothing() -> None:
+    """A hook that differentiates on its own, as a fixed-point layer has it, takes the plain way."""
+    torch.manual_seed(0)
+    network = Tower().cuda()
+    twin = copy.deepcopy(network)
+
+    def hooked(network: Any, batch: Any) -> Tensor:
+        hidden = network.norm(network.tokens(batch[0]))
+        out = network.down(network.up(hidden))
+
+        def hook(gradient: Tensor) -> Tensor:
+            with torch.enable_grad(), torch.autocast("cuda", torch.bfloat16):
+                start = hidden.detach().requires_grad_()
+                again = network.down(network.up(start))
+                return gradient + 0.1 * torch.autograd.grad(again, start, gradient)[0].to(gradient.dtype)
+
+        out.register_hook(hook)
+        return out.float().square().mean()
+
+    batch = text()
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), hooked, micro_batch_size=8)
+    with torch.autocast("cuda", torch.bfloat16):
+        step(batch)
+        hooked(twin, [leaf.cuda() for leaf in batch]).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert distance(network, twin) < 5e-3
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.usefixtures("way")
+def test_checkpointed_layers_are_exact(use_reentrant: bool) -> None:
+    """Recomputed on another thread, with the short way in place."""
+    torch.manual_seed(0)
+    network = Tower().cuda()
+    twin = copy.deepcopy(network)
+
+    def checkpointed(network: Any, batch: Any) -> Tensor:
+        def middle(x: Tensor) -> Tensor:
+            found: Tensor = network.down(F.gelu(network.up(network.norm(x))))
+            return found
+
+        hidden = network.tokens(batch[0])
+        hidden = hidden + checkpoint(middle, hidden, use_reentrant=use_reentrant)
+        return F.cross_entropy(F.linear(hidden, network.tokens.weight).flatten(0, 1), batch[1].flatten())
+
+    batch = text()
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), checkpointed, micro_batch_size=8)
+    with torch.autocast("cuda", torch.bfloat16):
+        step(batch)
+        checkpointed(twin, [leaf.cuda() for leaf in batch]).backward()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert distance(network, twin) < 5e-3
+
+
+@pytest.mark.usefixtures("way")
+def test_a_regulariser_of_weights_counts_once() -> None:
+    """A product of two parameters is no data, though it goes through the layer of ours."""
+    torch.manual_seed(0)
+    network = nn.Linear(16, 16, bias=False).cuda()
+    twin = copy.deepcopy(network)
+
+    def loss_fn(network: Any, x: Tensor) -> Tensor:
+        twice = F.linear(network.weight, network.weight).float()
+        found: Tensor = network(x).float().square().sum() + 3 * twice.square().sum()
+        return found
+
+    x = torch.randn(12, 16)
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=1e-3), loss_fn, micro_batch_size=4)
+    with torch.autocast("cuda", torch.bfloat16):
+        step(x)
+        loss_fn(twin, x.cuda()).backward()
+    torch.optim.SGD(twin.parameters(), lr=1e-3).step()
+    assert distance(network, twin) < 5e-3
+
+
+@pytest.mark.usefixtures("way")
+def test_padding_of_an_embedding_stays_untrained() -> None:
+    """`padding_idx` keeps its row without gradient."""
+    torch.manual_seed(0)
+    table = nn.Embedding(96, 8, padding_idx=0).cuda()
+    both = nn.Sequential(table, nn.Linear(8, 1).cuda())
+    before = table.weight.detach().clone()
+    step = BigStep(
+        both,
+        torch.optim.SGD(both.parameters(), lr=1.0),
+        lambda network, x: (network(x) - 1).square().mean(),
+        micro_batch_size=2,
+    )
+    with torch.autocast("cuda", torch.bfloat16):
+        step(torch.tensor([[0, 1], [0, 2], [3, 0], [0, 0]]))
+    assert torch.equal(before[0], table.weight[0])
+    assert not torch.equal(before[1], table.weight[1])
+
+
+def test_shapes_that_come_and_go_are_captured_each() -> None:
+    """Batches of several sizes, back and forth, and modes that change: always the big batch."""
+    data = batches([16, 10, 16, 7, 10, 16, 16])
+    mine, true = model(), model()
+    step = BigStep(
+        mine,
+        OPTIMIZERS["adamw-fused"](mine.parameters()),
+        cross_entropy,
+        micro_batch_size=4,
+        options=Options(cuda_graph=True),
+    )
+    for number, batch in enumerate(data):
+        mine.train(number % 3 == 0)
+        step(batch)
+    train_big(true, data, cross_entropy, OPTIMIZERS["adamw-fused"], 1, None)
+    assert distance(mine, true) < 1e-12
+    assert step._runner._graphs is not None
+
+
+def test_a_forward_that_replaces_a_buffer_is_not_captured() -> None:
+    """Replays would all begin with the same old one."""
+
+    class Counting(nn.Module):
+        seen: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 7)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = self.seen + 1
+            found: Tensor = self.layer(x)
+            return found
+
+    network = Counting().cuda().double()
+    with pytest.warns(UserWarning, match="replaces a buffer"):
+        steps(
+            network,
+            batches([8] * 3),
+            cross_entropy,
+            OPTIMIZERS["sgd"],
+            micro_batch_size=4,
+            options=Options(cuda_graph=True, check=False),
+        )
+    assert float(network.seen) == 6
 
 
 def test_captured_dropout_draws_new_masks() -> None:
@@ -328,6 +493,7 @@ def test_unused_parameters_are_left_alone(cuda_graph: bool) -> None:
     assert torch.equal(before, network.unused.weight)
 
 
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_a_scaler_works(cuda_graph: bool) -> None:
     """fp16 with a scaler: unscaled once, close to float32."""

@@ -392,7 +392,7 @@ def test_padding_is_told() -> None:
     assert before is None
     step(text([2, 7, 1, 5]))
     assert step.padding == Padding(real=15, padded=14 + 4, given=28)
-    assert str(step.padding) == "18 tokens for 15 real ones (20% padding); 28 as the batch came"
+    assert str(step.padding) == "18 tokens for 15 real ones (17% padding); 28 as the batch came"
     assert "0 real ones" in str(Padding(0, 3, 3))
 
 

@@ -113,7 +113,9 @@ def test_weights_that_do_not_fit_are_told_from_activations() -> None:
         wide, lambda m, x: m(x).sum(), samples, optimizer=torch.optim.AdamW(wide.parameters()), memory="100MiB"
     )
     assert heavy.size is None
-    assert heavy.advice[0].startswith("Weights, gradients and optimizer state alone take 320 MiB, 230 MiB more than")
+    assert heavy.advice[0].startswith(
+        "Weights, gradients, optimizer state and the libraries' workspaces alone take 320 MiB, 230 MiB more than"
+    )
     assert "LoRA" in heavy.advice[1]
     light = nn.Linear(16, 16)
     long = torch.empty(8, 1 << 20, 16)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from bigbatch.reading.counts import Count
 from bigbatch.update import Update
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
+from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
 
@@ -80,16 +81,17 @@ class BigStep:
         options: Options | None = None,
     ) -> None:
         """Check every argument; nothing is changed yet."""
-        self._models = checks.models(model)
-        optimizers = checks.optimizers(optimizer, self._models)
         self._options = _checked_options(options)
-        self._stepper = Stepper(
-            optimizers,
-            schedulers=checks.schedulers(scheduler, optimizers),
-            scaler=checks.scaler(scaler),
-            clip_norm=checks.clip_norm(clip_norm),
-            skip_nonfinite=self._options.skip_nonfinite,
-        )
+        with speaking_of("BigStep"):
+            self._models = checks.models(model)
+            optimizers = checks.optimizers(optimizer, self._models)
+            self._stepper = Stepper(
+                optimizers,
+                schedulers=checks.schedulers(scheduler, optimizers),
+                scaler=checks.scaler(scaler),
+                clip_norm=checks.clip_norm(clip_norm),
+                skip_nonfinite=self._options.skip_nonfinite,
+            )
         self._stepper.watch()
         accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
         self._admission = Admission(self._models, optimizers, self._options.batch_norm, accepting)
@@ -105,7 +107,14 @@ class BigStep:
             self._stepper,
             cuda_graph=self._options.cuda_graph,
         )
-        self._sizes = Sizes(_checked_size(micro_batch_size), memory, self._mover.device)
+        size = _checked_size(micro_batch_size)
+        if size == "auto" and self._options.batch_norm == "micro" and self._options.lengths is None:
+            msg = (
+                'batch_norm="micro" makes the result depend on the size of a micro-batch, so it must not depend on how '
+                "much memory there is.\nChoose the size yourself:  BigStep(..., micro_batch_size=32)"
+            )
+            raise ConfigurationError(msg)
+        self._sizes = Sizes(size, memory, self._mover.device)
         self._habits = Habits()  # which buffers stay as they are
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
         self._check = FirstCheck(self._models, self._runner, self._mover, self._options)
@@ -117,22 +126,36 @@ class BigStep:
         """Make one update of a whole batch."""
         whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
         self._shared = whole.shared
-        while True:
+        done: _Done | None = None
+        while done is None:
+            done = self._tried(whole)
+        # The optimizer has stepped: what fails from here on must not make the step again.
+        self._mover.settle()
+        self._check.passed(done.seen)
+        self._habits, self._padding = done.buffers.habits(), done.padding
+        return done.update
+
+    def _tried(self, whole: Batch) -> "_Done | None":
+        """Make the update; None where it failed in a way that another try can do better."""
+        division: Division | None = None
+        try:
+            self._admission.open()
+            self._admission.look()
             division = self._divide(whole)
-            try:
-                return self._attempt(division)
-            except SeveralCounts:
-                if self._several:
-                    raise
-                self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
-            except BaseException as error:
-                if self._runner.fall_back(error):
-                    continue
-                if not is_out_of_memory(error) or isinstance(error, OutOfMemory):
-                    raise
-                self._shrink(division, error)
-                self._runner.forget()
-                let_go(error)
+            return self._attempt(division)
+        except SeveralCounts:
+            if self._several:
+                raise
+            self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
+        except BaseException as error:
+            if self._runner.fall_back(error):
+                return None
+            if division is None or not is_out_of_memory(error) or isinstance(error, OutOfMemory):
+                raise
+            self._shrink(division, error)
+            self._runner.forget()
+            let_go(error)
+        return None
 
     @property
     def padding(self) -> Padding | None:
@@ -178,18 +201,16 @@ class BigStep:
             return self._rehearse(rehearsed, limit)
 
         budget = self._sizes.tokens(self._options.token_budget, lengths, probe)
-        division = Division.packed(whole, lengths, budget)
+        division = Division.packed(whole, lengths, budget, self._sizes.most)
         refuse_loss_of_content(whole, lengths, division.width)
         return division
 
-    def _attempt(self, division: Division) -> Update:
+    def _attempt(self, division: Division) -> "_Done":
         """Make the update, or leave everything as it was."""
         division.batch.refuse_changed()  # by a probe, or by an attempt before
         buffers, randomness = Buffers(self._models, self._habits), Randomness(self._devices)
         window: Window | None = None
         try:
-            self._admission.open()
-            self._admission.look()
             seen = self._check(division)
             totals = self._totals(division) if self._several else None
             division.batch.refuse_changed()  # by counting or checking
@@ -198,16 +219,13 @@ class BigStep:
                 extras = self._runner.run(window, self._mover.micro_batches(division), len(division))
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 update = self._closed(window)
-            self._mover.settle()
         except BaseException:
             if window is not None:
                 window.discard()
             buffers.restore()
             randomness.restore()
             raise
-        self._check.passed(seen)
-        self._habits, self._padding = buffers.habits(), division.padding
-        return replace(update, extras=together)
+        return _Done(replace(update, extras=together), seen, buffers, division.padding)
 
     def _closed(self, window: Window) -> Update:
         """Correct, clip and step; a step that ran out of memory halfway must not be made again."""
@@ -264,7 +282,8 @@ class BigStep:
             "Try activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), shorter "
             "sequences, autocast to bfloat16, or an optimizer with less state; then BigStep goes on as it is."
         )
-        if size <= 1:
+        alone = division.longest is not None and division.sizes[self._mover.at] == 1
+        if size <= 1 or alone:  # a sample longer than the budget stays alone, whatever the budget
             let_go(error, told=True)
             raise OutOfMemory(why) from error
         if division.longest is None:
@@ -273,6 +292,15 @@ class BigStep:
             # A sample longer than the budget has a group of its own, whatever the budget: it does not count here.
             groups = zip(division.sizes, division.longest, strict=True)
             self._sizes.learn(TOKENS, max(number * wide for number, wide in groups if number > 1) // 2)
+
+
+class _Done(NamedTuple):
+    """An update that was made, and what was seen on the way."""
+
+    update: Update
+    seen: set[str]
+    buffers: Buffers
+    padding: Padding | None
 
 
 def _checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from bigbatch.batches.packing import Padding, pack, trimmed, width_of
@@ -23,14 +24,13 @@ class Division:
     def even(cls, batch: Batch, size: int) -> "Division":
         """Cut into micro-batches of at most `size` samples, as they come, of at most two sizes."""
         sizes = balanced(batch.size, size)
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        groups = tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+        groups = tuple(slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
         return cls(batch, groups, tuple(sizes))
 
     @classmethod
-    def packed(cls, batch: Batch, lengths: Sequence[int], budget: int) -> "Division":
-        """Cut into micro-batches of samples of like length, of at most `budget` padded tokens."""
-        groups = pack(lengths, budget)
+    def packed(cls, batch: Batch, lengths: Sequence[int], budget: int, most: int | None = None) -> "Division":
+        """Cut into micro-batches of samples of like length, of at most `budget` padded tokens and `most` samples."""
+        groups = pack(lengths, budget, most)
         longest = [max(1, *(lengths[i] for i in group), 1) for group in groups]
         width = width_of(batch, max(longest))
         padding = Padding(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.batches.splitting import leaves, mapped
+from bigbatch.batches.splitting import leaves, mapped, numbers_on
 from bigbatch.errors import ConfigurationError
 
 
@@ -49,9 +49,8 @@ def _join(column: list[Any], sizes: Sequence[int], order: Sequence[int] | None) 
         rows = torch.cat(column)
         if order is None:
             return rows
-        back = torch.empty(len(order), dtype=torch.long)
-        back[torch.tensor(order)] = torch.arange(len(order))
-        return rows[back.to(rows.device, non_blocking=True)]
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return rows.index_select(0, numbers_on(rows.device, back))
     if all(leaf.shape == column[0].shape for leaf in column):
         return torch.stack(column)
     return column

@@ -1,5 +1,6 @@
 """Bring micro-batches to the device, the next one while the current one runs."""
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from bigbatch.batches.division import Division
 from bigbatch.batches.splitting import mapped
+
+_AHEAD = 4  # micro-batches that are on the device at once, at most: enough to keep it busy
 
 
 class Mover:
@@ -20,14 +23,23 @@ class Mover:
     def __init__(self, device: torch.device) -> None:
         """Have nothing under way."""
         self.device = device
+        self.at = 0  # the number of the micro-batch that was given out last
         self._stream: torch.cuda.Stream | None = None
         self._read: torch.cuda.Event | None = None  # the latest copy from memory that is not ours
 
     def micro_batches(self, division: Division) -> Iterator[Any]:
         """Yield each group's samples where the model is."""
         shared: dict[str, Tensor] = {}
-        for micro_batch in division.micro_batches():
+        under_way: deque[torch.cuda.Event] = deque()
+        for number, micro_batch in enumerate(division.micro_batches()):
+            self.at = number
+            if len(under_way) >= _AHEAD:
+                # The host may be many replays ahead, and each has inputs of its own: let some be used first.
+                under_way.popleft().synchronize()
             yield self.moved(micro_batch, division.batch.shared, shared)
+            if self._stream is not None:
+                under_way.append(torch.cuda.Event())
+                under_way[-1].record(torch.cuda.current_stream(self.device))
 
     def moved(
         self, micro_batch: Any, shared: frozenset[str] = frozenset(), kept: dict[str, Tensor] | None = None

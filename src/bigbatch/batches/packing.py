@@ -30,13 +30,13 @@ class Padding:
     def __str__(self) -> str:
         """Say it in one line."""
         return (
-            f"{self.padded:,} tokens for {self.real:,} real ones ({self.padded / max(self.real, 1) - 1:.0%} padding); "
+            f"{self.padded:,} tokens for {self.real:,} real ones ({1 - self.real / max(self.padded, 1):.0%} padding); "
             f"{self.given:,} as the batch came"
         )
 
 
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Group samples so that a group's number times its longest is at most `budget`.
+def pack(lengths: Sequence[int], budget: int, most: int | None = None) -> list[list[int]]:
+    """Group samples so that a group's number times its longest is at most `budget`, and its number at most `most`.
 
     As few groups as there can be, and of those the least padding: samples in order of length make the best groups, so
     it is a matter of where to cut. A sample longer than the budget has a group of its own.
@@ -44,7 +44,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     sizes = [max(lengths[i], 1) for i in order]
     total = len(sizes)
-    room = [min(total - i, max(budget // size, 1)) for i, size in enumerate(sizes)]
+    room = [min(total - i, max(budget // size, 1), most or total) for i, size in enumerate(sizes)]
     groups, padded, cut = [0] * (total + 1), [0] * (total + 1), [0] * total
     for i in reversed(range(total)):
         farthest = i + room[i]

@@ -38,6 +38,13 @@ class Batch:
         """Find the samples of a batch; `shared` are paths of leaves that are known to have none."""
         if collate is not None:
             return cls._of_samples(whole, collate)
+        if _looks_like_samples(whole):
+            msg = (
+                f"this batch is a list of {len(whole)} samples, not a batch of them.\n"
+                "Say how micro-batches are made of samples:\n"
+                "    BigStep(..., options=Options(collate=torch.utils.data.default_collate))"
+            )
+            raise BatchError(msg)
         lengths = {path: length for path, leaf in leaves(whole) if (length := _length(leaf)) is not None}
         if not lengths:
             msg = (
@@ -173,6 +180,19 @@ def _dataclass_like(tree: Any, made: list[Any]) -> Any:
     return alike
 
 
+def _looks_like_samples(whole: Any) -> bool:
+    """Tell a list of samples, each with a number of its own such as a label, from a batch that was collated."""
+    if not isinstance(whole, list) or len(whole) < 2:  # noqa: PLR2004 - one sample looks like anything
+        return False
+    return all(
+        _children(sample) is not None and any(_is_number(leaf) for _, leaf in leaves(sample)) for sample in whole
+    )
+
+
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, int | float) or (isinstance(leaf, Tensor) and not leaf.dim())
+
+
 def _is_plain_list(tree: Any) -> bool:
     """Tell a list of texts or numbers, one per sample, from a container."""
     return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(child, _PLAIN) for child in tree)
@@ -188,11 +208,17 @@ def _versions(whole: Any) -> tuple[int, ...]:
     return tuple(leaf._version for leaf in tensors)  # noqa: SLF001 - torch's own counter
 
 
+def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
+    """Bring indices to a device without waiting for it."""
+    found = torch.tensor(numbers, pin_memory=device.type == "cuda")
+    return found.to(device, non_blocking=True)
+
+
 def _taken(leaf: Any, indices: Indices) -> Any:
     if isinstance(indices, slice):
         return leaf[indices]
     if isinstance(leaf, Tensor):
-        return leaf.index_select(0, torch.tensor(indices, device=leaf.device))
+        return leaf.index_select(0, numbers_on(leaf.device, indices))
     if isinstance(leaf, list | tuple):
         return type(leaf)(leaf[i] for i in indices)
     return leaf[list(indices)]

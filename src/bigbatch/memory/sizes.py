@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 
 from bigbatch.batches.packing import expected_seconds
-from bigbatch.errors import StateError
-from bigbatch.memory.budget import budget
+from bigbatch.errors import OutOfMemory, StateError
+from bigbatch.memory.budget import budget, human
+from bigbatch.memory.host import resident
 from bigbatch.memory.sizing import Choice, Probe, choose
 
 TOKENS = "tokens"  # under this name: how many of them a packed micro-batch may have
@@ -26,6 +27,11 @@ class Sizes:
         self._found_with: dict[str, int] = {}  # how many samples the batch had that a size was found on
         if memory is not None:
             budget(memory, device)  # refuse nonsense now
+
+    @property
+    def most(self) -> int | None:
+        """The most samples of a micro-batch, where the user has said so."""
+        return None if self._given == "auto" else self._given
 
     def samples(self, signature: str, total: int, probe: ProbeSize) -> int:
         """Return how many samples of this shape make a micro-batch, out of `total`."""
@@ -72,7 +78,13 @@ class Sizes:
     def _found(self, name: str, total: int, probe: ProbeSize) -> Choice:
         self._found_with[name] = total
         limit = budget(self._memory, self._device)
-        return choose(lambda size: probe(size, limit), total, limit)
+        try:
+            return choose(lambda size: probe(size, limit), total, limit)
+        except OutOfMemory as error:
+            if self._device.type == "cuda":
+                raise
+            msg = f"{error}\nThis process holds {human(resident())} by now, its code and libraries included."
+            raise OutOfMemory(msg) from None
 
     def learn(self, name: str, size: int) -> None:
         """Remember a size that a larger one has failed for, by the shape of a sample or for tokens."""

@@ -9,7 +9,7 @@ is the same, but for one rounding of each weight gradient that is left out.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bigbatch.reading.graph import stands_for
 from bigbatch.windows.gradients import all_parameters
 
 if TYPE_CHECKING:
@@ -40,13 +41,13 @@ class CastWeights:
         Where micro-steps are launched one by one and not `captured`, it is short for large products only: for small
         ones the host takes longer to go it than the device saves.
         """
-        self._captured = captured
+        self.captured = captured
         self._parameters = {id(p): p for p in all_parameters(optimizers)}
         self._own: frozenset[int] = frozenset()  # of them those that qualify, in the window that is open
         self._low: dict[tuple[int, torch.dtype], Tensor] = {}
         self._fresh: set[tuple[int, torch.dtype]] = set()
         self._plain: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
-        self.adding = False  # whether the backward that runs is the window's
+        self._task: int | None = None  # the number of the window's own backward, while it runs
 
     @staticmethod
     def serves(models: Sequence[nn.Module], device: torch.device) -> bool:
@@ -72,13 +73,20 @@ class CastWeights:
                 return self._linear(input, weight, bias)
             return plain_linear(input, weight, bias)
 
-        def embedding(input: Tensor, weight: Tensor, *settings: Any, **named: Any) -> Tensor:  # noqa: A002
-            usual = not any(settings) and not any(named.values())  # no padding_idx, max_norm, sparse gradients
-            usual = usual and weight.numel() >= _LARGE_TABLE and not torch.are_deterministic_algorithms_enabled()
-            if usual and id(weight) in self._own and _is_plain_training():
+        def embedding(  # noqa: PLR0917 - torch's own signature
+            input: Tensor,  # noqa: A002
+            weight: Tensor,
+            padding_idx: int | None = None,
+            max_norm: float | None = None,
+            norm_type: float = 2.0,
+            scale_grad_by_freq: bool = False,  # noqa: FBT001, FBT002
+            sparse: bool = False,  # noqa: FBT001, FBT002
+        ) -> Tensor:
+            usual = padding_idx is None and max_norm is None and not scale_grad_by_freq and not sparse
+            if usual and id(weight) in self._own and self._is_worth_adding(weight) and _is_plain_training():
                 found: Tensor = _Embedding.apply(input, weight, self)  # type: ignore[no-untyped-call]
                 return found
-            return plain_embedding(input, weight, *settings, **named)
+            return plain_embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
         self._plain = (plain_linear, plain_embedding)
         F.linear, F.embedding = linear, embedding
@@ -91,13 +99,24 @@ class CastWeights:
         self._own, self._plain = frozenset(), None
 
     @contextmanager
-    def adding_up(self) -> Iterator[None]:
-        """Say that the backward inside is the window's own, whose gradients are to be added up."""
-        self.adding = True
+    def adding_up(self, loss: Tensor) -> Iterator[None]:
+        """Say that the backward of `loss` inside is the window's own, whose gradients are to be added up."""
+        assert loss.grad_fn is not None  # noqa: S101 - checked when it was read
+        handle = loss.grad_fn.register_prehook(self._begin)
         try:
             yield
         finally:
-            self.adding = False
+            handle.remove()
+            self._task = None
+
+    def _begin(self, _gradients: tuple[Tensor, ...]) -> None:
+        # A backward inside of it, as a hook may run one, has a number of its own.
+        self._task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public name
+
+    def refuse_foreign(self) -> None:
+        """Raise in a backward that is not the window's own: its gradients must not be added up."""
+        if self._task is None or self._task != torch._C._current_graph_task_id():  # noqa: SLF001
+            raise ForeignBackward
 
     def renew(self) -> None:
         """Cast all weights that were cast before, at once: what a captured graph reads."""
@@ -115,13 +134,17 @@ class CastWeights:
             torch.addmm(weight.grad, left, right, out_dtype=torch.float32, out=weight.grad)
 
     def _is_worth(self, given: Tensor, weight: Tensor) -> bool:
-        return self._captured or given.numel() * weight.shape[0] >= _LARGE_PRODUCT
+        return self.captured or given.numel() * weight.shape[0] >= _LARGE_PRODUCT
+
+    @staticmethod
+    def _is_worth_adding(weight: Tensor) -> bool:
+        return weight.numel() >= _LARGE_TABLE and not torch.are_deterministic_algorithms_enabled()
 
     def _linear(self, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         dtype = torch.get_autocast_dtype("cuda")
         low = self._cast(weight, dtype)
         low_bias = bias if bias is None else self._cast(bias, dtype) if id(bias) in self._own else bias.to(dtype)
-        found: Tensor = _Linear.apply(given.to(dtype), weight, bias, low, low_bias, self)  # type: ignore[no-untyped-call]
+        found: Tensor = _Linear.apply(given.to(dtype), weight, bias, _Cast(low, low_bias, self))  # type: ignore[no-untyped-call]
         return found
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,7 +174,8 @@ def _adds_to_float32(device: torch.device) -> bool:
 def _qualifies(parameter: Tensor) -> bool:
     """Whether nobody else waits for the gradient of a parameter: hooks would see nothing."""
     hooked = getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return parameter.requires_grad and parameter.dtype == torch.float32 and parameter.is_cuda and not hooked
+    plain = type(parameter.data) is Tensor  # no DTensor, nor another tensor with ways of its own
+    return plain and parameter.requires_grad and parameter.dtype == torch.float32 and parameter.is_cuda and not hooked
 
 
 def _lowered() -> bool:
@@ -164,35 +188,34 @@ def _is_plain_training() -> bool:
     return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public name
 
 
+class _Cast(NamedTuple):
+    """What goes into a linear layer beside what the graph should know of."""
+
+    weight: Tensor
+    bias: Tensor | None
+    owner: CastWeights
+
+
 class _Linear(torch.autograd.Function):
     """A linear layer in low precision whose weight gradient is added to a float32 sum as it is made."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917 - apply takes no names
-        ctx: Any,
-        given: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        low: Tensor,
-        low_bias: Tensor | None,
-        owner: CastWeights,
-    ) -> Tensor:
-        ctx.save_for_backward(given, low)
-        ctx.weight, ctx.biased, ctx.owner = weight, bias is not None and bias.requires_grad, owner
-        product: Tensor = torch._C._nn.linear(given, low, low_bias)  # noqa: SLF001 - F.linear is ourselves here
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, cast: _Cast) -> Tensor:
+        ctx.save_for_backward(given, cast.weight)
+        ctx.weight, ctx.biased, ctx.owner = weight, bias is not None and bias.requires_grad, cast.owner
+        product: Tensor = torch._C._nn.linear(given, cast.weight, cast.bias)  # noqa: SLF001 - F.linear is ourselves here
         return product
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.owner.refuse_foreign()
         (above,) = gradients
         given, low = ctx.saved_tensors
-        if not ctx.owner.adding:
-            raise ForeignBackward
         rows = above.reshape(-1, above.shape[-1])
         ctx.owner.add_product(ctx.weight, rows.t(), given.reshape(-1, given.shape[-1]))
         below = above @ low if ctx.needs_input_grad[0] else None
         bias = rows.sum(0, dtype=torch.float32) if ctx.biased else None
-        return below, None, bias, None, None, None
+        return below, None, bias, None
 
 
 class _Embedding(torch.autograd.Function):
@@ -206,12 +229,16 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.owner.refuse_foreign()
         (above,) = gradients
         (rows,) = ctx.saved_tensors
-        if not ctx.owner.adding:
-            raise ForeignBackward
         weight = ctx.weight
         if weight.grad is None:
             weight.grad = torch.zeros_like(weight)
         weight.grad.index_add_(0, rows.reshape(-1), above.reshape(-1, above.shape[-1]).to(weight.dtype))
         return None, None, None
+
+
+# The reader sees through ours: a graph with them reads as one without.
+stands_for(_Linear, "Linear")
+stands_for(_Embedding, "Embedding")

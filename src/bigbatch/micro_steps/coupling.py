@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.modules.dropout import _DropoutNd as DROPOUT
 
 from bigbatch.errors import BatchError, CoupledLoss
 from bigbatch.reading.counts import LOW_PRECISION, Kind
@@ -137,9 +138,11 @@ def _low_inside(loss: Tensor) -> bool:
 
 
 @contextmanager
-def calm(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Turn dropout and its like off: the models are in evaluation mode inside."""
-    training = [(module, module.training) for model in models for module in model.modules()]
+def calm(models: Sequence[nn.Module], *, dropout_alone: bool = False) -> Iterator[None]:
+    """Turn dropout off, and in full evaluation mode also its like: what training alone would show is hidden then."""
+    modules = (module for model in models for module in model.modules())
+    chosen = (module for module in modules if not dropout_alone or isinstance(module, DROPOUT))
+    training = [(module, module.training) for module in chosen]
     for module, _ in training:
         module.training = False
     try:

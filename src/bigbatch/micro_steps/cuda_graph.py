@@ -4,8 +4,10 @@ A micro-step is captured once per shape of micro-batch: forward, backward, and t
 inputs, the gradients and the running totals lie at fixed addresses.
 """
 
+import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,6 +55,7 @@ class Captured:
     inputs: dict[str, Tensor]
     extras: Any
     term: Term
+    reached: list[bool] = field(default_factory=list)  # which parameters it adds a gradient to
 
     def replay(self, micro_batch: Any) -> Any:
         """Run it on another micro-batch of the same shape; returns its extras."""
@@ -109,7 +112,7 @@ class Graphs:
     def forget(self) -> None:
         """Throw all graphs away, and the memory they hold."""
         self._captured.clear()
-        self._gradients, self._pool, self._captures = [], None, 0
+        self._gradients, self._pool = [], None
 
     def ready(self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe) -> Captured:
         """Return the captured micro-step for micro-batches of this shape, capturing it where it is new."""
@@ -118,7 +121,13 @@ class Graphs:
             self._captures += 1
             if self._captures > _MOST:
                 raise NotCapturable(f"its micro-batches have had more than {_MOST} shapes, and each is captured anew")
+            versions = [0 if g is None else g._version for g in self._gradients]  # noqa: SLF001 - torch's own counter
             captured = self._capture(micro_batch, recipe)
+            # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
+            captured.reached = [
+                g is not None and g._version != before  # noqa: SLF001
+                for g, before in zip(self._gradients, versions, strict=True)
+            ]
             if any(p.grad is not g for p, g in zip(parameters, self._gradients, strict=True)):
                 raise NotCapturable("another set of parameters gets gradients than before")
             while len(self._captured) >= _KEEP:
@@ -135,14 +144,35 @@ class Graphs:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            # Other threads, as a loader's that pins memory, may go on as they like.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
                 extras, term = self._micro_step(fixed, recipe)
-        except RuntimeError as error:
-            if isinstance(error, BigBatchError) or is_out_of_memory(error):
-                raise
-            raise NotCapturable(str(error).splitlines()[0]) from error
+                graph.capture_end()
+            except BaseException as error:
+                self._abandon(graph)
+                if not isinstance(error, RuntimeError) or isinstance(error, BigBatchError) or is_out_of_memory(error):
+                    raise
+                said = str(error).splitlines() or [type(error).__name__]
+                raise NotCapturable(said[0]) from error
+        before.wait_stream(self._stream)
         return Captured(graph, inputs, extras, term)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Leave a capture that failed: torch would go on to hand out the graph's memory, and never give any back."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001 - no public name
+        self._pool = None
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
 
     def _micro_step(self, micro_batch: Any, recipe: Recipe) -> tuple[Any, Term]:
         loss, extras = recipe.forward(micro_batch)
@@ -176,6 +206,11 @@ def _only(terms: list[Term]) -> Term:
 def shape_of(micro_batch: Any) -> str:
     """Name the shapes and kinds of a micro-batch's tensors; anything else by its value, which a graph bakes in."""
     return "; ".join(
-        f"{path} {leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{path} {leaf!r}"
+        f"{path} {leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{path} {_value(leaf)}"
         for path, leaf in leaves(micro_batch)
     )
+
+
+def _value(leaf: Any) -> str:
+    content = getattr(leaf, "tobytes", None)  # numpy shows large arrays in part
+    return repr(leaf) if content is None else f"{type(leaf).__name__} {getattr(leaf, 'shape', '')} {content()!r}"

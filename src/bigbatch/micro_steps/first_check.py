@@ -1,5 +1,6 @@
 """The first-step check at work: which samples to look at, how to evaluate them, and when enough was seen."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,6 +16,12 @@ from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory
 from bigbatch.options import Options
 
+_UNCHECKED = (
+    "this loss draws random numbers that evaluation mode does not turn off, or fails there, so the first step could "
+    "not see whether samples are coupled: whether a micro-batch's loss is that of its halves. If no sample looks at "
+    "another, all is well; Options(check=False) says that you know."
+)
+
 
 class FirstCheck:
     """Looks once, before a first update, whether a batch may be cut and trimmed at all.
@@ -28,6 +35,7 @@ class FirstCheck:
         # Statistics of the micro-batch were accepted: only in evaluation mode do they couple nothing.
         self._always_calm = options.batch_norm == "micro"
         self._left = {"samples", "padding"} if options.check else set[str]()
+        self._warned = False
         if options.lengths is None:
             self._left.discard("padding")
 
@@ -103,9 +111,10 @@ class FirstCheck:
             return Part.unknown()
 
     def _calmly(self, evaluate: Callable[[], list[Part]]) -> list[Part] | None:
-        """Evaluate losses without random numbers: as things are, else in evaluation mode; None where neither helps."""
+        """Evaluate losses without random numbers: as things are, without dropout, or in evaluation mode."""
         as_they_are: list[AbstractContextManager[None]] = [] if self._always_calm else [nullcontext()]
-        for circumstances in (*as_they_are, calm(self._models)):
+        without_dropout = [] if self._always_calm else [calm(self._models, dropout_alone=True)]
+        for circumstances in (*as_they_are, *without_dropout, calm(self._models)):
             with untouched(self._models), circumstances:
                 randomness = Randomness(devices_of(self._models))
                 try:
@@ -114,7 +123,10 @@ class FirstCheck:
                     # The first time it is the user's error; in evaluation mode a model may do something else.
                     if isinstance(circumstances, nullcontext) or is_out_of_memory(error):
                         raise
-                    return None
+                    break
                 if not randomness.drawn():
                     return parts
+        if not self._warned:
+            self._warned = True
+            warnings.warn(_UNCHECKED, stacklevel=6)
         return None

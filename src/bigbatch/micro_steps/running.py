@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bigbatch import checks
 from bigbatch.admission import Admission
 from bigbatch.batches.joining import detached
-from bigbatch.errors import BatchError, ConfigurationError, LossError
+from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
 from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
 from bigbatch.reading.terms import Term
@@ -21,7 +21,7 @@ from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Tally
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
-from bigbatch.wording import in_words_of
+from bigbatch.wording import speaking_of
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -56,13 +56,11 @@ class Runner:
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return what the loss was averaged over, or refuse it."""
-        checks.loss(loss, self._stepper.scaler)
-        self._admission.look()
-        try:
+        with speaking_of("BigStep"):
+            checks.loss(loss, self._stepper.scaler)
+            self._admission.look()
             terms = self._admission.read(loss)
-        except LossError as error:
-            raise type(error)(in_words_of("BigStep", str(error))) from None
-        self._admission.scan(loss)
+            self._admission.scan(loss)
         return terms
 
     @contextmanager
@@ -99,10 +97,13 @@ class Runner:
         """Give up a short cut that failed; returns whether it was one, and the window can be run again."""
         if isinstance(error, ForeignBackward) and self._casting is not None:
             self._casting = None
+            self.forget()  # graphs read its copies
             return True
         if isinstance(error, NotCapturable) and self._graphs is not None:
             self._graphs.forget()
             self._graphs = None
+            if self._casting is not None:
+                self._casting.captured = False
             warnings.warn(
                 f"this model cannot be captured as a CUDA graph: {error}. Its micro-steps are launched one by one, "
                 "which gives the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
@@ -119,14 +120,15 @@ class Runner:
     def _add(self, window: Window, micro_batch: Any) -> Any:
         loss, extra = self.loss(micro_batch)
         terms = self.read(loss)
-        with self._casting.adding_up() if self._casting is not None else nullcontext():
+        adding_up = self._casting.adding_up(loss) if self._casting is not None else nullcontext()
+        with speaking_of("BigStep"), adding_up:
             window.add(loss, terms, only_own=self._admission.only_own)
         return extra
 
     def _backward(self, loss: Tensor, start: Tensor) -> None:
         leaves = tuple(p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"])
         own = tuple(p for p in leaves if p.requires_grad) if self._admission.only_own else None
-        with self._casting.adding_up() if self._casting is not None else nullcontext():
+        with self._casting.adding_up(loss) if self._casting is not None else nullcontext():
             run_backward(loss, start, own)
 
     def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], number: int) -> list[Any]:
@@ -138,10 +140,12 @@ class Runner:
         recipe = Recipe(self.loss, self.read, self._backward)
         extras: list[Any] = []
         provisional, counted = 1.0, 0.0
+        reached = [False] * len(gradients.parameters)
         term: Term | None = None
         for micro_batch in micro_batches:
-            with _uncached_autocast():
+            with _uncached_autocast(), self._keeping_buffers():
                 captured = graphs.ready(micro_batch, gradients.parameters, recipe)
+            reached = [a or b for a, b in zip(reached, captured.reached, strict=True)]
             if term is None:
                 term, provisional = captured.term, _provisional(captured.term, number, self._stepper)
                 self._set_unit(graphs.totals.unit, 1.0 / provisional)
@@ -153,11 +157,23 @@ class Runner:
             elif len(extras) == 1:
                 self._stepper.arrival.start(graphs.totals.count)
         assert term is not None  # noqa: S101 - a batch has samples
+        for p, used in zip(gradients.parameters, reached, strict=True):
+            if not used:  # a gradient of zero is not none: the optimizer would let the parameter decay
+                p.grad = None
         on_device = isinstance(term.count, Tensor)
         total = graphs.totals.count.clone() if on_device else counted
         loss = graphs.totals.loss.clone()  # the next window begins at zero
         window.adopt(Tally(term.kind, len(extras), provisional, total, loss, term.count), graphs.loss_dtype)
         return extras
+
+    @contextmanager
+    def _keeping_buffers(self) -> Iterator[None]:
+        """Refuse a forward that puts other tensors in the place of buffers: replays would all begin with the old."""
+        before = [module._buffers.copy() for model in self._models for module in model.modules()]  # noqa: SLF001
+        yield
+        after = [module._buffers for model in self._models for module in model.modules()]  # noqa: SLF001
+        if any(old.get(name) is not now for old, new in zip(before, after, strict=True) for name, now in new.items()):
+            raise NotCapturable("its forward replaces a buffer; write into it instead, as with buffer.copy_()")
 
     def _set_unit(self, unit: Tensor, number: float) -> None:
         """Say what counts are multiplied with, without waiting for the device."""

@@ -118,7 +118,8 @@ def advice_when_nothing_fits(resident: int, one: int | None, limit: int) -> tupl
     """Say what is too large, by how much, and what makes it smaller."""
     if resident > limit:
         found = (
-            f"Weights, gradients and optimizer state alone take {human(resident)}, {human(resident - limit)} more than "
+            f"Weights, gradients, optimizer state and the libraries' workspaces alone take {human(resident)}, "
+            f"{human(resident - limit)} more than "
             f"the {human(limit)} there are to use: no size of micro-batch changes that."
         )
         remedy = (

@@ -32,6 +32,19 @@ def operation(node: Node) -> str:
 
 
 _operations: dict[type, str] = {}
+_stand_ins: set[type] = set()
+
+
+def is_stand_in(sort: type) -> bool:
+    """Tell whether nodes of this type stand for an operation of torch."""
+    return sort in _stand_ins
+
+
+def stands_for(function: Any, name: str) -> None:
+    """Have the nodes of an `autograd.Function` of ours read as those of the operation that it stands for."""
+    sort: type = function._backward_cls
+    _operations[sort] = name
+    _stand_ins.add(sort)
 
 
 def edges(node: Node) -> tuple[Edge, ...]:
@@ -52,7 +65,8 @@ def is_leaf(node: Node) -> bool:
 
 def is_custom(node: Node) -> bool:
     """Tell whether the node is a Python `autograd.Function`; compiled code and checkpoints are, too."""
-    return isinstance(node, BackwardCFunction)
+    found: Any = node
+    return isinstance(found, BackwardCFunction) and type(node) not in _stand_ins
 
 
 def variable(leaf: Node) -> Tensor:
@@ -91,13 +105,40 @@ def saved_dims(node: Node, rank: int) -> Shape:
 def saved_tensor(node: Node, name: str) -> Tensor | None:
     """Return a saved tensor, or None where it was not saved or a hook guards it."""
     raw = getattr(node, "_raw_saved_" + name, None)
-    if raw is None or getattr(raw, "unpack_hook", None) is not None:
+    if raw is None or is_guarded(node, name, raw):
         return None
     try:
         found = getattr(node, "_saved_" + name)
     except RuntimeError:  # the graph was freed by an earlier backward
         return None
     return found if isinstance(found, Tensor) else None
+
+
+_TELLS_ITS_HOOK = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+
+
+def is_guarded(node: Node, name: str, raw: Any) -> bool:
+    """Tell whether a hook guards a saved tensor, so that reading it would run the hook."""
+    if _TELLS_ITS_HOOK:
+        return raw.unpack_hook is not None
+    # torch 2.9 does not tell, but takes one pair of hooks only: ours, which do nothing, where there are no others.
+    metadata: Any = node.metadata
+    marks = metadata.setdefault("bigbatch has looked at", set())
+    if name not in marks:
+        try:
+            raw.register_hooks(_detached, _same)
+        except RuntimeError:
+            return True
+        marks.add(name)
+    return False
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach()  # an output that held itself would never be freed
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def saved_number(node: Node, name: str) -> float | None:

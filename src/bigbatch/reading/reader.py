@@ -20,6 +20,7 @@ from bigbatch.reading.graph import (
     edges,
     is_custom,
     is_leaf,
+    is_stand_in,
     operation,
     saved_number,
     saved_tensor,
@@ -35,9 +36,6 @@ _KEEP = 8  # the latest readings; ragged sequences have a new shape every time
 _BY_TENSOR = frozenset("Index IndexSelect MaskedSelect".split())  # read by what their indices are
 _FACTORS = frozenset("Mul Div Pow".split())
 _FOLLOWS = NLL | PURE_POINTWISE - {"Expand"} | frozenset("Softmax LogSoftmax".split())
-
-
-_OWN_FUNCTIONS = frozenset("_Counted _Linear _Embedding".split())  # the last two: see casting
 
 
 class _Look(NamedTuple):
@@ -155,8 +153,10 @@ def _look(node: Node, parent: int, place: int, above: Node | None) -> _Look | No
     name = operation(node)
     sort = type(node)
     if sort not in _kinds:
-        custom = is_custom(node) and name not in _OWN_FUNCTIONS
-        if custom or (not is_custom(node) and sort.__name__ != node.name().rpartition("::")[2]):
+        custom = is_custom(node) and name != "_Counted"
+        if custom or (
+            not is_custom(node) and not is_stand_in(sort) and sort.__name__ != node.name().rpartition("::")[2]
+        ):
             return None
         saved = [attribute for attribute in dir(node) if attribute.startswith("_saved_")]
         plain = (

@@ -10,7 +10,18 @@ from torch.autograd.graph import Node
 
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import LOW_PRECISION, Count, Kind
-from bigbatch.reading.graph import Edge, edges, operation, python_number, saved, saved_dims, saved_tensor, shape, signed
+from bigbatch.reading.graph import (
+    Edge,
+    edges,
+    is_guarded,
+    operation,
+    python_number,
+    saved,
+    saved_dims,
+    saved_tensor,
+    shape,
+    signed,
+)
 from bigbatch.reading.layout import PICKED, Axis, Dim, Layout
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
 from bigbatch.reading.parameters import parameters_alone
@@ -263,7 +274,7 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
 def targets(node: Node) -> Count:
     """How many targets a cross-entropy was averaged over, or the sum of their class weights."""
     nll: Any = node
-    if nll._raw_saved_total_weight.unpack_hook is not None:  # noqa: SLF001 - as graph.saved_tensor; this one is hot
+    if is_guarded(node, "total_weight", nll._raw_saved_total_weight):  # noqa: SLF001 - as graph.saved_tensor; this one is hot
         raise refusals.hidden(operation(node))
     total: Tensor = nll._saved_total_weight  # noqa: SLF001
     if total.dtype in LOW_PRECISION:  # bf16 cannot count beyond 256

@@ -135,8 +135,8 @@ def nonlinear(name: str, *, root: bool = False) -> UnreadableLoss:
     return UnreadableLoss(
         f"this loss does not add up over micro-batches: found {name}Backward above its mean, and a function of a mean "
         "is not the mean of the function (the root of a mean, a product of means).\n"
-        "Apply the function to each sample below the mean, if that serves; BigStep, which will do the rest, is not "
-        "built yet.\n"
+        "Apply the function to each sample below the mean, if that serves; lock-step in BigStep, which will do the "
+        "rest, is not built yet.\n"
         f"{_NO_MEAN}"
     )
 

@@ -25,6 +25,7 @@ MATMULS: dict[str, tuple[int, int]] = {  # which inputs are the left and the rig
     "Mv": (0, 1),
     "Addmv": (1, 2),
     "Cdist": (0, 1),
+    "Linear": (0, 1),  # ours, in micro_steps.casting; its right factor lies transposed, and is always a parameter
 }
 
 

@@ -12,6 +12,18 @@ from torch.optim import Optimizer
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
 from bigbatch.reading.counts import LOW_PRECISION, Count
 
+_CHOOSES_DTYPE = hasattr(Tensor, "grad_dtype")  # torch 2.9 has none yet
+
+
+def _hand(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Give a parameter a gradient, perhaps of a wider type than its own."""
+    if _CHOOSES_DTYPE or gradient is None or gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter, requires_grad=False)
+    parameter.grad.data = gradient  # what an assignment would refuse
+
 
 class Gradients:
     """The gradients of several optimizers' parameters during one window."""
@@ -37,8 +49,8 @@ class Gradients:
             raise WindowDisturbed(msg)
         self._wide = [p for p in self.parameters if dtype is not None and p.dtype in LOW_PRECISION]
         self._narrow = self._wide  # those whose gradient has not been widened yet
-        self._grad_dtypes = [p.grad_dtype for p in self._wide]
-        for p in self._wide:
+        self._grad_dtypes = [p.grad_dtype for p in self._wide] if _CHOOSES_DTYPE else []
+        for p in self._wide if _CHOOSES_DTYPE else ():
             p.grad_dtype = None  # lets a bf16 parameter hold a float32 gradient, until `release`
         # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
         self._held: list[Tensor | None] = [None] * len(self.parameters)
@@ -52,7 +64,7 @@ class Gradients:
     def preset(self, gradients: Sequence[Tensor | None]) -> None:
         """Start from gradients at addresses of someone's choice, instead of from none."""
         for p, gradient in zip(self.parameters, gradients, strict=True):
-            p.grad = gradient
+            _hand(p, gradient)
         self._narrow = [p for p in self._wide if p.grad is None]
         self._hold()
 
@@ -64,7 +76,7 @@ class Gradients:
                 if p.grad is None:
                     waiting.append(p)
                 else:
-                    p.grad = p.grad.to(self._dtype)
+                    _hand(p, p.grad.to(self._dtype))
             self._narrow = waiting
         self._hold()
 
@@ -149,7 +161,7 @@ class Gradients:
         """Clear all gradients and leave the parameters as they were before the window."""
         for p in self.parameters:
             p.grad = None
-        for p, dtype in zip(self._wide, self._grad_dtypes, strict=True):
+        for p, dtype in zip(self._wide, self._grad_dtypes, strict=bool(self._grad_dtypes)):
             p.grad_dtype = dtype
         self._hold()
 
@@ -180,7 +192,7 @@ class Gradients:
                 )
                 raise StateError(msg)
         for p, gradient in zip(self.parameters, gradients, strict=True):
-            p.grad = gradient.to(p.device, copy=True) if isinstance(gradient, Tensor) else None
+            _hand(p, gradient.to(p.device, copy=True) if isinstance(gradient, Tensor) else None)
         self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self._dtype]
         self._hold()
 
