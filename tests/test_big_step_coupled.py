@@ -341,8 +341,7 @@ def test_a_check_that_could_not_be_made_is_said_once() -> None:
 
     step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), noisy, micro_batch_size=4)
     with pytest.warns(UserWarning, match="could not see whether samples are coupled") as caught:
-        for _ in range(2):
-            step(torch.randn(8, 4))
+        _ = [step(torch.randn(8, 4)) for _ in range(2)]
     assert len(caught) == 1
 
 
