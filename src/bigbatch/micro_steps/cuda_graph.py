@@ -8,6 +8,7 @@ import gc
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,7 +85,6 @@ class Graphs:
         self.loss_dtype = torch.float32
         self._captures = 0
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
         self._captured: dict[str, Captured] = {}
         self._gradients: list[Tensor | None] = []
         self._state: object = None
@@ -139,8 +139,7 @@ class Graphs:
         """Capture a micro-step; nothing is computed by this."""
         inputs = {path: leaf.clone() for path, leaf in leaves(micro_batch) if isinstance(leaf, Tensor)}
         fixed = mapped(micro_batch, inputs.get)
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
+        stream = _capture_stream(self._device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -148,8 +147,8 @@ class Graphs:
         gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(before)
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
             # Other threads, as a loader's that pins memory, may go on as they like.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -161,7 +160,7 @@ class Graphs:
                     raise
                 said = str(error).splitlines() or [type(error).__name__]
                 raise NotCapturable(said[0]) from error
-        before.wait_stream(self._stream)
+        before.wait_stream(stream)
         return Captured(graph, inputs, extras, term)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -190,6 +189,25 @@ class Graphs:
         self.totals.loss += torch.where(count > 0, value * count, 0.0) if term.kind == "mean" else value
         term.node = term.source = term.value = None  # what is kept must not keep the graph alive
         return detached(extras), term
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that all captures are made on.
+
+    Libraries for matrix products keep a workspace for each thread and stream, for good. One that is asked for during
+    a capture comes out of the graph's memory, and holds on to the large block that it was cut from when the graph
+    is long gone. So they are asked for here, in forward and in backward.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for dtype in (torch.float32, torch.bfloat16):
+            square = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+            linear = torch._C._nn.linear  # noqa: SLF001 - F.linear may be ours
+            linear(square @ square, square, square[0]).sum().backward()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return stream
 
 
 def _only(terms: list[Term]) -> Term:
