@@ -149,7 +149,7 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
         [s.tolist() for s in state(optimizer)],
         {name: buffer.tolist() for name, buffer in model.named_buffers()},
         [m.training for m in model.modules()],
-        [getattr(p, "grad_dtype", None) for p in trained(model)]  # torch 2.9 has none,
+        [getattr(p, "grad_dtype", None) for p in trained(model)],  # torch 2.9 has none
         torch.get_rng_state().numpy().tobytes(),
         random.getstate(),
         (numbers[1].tobytes(), numbers[2:]),
