@@ -146,12 +146,14 @@ class Accumulator:
         admission = self._admission
         if self._window is None:
             admission.open()
-        admission.look()
+        if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
+            admission.look()
         terms = self._read(loss, count)
         if self._window is None:
             self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
             self._forgotten.ledger = self._window.ledger
-        admission.scan(loss)
+        if admission.reader.fresh or admission.may_wake:
+            admission.scan(loss)
         try:
             self._window.add(loss, terms, only_own=admission.only_own)
         except BaseException:
@@ -233,8 +235,9 @@ class Accumulator:
         if count is not None:
             kind, number = checked_count(count)
             return [Term(None, kind, number, "count=", None)]
-        terms = self._admission.read(loss)
-        if self._admission.reader.fresh and not self._warned and checks.looks_divided(loss, terms, self._steps):
+        reader = self._admission.reader
+        terms = reader.read(loss)
+        if reader.fresh and not self._warned and checks.looks_divided(loss, terms, self._steps):
             self._warned = True
             warnings.warn(checks.divided_message(self._steps), stacklevel=3)
         return terms

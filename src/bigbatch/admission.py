@@ -31,7 +31,7 @@ class Admission:
         """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms."""
         self._models = tuple(models)
         self._refuses, self._accepting = batch_norm == "refuse", accepting
-        self._batch_norms: list[tuple[str, BatchNorm]] = []
+        self.batch_norms: list[tuple[str, BatchNorm]] = []
         surroundings = Surroundings(
             own=frozenset(id(p) for p in all_parameters(optimizers)),
             is_weight=FrozenWeights(self._models),
@@ -39,20 +39,18 @@ class Admission:
         )
         self.reader = Reader(surroundings)
         self._scans = 0
-        self._may_wake = (
-            False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
-        )
+        self.may_wake = False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
         self.only_own = True  # gradients go to our optimizers' parameters alone
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
         if self._refuses:
-            self._batch_norms = checks.batch_norms(self._models)
+            self.batch_norms = checks.batch_norms(self._models)
 
     def look(self) -> None:
         """Refuse BatchNorm in training mode, before each micro-batch is used."""
-        if self._batch_norms:
-            checks.batch_norms_rest(self._batch_norms, self._accepting)
+        if self.batch_norms:
+            checks.batch_norms_rest(self.batch_norms, self._accepting)
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""
@@ -60,7 +58,7 @@ class Admission:
 
     def scan(self, loss: Tensor) -> None:
         """Look through a whole new graph for what the walk to the model's edge does not meet; some milliseconds."""
-        if not self._may_wake and (not self.reader.fresh or self._scans >= _SCANS):
+        if not self.may_wake and (not self.reader.fresh or self._scans >= _SCANS):
             return
         self._scans += 1
         found = checks.scan(loss)
@@ -69,4 +67,4 @@ class Admission:
         if self._refuses:
             if found.batch_norm:
                 raise BatchNormError(checks.foreign_batch_norm(self._accepting))
-            self._may_wake = self._may_wake or (found.resting and not self._batch_norms)
+            self.may_wake = self.may_wake or (found.resting and not self.batch_norms)
