@@ -86,8 +86,8 @@ def workloads(device: str) -> list[Workload]:
             optimizer=adamw,
             bar=1.03,
             micro_batch=32,
-            updates=2,
-            rounds=80,
+            updates=8,
+            rounds=60,
             device=device,
         ),
         Workload(

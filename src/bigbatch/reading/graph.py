@@ -114,12 +114,12 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-_TELLS_ITS_HOOK = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+TELLS_ITS_HOOK = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
 def is_guarded(node: Node, name: str, raw: Any) -> bool:
     """Tell whether a hook guards a saved tensor, so that reading it would run the hook."""
-    if _TELLS_ITS_HOOK:
+    if TELLS_ITS_HOOK:
         return raw.unpack_hook is not None
     # torch 2.9 does not tell, but takes one pair of hooks only: ours, which do nothing, where there are no others.
     metadata: Any = node.metadata

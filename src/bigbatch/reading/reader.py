@@ -57,7 +57,8 @@ class _Reading(NamedTuple):
 
     output: int
     looks: tuple[_Look, ...]
-    terms: tuple[tuple[int, int, Term], ...]  # numbers of the term's node and of the one that holds its count
+    # Numbers of the term's node and of the one that holds its count, and whether that counts targets.
+    terms: tuple[tuple[int, int, bool, Term], ...]
     weights: tuple[tuple[int, str], ...]  # numbers of nodes, and which of their saved tensors is a frozen weight
 
     def again(  # noqa: PLR0911 - a way out per difference
@@ -87,7 +88,10 @@ class _Reading(NamedTuple):
             inputs.append(below)
         if self.weights and not _still_weights([(nodes[at], which) for at, which in self.weights], is_weight):
             return None
-        return [_refreshed(term, nodes[at], nodes[source] if source >= 0 else None) for at, source, term in self.terms]
+        return [
+            _refreshed(term, nodes[at], nodes[source] if source >= 0 else None, of_targets=of_targets)
+            for at, source, of_targets, term in self.terms
+        ]
 
 
 class Reader:
@@ -129,7 +133,12 @@ class Reader:
         if any(look is None for look in looks):
             return
         kept = tuple(
-            (numbers[term.node or root], -1 if term.source is None else numbers[term.source], _forgotten(term))
+            (
+                numbers[term.node or root],
+                -1 if term.source is None else numbers[term.source],
+                term.source is not None and operation(term.source) in NLL,
+                _forgotten(term),
+            )
             for term in terms
         )
         weights = tuple((numbers[node], which) for node, which in trail.weights)
@@ -241,10 +250,10 @@ def _forgotten(term: Term) -> Term:
     return replace(term, node=None, source=None, value=None, count=0.0 if term.source else term.count)
 
 
-def _refreshed(term: Term, node: Node, source: Node | None) -> Term:
+def _refreshed(term: Term, node: Node, source: Node | None, *, of_targets: bool) -> Term:
     """Put the new graph's node and count into a remembered term."""
     kind, count, value = term.kind, term.count, None
-    if source is not None and operation(source) in NLL:
+    if of_targets and source is not None:
         count = targets(source)
     elif source is not None:
         carried = cast("Any", source)

@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import LOW_PRECISION, Count, Kind
 from bigbatch.reading.graph import (
+    TELLS_ITS_HOOK,
     Edge,
     edges,
     is_guarded,
@@ -274,7 +275,8 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
 def targets(node: Node) -> Count:
     """How many targets a cross-entropy was averaged over, or the sum of their class weights."""
     nll: Any = node
-    if is_guarded(node, "total_weight", nll._raw_saved_total_weight):  # noqa: SLF001 - as graph.saved_tensor; this one is hot
+    raw = nll._raw_saved_total_weight  # noqa: SLF001 - as graph.saved_tensor; this one is hot
+    if (raw.unpack_hook is not None) if TELLS_ITS_HOOK else is_guarded(node, "total_weight", raw):
         raise refusals.hidden(operation(node))
     total: Tensor = nll._saved_total_weight  # noqa: SLF001
     if total.dtype in LOW_PRECISION:  # bf16 cannot count beyond 256
