@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import BatchNormError, ConfigurationError
 from bigbatch.memory.sizing import Choice, Probe
 from bigbatch.planning.plan import make_plan, plan
 from bigbatch.planning.report import Plan, advice
@@ -235,3 +235,11 @@ def test_a_gpu_is_measured_inside_its_budget() -> None:
     assert found.peak_bytes is not None
     assert found.peak_bytes <= GIB
     assert not plan(network, loss_fn, batch(64), memory="4TiB").measured
+
+
+def test_a_model_that_would_be_refused_is_not_planned() -> None:
+    """Training-mode BatchNorm is named before anything is tried."""
+    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with pytest.raises(BatchNormError, match=r"BatchNorm1d '1' is in training mode"):
+        plan(network, lambda network, x: network(x).sum(), torch.randn(8, 4))
+    assert plan(network.eval(), lambda network, x: network(x).sum(), torch.randn(8, 4)).size

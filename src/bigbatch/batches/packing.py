@@ -97,6 +97,8 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
     mask = whole.get(name) if isinstance(whole, Mapping) else getattr(whole, name, None)
     if not isinstance(mask, Tensor) or mask.dim() != 2:  # noqa: PLR2004 - samples and places
         found = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        if mask is None and isinstance(whole, Mapping):
+            found = f"only {', '.join(repr(key) for key in whole)}"
         msg = (
             f"lengths={name!r} should name a mask of samples by places in the batch; found {found}.\n"
             "Give a function instead:  Options(lengths=lambda batch: (batch[0] != pad).sum(1))"
