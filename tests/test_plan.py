@@ -237,8 +237,8 @@ def test_a_gpu_is_measured_inside_its_budget() -> None:
     assert not plan(network, loss_fn, batch(64), memory="4TiB").measured
 
 
-def test_a_model_that_would_be_refused_is_not_planned() -> None:
-    """Training-mode BatchNorm is named before anything is tried."""
+def test_batch_norm_on_one_sample_is_refused_by_name() -> None:
+    """Torch fails on a batch of one; the error says which layer, and what to do."""
     network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.raises(BatchNormError, match=r"BatchNorm1d '1' is in training mode"):
         plan(network, lambda network, x: network(x).sum(), torch.randn(8, 4))

@@ -64,14 +64,16 @@ def make_plan(
     """Plan, and tell `on_probe` the size of each probe before it is made."""
     models = checks.models(model)
     optimizers = () if optimizer is None else checks.optimizers(optimizer, models)
-    # What would be refused when it is trained is not worth a plan; and one sample alone fails in torch.
-    accepting = 'BigStep(..., micro_batch_size=32, options=Options(batch_norm="micro"))'
-    checks.batch_norms_rest(checks.batch_norms(models), accepting)
     device = _device(models)
     work = _Work(model, models, optimizers, loss_fn, Batch.of(batch), on_probe or (lambda _: None))
-    if memory is not None and _must_trace(memory, device):
-        return _traced(work, bytes_of(memory, device), device)
-    return _measured(work, bytes_of(memory, device), device)
+    budget, tracing = bytes_of(memory, device), memory is not None and _must_trace(memory, device)
+    try:
+        return _traced(work, budget, device) if tracing else _measured(work, budget, device)
+    except ValueError as error:
+        if "more than 1 value per channel" in str(error):  # torch's word for BatchNorm on one sample
+            accepting = 'BigStep(..., micro_batch_size=32, options=Options(batch_norm="micro"))'
+            checks.batch_norms_rest(checks.batch_norms(models), accepting)
+        raise
 
 
 @dataclass(frozen=True)
