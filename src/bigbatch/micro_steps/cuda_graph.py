@@ -6,7 +6,7 @@ inputs, the gradients and the running totals lie at fixed addresses.
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -74,6 +74,7 @@ class Recipe:
     forward: Callable[[Any], tuple[Tensor, Any]]
     read: Callable[[Tensor], list[Term]]
     backward: Callable[[Tensor, Tensor], None]
+    watching: Callable[[], AbstractContextManager[None]]  # refuses a capture that does what no replay can
 
 
 class Graphs:
@@ -122,7 +123,8 @@ class Graphs:
             if self._captures > _MOST:
                 raise NotCapturable(f"its micro-batches have had more than {_MOST} shapes, and each is captured anew")
             versions = [0 if g is None else g._version for g in self._gradients]  # noqa: SLF001 - torch's own counter
-            captured = self._capture(micro_batch, recipe)
+            with recipe.watching():
+                captured = self._capture(micro_batch, recipe)
             # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
             captured.reached = [
                 g is not None and g._version != before  # noqa: SLF001

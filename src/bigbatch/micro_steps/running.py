@@ -137,13 +137,13 @@ class Runner:
         if self._casting is not None:
             self._casting.renew()
         graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters], self._state(gradients))
-        recipe = Recipe(self.loss, self.read, self._backward)
+        recipe = Recipe(self.loss, self.read, self._backward, self._keeping_buffers)
         extras: list[Any] = []
         provisional, counted = 1.0, 0.0
         reached = [False] * len(gradients.parameters)
         term: Term | None = None
         for micro_batch in micro_batches:
-            with _uncached_autocast(), self._keeping_buffers():
+            with _uncached_autocast():
                 captured = graphs.ready(micro_batch, gradients.parameters, recipe)
             reached = [a or b for a, b in zip(reached, captured.reached, strict=True)]
             if term is None:
