@@ -26,7 +26,7 @@ NOTES = [
     ),
     (
         "Refused: `Accumulator` raises an error that names the cause instead of training on a wrong gradient. These"
-        " cases couple the samples of a batch and wait for `BigStep`."
+        " cases couple the samples of a batch and wait for lock-step in `BigStep`."
     ),
     (
         "HF Trainer is exact on masked tokens for models whose forward takes `num_items_in_batch`, and where a"

@@ -1,0 +1,113 @@
+"""What `BigStep` says and refuses in its own words, and what it takes from its arguments."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bigbatch import BigStep, Options, errors
+from bigbatch.batches.packing import pack
+
+
+def mean_square(model: nn.Module, x: Tensor) -> Tensor:
+    """A loss that every split adds up to."""
+    loss: Tensor = model(x).square().mean()
+    return loss
+
+
+def step_with(loss_fn: Any = mean_square, **named: Any) -> BigStep:
+    """A step of a small model."""
+    model = nn.Linear(4, 1)
+    return BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, **named)
+
+
+def test_a_list_of_samples_without_collate_is_refused() -> None:
+    """Their features are no samples; collated lists and lists of tensors are batches."""
+    with pytest.raises(errors.BatchError, match=r"a list of 8 samples(.|\n)*Options\(collate="):
+        step_with()([(torch.randn(4), 1)] * 8)
+    with pytest.raises(errors.BatchError, match="a list of 8 samples"):
+        step_with()([{"x": torch.randn(4), "y": torch.tensor(1)}] * 8)
+    pairs = [[torch.randn(8, 4), torch.randn(8, 4)], [torch.randn(8, 4), torch.randn(8, 4)]]
+    assert step_with(lambda model, batch: mean_square(model, batch[0][0]))(pairs).micro_batches == 1
+
+
+def test_packed_micro_batches_keep_to_the_size_that_was_given() -> None:
+    """`micro_batch_size` is the most samples at once, also with lengths."""
+    assert [len(group) for group in pack([3] * 10, budget=100, most=4)] in ([4, 4, 2], [4, 3, 3])
+    model = nn.Linear(1, 1)
+    step = BigStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, batch: model(batch["x"][..., None]).square().sum(),
+        micro_batch_size=4,
+        options=Options(lengths=lambda batch: [3] * len(batch["x"]), token_budget=1000),
+    )
+    assert step({"x": torch.randn(10, 3)}).micro_batches == 3
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda _model, _x: None, "loss_fn must return the loss, a tensor; found NoneType"),
+        (lambda model, x: model(x).sum() / 3, r"return counted\(loss, n\)"),
+        (lambda model, x: model(x).square().mean().sqrt(), r"return counted\(loss, n\)"),
+    ],
+)
+def test_refused_losses_speak_of_loss_fn(returned: Any, said: str) -> None:
+    """Nobody who uses BigStep has an accumulator."""
+    with pytest.raises(errors.LossError, match=said) as caught:
+        step_with(returned, micro_batch_size=2)(torch.randn(4, 4))
+    assert "accumulator" not in str(caught.value)
+
+
+def test_refused_arguments_speak_of_big_step() -> None:
+    """Also where the check is shared with the other entrance."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(errors.ConfigurationError, match=r"BigStep\(model, optimizer\)") as caught:
+        BigStep(optimizer, model, mean_square)  # type: ignore[arg-type]
+    assert "Accumulator" not in str(caught.value)
+
+
+def test_micro_batch_statistics_need_a_size() -> None:
+    """The result would depend on how much memory there is."""
+    with pytest.raises(errors.ConfigurationError, match="Choose the size yourself"):
+        step_with(options=Options(batch_norm="micro"))
+    assert step_with(micro_batch_size=2, options=Options(batch_norm="micro"))(torch.randn(4, 4)).micro_batches == 2
+
+
+def test_a_budget_that_the_process_itself_fills_is_explained() -> None:
+    """On a CPU, code and libraries count, too."""
+    with pytest.raises(errors.OutOfMemory, match=r"This process holds .* its code and libraries included"):
+        step_with(memory="2MiB")(torch.randn(4, 4))
+
+
+def test_a_graph_and_packing_are_refused_together() -> None:
+    """A graph serves one shape."""
+    with pytest.raises(errors.ConfigurationError, match="serves micro-batches of equal shape"):
+        Options(cuda_graph=True, lengths="attention_mask")
+
+
+SCRIPT = """
+import torch
+from bigbatch import Accumulator
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+accumulator = Accumulator(model, optimizer, steps=1, scheduler=scheduler)
+def main():
+    for _ in range(2):
+        accumulator.backward(model(torch.ones(3, 2)).mean())
+        scheduler.step()
+main()
+"""
+
+
+def test_a_scheduler_stepped_by_hand_in_a_script_is_warned_of() -> None:
+    """A script has no package: finding the line to blame must not fail there."""
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "scheduler" in done.stderr
