@@ -5,7 +5,7 @@ import torch
 
 from bigbatch import errors
 from bigbatch.memory.sizes import Sizes
-from bigbatch.memory.sizing import Probe
+from bigbatch.memory.sizing import Probe, choose
 
 
 def sizes(asked: list[int]) -> tuple[Sizes, object]:
@@ -52,12 +52,13 @@ def test_a_size_for_larger_samples_serves_smaller_ones(shape: str, anew: bool) -
 
 
 def test_tokens_are_chosen_for_the_least_expected_time() -> None:
-    """A small budget launches often, a large one pads much: the one between is taken."""
-    lengths = [512] + [64] * 63
+    """One long sample is fastest alone, but its budget would leave every shorter one alone, too."""
+    lengths = [512] + [300] * 63
 
     def probe(size: int, limit: int) -> Probe:
-        return Probe(size, size * limit // 80, max(0.02, 0.01 * size))
+        return Probe(size, size * limit // 80, 0.09 if size == 1 else 0.17 * size)
 
+    assert choose(lambda size: probe(size, 1 << 30), 64, 1 << 30).size == 1
     found = Sizes("auto", "1GiB", torch.device("cpu")).tokens("auto", lengths, probe)
     assert 512 < found <= 512 * 64
 
