@@ -135,15 +135,20 @@ def accumulated(
             update = accumulator.backward(loss(model, batch))
             if update is None or update.skipped:
                 continue
-            after = weights(model)
-            run.steps.append([a - b for a, b in zip(after, before, strict=True)])
-            before = after
-            run.losses.append(told(update, always=case.told and case.counts is None))
-            run.norms.append(None if update.grad_norm is None else float(update.grad_norm))
-            run.counts.append(one(update.count) if case.count else None)
+            before = taken_down(run, update, before, model, case)
     run.weights.extend(before)
     run.state.extend(state(updater))
     return run
+
+
+def taken_down(run: Run, update: Update, before: list[Tensor], model: nn.Module, case: Loss) -> list[Tensor]:
+    """Take down what an update did and said; returns the weights after it."""
+    after = weights(model)
+    run.steps.append([a - b for a, b in zip(after, before, strict=True)])
+    run.losses.append(told(update, always=case.told and case.counts is None))
+    run.norms.append(None if update.grad_norm is None else float(update.grad_norm))
+    run.counts.append(one(update.count) if case.count else None)
+    return after
 
 
 def told(update: Update, *, always: bool) -> float | None:

@@ -16,7 +16,17 @@ from bigbatch.batches.splitting import balanced
 from bigbatch.errors import BatchError, ConfigurationError, LossError, SeveralCounts, StateError, WindowDisturbed
 from tests.batches import STRUCTURES, Structure, batch_sizes, cuttable, micro_batch_sizes, samples_of, structures
 from tests.losses import EITHER, SEVERAL
-from tests.reference import Run, assert_equal, big_batches, distance, one, sgd, state, told, trained, weights
+from tests.reference import (
+    Run,
+    assert_equal,
+    big_batches,
+    distance,
+    sgd,
+    state,
+    taken_down,
+    trained,
+    weights,
+)
 from tests.samples import Batch, Loss, mlp, normal, rows, sequences
 from tests.samples import generator as seeded_generator
 from tests.strategies import OPTIMIZERS, apart, clip_norms, optimizers, seeds
@@ -59,12 +69,7 @@ def big_steps(
         if update.skipped:
             continue
         assert update.micro_batches == math.ceil(samples_of(batch) / size)
-        after = weights(model)
-        run.steps.append([a - b for a, b in zip(after, before, strict=True)])
-        before = after
-        run.losses.append(told(update, always=case.told and case.counts is None))
-        run.norms.append(None if update.grad_norm is None else float(update.grad_norm))
-        run.counts.append(one(update.count) if case.count else None)
+        before = taken_down(run, update, before, model, case)
     run.weights.extend(before)
     run.state.extend(state(updater))
     return run

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
-from bigbatch.errors import BatchNormError, ConfigurationError
+from bigbatch.errors import BatchError, BatchNormError, ConfigurationError
 from bigbatch.memory.sizing import Choice, Probe
 from bigbatch.planning.plan import make_plan, plan
 from bigbatch.planning.report import Plan, advice
@@ -154,7 +154,7 @@ def test_advice() -> None:
 def test_what_cannot_be_planned() -> None:
     """Errors say what was found and what to write."""
     network = nn.Linear(64, 10)
-    with pytest.raises(ConfigurationError, match=r"model\(\*\*batch\)\.loss, but this batch is a tuple"):
+    with pytest.raises(BatchError, match=r"model\(\*\*batch\)\.loss, but this batch is a tuple"):
         plan(network, None, batch())
     with pytest.raises(ConfigurationError, match="20 of what"):
         plan(network, loss_fn, batch(), memory="20")

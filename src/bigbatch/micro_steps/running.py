@@ -1,7 +1,7 @@
 """Run the micro-batches of a window: forward, read, backward; launched one by one, or replayed."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bigbatch import checks
 from bigbatch.admission import Admission
 from bigbatch.batches.joining import detached
-from bigbatch.errors import BatchError, ConfigurationError
+from bigbatch.errors import ConfigurationError
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
 from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
+from bigbatch.own_loss import own_loss
 from bigbatch.reading.terms import Term
 from bigbatch.windows.engine import run_backward
 from bigbatch.windows.gradients import Gradients
@@ -219,16 +220,3 @@ def _provisional(term: Term, number: int, stepper: Stepper) -> float:
     if term.kind == "sum" or stepper.scaler is None:
         return 1.0
     return (term.about or 1.0) * number if isinstance(term.count, Tensor) else max(term.count, 1.0) * number
-
-
-def own_loss(model: Any, batch: Any) -> Tensor:
-    """Return the loss that a Hugging Face model computes by itself."""
-    if not isinstance(batch, Mapping):
-        msg = (
-            f"BigStep without loss_fn computes model(**batch).loss, but this batch is a {type(batch).__name__}, not a "
-            "mapping of names to tensors.\nSay how a loss is made of it:\n"
-            "    BigStep(model, optimizer, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))"
-        )
-        raise BatchError(msg)
-    loss: Tensor = model(**batch).loss
-    return loss

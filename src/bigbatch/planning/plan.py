@@ -1,6 +1,6 @@
 """Plan a batch: which size of micro-batch, how many steps, what it takes."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -19,6 +19,7 @@ from bigbatch.memory.host import resident
 from bigbatch.memory.rehearsal import Stage
 from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose
 from bigbatch.micro_steps.restoring import devices_of
+from bigbatch.own_loss import own_loss
 from bigbatch.planning.report import Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
 
@@ -65,7 +66,7 @@ def make_plan(
     models = checks.models(model)
     optimizers = () if optimizer is None else checks.optimizers(optimizer, models)
     device = _device(models)
-    work = _Work(model, models, optimizers, loss_fn, Batch.of(batch), on_probe or (lambda _: None))
+    work = _Work(model, models, optimizers, loss_fn or own_loss, Batch.of(batch), on_probe or (lambda _: None))
     budget, tracing = bytes_of(memory, device), memory is not None and _must_trace(memory, device)
     try:
         return _traced(work, budget, device) if tracing else _measured(work, budget, device)
@@ -83,22 +84,9 @@ class _Work:
     model: Any
     models: Sequence[nn.Module]
     optimizers: Sequence[Optimizer]
-    loss_fn: Callable[[Any, Any], Any] | None
+    loss: Callable[[Any, Any], Any]
     batch: Batch
     on_probe: Callable[[int], None]
-
-    def loss(self, model: Any, micro_batch: Any) -> Any:
-        """The loss of a micro-batch."""
-        if self.loss_fn is not None:
-            return self.loss_fn(model, micro_batch)
-        if not isinstance(micro_batch, Mapping):
-            raise ConfigurationError(
-                f"without loss_fn the loss is model(**batch).loss, but this batch is a {type(micro_batch).__name__}, "
-                "not a mapping of names to tensors.\n\n"
-                "Say how a loss is made of it:\n"
-                "    plan(model, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batch)"
-            )
-        return model(**micro_batch).loss
 
 
 def _must_trace(memory: float | str, device: torch.device) -> bool:
