@@ -85,10 +85,10 @@ def test_a_budget_that_the_process_itself_fills_is_explained() -> None:
         step_with(memory="2MiB")(torch.randn(4, 4))
 
 
-def test_a_graph_and_packing_are_refused_together() -> None:
-    """A graph serves one shape."""
-    with pytest.raises(errors.ConfigurationError, match="serves micro-batches of equal shape"):
-        Options(cuda_graph=True, lengths="attention_mask")
+def test_a_graph_and_packing_by_a_function_are_refused_together() -> None:
+    """A graph serves shapes that come again, and `collate` makes its own."""
+    with pytest.raises(errors.ConfigurationError, match="serves micro-batches whose shapes come again"):
+        Options(cuda_graph=True, lengths=len, collate=list)
 
 
 SCRIPT = """

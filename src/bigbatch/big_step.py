@@ -201,7 +201,7 @@ class BigStep:
             return self._rehearse(rehearsed, limit)
 
         budget = self._sizes.tokens(self._options.token_budget, lengths, probe)
-        division = Division.packed(whole, lengths, budget, self._sizes.most)
+        division = Division.packed(whole, lengths, budget, self._sizes.most, alike=self._options.cuda_graph)
         refuse_loss_of_content(whole, lengths, division.width)
         return division
 

@@ -21,7 +21,8 @@ class Options:
         collate: makes a micro-batch of a list of samples, where a batch is such a list.
         batch_norm: "refuse" training-mode BatchNorm, or accept "micro"-batch statistics, which differ.
         cuda_graph: capture a micro-step once per shape and replay it: for small micro-batches, where launching kernels
-            takes longer than running them. Falls back, saying so once, where a model cannot be captured.
+            takes longer than running them. With `lengths`, micro-batches are trimmed to one of eight widths per power
+            of two, so that shapes come again. Falls back, saying so once, where a model cannot be captured.
         gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
         check: on the first step, see that a micro-batch's loss is that of its halves: that samples are not coupled.
@@ -57,10 +58,11 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 msg = f"{name} must be True or False; found {getattr(self, name)!r}"
                 raise ConfigurationError(msg)
-        if self.cuda_graph and self.lengths is not None:
+        if self.cuda_graph and self.lengths is not None and self.collate is not None:
             msg = (
-                "cuda_graph=True serves micro-batches of equal shape, and packing (lengths=) makes a new shape every "
-                "time.\nTake one of the two out: packed micro-batches are large, and gain little from a graph."
+                "cuda_graph=True serves micro-batches whose shapes come again. With lengths= alone they are trimmed to "
+                "a few widths; with collate= the width is its own choice.\n"
+                "Give batches that are padded on the right instead of lists, or take cuda_graph=True out."
             )
             raise ConfigurationError(msg)
         checks.batch_norm(self.batch_norm)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from bigbatch.batches.packing import Padding, pack, trimmed, width_of
+from bigbatch.batches.packing import Padding, pack, pack_alike, trimmed, width_of
 from bigbatch.batches.splitting import Batch, Indices, balanced
 
 
@@ -28,11 +28,19 @@ class Division:
         return cls(batch, groups, tuple(sizes))
 
     @classmethod
-    def packed(cls, batch: Batch, lengths: Sequence[int], budget: int, most: int | None = None) -> "Division":
-        """Cut into micro-batches of samples of like length, of at most `budget` padded tokens and `most` samples."""
-        groups = pack(lengths, budget, most)
-        longest = [max(1, *(lengths[i] for i in group), 1) for group in groups]
-        width = width_of(batch, max(longest))
+    def packed(
+        cls, batch: Batch, lengths: Sequence[int], budget: int, most: int | None = None, *, alike: bool = False
+    ) -> "Division":
+        """Cut into micro-batches of samples of like length, of at most `budget` padded tokens and `most` samples.
+
+        Each is trimmed to its longest sample, or, where they should be `alike`, to one of a few widths.
+        """
+        width = width_of(batch, max(*lengths, 1))
+        if alike:
+            groups, longest = map(list, zip(*pack_alike(lengths, budget, width, most), strict=True))
+        else:
+            groups = pack(lengths, budget, most)
+            longest = [max(1, *(lengths[i] for i in group)) for group in groups]
         padding = Padding(
             real=sum(lengths),
             padded=sum(len(group) * wide for group, wide in zip(groups, longest, strict=True)),

@@ -15,6 +15,8 @@ from bigbatch.batches.splitting import Batch, leaves, mapped
 from bigbatch.errors import BatchError
 from bigbatch.options import Options
 
+_LEAST_STEP = 8  # between two widths; what matrix products like
+
 
 @dataclass(frozen=True)
 class Padding:
@@ -62,6 +64,28 @@ def pack(lengths: Sequence[int], budget: int, most: int | None = None) -> list[l
         found.append(order[i : cut[i]])
         i = cut[i]
     return found
+
+
+def pack_alike(lengths: Sequence[int], budget: int, width: int, most: int | None = None) -> list[tuple[list[int], int]]:
+    """Group samples so that shapes come again from batch to batch; each group comes with its width.
+
+    A few widths only (see `rounded`), at most `width`, and always as many samples as the budget allows for that width;
+    the last group is smaller.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    found, start = [], 0
+    while start < len(order):
+        wide = max(min(rounded(lengths[order[start]]), width), 1)
+        number = min(max(budget // wide, 1), most or len(order))
+        found.append((order[start : start + number], wide))
+        start += number
+    return found
+
+
+def rounded(length: int) -> int:
+    """Round up to one of eight lengths between a power of two and the next, at most an eighth longer from 64 on."""
+    step = max((1 << max(length - 1, 0).bit_length()) // 16, _LEAST_STEP)
+    return -(-length // step) * step
 
 
 def expected_seconds(lengths: Sequence[int], budget: int, least: float, per_token: float) -> float:

@@ -1,7 +1,7 @@
 """Replay a micro-step instead of launching it: at small sizes the host takes longer to launch kernels than they run.
 
-A micro-step is captured once per shape of micro-batch: forward, backward, and the adding up of count and loss. Its
-inputs, the gradients and the running totals lie at fixed addresses.
+A micro-step is captured when its shape of micro-batch comes for the second time: forward, backward, and the adding
+up of count and loss. Its inputs, the gradients and the running totals lie at fixed addresses.
 """
 
 import gc
@@ -22,8 +22,8 @@ from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.reading.terms import Term
 from bigbatch.windows.gradients import Gradients
 
-_KEEP = 8  # graphs; each holds its own inputs, all share the memory of activations
-_MOST = 32  # captures, each of which takes longer than some launched micro-steps
+_KEEP = 64  # graphs; each holds its own inputs, all share the memory of activations
+_SHAPES = 256  # after so many, graphs should have served more micro-batches than not
 
 
 class NotCapturable(BigBatchError):
@@ -84,7 +84,8 @@ class Graphs:
         """Have none yet."""
         self._device = device
         self.loss_dtype = torch.float32
-        self._captures = 0
+        self._seen: set[str] = set()  # shapes, of which some never come again
+        self._replays = self._launches = 0
         self._pool: Any = None
         self._captured: dict[str, Captured] = {}
         self._gradients: list[Tensor | None] = []
@@ -115,27 +116,52 @@ class Graphs:
         self._captured.clear()
         self._gradients, self._pool = [], None
 
-    def ready(self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe) -> Captured:
-        """Return the captured micro-step for micro-batches of this shape, capturing it where it is new."""
+    def is_new(self, micro_batch: Any) -> bool:
+        """Whether no micro-batch of this shape has come before: capturing takes longer than launching some of them."""
         shape = shape_of(micro_batch)
-        if shape not in self._captured:
-            self._captures += 1
-            if self._captures > _MOST:
-                raise NotCapturable(f"its micro-batches have had more than {_MOST} shapes, and each is captured anew")
-            versions = [0 if g is None else g._version for g in self._gradients]  # noqa: SLF001 - torch's own counter
+        if shape in self._seen:
+            return False
+        self._seen.add(shape)
+        if len(self._seen) > _SHAPES and self._replays < self._launches:
+            raise NotCapturable(f"its micro-batches have had {_SHAPES} shapes, and most came only once")
+        return True
+
+    def launch(
+        self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe, meet: Callable[[Term], None]
+    ) -> tuple[Any, Term, list[bool]]:
+        """Run a micro-step as it is, adding to the same gradients and totals as the replays.
+
+        `meet` is told of the loss's term before the backward. Returns extras, the term, and which parameters got a
+        gradient.
+        """
+        self._launches += 1
+        versions = self._versions()
+        extras, term = self._micro_step(micro_batch, recipe, meet)
+        return extras, term, self._reached_since(versions, parameters)
+
+    def ready(self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe) -> Captured:
+        """Return the captured micro-step for micro-batches of this shape, capturing it where there is none."""
+        self._replays += 1
+        shape = shape_of(micro_batch)
+        captured = self._captured.pop(shape, None)
+        if captured is None:
+            versions = self._versions()
             with recipe.watching():
                 captured = self._capture(micro_batch, recipe)
             # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
-            captured.reached = [
-                g is not None and g._version != before  # noqa: SLF001
-                for g, before in zip(self._gradients, versions, strict=True)
-            ]
-            if any(p.grad is not g for p, g in zip(parameters, self._gradients, strict=True)):
-                raise NotCapturable("another set of parameters gets gradients than before")
+            captured.reached = self._reached_since(versions, parameters)
             while len(self._captured) >= _KEEP:
                 del self._captured[next(iter(self._captured))]
-            self._captured[shape] = captured
-        return self._captured[shape]
+        self._captured[shape] = captured  # the one that was used last comes last
+        return captured
+
+    def _versions(self) -> list[int]:
+        return [0 if g is None else g._version for g in self._gradients]  # noqa: SLF001 - torch's own counter
+
+    def _reached_since(self, versions: list[int], parameters: Sequence[Tensor]) -> list[bool]:
+        if any(p.grad is not g for p, g in zip(parameters, self._gradients, strict=True)):
+            raise NotCapturable("another set of parameters gets gradients than before")
+        return [a != b for a, b in zip(self._versions(), versions, strict=True)]
 
     def _capture(self, micro_batch: Any, recipe: Recipe) -> Captured:
         """Capture a micro-step; nothing is computed by this."""
@@ -175,9 +201,12 @@ class Graphs:
         with suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
 
-    def _micro_step(self, micro_batch: Any, recipe: Recipe) -> tuple[Any, Term]:
+    def _micro_step(
+        self, micro_batch: Any, recipe: Recipe, meet: Callable[[Term], None] = lambda _: None
+    ) -> tuple[Any, Term]:
         loss, extras = recipe.forward(micro_batch)
         term = _only(recipe.read(loss))
+        meet(term)
         self.loss_dtype = loss.dtype
         if loss.dtype in LOW_PRECISION:
             raise NotCapturable(f"its loss is {loss.dtype}, which cannot hold a weight; compute it in float32")

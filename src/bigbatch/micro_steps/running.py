@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from bigbatch.batches.joining import detached
 from bigbatch.errors import ConfigurationError
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
 from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
+from bigbatch.micro_steps.replaying import Replaying
 from bigbatch.own_loss import own_loss
 from bigbatch.reading.terms import Term
 from bigbatch.windows.engine import run_backward
 from bigbatch.windows.gradients import Gradients
-from bigbatch.windows.ledger import Tally
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
 from bigbatch.wording import speaking_of
@@ -41,9 +41,9 @@ class Runner:
         serves = CastWeights.serves(self._models, device)
         self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
         self._graphs = Graphs(device) if cuda_graph else None
-        self._reached: dict[
-            int, bool
-        ] = {}  # which parameters, by their ids, got a gradient in a window that was launched
+        # Which parameters, by their ids, got a gradient in a window that was launched.
+        self._reached: dict[int, bool] = {}
+        self._ragged = False
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
         """Call the user's function: a loss, perhaps with extras."""
@@ -70,8 +70,9 @@ class Runner:
 
         Where micro-batches are `ragged`, each has a shape of its own.
         """
+        self._ragged = ragged
         try:
-            with self._casting or nullcontext(), _without_plans() if ragged else nullcontext():
+            with self._casting or nullcontext():
                 yield
         finally:
             # An autocast around several steps would go on with copies of weights from before the update.
@@ -82,13 +83,18 @@ class Runner:
         parameters = window.gradients.parameters
         if self._graphs is not None and self._reached.keys() == {id(p) for p in parameters}:
             return self._replayed(self._graphs, window, micro_batches, number)
-        extras = [self._add(window, micro_batch) for micro_batch in micro_batches]
+        extras = []
+        for micro_batch in micro_batches:
+            with self._launching():
+                extras.append(self._add(window, micro_batch))
+            if self._graphs is not None:
+                self._graphs.is_new(micro_batch)
         self._reached = {id(p): p.grad is not None for p in parameters}
         return extras
 
     def try_once(self, micro_batch: Any, *, ragged: bool) -> None:
         """Run one micro-step as a window would, for whoever wants to know what it takes."""
-        with self.window(ragged=ragged):
+        with self.window(ragged=ragged), self._launching():
             loss, _ = self.loss(micro_batch)
             with _disable_current_modes():  # a meter would see the numbers in a graph as tensors, and stumble
                 self.read(loss)
@@ -118,6 +124,10 @@ class Runner:
         if self._graphs is not None:
             self._graphs.forget()
 
+    def _launching(self) -> AbstractContextManager[None]:
+        """Run a micro-step that is not captured: of a shape that may never come again, where samples have lengths."""
+        return _without_plans() if self._ragged else nullcontext()
+
     def _add(self, window: Window, micro_batch: Any) -> Any:
         loss, extra = self.loss(micro_batch)
         terms = self.read(loss)
@@ -133,38 +143,15 @@ class Runner:
             run_backward(loss, start, own)
 
     def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], number: int) -> list[Any]:
-        """Replay a captured micro-step for each micro-batch; shapes not seen before are captured on the way."""
+        """Replay a captured micro-step for each micro-batch; shapes that come again are captured on the way."""
         gradients = window.gradients
         if self._casting is not None:
             self._casting.renew()
         graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters], self._state(gradients))
         recipe = Recipe(self.loss, self.read, self._backward, self._keeping_buffers)
-        extras: list[Any] = []
-        provisional, counted = 1.0, 0.0
-        reached = [False] * len(gradients.parameters)
-        term: Term | None = None
-        for micro_batch in micro_batches:
-            with _uncached_autocast():
-                captured = graphs.ready(micro_batch, gradients.parameters, recipe)
-            reached = [a or b for a, b in zip(reached, captured.reached, strict=True)]
-            if term is None:
-                term, provisional = captured.term, _provisional(captured.term, number, self._stepper)
-                self._set_unit(graphs.totals.unit, 1.0 / provisional)
-            elif (captured.term.name, captured.term.factors) != (term.name, term.factors):
-                raise NotCapturable("its loss changes with the shape of a micro-batch")
-            extras.append(captured.replay(micro_batch))
-            if not isinstance(captured.term.count, Tensor):
-                counted += captured.term.count
-            elif len(extras) == 1:
-                self._stepper.arrival.start(graphs.totals.count)
-        assert term is not None  # noqa: S101 - a batch has samples
-        for p, used in zip(gradients.parameters, reached, strict=True):
-            if not used:  # a gradient of zero is not none: the optimizer would let the parameter decay
-                p.grad = None
-        on_device = isinstance(term.count, Tensor)
-        total = graphs.totals.count.clone() if on_device else counted
-        loss = graphs.totals.loss.clone()  # the next window begins at zero
-        window.adopt(Tally(term.kind, len(extras), provisional, total, loss, term.count), graphs.loss_dtype)
+        replaying = Replaying(graphs, recipe, gradients.parameters, self._stepper, number)
+        extras = [replaying.add(micro_batch, self._launching) for micro_batch in micro_batches]
+        window.adopt(replaying.tally(len(extras)), graphs.loss_dtype)
         return extras
 
     @contextmanager
@@ -175,12 +162,6 @@ class Runner:
         after = [module._buffers for model in self._models for module in model.modules()]  # noqa: SLF001
         if any(old.get(name) is not now for old, new in zip(before, after, strict=True) for name, now in new.items()):
             raise NotCapturable("its forward replaces a buffer; write into it instead, as with buffer.copy_()")
-
-    def _set_unit(self, unit: Tensor, number: float) -> None:
-        """Say what counts are multiplied with, without waiting for the device."""
-        unit.fill_(number)
-        if self._stepper.scaler is not None:
-            unit.copy_(self._stepper.scaler.scale(unit))
 
     def _state(self, gradients: Gradients) -> object:
         """What a captured graph depends on beside the shape of its inputs."""
@@ -203,20 +184,3 @@ def _without_plans() -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.enable_cudnn_sdp(enabled=True)
-
-
-@contextmanager
-def _uncached_autocast() -> Iterator[None]:
-    """Autocast as it is, but without its cache: a copy of a weight made during a capture is in the graph's memory."""
-    if not torch.is_autocast_enabled("cuda"):
-        yield
-        return
-    with torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False):
-        yield
-
-
-def _provisional(term: Term, number: int, stepper: Stepper) -> float:
-    """With a gradient scaler, weights are kept below 1: it is tuned to means."""
-    if term.kind == "sum" or stepper.scaler is None:
-        return 1.0
-    return (term.about or 1.0) * number if isinstance(term.count, Tensor) else max(term.count, 1.0) * number

@@ -1,0 +1,86 @@
+"""One window of captured micro-steps: replayed where a shape is known, launched where it is not, into the same sums."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
+from bigbatch.reading.terms import Term
+from bigbatch.windows.ledger import Tally
+from bigbatch.windows.stepping import Stepper
+
+
+class Replaying:
+    """The micro-batches of one window, and what is known of their loss by now."""
+
+    def __init__(
+        self, graphs: Graphs, recipe: Recipe, parameters: Sequence[Tensor], stepper: Stepper, number: int
+    ) -> None:
+        """Begin with nothing added; `number` micro-batches will come."""
+        self._graphs, self._recipe, self._parameters, self._stepper = graphs, recipe, parameters, stepper
+        self._number = number
+        self._reached = [False] * len(parameters)
+        self._counted, self._provisional = 0.0, 1.0
+        self._term: Term | None = None  # of the loss, as the first micro-batch has it
+
+    def add(self, micro_batch: Any, launching: Callable[[], AbstractContextManager[None]]) -> Any:
+        """Run one micro-step, inside `launching` where it is not replayed; returns its extras."""
+        graphs, first = self._graphs, self._term is None
+        if graphs.is_new(micro_batch):
+            with launching():
+                extra, term, reached = graphs.launch(micro_batch, self._parameters, self._recipe, self._meet)
+        else:
+            with _uncached_autocast():
+                captured = graphs.ready(micro_batch, self._parameters, self._recipe)
+            term, reached = captured.term, captured.reached
+            self._meet(term)
+            extra = captured.replay(micro_batch)
+        self._reached = [a or b for a, b in zip(self._reached, reached, strict=True)]
+        if not isinstance(term.count, Tensor):
+            self._counted += term.count
+        elif first:
+            self._stepper.arrival.start(graphs.totals.count)
+        return extra
+
+    def tally(self, micro_batches: int) -> Tally:
+        """Return what all of them came to."""
+        term, totals = self._term, self._graphs.totals
+        assert term is not None  # noqa: S101 - a batch has samples
+        for p, used in zip(self._parameters, self._reached, strict=True):
+            if not used:  # a gradient of zero is not none: the optimizer would let the parameter decay
+                p.grad = None
+        total = totals.count.clone() if isinstance(term.count, Tensor) else self._counted
+        loss = totals.loss.clone()  # the next window begins at zero
+        return Tally(term.kind, micro_batches, self._provisional, total, loss, term.count)
+
+    def _meet(self, term: Term) -> None:
+        """Set what counts are multiplied with, before the first backward, without waiting for the device."""
+        if self._term is not None:
+            if (term.name, term.factors) != (self._term.name, self._term.factors):
+                raise NotCapturable("its loss changes with the shape of a micro-batch")
+            return
+        self._term, self._provisional = term, _provisional(term, self._number, self._stepper)
+        unit = self._graphs.totals.unit
+        unit.fill_(1.0 / self._provisional)
+        if self._stepper.scaler is not None:
+            unit.copy_(self._stepper.scaler.scale(unit))
+
+
+@contextmanager
+def _uncached_autocast() -> Iterator[None]:
+    """Autocast as it is, but without its cache: a copy of a weight made during a capture is in the graph's memory."""
+    if not torch.is_autocast_enabled("cuda"):
+        yield
+        return
+    with torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False):
+        yield
+
+
+def _provisional(term: Term, number: int, stepper: Stepper) -> float:
+    """With a gradient scaler, weights are kept below 1: it is tuned to means."""
+    if term.kind == "sum" or stepper.scaler is None:
+        return 1.0
+    return (term.about or 1.0) * number if isinstance(term.count, Tensor) else max(term.count, 1.0) * number
