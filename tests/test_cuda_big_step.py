@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, errors
 from bigbatch.micro_steps import casting
+from tests.reference import trained
 from tests.test_cuda import (
     OPTIMIZERS,
     Batch,
@@ -30,6 +31,8 @@ from tests.test_cuda import (
     two_heads,
     weighted,
 )
+from tests.test_packing import LOSSES, attentive
+from tests.test_packing import text as ragged_text
 
 pytestmark = pytest.mark.cuda
 
@@ -414,6 +417,29 @@ def test_shapes_that_come_and_go_are_captured_each() -> None:
     train_big(true, data, cross_entropy, OPTIMIZERS["adamw-fused"], 1, None)
     assert distance(mine, true) < 1e-12
     assert step._runner._graphs is not None
+
+
+@pytest.mark.parametrize("loss", ["tokens", "sequences"])
+@pytest.mark.parametrize("host", [False, True])
+def test_packed_micro_batches_are_replayed_and_exact(loss: str, host: bool) -> None:
+    """Trimmed to a few widths, full ones captured when they come again, the last one launched: the batch as it came."""
+    random = torch.Generator().manual_seed(0)
+    mine, true = attentive().cuda(), attentive().cuda()
+    optimizer = OPTIMIZERS["sgd"](trained(true))
+    options = Options(lengths="attention_mask", token_budget=96, cuda_graph=True)
+    step = BigStep(mine, OPTIMIZERS["sgd"](trained(mine)), LOSSES[loss], options=options)
+    for number in range(8):
+        lengths = torch.randint(1, 60, (40,), generator=random).tolist()
+        batch = ragged_text(lengths, number, 4)
+        there = {key: value.cuda() for key, value in batch.items()}
+        step(batch if host else there)
+        optimizer.zero_grad()
+        LOSSES[loss](true, there).backward()
+        optimizer.step()
+        assert distance(mine, true) < 1e-12
+    graphs = step._runner._graphs
+    assert graphs is not None
+    assert graphs._replays > graphs._launches > 0
 
 
 def test_a_forward_that_replaces_a_buffer_is_not_captured() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
-from bigbatch.batches.packing import Padding, lengths_of, pack, width_of
+from bigbatch.batches.packing import Padding, lengths_of, pack, pack_alike, rounded, width_of
 from bigbatch.batches.splitting import Batch as Cut
 from bigbatch.errors import BatchError, CoupledLoss, LossError
 from tests.reference import distance, sgd, trained, weights
@@ -35,6 +35,28 @@ def test_every_sample_is_in_one_group_within_the_budget(lengths: list[int], budg
     for group in groups:
         assert group
         assert len(group) == 1 or len(group) * max(1, *(lengths[i] for i in group)) <= budget
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60), st.integers(1, 900), st.integers(0, 70))
+@settings(max_examples=150)
+def test_groups_that_should_be_alike_are(lengths: list[int], budget: int, extra: int) -> None:
+    """Every sample once, wide enough, within the budget; all but the last as many as their width allows."""
+    width = max(*lengths, 1) + extra
+    *full, last = pack_alike(lengths, budget, width)
+    assert sorted(i for group, _ in (*full, last) for i in group) == list(range(len(lengths)))
+    for group, wide in (*full, last):
+        assert max(lengths[i] for i in group) <= wide <= width
+        assert wide == width or wide == rounded(wide)
+        assert len(group) == 1 or len(group) * wide <= budget
+    assert all(len(group) == max(budget // wide, 1) for group, wide in full)
+    assert len(last[0]) <= max(budget // last[1], 1)
+
+
+def test_few_widths_serve_all_lengths() -> None:
+    """Eight for each doubling, so that shapes come again, and none much longer than it must be."""
+    widths = {rounded(length) for length in range(1, 1025)}
+    assert len(widths) == 40
+    assert all(length <= rounded(length) <= max(length * 9 / 8, length + 7) for length in range(1, 4097))
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 20))
@@ -77,16 +99,17 @@ class Attentive(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(CLASSES, 8), nn.Embedding(16, 8)
+        self.tokens, self.places = nn.Embedding(CLASSES, 8), nn.Embedding(64, 8)
         self.qkv, self.mix = nn.Linear(8, 24), nn.Linear(8, 8)
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, CLASSES)
 
     def forward(self, tokens: Tensor, mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """(n, width) → (n, width, 4); what is masked is seen by nobody."""
-        places = torch.arange(tokens.shape[1]) if position_ids is None else position_ids
+        width, where = tokens.shape[1], tokens.device
+        places = torch.arange(width, device=where) if position_ids is None else position_ids
         x = self.tokens(tokens) + self.places(places)
         q, k, v = self.qkv(x).chunk(3, -1)
-        seen = mask.bool()[:, None, :] & torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        seen = mask.bool()[:, None, :] & torch.ones(width, width, dtype=torch.bool, device=where).tril()
         scores = (q @ k.mT).masked_fill(~seen, -1e30)  # a row without any place would be NaN
         return self.head(self.norm(x + self.mix(scores.softmax(-1) @ v)))
 

@@ -216,7 +216,7 @@ class BigStep:
             division.batch.refuse_changed()  # by counting or checking
             with self._runner.window(ragged=division.longest is not None):
                 window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
-                extras = self._runner.run(window, self._mover.micro_batches(division), len(division))
+                extras = self._runner.run(window, self._mover.micro_batches(division), division)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 update = self._closed(window)
         except BaseException:

@@ -18,6 +18,7 @@ class Division:
     sizes: tuple[int, ...]
     longest: tuple[int, ...] | None = None  # of each group, where samples have lengths
     width: int = 0  # to which the batch was padded
+    full: int | None = None  # how many of the groups have a shape that other batches will have, too; None: all
     padding: Padding | None = None
 
     @classmethod
@@ -35,9 +36,10 @@ class Division:
 
         Each is trimmed to its longest sample, or, where they should be `alike`, to one of a few widths.
         """
-        width = width_of(batch, max(*lengths, 1))
+        width, full = width_of(batch, max(*lengths, 1)), None
         if alike:
             groups, longest = map(list, zip(*pack_alike(lengths, budget, width, most), strict=True))
+            full = len(groups) - 1
         else:
             groups = pack(lengths, budget, most)
             longest = [max(1, *(lengths[i] for i in group)) for group in groups]
@@ -47,7 +49,7 @@ class Division:
             given=batch.size * width,
         )
         sizes = tuple(len(group) for group in groups)
-        return cls(batch, tuple(groups), sizes, tuple(longest), width, padding)
+        return cls(batch, tuple(groups), sizes, tuple(longest), width, full, padding)
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -60,6 +62,10 @@ class Division:
             return None
         return [i for group in self.groups for i in self.indices(group)]
 
+    def comes_again(self, number: int) -> bool:
+        """Whether other batches, too, are expected to have a micro-batch of this one's shape."""
+        return self.full is None or number < self.full
+
     def indices(self, group: Indices) -> list[int]:
         """Return the numbers of a group's samples."""
         return list(range(self.batch.size))[group] if isinstance(group, slice) else list(group)
@@ -70,10 +76,10 @@ class Division:
 
     def part(self, group: Indices, longest: int | None) -> Any:
         """Return some samples, trimmed to a length."""
-        micro_batch = self.batch.take(group)
         if longest is None or self.batch.collate is not None:
-            return micro_batch
-        return trimmed(micro_batch, self.batch.sampled, self.width, longest)
+            return self.batch.take(group)
+        # Trimmed first: less is copied. By numbers, not as a slice: models call view(-1) on what they are given.
+        return trimmed(self.batch, self.width, longest).take(self.indices(group))
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield the micro-batches one after the other, each made when it is asked for."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from bigbatch.batches.division import Division
 from bigbatch.batches.splitting import mapped
 
-_AHEAD = 4  # micro-batches that are on the device at once, at most: enough to keep it busy
+_AHEAD = 8  # micro-batches that are on the device at once, at most: enough to keep it busy while one is launched
 
 
 class Mover:

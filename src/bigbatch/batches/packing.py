@@ -5,7 +5,7 @@ trimmed to its longest.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ def pack_alike(lengths: Sequence[int], budget: int, width: int, most: int | None
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     found, start = [], 0
     while start < len(order):
-        wide = max(min(rounded(lengths[order[start]]), width), 1)
+        wide = min(rounded(lengths[order[start]]), width)
         number = min(max(budget // wide, 1), most or len(order))
         found.append((order[start : start + number], wide))
         start += number
@@ -84,7 +84,8 @@ def pack_alike(lengths: Sequence[int], budget: int, width: int, most: int | None
 
 def rounded(length: int) -> int:
     """Round up to one of eight lengths between a power of two and the next, at most an eighth longer from 64 on."""
-    step = max((1 << max(length - 1, 0).bit_length()) // 16, _LEAST_STEP)
+    length = max(length, 1)
+    step = max((1 << (length - 1).bit_length()) // 16, _LEAST_STEP)
     return -(-length // step) * step
 
 
@@ -147,15 +148,14 @@ def width_of(batch: Batch, longest: int) -> int:
     return max(fitting, key=lambda width: (fitting.count(width), -width)) if fitting else longest
 
 
-def trimmed(micro_batch: Any, sampled: frozenset[str], width: int, longest: int) -> Any:
-    """Cut the padding off: of every leaf that is as wide as the batch was padded."""
+def trimmed(batch: Batch, width: int, longest: int) -> Batch:
+    """Cut the padding off: of every leaf that is as wide as the batch was padded; nothing is copied."""
 
     def trim(path: str, leaf: Any) -> Any:
-        if path in sampled and _is_wide(leaf) and leaf.shape[1] == width:
-            return leaf[:, :longest].contiguous()  # models call view(-1) on what they are given
-        return leaf
+        wide = path in batch.sampled and _is_wide(leaf) and leaf.shape[1] == width
+        return leaf[:, :longest] if wide else leaf
 
-    return mapped(micro_batch, trim)
+    return replace(batch, whole=mapped(batch.whole, trim))
 
 
 def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> None:

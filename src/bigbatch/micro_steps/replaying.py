@@ -1,7 +1,7 @@
 """One window of captured micro-steps: replayed where a shape is known, launched where it is not, into the same sums."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,23 +26,21 @@ class Replaying:
         self._counted, self._provisional = 0.0, 1.0
         self._term: Term | None = None  # of the loss, as the first micro-batch has it
 
-    def add(self, micro_batch: Any, launching: Callable[[], AbstractContextManager[None]]) -> Any:
-        """Run one micro-step, inside `launching` where it is not replayed; returns its extras."""
-        graphs, first = self._graphs, self._term is None
-        if graphs.is_new(micro_batch):
-            with launching():
-                extra, term, reached = graphs.launch(micro_batch, self._parameters, self._recipe, self._meet)
-        else:
-            with _uncached_autocast():
-                captured = graphs.ready(micro_batch, self._parameters, self._recipe)
-            term, reached = captured.term, captured.reached
-            self._meet(term)
-            extra = captured.replay(micro_batch)
-        self._reached = [a or b for a, b in zip(self._reached, reached, strict=True)]
-        if not isinstance(term.count, Tensor):
-            self._counted += term.count
-        elif first:
-            self._stepper.arrival.start(graphs.totals.count)
+    def launch(self, micro_batch: Any) -> Any:
+        """Run one micro-step as it is; returns its extras."""
+        first = self._term is None
+        extra, term, reached = self._graphs.launch(micro_batch, self._parameters, self._recipe, self._meet)
+        self._added(term, reached, first=first)
+        return extra
+
+    def replay(self, micro_batch: Any) -> Any:
+        """Run one micro-step as it was captured, or is now; returns its extras."""
+        first = self._term is None
+        with _uncached_autocast():
+            captured = self._graphs.ready(micro_batch, self._parameters, self._recipe)
+        self._meet(captured.term)
+        extra = captured.replay(micro_batch)
+        self._added(captured.term, captured.reached, first=first)
         return extra
 
     def tally(self, micro_batches: int) -> Tally:
@@ -55,6 +53,13 @@ class Replaying:
         total = totals.count.clone() if isinstance(term.count, Tensor) else self._counted
         loss = totals.loss.clone()  # the next window begins at zero
         return Tally(term.kind, micro_batches, self._provisional, total, loss, term.count)
+
+    def _added(self, term: Term, reached: list[bool], *, first: bool) -> None:
+        self._reached = [a or b for a, b in zip(self._reached, reached, strict=True)]
+        if not isinstance(term.count, Tensor):
+            self._counted += term.count
+        elif first:
+            self._stepper.arrival.start(self._graphs.totals.count)
 
     def _meet(self, term: Term) -> None:
         """Set what counts are multiplied with, before the first backward, without waiting for the device."""

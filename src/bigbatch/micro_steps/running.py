@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from bigbatch import checks
 from bigbatch.admission import Admission
+from bigbatch.batches.division import Division
 from bigbatch.batches.joining import detached
 from bigbatch.errors import ConfigurationError
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
@@ -78,16 +79,16 @@ class Runner:
             # An autocast around several steps would go on with copies of weights from before the update.
             torch.clear_autocast_cache()
 
-    def run(self, window: Window, micro_batches: Iterable[Any], number: int) -> list[Any]:
-        """Add all micro-batches to the window; returns their extras."""
+    def run(self, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
+        """Add all micro-batches of a division, wherever they lie by now, to the window; returns their extras."""
         parameters = window.gradients.parameters
         if self._graphs is not None and self._reached.keys() == {id(p) for p in parameters}:
-            return self._replayed(self._graphs, window, micro_batches, number)
+            return self._replayed(self._graphs, window, micro_batches, division)
         extras = []
         for micro_batch in micro_batches:
             with self._launching():
                 extras.append(self._add(window, micro_batch))
-            if self._graphs is not None:
+            if self._graphs is not None and division.comes_again(len(extras) - 1):
                 self._graphs.is_new(micro_batch)
         self._reached = {id(p): p.grad is not None for p in parameters}
         return extras
@@ -142,15 +143,21 @@ class Runner:
         with self._casting.adding_up(loss) if self._casting is not None else nullcontext():
             run_backward(loss, start, own)
 
-    def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], number: int) -> list[Any]:
+    def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
         """Replay a captured micro-step for each micro-batch; shapes that come again are captured on the way."""
         gradients = window.gradients
         if self._casting is not None:
             self._casting.renew()
         graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters], self._state(gradients))
         recipe = Recipe(self.loss, self.read, self._backward, self._keeping_buffers)
-        replaying = Replaying(graphs, recipe, gradients.parameters, self._stepper, number)
-        extras = [replaying.add(micro_batch, self._launching) for micro_batch in micro_batches]
+        replaying = Replaying(graphs, recipe, gradients.parameters, self._stepper, len(division))
+        extras: list[Any] = []
+        for micro_batch in micro_batches:
+            if division.comes_again(len(extras)) and not graphs.is_new(micro_batch):
+                extras.append(replaying.replay(micro_batch))
+            else:
+                with self._launching():
+                    extras.append(replaying.launch(micro_batch))
         window.adopt(replaying.tally(len(extras)), graphs.loss_dtype)
         return extras
 
