@@ -18,7 +18,7 @@ class Division:
     sizes: tuple[int, ...]
     longest: tuple[int, ...] | None = None  # of each group, where samples have lengths
     width: int = 0  # to which the batch was padded
-    full: int | None = None  # how many of the groups have a shape that other batches will have, too; None: all
+    odd: int | None = None  # the group whose shape other batches will hardly have, where there is one
     padding: Padding | None = None
 
     @classmethod
@@ -36,10 +36,12 @@ class Division:
 
         Each is trimmed to its longest sample, or, where they should be `alike`, to one of a few widths.
         """
-        width, full = width_of(batch, max(*lengths, 1)), None
+        width, odd = width_of(batch, max(*lengths, 1)), None
         if alike:
-            groups, longest = map(list, zip(*pack_alike(lengths, budget, width, most), strict=True))
-            full = len(groups) - 1
+            *full, last = pack_alike(lengths, budget, width, most)
+            # It is launched, which takes the host a while: in the middle the device has enough to do meanwhile.
+            odd = len(full) // 2
+            groups, longest = map(list, zip(*full[:odd], last, *full[odd:], strict=True))
         else:
             groups = pack(lengths, budget, most)
             longest = [max(1, *(lengths[i] for i in group)) for group in groups]
@@ -49,7 +51,7 @@ class Division:
             given=batch.size * width,
         )
         sizes = tuple(len(group) for group in groups)
-        return cls(batch, tuple(groups), sizes, tuple(longest), width, full, padding)
+        return cls(batch, tuple(groups), sizes, tuple(longest), width, odd, padding)
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -64,7 +66,7 @@ class Division:
 
     def comes_again(self, number: int) -> bool:
         """Whether other batches, too, are expected to have a micro-batch of this one's shape."""
-        return self.full is None or number < self.full
+        return number != self.odd
 
     def indices(self, group: Indices) -> list[int]:
         """Return the numbers of a group's samples."""

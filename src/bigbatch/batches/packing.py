@@ -15,6 +15,7 @@ from bigbatch.batches.splitting import Batch, leaves, mapped
 from bigbatch.errors import BatchError
 from bigbatch.options import Options
 
+_FEW = 2**15  # elements that torch handles on one thread
 _LEAST_STEP = 8  # between two widths; what matrix products like
 
 
@@ -129,16 +130,31 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
             "Give a function instead:  Options(lengths=lambda batch: (batch[0] != pad).sum(1))"
         )
         raise BatchError(msg)
-    kept = mask.bool()
-    lengths: Tensor = kept.sum(1)
     places = torch.arange(mask.shape[1], device=mask.device)
-    if not torch.equal(kept, places < lengths[:, None]):
+    lengths, is_prefix = [], True
+    for rows in in_parts(mask):
+        kept = rows.bool()
+        lengths.append(kept.sum(1))
+        is_prefix = is_prefix and torch.equal(kept, places < lengths[-1][:, None])
+    if not is_prefix:
         msg = (
             f"the mask {name!r} has gaps or padding on the left; only padding on the right can be trimmed.\n"
             'Set tokenizer.padding_side = "right".'
         )
         raise BatchError(msg)
-    return lengths
+    return torch.cat(lengths)
+
+
+def in_parts(table: Tensor) -> Sequence[Tensor]:
+    """Cut a table in host memory into rows of few elements: a CPU's threads take longer to meet than to work on them.
+
+    The device waits for what is done with a batch before its first micro-batch, and on a busy host every meeting of
+    sixteen threads may take milliseconds.
+    """
+    if table.device.type != "cpu":
+        return (table,)
+    parts: Sequence[Tensor] = table.split(max(_FEW // max(table[:1].numel(), 1), 1))
+    return parts
 
 
 def width_of(batch: Batch, longest: int) -> int:
@@ -161,15 +177,10 @@ def trimmed(batch: Batch, width: int, longest: int) -> Batch:
 def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> None:
     """Raise where what would be cut off is not padding: beyond the lengths, all samples should be alike."""
     shortest = min(range(batch.size), key=lambda i: lengths[i])
-    beyond: dict[torch.device, Tensor] = {}
     for path, leaf in leaves(batch.whole):
         if path not in batch.sampled or not _is_wide(leaf) or leaf.shape[1] != width:
             continue
-        if leaf.device not in beyond:
-            ends = torch.tensor(lengths, device=leaf.device)
-            beyond[leaf.device] = torch.arange(width, device=leaf.device) >= ends[:, None]
-        alike = leaf == leaf[shortest]  # a constant, or places counted on
-        if not bool(alike[beyond[leaf.device]].all()):
+        if not _is_padding(leaf, torch.tensor(lengths, device=leaf.device), leaf[shortest]):
             msg = (
                 f"{path} is as wide as the padded batch ({width}), and beyond its samples' lengths it differs from "
                 "sample to sample: it is no padding, and trimming it would lose data.\n"
@@ -177,6 +188,17 @@ def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> 
                 "tensor has no places at all, reshape it, as to (samples, 1, features)."
             )
             raise BatchError(msg)
+
+
+def _is_padding(leaf: Tensor, lengths: Tensor, like: Tensor) -> bool:
+    """Whether all samples are like this one beyond their lengths: a constant, or places counted on."""
+    places = torch.arange(leaf.shape[1], device=leaf.device)
+    parts = in_parts(leaf)
+    for rows, ends in zip(parts, lengths.split([len(part) for part in parts]), strict=True):
+        within = (places < ends[:, None]).reshape(*ends.shape, -1, *(1,) * (leaf.dim() - 2))
+        if not bool((within | (rows == like)).all()):
+            return False
+    return True
 
 
 def _is_wide(leaf: Any) -> bool:
