@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -653,8 +654,12 @@ def test_a_size_found_on_a_small_batch_is_found_again_on_a_large_one() -> None:
 
     step = BigStep(model, sgd(trained(model)), loss_fn)
     step(PLAIN.batch(2, 0))
-    step(PLAIN.batch(64, 0))
-    assert max(calls) > 2
+    resumed = BigStep(model, sgd(trained(model)), loss_fn)
+    resumed.load_state_dict(step.state_dict())
+    for each in (resumed, step):
+        calls.clear()
+        each(PLAIN.batch(64, 0))
+        assert max(calls) > 2
     calls.clear()
     update = step(PLAIN.batch(100, 0))
     assert len(calls) == update.micro_batches
@@ -728,3 +733,57 @@ def test_a_batch_changed_in_place_is_refused_where_it_would_be_used_again(argume
     with pytest.raises(BatchError, match=r"(?s)changed its batch in place.*or clone"):
         BigStep(model, sgd(trained(model)), loss_fn, **arguments)(case.batch(6, 0))
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+@pytest.mark.parametrize("arguments", [{"memory": 0.9}, {"micro_batch_size": 2}, {"micro_batch_size": 6}], ids=str)
+@pytest.mark.parametrize("case", [PLAIN, SEVERAL[0]], ids=["one count", "several"])
+def test_arrays_that_loss_fn_writes_into(case: Loss, arguments: dict[str, Any]) -> None:
+    """Probing, checking and counting write into copies: samples are normalised once, as in plain training."""
+    model, twin = case.model(), case.model()
+
+    def loss_fn(m: Any, batch: Any) -> Tensor:
+        tensors = {name: torch.as_tensor(leaf) for name, leaf in batch.items()}
+        tensors["x"].sub_(1.0).div_(3.0)
+        return case.loss(m, tensors)
+
+    arrays = {name: leaf.numpy().copy() for name, leaf in case.batch(6, 0).items()}
+    BigStep(model, sgd(trained(model)), loss_fn, **arguments)(arrays)
+    loss_fn(twin, case.batch(6, 0)).backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+    assert all(np.array_equal(arrays[name], leaf.numpy()) for name, leaf in case.batch(6, 0).items())
+
+
+@pytest.mark.parametrize("arguments", [{"memory": 0.9}, {"micro_batch_size": 2}], ids=["probes", "checks"])
+@pytest.mark.parametrize("how", ["tensors", "arrays", "entries"])
+def test_collate_that_changes_its_samples(how: str, arguments: dict[str, Any]) -> None:
+    """Tensors that it has written into are refused, and not called coupled; all else is its own to change."""
+
+    def samples() -> list[Any]:
+        batch = PLAIN.batch(6, 0)
+        return [
+            {name: leaf[i].numpy() if how == "arrays" else leaf[i] for name, leaf in batch.items()} for i in range(6)
+        ]
+
+    def collate(chosen: list[Any]) -> Batch:
+        for sample in chosen:
+            if how == "entries":
+                sample["x"] = (sample["x"] - 1) / 3
+            else:
+                sample["x"] -= 1
+                sample["x"] /= 3
+        found: Batch = torch.utils.data.default_collate(chosen)
+        return found
+
+    model, twin = PLAIN.model(), PLAIN.model()
+    before = weights(model)
+    step = BigStep(model, sgd(trained(model)), PLAIN.loss, options=Options(collate=collate), **arguments)
+    if how == "tensors":
+        with pytest.raises(BatchError, match=r"(?s)collate has changed its samples in place.*or clone"):
+            step(samples())
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+        return
+    step(samples())
+    PLAIN.loss(twin, collate(samples())).backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-12

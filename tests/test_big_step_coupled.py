@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
+from bigbatch.micro_steps.calming import without_dropout
 from bigbatch.micro_steps.coupling import Part
 from tests.bombs import Restless, everything, restless_loss, seed
 from tests.reference import sgd, trained, weights
@@ -366,3 +367,195 @@ def test_coupling_that_only_training_shows_is_seen_beside_dropout() -> None:
     )
     with pytest.raises(CoupledLoss):
         step(torch.randn(8, 4) + 3)
+
+
+# Dropout that is no module of its own: training mode stays on while it is looked for coupled samples.
+
+
+class DropPath(nn.Module):
+    """Drops whole samples by its own numbers, as libraries of image models do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Nothing where it is not training."""
+        return x * x.new_empty(len(x), 1).bernoulli_(0.5) if self.training else x
+
+
+class Inside(nn.Module):
+    """Something random between two layers, and perhaps samples that are centred in training alone."""
+
+    def __init__(
+        self, drop: Callable[[Tensor, bool], Tensor], *, coupled: bool, parts: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 8), nn.Linear(8, CLASSES)
+        self.drop, self.coupled, self.parts = drop, coupled, parts
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Layer, something, layer."""
+        hidden = self.first(x)
+        if self.training and self.coupled:
+            hidden = hidden - hidden.mean(0)
+        if self.parts is not None:
+            hidden = self.parts(hidden)
+        return self.last(hidden + self.drop(hidden, self.training))
+
+
+class Recurrent(nn.Module):
+    """Two layers with dropout between them, which only the recurrent module knows of."""
+
+    def __init__(self, kind: Callable[..., nn.Module]) -> None:
+        super().__init__()
+        self.body = kind(8, 8, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One step of one sequence per sample."""
+        return self.body(x[:, None])[0][:, 0]
+
+
+class Attending(nn.Module):
+    """Attention within a sample, with dropout of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Two places per sample."""
+        places = x.unflatten(1, (2, 4))
+        return self.body(places, places, places, need_weights=False)[0].flatten(1)
+
+
+def _attended(h: Tensor, training: bool) -> Tensor:
+    places = h.unflatten(1, (2, 4))
+    return F.scaled_dot_product_attention(places, places, places, dropout_p=0.5 if training else 0.0).flatten(1)
+
+
+def _nothing(h: Tensor, training: bool) -> Tensor:
+    del training
+    return torch.zeros_like(h)
+
+
+DROPS: dict[str, tuple[Callable[[Tensor, bool], Tensor], Callable[[], nn.Module] | None]] = {
+    "F.dropout": (lambda h, on: F.dropout(h, 0.5, on), None),
+    "F.dropout in place": (lambda h, on: F.dropout(h.clone(), training=on, inplace=True), None),
+    "F.dropout by names": (lambda h, on: F.dropout(input=h, p=0.5, training=on), None),
+    "F.alpha_dropout": (lambda h, on: F.alpha_dropout(h, 0.5, on), None),
+    "F.feature_alpha_dropout": (lambda h, on: F.feature_alpha_dropout(h[..., None], 0.5, on)[..., 0], None),
+    "F.dropout1d": (lambda h, on: F.dropout1d(h[..., None], 0.5, on)[..., 0], None),
+    "F.dropout2d": (lambda h, on: F.dropout2d(h[..., None, None], 0.5, on)[..., 0, 0], None),
+    "torch.dropout": (lambda h, on: torch.dropout(h, 0.5, on), None),
+    "torch.dropout_": (lambda h, on: torch.dropout_(h.clone(), 0.5, on), None),
+    "torch.native_dropout": (lambda h, on: torch.native_dropout(h, 0.5, on)[0], None),
+    "torch.ops.aten.dropout": (lambda h, on: torch.ops.aten.dropout.default(h, 0.5, on), None),
+    "F.rrelu": (lambda h, on: F.rrelu(h, training=on), None),
+    "torch.rrelu": (lambda h, on: torch.rrelu(h, 0.1, 0.4, on), None),
+    "attention": (_attended, None),
+    "multi-head attention": (_nothing, Attending),
+    "LSTM": (_nothing, lambda: Recurrent(nn.LSTM)),
+    "GRU": (_nothing, lambda: Recurrent(nn.GRU)),
+    "RReLU": (_nothing, nn.RReLU),
+    "DropPath": (_nothing, DropPath),
+}
+
+
+def dropping(what: str, *, coupled: bool, size: int = 4) -> tuple[BigStep, nn.Module]:
+    """A step of a model with some dropout."""
+    drop, parts = DROPS[what]
+    model = seeded(lambda: Inside(drop, coupled=coupled, parts=parts and parts()))()
+    return BigStep(model, sgd(trained(model)), plain, micro_batch_size=size), model
+
+
+@pytest.mark.parametrize("what", DROPS)
+def test_no_dropout_hides_what_couples_samples_in_training(what: str) -> None:
+    """It is turned off without leaving training mode, and nothing is changed."""
+    step, model = dropping(what, coupled=True)
+    before = [module.training for module in model.modules()]
+    with pytest.raises(CoupledLoss, match=COUPLED):
+        step(rows(8, 0))
+    assert [module.training for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("what", DROPS)
+def test_dropout_alone_is_neither_accused_nor_left_unchecked(what: str) -> None:
+    """There is no warning, and afterwards it drops again."""
+    step, model = dropping(what, coupled=False)
+    x = rows(8, 0)["x"]
+    assert step(rows(8, 0)).micro_batches == 2
+    assert not torch.equal(model(x), model(x))
+    with without_dropout([model]):
+        assert torch.equal(model(x), model(x))
+        assert model.training
+
+
+def test_functions_drop_again_after_an_error() -> None:
+    """What was turned off to look is on, whatever happened."""
+
+    def fail() -> None:
+        with without_dropout([]):
+            assert torch.equal(F.dropout(torch.ones(64)), torch.ones(64))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert not torch.equal(F.dropout(torch.ones(64)), torch.ones(64))
+
+
+class Noisy(nn.Module):
+    """Adds noise in training that no dropout is, and may centre its samples."""
+
+    def __init__(self, centred: str = "never") -> None:
+        super().__init__()
+        self.first, self.last, self.centred = nn.Linear(3, 8), nn.Linear(8, CLASSES), centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Layer, noise, layer."""
+        hidden = self.first(x)
+        if self.centred == "always" or (self.training and self.centred == "training"):
+            hidden = hidden - hidden.mean(0)
+        return self.last(hidden + torch.randn_like(hidden) if self.training else hidden)
+
+
+@pytest.mark.parametrize("centred", ["never", "training"])
+def test_a_look_in_evaluation_mode_alone_is_said_once(centred: str) -> None:
+    """What it cannot show is named, at the line that made the step."""
+    model = seeded(lambda: Noisy(centred))()
+    step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)
+    with pytest.warns(UserWarning, match=r"in evaluation mode alone.*only in training.*look.* at padding") as caught:
+        _ = [step(rows(8, number)) for number in range(2)]
+    assert [(each.filename, each.category) for each in caught] == [(__file__, UserWarning)]
+
+
+def test_coupling_that_evaluation_mode_shows_is_refused_beside_noise() -> None:
+    """The refusal comes before the warning."""
+    model = seeded(lambda: Noisy("always"))()
+    step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)
+    with pytest.raises(CoupledLoss, match=COUPLED):  # a warning would be the error here
+        step(rows(8, 0))
+
+
+class OwnBatchNorm(nn.Module):
+    """A BatchNorm that no layer of torch's is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """By the batch in training, by constants otherwise."""
+        mean, variance = x.new_zeros(8), x.new_ones(8)
+        return F.batch_norm(x, mean, variance, training=self.training)
+
+
+@pytest.mark.parametrize(
+    ("between", "said"),
+    [
+        (lambda: nn.BatchNorm1d(8), False),
+        (lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)), False),
+        (OwnBatchNorm, True),
+    ],
+)
+def test_accepted_statistics_do_not_hide_what_else_training_does(between: Any, said: bool) -> None:
+    """BatchNorm rests for the look, and the rest stays in training; where that cannot be told apart it is said."""
+    micro = Options(batch_norm="micro")
+    for coupled in (False, True):
+        model = seeded(lambda: Inside(_nothing, coupled=coupled, parts=between()))()  # noqa: B023 - called at once
+        step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4, options=micro)
+        expected = said or coupled
+        with pytest.warns(UserWarning, match="in evaluation mode alone") if expected else nullcontext():
+            step(rows(8, 0))

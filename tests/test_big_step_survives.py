@@ -53,7 +53,8 @@ class Session:
 
 def learned(step: BigStep) -> int:
     """The one size that was learned."""
-    (size,) = step.state_dict()["sizes"].values()
+    (found,) = step.state_dict()["sizes"].values()
+    size: int = found["size"]
     return size
 
 
@@ -219,6 +220,32 @@ def test_probing_takes_failures_for_an_answer() -> None:
     seen = len(bomb.seen)
     session.step(rows(9, 1))
     assert len(bomb.seen) - seen == -(-9 // learned(session.step))  # no further probes
+
+
+class Wandering(torch.optim.SGD):
+    """Adds noise to every step, as an optimizer that samples weights does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Move, and add noise."""
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+def test_probing_draws_no_numbers_of_an_optimizer_that_does() -> None:
+    """The state to come is seen on a twin, whose step is not the training's: the update is that of a given size."""
+    found: list[list[Tensor]] = []
+    size: Any = "auto"
+    for _ in range(2):
+        seed()
+        model = PLAIN.model()
+        step = BigStep(model, Wandering(trained(model), lr=0.1), PLAIN.loss, micro_batch_size=size)
+        step(PLAIN.batch(6, 0))
+        found.append([*weights(model), torch.rand(3)])
+        size = learned(step) if size == "auto" else size
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_probing_a_sample_that_does_not_fit() -> None:

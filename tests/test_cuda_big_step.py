@@ -599,7 +599,7 @@ def test_running_out_of_memory_for_real_loses_nothing(cuda_graph: bool) -> None:
         return network, updates, step
 
     mine, updates, step = trained(16384, 4.0 * 2**30)
-    learned = next(iter(step.state_dict()["sizes"].values()))
+    learned = next(iter(step.state_dict()["sizes"].values()))["size"]
     assert learned < 16384
     true, _, _ = trained(learned, None)
     assert distance(mine, true) < 1e-6

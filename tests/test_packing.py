@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bigbatch import BigStep, Options
+from bigbatch import BigStep, Options, counted
 from bigbatch.batches.packing import Padding, lengths_of, pack, pack_alike, rounded, width_of
 from bigbatch.batches.splitting import Batch as Cut
 from bigbatch.errors import BatchError, CoupledLoss, LossError
@@ -37,19 +37,25 @@ def test_every_sample_is_in_one_group_within_the_budget(lengths: list[int], budg
         assert len(group) == 1 or len(group) * max(1, *(lengths[i] for i in group)) <= budget
 
 
-@given(st.lists(st.integers(0, 300), min_size=1, max_size=60), st.integers(1, 900), st.integers(0, 70))
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=60),
+    st.integers(1, 900),
+    st.integers(0, 70),
+    st.none() | st.integers(1, 20),
+)
 @settings(max_examples=150)
-def test_groups_that_should_be_alike_are(lengths: list[int], budget: int, extra: int) -> None:
-    """Every sample once, wide enough, within the budget; all but the last as many as their width allows."""
+def test_groups_that_should_be_alike_are(lengths: list[int], budget: int, extra: int, most: int | None) -> None:
+    """Every sample once, wide enough, within the budget; all but the last as many as their width and `most` allow."""
     width = max(*lengths, 1) + extra
-    *full, last = pack_alike(lengths, budget, width)
+    *full, last = pack_alike(lengths, budget, width, most)
     assert sorted(i for group, _ in (*full, last) for i in group) == list(range(len(lengths)))
     for group, wide in (*full, last):
         assert max(lengths[i] for i in group) <= wide <= width
         assert wide == width or wide == rounded(wide)
         assert len(group) == 1 or len(group) * wide <= budget
-    assert all(len(group) == max(budget // wide, 1) for group, wide in full)
-    assert len(last[0]) <= max(budget // last[1], 1)
+    allowed = most or len(lengths)
+    assert all(len(group) == min(max(budget // wide, 1), allowed) for group, wide in full)
+    assert len(last[0]) <= min(max(budget // last[1], 1), allowed)
 
 
 def test_few_widths_serve_all_lengths() -> None:
@@ -236,10 +242,39 @@ def test_packing_by_auto() -> None:
     batch = text([3, 7, 1, 5, 7, 2])
     step = BigStep(model, sgd(trained(model)), token_loss, options=Options(lengths="attention_mask"))
     step(batch)
-    assert list(step.state_dict()["sizes"]) == ["tokens"]
+    assert list(step.state_dict()["sizes"]) == ["tokens [7]"]
     token_loss(twin, batch).backward()
     sgd(trained(twin)).step()
     assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+@given(lengths=lengths_lists, budget=budgets, extra=st.integers(0, 3), most=st.none() | st.integers(1, 4))
+@settings(max_examples=60)
+def test_loss_fn_sees_micro_batches_as_wide_as_they_must_be(
+    lengths: list[int], budget: int, extra: int, most: int | None
+) -> None:
+    """Every tensor with places is trimmed to the longest of its micro-batch: that is what packing is for."""
+    assume(any(lengths))
+    model, seen = attentive(), list[Batch]()
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        seen.append(batch)
+        return token_loss(m, batch)
+
+    options = Options(lengths="attention_mask", token_budget=budget, check=False)
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=most or "auto", options=options)
+    step(text(lengths, 0, extra))
+    seen.clear()  # the first step looks at padding, too
+    step(text(lengths, 1, extra))
+    for batch in seen:
+        longest = max(1, int(batch["lengths"].max()))
+        number = len(batch["lengths"])
+        for name in ("tokens", "attention_mask", "labels", "position_ids"):
+            assert batch[name].shape == (number, longest)
+        assert number == 1 or number * longest <= budget
+        assert number <= (most or number)
+    assert step.padding is not None
+    assert step.padding.padded == sum(batch["tokens"].numel() for batch in seen)
 
 
 # Extras.
@@ -317,8 +352,133 @@ def test_counted_padding_is_refused_where_the_loss_is_the_same() -> None:
         return F.cross_entropy(m(batch["tokens"], batch["attention_mask"]).flatten(0, 1), batch["tokens"].flatten())
 
     step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="attention_mask", token_budget=10))
-    with pytest.raises(BatchError, match=r"with it the loss is 1\.38629 over 14, without it 1\.38629 over 4"):
+    with pytest.raises(BatchError, match=r"with it the loss is 1\.38629 over 7, without it 1\.38629 over 2"):
         step(text([2, 7, 1, 5, 7, 3]))
+
+
+def random_places(model: Any, batch: Batch) -> Tensor:
+    """A mean over all places of a loss with noise: its value says nothing, and its count does."""
+    return all_places(model, batch) + 0 * torch.rand(()).double()
+
+
+def random_targets(model: Any, batch: Batch) -> Tensor:
+    """Tokens to predict are drawn, so counts are random, and padding is none of them."""
+    labels = torch.where(torch.rand(batch["labels"].shape) < 0.3, batch["labels"], -100)
+    labels[0, 0] = batch["labels"][0, 0]  # at least one
+    logits = model(batch["tokens"], batch["attention_mask"])
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def noisy_tokens(model: Any, batch: Batch) -> Tensor:
+    """Noise in a loss that leaves padding alone."""
+    return token_loss(model, batch) + 0 * torch.rand(()).double()
+
+
+@pytest.mark.parametrize("budget", [10, 21])
+@pytest.mark.parametrize(("loss_fn", "check"), [(random_places, True), (random_places, False), (all_places, False)])
+def test_counted_padding_is_refused_by_its_count(loss_fn: Any, check: bool, budget: int) -> None:
+    """Where values are random, or nobody asked to compare them; nothing is changed."""
+    step = step_for(loss_fn, check=check, token_budget=budget)
+    with pytest.raises(BatchError, match=r"(?s)this loss counts padding: .* over 28, without it|over 56, without it"):
+        step(text([2, 7, 1, 5, 7, 3]))
+
+
+def test_what_a_look_at_padding_may_take() -> None:
+    """Without the check, two small forwards in the first batch with padding, and none later."""
+    calls: list[Any] = []
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        calls.append(tuple(batch["tokens"].shape))
+        return token_loss(m, batch)
+
+    step = step_for(loss_fn, check=False, token_budget=14)
+    for number, shapes in enumerate(([], [(2, 7), (2, 2)], [])):
+        calls.clear()
+        batch = text([7, 7] if not number else [2, 7, 1, 7], number)
+        update = step(batch)
+        assert calls[: -update.micro_batches] == shapes
+
+
+def test_random_counts_are_not_taken_for_padding() -> None:
+    """A loss that draws its targets is over another number of them every time."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        for check in (True, False):
+            step_for(random_targets, check=check)(text([2, 7, 1, 5, 7, 3], seed))
+
+
+@pytest.mark.filterwarnings("default:this loss draws random numbers:UserWarning")
+def test_padding_that_could_not_be_compared_is_said() -> None:
+    """Counts were seen, values were not: once, with both things that are unknown now."""
+    step = step_for(noisy_tokens)
+    with pytest.warns(UserWarning, match="samples are coupled.*the same without its padding") as caught:
+        _ = [step(text([2, 7, 1, 5, 7, 3], number)) for number in range(2)]
+    assert [each.filename for each in caught] == [__file__]
+
+
+class _Text(NamedTuple):
+    tokens: Tensor
+    labels: Tensor
+
+
+def texts(lengths: Sequence[int]) -> list[_Text]:
+    """A list of samples, each of its own length."""
+    batch = text(lengths)
+    pairs = zip(batch["tokens"], batch["labels"], lengths, strict=True)
+    return [_Text(tokens[:length], labels[:length]) for tokens, labels, length in pairs]
+
+
+def collated(samples: list[_Text]) -> Batch:
+    """Pad to the longest."""
+    pad = nn.utils.rnn.pad_sequence
+    return {
+        "tokens": pad([sample.tokens for sample in samples], batch_first=True),
+        "attention_mask": pad([torch.ones_like(sample.tokens) for sample in samples], batch_first=True),
+        "labels": pad([sample.labels for sample in samples], batch_first=True, padding_value=-100),
+        "position_ids": torch.arange(max(len(sample.tokens) for sample in samples)).repeat(len(samples), 1),
+    }
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("budget", [7, 14])
+@pytest.mark.parametrize("loss_fn", [random_places, noisy_tokens, random_targets, token_loss])
+def test_padding_that_collate_makes(loss_fn: Any, budget: int, check: bool) -> None:
+    """Counted beside a longer sample, and not alone: refused; all else is well."""
+    step = step_for(
+        loss_fn, check=check, collate=collated, token_budget=budget, lengths=lambda b: [len(s.tokens) for s in b]
+    )
+    if loss_fn is random_places:
+        with pytest.raises(BatchError, match=r"this loss counts padding: .* over 56, without it .* over 32"):
+            step(texts([2, 7, 1, 5, 7, 3]))
+    else:
+        step(texts([2, 7, 1, 5, 7, 3]))
+
+
+def test_a_count_of_the_users_own_is_not_taken_for_padding() -> None:
+    """counted(loss, 1) is over as much for two samples as for one."""
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        return counted(token_loss(m, batch), 1)
+
+    step_for(loss_fn, check=False, collate=collated, lengths=lambda b: [len(s.tokens) for s in b])(texts([2, 7, 1]))
+
+
+@given(lengths=lengths_lists, budget=budgets, check=st.booleans(), lists=st.booleans())
+@settings(max_examples=60)
+def test_no_look_takes_more_memory_than_the_step(lengths: list[int], budget: int, check: bool, lists: bool) -> None:
+    """Whatever has a graph has at most the budget's tokens, or one sample; where that is not to be had, it may fail."""
+    lengths = [max(length, 1) for length in lengths]
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        number, width = batch["tokens"].shape
+        if torch.is_grad_enabled() and number * width > max(budget, *lengths):
+            raise torch.OutOfMemoryError
+        return token_loss(m, batch)
+
+    how: dict[str, Any] = {"collate": collated, "lengths": lambda b: [len(s.tokens) for s in b]} if lists else {}
+    step = step_for(loss_fn, check=check, token_budget=budget, **how)
+    step(texts(lengths) if lists else text(lengths))
+    assert step.state_dict()["sizes"] == {}  # nothing failed
 
 
 def test_padding_is_looked_at_in_the_first_batch_that_has_any() -> None:

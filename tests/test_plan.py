@@ -1,9 +1,11 @@
 """A plan, in Python and on the command line."""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,7 @@ from bigbatch.errors import BatchError, BatchNormError, ConfigurationError
 from bigbatch.memory.sizing import Choice, Probe
 from bigbatch.planning.plan import make_plan, plan
 from bigbatch.planning.report import Plan, advice
+from tests.bombs import seed
 
 Batch = tuple[Tensor, Tensor]
 GIB = 1 << 30
@@ -69,6 +72,38 @@ def test_a_plan_leaves_everything_as_it_was() -> None:
     assert (gradient == 1).all()
     assert not optimizer.state
     assert torch.equal(torch.get_rng_state(), random)
+
+
+class Restless(torch.optim.SGD):
+    """An optimizer whose step draws from every generator, as one that samples weights does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Move, and add noise."""
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=random.random() * np.random.rand())  # noqa: NPY002, S311 - those restored
+
+
+@pytest.mark.parametrize("memory", [None, "1GiB"], ids=["measured", "traced"])
+def test_a_plan_leaves_the_generators_as_they_were(memory: str | None) -> None:
+    """Whoever draws from them: the model, the loss or the optimizer."""
+    network, given = nn.Sequential(nn.Linear(64, 8), nn.Dropout(0.5)), batch()
+
+    def noisy(m: nn.Module, samples: Batch) -> Tensor:
+        return (m(samples[0]) * (1 + random.random() + np.random.rand())).square().mean()  # noqa: NPY002, S311
+
+    seed()
+    numbers = draw()
+    seed()
+    plan(network, noisy, given, optimizer=Restless(network.parameters(), lr=0.1), memory=memory)
+    assert draw() == numbers
+
+
+def draw() -> tuple[float, float, float]:
+    """One number of each generator."""
+    return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002, S311 - those that are restored
 
 
 def test_a_plan_that_is_measured() -> None:

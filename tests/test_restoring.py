@@ -96,6 +96,36 @@ def test_a_frozen_batch_norm_that_begins_to_train() -> None:
     assert model.values() == before
 
 
+def test_a_buffer_that_is_changed_between_steps() -> None:
+    """It rested in every step, and is written by the user: what is put back is what was there when the step began."""
+    model, habits = Store(), Habits()
+    for _ in range(2):
+        buffers = Buffers([model], habits)
+        habits = buffers.habits()
+    model.table.add_(1)
+    buffers, before = Buffers([model], habits), model.values()
+    model.table.mul_(2)
+    buffers.restore()
+    assert model.values() == before
+    assert model.table[0] == 1
+
+
+def test_a_frozen_batch_norm_whose_first_step_of_training_fails() -> None:
+    """Its statistics have moved without a new version, and a copy from when it was frozen must not be trusted."""
+    model, habits = Store(), Habits()
+    model.norm.eval()
+    for _ in range(2):
+        buffers = Buffers([model], habits)
+        model.norm(torch.randn(4, 3))
+        habits = buffers.habits()
+    model.norm.train()
+    buffers, before = Buffers([model], habits), model.values()
+    model.norm(torch.randn(4, 3))
+    assert model.values() != before
+    buffers.restore()
+    assert model.values() == before
+
+
 def test_buffers_that_never_change_are_copied_once() -> None:
     """The copy of the first step serves all others; what moves is copied anew."""
     model = Store()

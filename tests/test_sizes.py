@@ -1,7 +1,12 @@
 """Sizes are found once, and for ragged batches not over and over."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bigbatch import errors
 from bigbatch.memory.sizes import Sizes
@@ -63,7 +68,139 @@ def test_tokens_are_chosen_for_the_least_expected_time() -> None:
     assert 512 < found <= 512 * 64
 
 
-def test_a_learned_size_that_is_none_is_refused() -> None:
-    """What comes from a file is looked at."""
+class Attention:
+    """A device that a model with attention runs on: what samples take grows by the square of their length."""
+
+    def __init__(self, room: int = 1 << 23) -> None:
+        self.room, self.probed = room, list[tuple[int, int]]()
+        self.sizes = Sizes("auto", "1GiB", torch.device("cpu"))
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """A budget for a batch."""
+        return self.sizes.tokens("auto", lengths, self._probe(max(lengths)))
+
+    def _probe(self, longest: int) -> Callable[[int, int], Probe]:
+        def probe(size: int, limit: int) -> Probe:
+            self.probed.append((size, longest))
+            return Probe(size, size * longest**2 * limit // self.room, 0.1 + 1e-6 * size * longest)
+
+        return probe
+
+    def holds(self, budget: int, longest: int) -> bool:
+        """Whether as many of these samples as a budget allows fit."""
+        return max(budget // longest, 1) * longest**2 <= self.room
+
+
+def test_a_budget_of_tokens_is_found_again_for_longer_samples() -> None:
+    """What fits at 16 would be sixty-four times too much at 1,024; back at 16, and again at 1,024, it is known."""
+    device = Attention()
+    short = device.tokens([16] * 4096)
+    probes = len(device.probed)
+    assert device.holds(short, 16)
+    assert not device.holds(short, 1024)
+    long = device.tokens([1024] * 8)
+    assert device.holds(long, 1024)
+    assert len(device.probed) > probes
+    probes = len(device.probed)
+    assert [device.tokens([16] * 4096), device.tokens([1024] * 8), device.tokens([16] * 4096)] == [short, long, short]
+    assert device.tokens([900] * 8) == long  # found for longer ones
+    assert len(device.probed) == probes
+
+
+def test_samples_that_are_a_little_longer_cost_no_probe() -> None:
+    """They get as many tokens less as they are longer; beyond a quarter it is found anew."""
+    device = Attention()
+    found = device.tokens([100] * 64)
+    probes = len(device.probed)
+    for longest in range(101, 126):
+        assert device.tokens([longest] * 64) == found * 100 // longest
+        assert device.holds(device.tokens([longest] * 64), longest)
+    assert len(device.probed) == probes
+    device.tokens([126] * 64)
+    assert len(device.probed) > probes
+
+
+@given(st.lists(st.tuples(st.integers(1, 4096), st.integers(1, 4096)), min_size=1, max_size=60))
+@settings(max_examples=60)
+def test_budgets_of_any_batches_fit_and_are_rarely_looked_for(batches: list[tuple[int, int]]) -> None:
+    """Longest samples and numbers of them in any order: the second time round nothing is probed."""
+    device = Attention(1 << 26)
+    for again in (False, True):
+        device.probed.clear()
+        for longest, number in batches:
+            assert device.holds(device.tokens([longest] * number), longest)
+        assert not again or not device.probed
+
+
+def test_lengths_that_grow_slowly_are_not_looked_at_every_time() -> None:
+    """A word more in every batch: each look serves until samples are longer by a quarter."""
+    device = Attention()
+    looks = 0
+    for longest in range(16, 513):
+        before = len(device.probed)
+        device.tokens([longest] * 64)
+        looks += len(device.probed) > before
+    assert looks <= 17
+
+
+def test_a_budget_that_failed_is_never_exceeded() -> None:
+    """Not by what was found before, nor by what is found for longer samples."""
+    device = Attention()
+    assert device.tokens([16] * 4096) > 100
+    device.sizes.learn("tokens", 100)
+    probes = len(device.probed)
+    assert device.tokens([16] * 4096) == 100
+    assert len(device.probed) == probes
+    assert device.tokens([64] * 4096) == 100
+    assert device.sizes.tokens(40, [64] * 4096, device._probe(64)) == 40
+
+
+def test_what_was_learned_is_saved_with_what_it_was_found_with() -> None:
+    """A size found on two samples is found again on many, also when it came from a file; so are budgets."""
+    asked: list[int] = []
+    found, probe = sizes(asked)
+    found.samples("batch int64 [128]", 2, probe)  # type: ignore[arg-type]
+    device = Attention()
+    device.tokens([16] * 4)
+    found.learn("other", 3)
+    state = {**found.state_dict(), **device.sizes.state_dict()}
+    assert state == {
+        "batch int64 [128]": {"size": 2, "samples": 2},
+        "other": {"size": 3},
+        "tokens [16]": {"size": 64, "samples": 4},
+    }
+    resumed = Sizes("auto", "1GiB", torch.device("cpu"))
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    asked.clear()
+    assert resumed.samples("batch int64 [128]", 4, probe) == 2  # type: ignore[arg-type]
+    assert resumed.samples("other", 4096, probe) == 3  # type: ignore[arg-type]
+    assert not asked
+    assert resumed.samples("batch int64 [128]", 64, probe) == 8  # type: ignore[arg-type]
+    device.sizes, device.probed = resumed, []
+    assert device.tokens([16] * 4) == 64
+    assert not device.probed
+    assert device.tokens([16] * 64) > 64
+
+
+def test_states_without_what_a_size_was_found_with_are_read() -> None:
+    """As they were written before: a size alone is taken at its word."""
+    resumed = Sizes("auto", "1GiB", torch.device("cpu"))
+    resumed.load_state_dict({"batch int64 [128]": 2, "tokens": 64})
+    asked: list[int] = []
+    _, probe = sizes(asked)
+    assert resumed.samples("batch int64 [128]", 4096, probe) == 2  # type: ignore[arg-type]
+    assert resumed.tokens("auto", [16] * 4096, probe) == 64  # type: ignore[arg-type]
+    assert not asked
+
+
+@pytest.mark.parametrize(
+    "found", [0, True, "2", None, {}, {"samples": 2}, {"size": 2, "samples": 0}, {"size": 2, "a": 1}]
+)
+def test_a_learned_size_that_is_none_is_refused(found: Any) -> None:
+    """What comes from a file is looked at, and taken whole or not at all."""
+    kept = Sizes("auto", None, torch.device("cpu"))
+    kept.learn("x", 1)
     with pytest.raises(errors.StateError, match="positive integer"):
-        Sizes("auto", None, torch.device("cpu")).load_state_dict({"batch": 0})
+        kept.load_state_dict({"good": 1, "batch": found})
+    assert list(kept.state_dict()) == ["x"]

@@ -1,13 +1,16 @@
 """Cutting a batch: every sample once, in order, in the structure it came in; what has no samples goes along whole."""
 
-from typing import Any
+import dataclasses
+from collections import OrderedDict, UserDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from bigbatch.batches.division import Division
 from bigbatch.batches.joining import detached, joined
@@ -145,6 +148,106 @@ def test_a_batch_changed_in_place_is_noticed() -> None:
     batch.take(slice(0, 2))["x"].add_(1)
     with pytest.raises(BatchError, match="changed its batch in place"):
         batch.refuse_changed()
+
+
+def test_arrays_may_be_written_into() -> None:
+    """Nothing tells when an array was changed, so every micro-batch has its own: those that all share, too."""
+    x, weight = np.arange(12.0).reshape(4, 3), np.ones(3)
+    batch = Batch.of({"x": x, "weight": weight, "tensor": torch.zeros(4)})
+    for indices in (slice(0, 4), slice(1, 3), [2, 0]):
+        taken = batch.take(indices)
+        taken["x"] -= 5
+        taken["weight"][:] = 0
+    assert np.array_equal(x, np.arange(12.0).reshape(4, 3))
+    assert np.array_equal(weight, np.ones(3))
+    batch.refuse_changed()
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One sample."""
+
+    x: Any
+    names: Any = ()
+
+
+class Pair(NamedTuple):
+    """Another."""
+
+    x: Any
+    names: Any
+
+
+packed = nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
+HOLDERS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x,
+    "dict": lambda x: {"x": x, "n": 1},
+    "ordered": lambda x: OrderedDict(x=x),
+    "user dict": lambda x: UserDict(x=x),
+    "list": lambda x: [3, x, "a"],
+    "tuple": lambda x: (3, x),
+    "named": lambda x: Pair(x, ["a"]),
+    "dataclass": Row,
+    "nested": lambda x: {"a": [(x, {"b": Row({"x": x})})]},
+    "with a packed sequence": lambda x: (packed, x),
+    "many": lambda x: [x, *range(40)],
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_samples_that_collate_may_take_apart(holder: str) -> None:
+    """Whatever holds them: arrays are its own, tensors are the same, and a change of one is noticed."""
+    hold = HOLDERS[holder]
+    arrays = [hold(np.ones(3)) for _ in range(3)]
+
+    def empty(samples: list[Any]) -> list[Any]:
+        for sample in samples:
+            for leaf in contents(sample):
+                if isinstance(leaf, np.ndarray):
+                    leaf[:] = 0
+        return samples
+
+    made = Batch.of(arrays, collate=empty).take(slice(0, 3))
+    assert [type(sample) for sample in made] == [type(sample) for sample in arrays]
+    assert all((leaf == 1).all() for leaf in contents(arrays) if isinstance(leaf, np.ndarray))
+
+    tensors = [hold(torch.ones(3)) for _ in range(3)]
+    batch = Batch.of(tensors, collate=list)
+    given, taken = (list(filter(torch.is_tensor, contents(each))) for each in (tensors, batch.take([0, 1, 2])))
+    assert all(a is b for a, b in zip(given, taken, strict=True))
+    batch.refuse_changed()
+    given[-1].add_(1)
+    with pytest.raises(BatchError, match="collate has changed its samples in place"):
+        batch.refuse_changed()
+    batch.only([0]).refuse_changed()  # a part of it for a probe
+
+
+def contents(tree: Any) -> Iterator[Any]:
+    """All leaves, plainly."""
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif isinstance(tree, Row):
+        tree = [tree.x, tree.names]
+    elif not isinstance(tree, list | tuple):
+        yield tree
+        return
+    for child in tree:
+        yield from contents(child)
+
+
+def test_collate_may_change_what_holds_a_sample() -> None:
+    """Entries that it pops or replaces are there the next time; long texts are copied and not looked through."""
+    samples: list[Any] = [{"text": list(range(100)), "label": 1} for _ in range(4)]
+
+    def collate(chosen: list[Any]) -> list[int]:
+        for sample in chosen:
+            sample["text"].append(0)
+            sample["text"] = sample["text"][1:]
+        return [sample.pop("label") for sample in chosen]
+
+    batch = Batch.of(samples, collate=collate)
+    assert batch.take(slice(0, 4)) == batch.take([3, 2, 1, 0]) == [1] * 4
+    assert samples == [{"text": list(range(100)), "label": 1} for _ in range(4)]
 
 
 # Joining.

@@ -4,20 +4,19 @@ A batch is a tree: tensors in tuples, named tuples, lists, mappings, dataclasses
 first dimension of those leaves that agree on its size; all other leaves go into every micro-batch as they are.
 """
 
-import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from bigbatch.batches.writing import PLAIN, apart, dataclass_like, is_array, mapping_like, own, versions_of
 from bigbatch.errors import BatchError
 
 Indices: TypeAlias = slice | Sequence[int]
-_PLAIN = (str, bytes, int, float, bool)
 _SHOWN = 8
 
 
@@ -29,7 +28,7 @@ class Batch:
     size: int
     sampled: frozenset[str] = frozenset()  # paths of the leaves that are cut
     collate: Callable[[list[Any]], Any] | None = None
-    versions: tuple[int, ...] = ()  # of its tensors, as it came
+    versions: tuple[tuple[Tensor, int], ...] = ()  # of its tensors, as it came
 
     @classmethod
     def of(
@@ -57,7 +56,7 @@ class Batch:
         size = _agreed({path: length for path, length in lengths.items() if path not in shared}, whole)
         lengths.update({path: len(leaf) for path, leaf in leaves(whole) if _is_plain_list(leaf)})
         sampled = frozenset(path for path, length in lengths.items() if length == size and path not in shared)
-        return cls(whole, size, sampled, versions=_versions(whole))
+        return cls(whole, size, sampled, versions=versions_of(whole))
 
     @classmethod
     def _of_samples(cls, whole: Any, collate: Callable[[list[Any]], Any]) -> "Batch":
@@ -70,7 +69,7 @@ class Batch:
             raise BatchError(msg)
         if not whole:
             raise BatchError(_EMPTY)
-        return cls(whole, len(whole), collate=collate)
+        return cls(whole, len(whole), collate=collate, versions=versions_of(whole))
 
     @property
     def shared(self) -> frozenset[str]:
@@ -84,22 +83,29 @@ class Batch:
         """Return a micro-batch: these samples, in this order, in the structure of the batch."""
         if self.collate is not None:
             chosen = self.whole[indices] if isinstance(indices, slice) else [self.whole[i] for i in indices]
-            return self.collate(list(chosen))
-        return mapped(self.whole, lambda path, leaf: _taken(leaf, indices) if path in self.sampled else leaf)
+            return self.collate([apart(sample) for sample in chosen])
+        return mapped(self.whole, lambda path, leaf: _taken(leaf, indices) if path in self.sampled else own(leaf))
 
     def only(self, indices: Sequence[int]) -> "Batch":
         """Return a batch of some of the samples."""
         if self.collate is not None:
-            return dataclasses.replace(self, whole=[self.whole[i] for i in indices], size=len(indices))
+            return dataclasses.replace(self, whole=[self.whole[i] for i in indices], size=len(indices), versions=())
         return dataclasses.replace(self, whole=self.take(indices), size=len(indices), versions=())
 
     def refuse_changed(self) -> None:
-        """Raise where a forward has written into the batch: the same samples could not be run a second time."""
-        if self.versions and self.versions != _versions(self.whole):
+        """Raise where a forward has written into the batch: the same samples could not be run a second time.
+
+        Tensors tell by their versions. Arrays have none, so each micro-batch has its own.
+        """
+        if any(tensor._version != version for tensor, version in self.versions):  # noqa: SLF001 - torch's own counter
+            who = (
+                "loss_fn has changed its batch in place, and micro-batches on the model's own device are views of it"
+                if self.collate is None
+                else "collate has changed its samples in place"
+            )
             msg = (
-                "loss_fn has changed its batch in place, and micro-batches on the model's own device are views of it: "
-                "running the same samples a second time, as to check or after running out of memory, would train on "
-                "other data. This batch has been changed; the model has not.\n"
+                f"{who}: running the same samples a second time, as to check or after running out of memory, would "
+                "train on other data. This batch has been changed; the model has not.\n"
                 "Write x = (x - mean) / std instead of x.sub_(mean).div_(std), or clone what you change."
             )
             raise BatchError(msg)
@@ -139,9 +145,9 @@ def mapped(tree: Any, function: Callable[[str, Any], Any], path: str = "batch") 
         return function(path, tree)
     made = [mapped(child, function, path + key) for key, child in children]
     if isinstance(tree, Mapping):
-        return _mapping_like(tree, dict(zip(tree, made, strict=True)))
+        return mapping_like(tree, dict(zip(tree, made, strict=True)))
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _dataclass_like(tree, made)
+        return dataclass_like(tree, made)
     if isinstance(tree, tuple):
         return type(tree)(*made) if hasattr(tree, "_fields") else type(tree)(made)
     return made
@@ -162,24 +168,6 @@ def _children(tree: Any) -> list[tuple[str, Any]] | None:
     return None
 
 
-def _mapping_like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
-    if type(tree) is not dict and isinstance(tree, MutableMapping):
-        alike = copy.copy(tree)  # keeps what a subclass carries beside its items
-        if getattr(alike, "data", None) is not None and getattr(alike, "data", None) is getattr(tree, "data", None):
-            alike.data = dict(made)  # type: ignore[attr-defined]  # a UserDict's copy may share its items
-        for key, value in made.items():  # a Hugging Face ModelOutput has no update
-            alike[key] = value
-        return alike
-    return made
-
-
-def _dataclass_like(tree: Any, made: list[Any]) -> Any:
-    alike = copy.copy(tree)  # not made anew: __init__ and __post_init__ may want other things
-    for field, value in zip(dataclasses.fields(tree), made, strict=True):
-        object.__setattr__(alike, field.name, value)  # frozen ones, too
-    return alike
-
-
 def _looks_like_samples(whole: Any) -> bool:
     """Tell a list of samples, each with a number of its own such as a label, from a batch that was collated."""
     if not isinstance(whole, list) or len(whole) < 2:  # noqa: PLR2004 - one sample looks like anything
@@ -195,17 +183,12 @@ def _is_number(leaf: Any) -> bool:
 
 def _is_plain_list(tree: Any) -> bool:
     """Tell a list of texts or numbers, one per sample, from a container."""
-    return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(child, _PLAIN) for child in tree)
+    return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(child, PLAIN) for child in tree)
 
 
 def _length(leaf: Any) -> int | None:
     """Return how many rows a leaf has, where it can have samples: a tensor or an array."""
-    return leaf.shape[0] if (isinstance(leaf, Tensor) or hasattr(leaf, "__array_interface__")) and leaf.ndim else None
-
-
-def _versions(whole: Any) -> tuple[int, ...]:
-    tensors = (leaf for _, leaf in leaves(whole) if isinstance(leaf, Tensor) and not leaf.is_inference())
-    return tuple(leaf._version for leaf in tensors)  # noqa: SLF001 - torch's own counter
+    return leaf.shape[0] if (isinstance(leaf, Tensor) or is_array(leaf)) and leaf.ndim else None
 
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
@@ -216,7 +199,7 @@ def numbers_on(device: torch.device, numbers: Sequence[int]) -> Tensor:
 
 def _taken(leaf: Any, indices: Indices) -> Any:
     if isinstance(indices, slice):
-        return leaf[indices]
+        return own(leaf[indices])
     if isinstance(leaf, Tensor):
         return leaf.index_select(0, numbers_on(leaf.device, indices))
     if isinstance(leaf, list | tuple):

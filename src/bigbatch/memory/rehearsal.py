@@ -34,7 +34,10 @@ class Stage:
         """Set it up; `limit` is what may be held, in bytes."""
         self._models, self._optimizers, self._gradient_dtype, self._device = models, optimizers, gradient_dtype, device
         # A host hands out memory that is only taken when it is written to: state to come is added, not made.
-        awaited = 0 if device.type == "cuda" else sum(number for _, _, number in awaited_state(optimizers))
+        awaited = 0
+        if device.type != "cuda":
+            with untouched(models, optimizers):  # a step may draw random numbers
+                awaited = sum(number for _, _, number in awaited_state(optimizers))
         self._meter = Meter(device, limit, awaited)
 
     def rehearse(self, size: int, run: Callable[[], object]) -> Probe:
@@ -83,7 +86,10 @@ def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) 
 
 
 def awaited_state(optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, torch.dtype, int]]:
-    """Return the state that optimizers will have after their first step: like what, in which type, how many bytes."""
+    """Return the state that optimizers will have after their first step: like what, in which type, how many bytes.
+
+    Small twins of them step: to be called where random generators are put back.
+    """
     found = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:

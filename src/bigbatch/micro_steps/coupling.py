@@ -5,14 +5,12 @@ cut and should not have been. Then a micro-batch's loss is not that of its halve
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn.modules.dropout import _DropoutNd as DROPOUT
 
 from bigbatch.errors import BatchError, CoupledLoss
 from bigbatch.reading.counts import LOW_PRECISION, Kind
@@ -90,20 +88,45 @@ def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:
     raise CoupledLoss(msg)
 
 
-def refuse_counted_padding(padded: Part, cut: Part) -> None:
+def refuse_padding(padded: Part, cut: Part) -> None:
     """Raise where a loss is another one without its padding."""
+    refuse_counted_padding(padded, cut)
+    if not _near(padded.value, cut.value, (padded, cut)) and math.isfinite(padded.value):
+        raise BatchError(_of_padding(padded, cut))
+
+
+def refuse_counted_padding(padded: Part, cut: Part) -> None:
+    """Raise where a loss is over something else without its padding, whatever its value."""
     same = len(padded.counts) == len(cut.counts) and all(
         math.isclose(a, b, rel_tol=_COUNT_TOLERANCE) for a, b in zip(padded.counts, cut.counts, strict=True)
     )
-    if same and (_near(padded.value, cut.value, (padded, cut)) or not math.isfinite(padded.value)):
+    if not same:
+        raise BatchError(_of_padding(padded, cut))
+
+
+def refuse_more_together(together: Part, alone: Sequence[Part]) -> None:
+    """Raise where a loss is over more when samples are padded to one length than when each is alone.
+
+    Less is no padding: counted(loss, 1) is the user's word for any number of samples.
+    """
+    if len({together.kinds, *(part.kinds for part in alone)}) > 1:
         return
-    msg = (
+    added = (math.fsum(row) for row in zip(*(part.counts for part in alone), strict=True))
+    counts = tuple(
+        total if kind == "mean" and number > total * (1 + _COUNT_TOLERANCE) else number
+        for kind, number, total in zip(together.kinds, together.counts, added, strict=True)
+    )
+    value = combined(alone)
+    refuse_counted_padding(together, together._replace(value=math.nan if value is None else value, counts=counts))
+
+
+def _of_padding(padded: Part, cut: Part) -> str:
+    return (
         f"this loss counts padding: with it the loss is {padded.value:.6g} over {_listed(padded.counts)}, without it "
         f"{cut.value:.6g} over {_listed(cut.counts)}. Packing would change it, so it is refused; nothing was changed.\n"
         "Have the loss ignore padding, as cross_entropy ignores labels of -100, and give the model its attention mask; "
         "or take lengths= out."
     )
-    raise BatchError(msg)
 
 
 def _near(one: float, other: float, parts: Sequence[Part]) -> bool:
@@ -135,18 +158,3 @@ def _low_inside(loss: Tensor) -> bool:
             return True
         stack.extend(below for below, _ in edges(node))
     return False
-
-
-@contextmanager
-def calm(models: Sequence[nn.Module], *, dropout_alone: bool = False) -> Iterator[None]:
-    """Turn dropout off, and in full evaluation mode also its like: what training alone would show is hidden then."""
-    modules = (module for model in models for module in model.modules())
-    chosen = (module for module in modules if not dropout_alone or isinstance(module, DROPOUT))
-    training = [(module, module.training) for module in chosen]
-    for module, _ in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, was in training:
-            module.training = was

@@ -2,25 +2,49 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from bigbatch.batches.division import Division
 from bigbatch.batches.moving import Mover
-from bigbatch.micro_steps.coupling import Part, calm, refuse_counted_padding, refuse_coupled
+from bigbatch.errors import BatchError, CoupledLoss
+from bigbatch.micro_steps.calming import evaluating, without_dropout, without_statistics
+from bigbatch.micro_steps.coupling import (
+    Part,
+    refuse_counted_padding,
+    refuse_coupled,
+    refuse_more_together,
+    refuse_padding,
+)
 from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
 from bigbatch.micro_steps.running import Runner
-from bigbatch.micro_steps.survival import is_out_of_memory
+from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.options import Options
 
 _UNCHECKED = (
     "this loss draws random numbers that evaluation mode does not turn off, or fails there, so the first step could "
-    "not see whether samples are coupled: whether a micro-batch's loss is that of its halves. If no sample looks at "
-    "another, all is well; Options(check=False) says that you know."
+    "not see whether samples are coupled: whether a micro-batch's loss is that of its halves, and that of a packed one "
+    "the same without its padding. If no sample looks at another or at padding, all is well; Options(check=False) says "
+    "that you know."
 )
+_EVALUATED = (
+    "this model could be looked at without random numbers in evaluation mode alone, so the first step did not see what "
+    "it does only in training, as in `if self.training: x = x - x.mean(0)`. If no sample looks at another or at "
+    "padding there, all is well; Options(check=False) says that you know."
+)
+_LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
+Circumstances: TypeAlias = tuple[Callable[[Sequence[nn.Module]], AbstractContextManager[None]], ...]
+
+
+class _Comparison(NamedTuple):
+    """What to evaluate, and how to refuse it: by all that it tells, or by its counts alone."""
+
+    evaluate: Callable[[], list[Part]]
+    refuse: Callable[[list[Part]], None]
+    refuse_counts: Callable[[list[Part]], None]
 
 
 class FirstCheck:
@@ -32,12 +56,14 @@ class FirstCheck:
     def __init__(self, models: Sequence[nn.Module], runner: Runner, mover: Mover, options: Options) -> None:
         """Have seen nothing yet."""
         self._models, self._runner, self._mover = models, runner, mover
-        # Statistics of the micro-batch were accepted: only in evaluation mode do they couple nothing.
-        self._always_calm = options.batch_norm == "micro"
-        self._left = {"samples", "padding"} if options.check else set[str]()
-        self._warned = False
-        if options.lengths is None:
-            self._left.discard("padding")
+        # Statistics of the micro-batch were accepted: they are no accusation.
+        self._accepting = options.batch_norm == "micro"
+        self._as_it_is: Circumstances = (without_statistics,) if self._accepting else ()
+        self._compares = options.check
+        self._left = {"samples"} if options.check else set[str]()
+        if options.lengths is not None:  # padding is looked at in any case: nobody says check=False for it
+            self._left.add("padding")
+        self._told: set[str] = set()
 
     def __call__(self, division: Division) -> set[str]:
         """Refuse what cannot be cut; returns what was looked at, to be `passed` when the update is made."""
@@ -65,38 +91,58 @@ class FirstCheck:
             middle, together = 1, self._value
             if division.longest is not None:
                 longest = max(division.longest[:2])
-        parts = self._calmly(
+        untold = self._compare(
+            division,
             lambda: [
                 self._part(division.part(group[:middle], longest)),
                 self._part(division.part(group[middle:], longest)),
                 together(division.part(group, longest)),
-            ]
+            ],
+            lambda parts: refuse_coupled(parts[2], parts[:2], len(group)),
         )
-        if parts is not None:
-            refuse_coupled(parts[2], parts[:2], len(group))
+        self._tell(untold)
 
     def _padding(self, division: Division) -> bool:
         """See that a loss does not change when padding is cut off; False where there is none to cut."""
-        if division.longest is None:
+        if division.longest is None or min(division.longest) == division.width:
             return False
-        shortest, number = min(zip(division.longest, range(len(division)), strict=True))
-        if shortest == division.width:
-            return False
-        group = division.indices(division.groups[number])[-2:]
-        if division.batch.collate is not None:  # it pads as far as the samples that it is given need
-            self._collated_padding(division, division.indices(division.groups[0])[0], group[-1])
-            return True
-        parts = self._calmly(lambda: [self._part(division.part(group, wide)) for wide in (division.width, shortest)])
-        if parts is not None:
-            refuse_counted_padding(*parts)
+        # Two of the longest may be too many, where no micro-batch has as many tokens.
+        most = max(number * wide for number, wide in zip(division.sizes, division.longest, strict=True))
+        roomy = most >= 2 * max(division.longest)
+        comparison = self._trimmed if division.batch.collate is None else self._collated
+        evaluate, refuse, refuse_counts = comparison(division, division.longest, roomy=roomy)
+        untold = self._compare(division, evaluate, refuse) if self._compares else ""
+        if not self._compares or untold == _UNCHECKED:
+            self._count(division, evaluate, refuse_counts)
+        self._tell(untold)
         return True
 
-    def _collated_padding(self, division: Division, longest: int, shortest: int) -> None:
-        """See that a short sample's loss is the same beside a long one."""
-        chosen = [longest], [shortest], [longest, shortest]
-        parts = self._calmly(lambda: [self._part(division.part(each, None)) for each in chosen])
-        if parts is not None:
+    def _trimmed(self, division: Division, longest: Sequence[int], *, roomy: bool) -> _Comparison:
+        """Compare the shortest samples with and without padding."""
+        shortest, number = min(zip(longest, range(len(longest)), strict=True))
+        group = division.indices(division.groups[number])[-2 if roomy else -1 :]
+        widest = max(longest) if max(longest) > shortest else division.width
+        return _Comparison(
+            lambda: [self._part(division.part(group, wide)) for wide in (widest, shortest)],
+            lambda parts: refuse_padding(*parts),
+            lambda parts: refuse_counted_padding(*parts),
+        )
+
+    def _collated(self, division: Division, longest: Sequence[int], *, roomy: bool) -> _Comparison:
+        """Compare the shortest sample alone and beside the longest: collate pads as far as its samples need."""
+        first, last = (division.groups[longest.index(each)] for each in (max(longest), min(longest)))
+        pair = [division.indices(first)[0], division.indices(last)[-1]]
+        together = self._part if roomy else self._part_or_value
+
+        def refuse(parts: list[Part]) -> None:
             refuse_coupled(parts[2], parts[:2], 2)
+            refuse_more_together(parts[2], parts[:2])
+
+        return _Comparison(
+            lambda: [*(self._part(division.part([i], None)) for i in pair), together(division.part(pair, None))],
+            refuse,
+            lambda parts: refuse_more_together(parts[2], parts[:2]),
+        )
 
     def _part(self, micro_batch: Any) -> Part:
         loss, _ = self._runner.loss(self._mover.moved(micro_batch))
@@ -110,23 +156,68 @@ class FirstCheck:
         except Exception:  # noqa: BLE001 - two at a time are more than was asked for
             return Part.unknown()
 
-    def _calmly(self, evaluate: Callable[[], list[Part]]) -> list[Part] | None:
-        """Evaluate losses without random numbers: as things are, without dropout, or in evaluation mode."""
-        as_they_are: list[AbstractContextManager[None]] = [] if self._always_calm else [nullcontext()]
-        without_dropout = [] if self._always_calm else [calm(self._models, dropout_alone=True)]
-        for circumstances in (*as_they_are, *without_dropout, calm(self._models)):
-            with untouched(self._models), circumstances:
+    def _part_or_value(self, micro_batch: Any) -> Part:
+        try:
+            return self._part(micro_batch)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            let_go(error)
+        return self._value(micro_batch)
+
+    def _compare(
+        self, division: Division, evaluate: Callable[[], list[Part]], refuse: Callable[[list[Part]], None]
+    ) -> str:
+        """Evaluate losses without random numbers: as things are, without dropout, or in evaluation mode.
+
+        Returns what there is to say of that: nothing, where it could be done in training mode.
+        """
+        for circumstances in (self._as_it_is, (*self._as_it_is, without_dropout), (evaluating,)):
+            with untouched(self._models), ExitStack() as stack:
+                for each in circumstances:
+                    stack.enter_context(each(self._models))
                 randomness = Randomness(devices_of(self._models))
                 try:
                     parts = evaluate()
                 except Exception as error:
-                    # The first time it is the user's error; in evaluation mode a model may do something else.
-                    if isinstance(circumstances, nullcontext) or is_out_of_memory(error):
+                    # As things are it is the user's error; otherwise a model may do something else.
+                    if not circumstances or is_out_of_memory(error):
                         raise
-                    break
-                if not randomness.drawn():
-                    return parts
-        if not self._warned:
-            self._warned = True
-            warnings.warn(_UNCHECKED, stacklevel=6)
-        return None
+                    continue
+                if randomness.drawn():
+                    continue
+            division.batch.refuse_changed()  # by collating: what is compared would not be the same samples
+            try:
+                refuse(parts)
+            except (CoupledLoss, BatchError):
+                # Statistics of the micro-batch that no layer of torch's takes are accepted, too.
+                if not self._accepting or evaluating in circumstances:
+                    raise
+                continue
+            return _EVALUATED if evaluating in circumstances else ""
+        return _UNCHECKED
+
+    def _count(
+        self, division: Division, evaluate: Callable[[], list[Part]], refuse: Callable[[list[Part]], None]
+    ) -> None:
+        """Refuse by counts alone, which are hardly ever random; where they are, nothing can be said."""
+        with untouched(self._models), ExitStack() as stack:
+            for each in self._as_it_is:
+                stack.enter_context(each(self._models))
+            randomness = Randomness(devices_of(self._models))
+            parts = evaluate()
+            division.batch.refuse_changed()
+            try:
+                refuse(parts)
+            except BatchError:
+                found = [part.counts for part in parts]
+                looks = range(_LOOKS if randomness.drawn() else 0)
+                if any([part.counts for part in evaluate()] != found for _ in looks):
+                    return
+                raise
+
+    def _tell(self, what: str) -> None:
+        """Say it once, at the line that called for a step."""
+        if what and what not in self._told:
+            self._told.add(what)
+            warnings.warn(what, stacklevel=7)

@@ -18,7 +18,7 @@ from bigbatch.memory.budget import human, read, room
 from bigbatch.memory.host import resident
 from bigbatch.memory.rehearsal import Stage
 from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose
-from bigbatch.micro_steps.restoring import devices_of
+from bigbatch.micro_steps.restoring import Randomness, devices_of
 from bigbatch.own_loss import own_loss
 from bigbatch.planning.report import Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
@@ -68,6 +68,7 @@ def make_plan(
     device = _device(models)
     work = _Work(model, models, optimizers, loss_fn or own_loss, Batch.of(batch), on_probe or (lambda _: None))
     budget, tracing = bytes_of(memory, device), memory is not None and _must_trace(memory, device)
+    randomness = Randomness(devices_of(models))  # a trace, too, runs the user's code, and that of optimizers
     try:
         return _traced(work, budget, device) if tracing else _measured(work, budget, device)
     except ValueError as error:
@@ -75,6 +76,8 @@ def make_plan(
             accepting = 'BigStep(..., micro_batch_size=32, options=Options(batch_norm="micro"))'
             checks.batch_norms_rest(checks.batch_norms(models), accepting)
         raise
+    finally:
+        randomness.restore()
 
 
 @dataclass(frozen=True)
