@@ -179,7 +179,9 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor], floor: float = 1e
 
 def close(ours: float | None, theirs: float | None, tolerance: float) -> bool:
     """Numbers equal to a relative tolerance, or to that of 1 where they cancel; what was not told is not compared."""
-    return ours is None or theirs is None or ours == theirs or abs(ours - theirs) <= tolerance * max(abs(theirs), 1.0)
+    if ours is None or theirs is None or ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
+        return True
+    return abs(ours - theirs) <= tolerance * max(abs(theirs), 1.0)
 
 
 def assert_equal(ours: Run, theirs: Run, tolerance: float = TOLERANCE) -> None:

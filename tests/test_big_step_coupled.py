@@ -286,14 +286,15 @@ def test_losses_that_cancel_are_not_accused() -> None:
 
 
 def test_batch_norm_is_refused_or_accepted_as_said() -> None:
-    """Refused with its own reason; accepted statistics of the micro-batch are no accusation, nor are frozen ones."""
+    """Exact by itself, or refused; accepted statistics of the micro-batch are no accusation, nor are frozen ones."""
 
     def make() -> nn.Module:
         return seeded(lambda: Around(nn.BatchNorm1d(8)))()
 
     model = make()
     with pytest.raises(BatchNormError):
-        BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)(rows(8, 0))
+        BigStep(model, sgd(trained(model)), plain, micro_batch_size=4, options=Options(batch_norm="refuse"))(rows(8, 0))
+    assert BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)(rows(8, 0)).micro_batches == 2
     micro = Options(batch_norm="micro")
     assert BigStep(model, sgd(trained(model)), plain, micro_batch_size=4, options=micro)(rows(8, 0)).micro_batches == 2
     model = make().eval()
@@ -559,3 +560,15 @@ def test_accepted_statistics_do_not_hide_what_else_training_does(between: Any, s
         expected = said or coupled
         with pytest.warns(UserWarning, match="in evaluation mode alone") if expected else nullcontext():
             step(rows(8, 0))
+
+
+def test_a_shared_tensor_that_was_cut_is_found_at_size_one() -> None:
+    """Class weights with as many rows as there are samples broadcast at one sample, and fail at two."""
+    model = seeded(lambda: nn.Linear(3, 5).double())()
+    batch = (torch.randn(5, 3, dtype=torch.float64), torch.ones(5, 5, dtype=torch.float64), torch.rand(5))
+
+    def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return F.binary_cross_entropy_with_logits(model(batch[0]), batch[1], pos_weight=batch[2].double())
+
+    with pytest.raises(CoupledLoss, match="two at a time fail with RuntimeError"):
+        BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=1)(batch)

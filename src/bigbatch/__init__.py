@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bigbatch import errors
+    from bigbatch import across, errors
     from bigbatch.accumulator import Accumulator
     from bigbatch.big_step import BigStep
     from bigbatch.learning_rate import scale_lr, warmup
@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from bigbatch.setup import Setup
     from bigbatch.update import Update
 
-__all__ = ["Accumulator", "BigStep", "Options", "Setup", "Update", "counted", "errors", "plan", "scale_lr", "warmup"]
+__all__ = [
+    "Accumulator",
+    "BigStep",
+    "Options",
+    "Setup",
+    "Update",
+    "across",
+    "counted",
+    "errors",
+    "plan",
+    "scale_lr",
+    "warmup",
+]
 
 # Where each name lives. They are imported when first asked for: the command line's help must not wait for torch.
 _HOMES = {
@@ -37,8 +49,8 @@ _HOMES = {
 
 def __getattr__(name: str) -> object:
     """Import a public name from the module it lives in."""
-    if name == "errors":
-        return import_module("bigbatch.errors")
+    if name in {"across", "errors"}:
+        return import_module(f"bigbatch.{name}")
     if name not in _HOMES:
         msg = f"module 'bigbatch' has no attribute {name!r}"
         raise AttributeError(msg)

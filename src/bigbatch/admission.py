@@ -1,6 +1,7 @@
 """What a loss must pass before its gradient is added: no BatchNorm by the micro-batch, terms that can be read."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 from torch import Tensor, nn
@@ -9,11 +10,13 @@ from torch.optim import Optimizer
 
 from bigbatch import checks
 from bigbatch.errors import BatchNormError
+from bigbatch.lockstep.needing import NeedsLockStep
+from bigbatch.reading import refusals
 from bigbatch.reading.frozen import FrozenWeights
 from bigbatch.reading.reader import Reader
 from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.terms import Term
-from bigbatch.windows.gradients import all_parameters
+from bigbatch.windows.gradients import all_parameters, sparing
 
 _SCANS = 8  # whole graphs looked through: the first ones that look unlike each other
 
@@ -25,17 +28,19 @@ class Admission:
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        batch_norm: Literal["refuse", "micro"],
+        batch_norm: Literal["exact", "refuse", "micro"],
         accepting: str,
     ) -> None:
         """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms."""
-        self._models = tuple(models)
+        self._exact = batch_norm == "exact"
+        self.side_by_side = 0  # how many micro-batches run in lock-step, where they do
+        self._models, self._optimizers = tuple(models), optimizers
         self._refuses, self._accepting = batch_norm == "refuse", accepting
         self.batch_norms: list[tuple[str, BatchNorm]] = []
         surroundings = Surroundings(
             own=frozenset(id(p) for p in all_parameters(optimizers)),
             is_weight=FrozenWeights(self._models),
-            micro_batch_norm=not self._refuses,
+            micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
         )
         self.reader = Reader(surroundings)
         self._scans = 0
@@ -44,13 +49,29 @@ class Admission:
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
-        if self._refuses:
+        if self._refuses or self._exact:
             self.batch_norms = checks.batch_norms(self._models)
+
+    def needs_lock_step(self) -> bool:
+        """Whether a BatchNorm is in training mode, which should normalise by the big batch."""
+        return self._exact and any(checks.is_awake(module) for _, module in self.batch_norms)
+
+    def sparing_others(self) -> AbstractContextManager[None]:
+        """Leave all parameters alone that no optimizer of ours has, where a backward cannot choose."""
+        if self.only_own:
+            return nullcontext()
+        own = {id(p) for p in all_parameters(self._optimizers)}
+        others = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}
+        return sparing(p for number, p in others.items() if number not in own)
 
     def look(self) -> None:
         """Refuse BatchNorm in training mode, before each micro-batch is used."""
-        if self.batch_norms:
+        if self._refuses and self.batch_norms:
             checks.batch_norms_rest(self.batch_norms, self._accepting)
+        elif not self.side_by_side and self.needs_lock_step():
+            raise NeedsLockStep("BatchNorm in training mode")
+        elif self.side_by_side > 1 and self.batch_norms:
+            checks.refuse_compiled(self._models)
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""
@@ -64,7 +85,24 @@ class Admission:
         found = checks.scan(loss)
         if found.reentrant_checkpoint:
             self.only_own = False  # it cannot run a backward with a chosen set of parameters
+        if found.alone:
+            raise refusals.alone()
+        if self._exact and found.batch_norm:
+            self._refuse_escaped()
         if self._refuses:
             if found.batch_norm:
                 raise BatchNormError(checks.foreign_batch_norm(self._accepting))
             self.may_wake = self.may_wake or (found.resting and not self.batch_norms)
+
+    def _refuse_escaped(self) -> None:
+        """BatchNorm in training mode stands in a graph: it was not met by all micro-batches."""
+        if not self.side_by_side:
+            raise NeedsLockStep("BatchNorm in training mode")
+        if self.side_by_side > 1:
+            msg = (
+                "this loss went through BatchNorm in training mode that micro-batches did not meet at: it does not "
+                "call torch.nn.functional.batch_norm, so it has normalised by the micro-batch.\n"
+                "Write the layer with F.batch_norm or nn.BatchNorm, freeze it, or accept the difference:\n"
+                f"    {self._accepting}"
+            )
+            raise BatchNormError(msg)

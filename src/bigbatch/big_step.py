@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from bigbatch.batches.moving import Mover
 from bigbatch.batches.packing import Padding, lengths_of, refuse_loss_of_content
 from bigbatch.batches.splitting import Batch
 from bigbatch.errors import ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
+from bigbatch.lockstep.needing import NeedsLockStep
+from bigbatch.lockstep.together import Together
 from bigbatch.memory.rehearsal import Stage
 from bigbatch.memory.sizes import TOKENS, Sizes
 from bigbatch.memory.sizing import Probe
@@ -119,6 +122,8 @@ class BigStep:
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
         self._check = FirstCheck(self._models, self._runner, self._mover, self._options)
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
+        self._asked = False  # whether the loss has asked for other micro-batches: then they run side by side
+        self._together = Together(self._models, self._runner, self._mover.device, self._options.activations)
         self._padding: Padding | None = None
         self._stage: tuple[int, Stage] | None = None  # where sizes are tried, within a limit
 
@@ -127,8 +132,9 @@ class BigStep:
         whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
         self._shared = whole.shared
         done: _Done | None = None
-        while done is None:
-            done = self._tried(whole)
+        with speaking_of("BigStep"):
+            while done is None:
+                done = self._tried(whole)
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()
         self._check.passed(done.seen)
@@ -138,17 +144,27 @@ class BigStep:
     def _tried(self, whole: Batch) -> "_Done | None":
         """Make the update; None where it failed in a way that another try can do better."""
         division: Division | None = None
+        self._mover.at = None
         try:
             self._admission.open()
+            self._admission.side_by_side = int(self._asked or self._admission.needs_lock_step())
             self._admission.look()
             division = self._divide(whole)
             return self._attempt(division)
+        except NeedsLockStep:
+            if self._asked:
+                raise
+            self._asked = True
         except SeveralCounts:
             if self._several:
                 raise
             self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
         except BaseException as error:
+            short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
             if self._runner.fall_back(error):
+                return None
+            if self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short):
+                let_go(error)
                 return None
             if division is None or not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
@@ -210,13 +226,20 @@ class BigStep:
         division.batch.refuse_changed()  # by a probe, or by an attempt before
         buffers, randomness = Buffers(self._models, self._habits), Randomness(self._devices)
         window: Window | None = None
+        side_by_side = bool(self._admission.side_by_side)
+        ragged = division.longest is not None
         try:
-            seen = self._check(division)
-            totals = self._totals(division) if self._several else None
+            seen = self._check(division, self._together.each if side_by_side else None)
+            totals = self._totals(division) if self._several and not side_by_side else None
             division.batch.refuse_changed()  # by counting or checking
-            with self._runner.window(ragged=division.longest is not None):
+            with self._runner.window(ragged=ragged, side_by_side=side_by_side):
                 window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
-                extras = self._runner.run(window, self._mover.micro_batches(division), division)
+                micro_batches = self._mover.micro_batches(division)
+                if side_by_side:
+                    self._meet_with(division)
+                    extras = self._together.run(window, micro_batches, division.sizes)
+                else:
+                    extras = self._runner.run(window, micro_batches, division)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 update = self._closed(window)
         except BaseException:
@@ -226,6 +249,16 @@ class BigStep:
             randomness.restore()
             raise
         return _Done(replace(update, extras=together), seen, buffers, division.padding)
+
+    def _meet_with(self, division: Division) -> None:
+        """Make sure that what waits while micro-batches run side by side has room."""
+        self._admission.side_by_side = len(division)
+        self._together.refuse_too_much(
+            lambda: self._mover.moved(division.micro_batch(0)),
+            division.sizes[0],
+            division.sizes,
+            tight=self._sizes.most is None and self._options.lengths is None,
+        )
 
     def _closed(self, window: Window) -> Update:
         """Correct, clip and step; a step that ran out of memory halfway must not be made again."""
@@ -265,12 +298,17 @@ class BigStep:
         if self._stage is None or self._stage[0] != limit:
             optimizers, dtype = self._stepper.optimizers, self._options.gradient_dtype
             self._stage = limit, Stage(self._models, optimizers, dtype, self._mover.device, limit)
-        return self._stage[1].rehearse(
-            division.sizes[0],
-            lambda: self._runner.try_once(
-                self._mover.moved(division.micro_batch(0)), ragged=division.longest is not None
-            ),
-        )
+        ragged, side_by_side = division.longest is not None, bool(self._admission.side_by_side)
+
+        def run() -> None:
+            micro_batch = self._mover.moved(division.micro_batch(0))
+            if side_by_side:
+                try_one = partial(self._runner.try_once, ragged=ragged, side_by_side=True)
+                self._together.rehearse(try_one, micro_batch, division.sizes[0])
+            else:
+                self._runner.try_once(micro_batch, ragged=ragged)
+
+        return self._stage[1].rehearse(division.sizes[0], run)
 
     def _shrink(self, division: Division, error: BaseException) -> None:
         """Take smaller micro-batches from now on, or give up where one sample does not fit."""
@@ -282,7 +320,8 @@ class BigStep:
             "Try activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), shorter "
             "sequences, autocast to bfloat16, or an optimizer with less state; then BigStep goes on as it is."
         )
-        alone = division.longest is not None and division.sizes[self._mover.at] == 1
+        at = self._mover.at  # None where it was no micro-batch that failed, but a check or the step
+        alone = division.longest is not None and at is not None and division.sizes[at] == 1
         if size <= 1 or alone:  # a sample longer than the budget stays alone, whatever the budget
             let_go(error, told=True)
             raise OutOfMemory(why) from error

@@ -250,15 +250,36 @@ def batch_norms(modules: Sequence[nn.Module]) -> list[tuple[str, BatchNorm]]:
     return [(name, m) for model in modules for name, m in model.named_modules() if isinstance(m, BatchNorm)]
 
 
+def is_awake(module: BatchNorm) -> bool:
+    """Tell whether a BatchNorm normalises by the batch."""
+    return module.training or module.running_mean is None
+
+
+def refuse_compiled(models: Sequence[nn.Module]) -> None:
+    """Refuse BatchNorm in training mode inside compiled code, where micro-batches cannot meet."""
+    for model in models:
+        for name, module in model.named_modules():
+            compiled = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None)
+            if compiled and any(isinstance(m, BatchNorm) and is_awake(m) for m in module.modules()):
+                msg = (
+                    f"'{name or type(module).__name__}' is compiled and holds BatchNorm in training mode: inside "
+                    "compiled code micro-batches cannot meet, and it would normalise by the micro-batch.\n"
+                    "Give the model as it was before torch.compile, or freeze its BatchNorm (module.eval()), or accept "
+                    'the difference:  Options(batch_norm="micro")'
+                )
+                raise BatchNormError(msg)
+
+
 def batch_norms_rest(layers: Sequence[tuple[str, BatchNorm]], accepting: str) -> None:
     """Refuse BatchNorm in training mode: it would normalise by the micro-batch."""
     for name, module in layers:
-        if module.training or module.running_mean is None:
+        if is_awake(module):
             why = "is in training mode" if module.training else "keeps no running statistics"
             msg = (
                 f"{type(module).__name__} '{name}' {why}: it normalises each micro-batch by its own mean "
                 "and variance, not the big batch's, so the gradients differ, by 18 to 120 % where we measured.\n"
-                "Either freeze it (module.eval()), or use GroupNorm or LayerNorm, or accept the difference:\n"
+                "Either use BigStep, which normalises by the big batch, or freeze it (module.eval()), or use GroupNorm "
+                "or LayerNorm, or accept the difference:\n"
                 f"    {accepting}"
             )
             raise BatchNormError(msg)
@@ -280,12 +301,13 @@ class Scan(NamedTuple):
     reentrant_checkpoint: bool
     batch_norm: bool  # in training mode
     resting: bool = False  # one in evaluation mode, which may be woken up
+    alone: bool = False  # it asked for other micro-batches where there were none
 
 
 def scan(value: Tensor) -> Scan:
     """Look through a whole graph."""
     stack, seen = [value.grad_fn], set[Node]()
-    checkpoint = batch_norm_found = resting = False
+    checkpoint = batch_norm_found = resting = alone = False
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -293,11 +315,12 @@ def scan(value: Tensor) -> Scan:
         seen.add(node)
         name = operation(node)
         checkpoint = checkpoint or name == "CheckpointFunction"
+        alone = alone or name == "_Alone"
         if name in _BATCH_NORMS:
             batch_norm_found = batch_norm_found or _normalises_by_batch(node)
             resting = resting or not saved(node, "training")
         stack.extend(below for below, _ in edges(node))
-    return Scan(checkpoint, batch_norm_found, resting)
+    return Scan(checkpoint, batch_norm_found, resting, alone)
 
 
 def _normalises_by_batch(node: Node) -> bool:

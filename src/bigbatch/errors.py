@@ -8,6 +8,7 @@ BigBatchError
  ├── LossError              this loss cannot be accumulated as it stands; nothing was added  (also a ValueError)
  │    ├── UnreadableLoss    its graph does not tell what it was averaged over
  │    ├── CoupledLoss       a sample's loss depends on the other samples
+ │    ├── PathsDiffer       micro-batches in lock-step wait at different operations
  │    └── SeveralCounts     terms averaged over different things need their totals in advance
  ├── WindowError            the window is not in a state for this call                       (also a RuntimeError)
  │    ├── WindowOpen        a window was left open by `break` or an exception
@@ -49,6 +50,10 @@ class UnreadableLoss(LossError):
 
 class CoupledLoss(LossError):
     """A sample's loss depends on the other samples of its batch, so no weights make the parts add up."""
+
+
+class PathsDiffer(LossError):
+    """Micro-batches that run in lock-step took different paths, and cannot meet."""
 
 
 class SeveralCounts(LossError):

@@ -25,11 +25,12 @@ class Update:
     _loss: Count | None = None
     _dtype: torch.dtype = torch.float32
     _skipped: bool | Tensor = False
+    _loss_known: bool | Tensor = True
 
     @property
     def loss(self) -> Tensor:
         """The big batch's own loss: not the last micro-batch's, nor their plain average."""
-        if self._loss is None:
+        if self._loss is None or not bool(self._loss_known):
             msg = (
                 "the loss of this update is not known: its terms have different counts, and a graph keeps their sum, "
                 "not their values.\nWrap each term so that its value is kept:\n"
@@ -45,7 +46,7 @@ class Update:
 
     def __repr__(self) -> str:
         """Show the numbers; this reads them from the device."""
-        loss = "unknown" if self._loss is None else f"{float(self._loss):.6g}"
+        loss = "unknown" if self._loss is None or not bool(self._loss_known) else f"{float(self._loss):.6g}"
         norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm.item():.6g}"
         counts = self.count if isinstance(self.count, tuple) else (self.count,)
         count = ", ".join(f"{float(number):g}" for number in counts)

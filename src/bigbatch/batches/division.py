@@ -38,10 +38,14 @@ class Division:
         """
         width, odd = width_of(batch, max(*lengths, 1)), None
         if alike:
-            *full, last = pack_alike(lengths, budget, width, most)
-            # It is launched, which takes the host a while: in the middle the device has enough to do meanwhile.
-            odd = len(full) // 2
-            groups, longest = map(list, zip(*full[:odd], last, *full[odd:], strict=True))
+            packed = pack_alike(lengths, budget, width, most)
+            last, wide = packed[-1]
+            full = min(max(budget // wide, 1), most or batch.size)
+            if len(packed) > 1 and len(last) < full:
+                # It is launched, which takes the host a while: in the middle the device has enough to do meanwhile.
+                odd = len(packed) // 2
+                packed.insert(odd, packed.pop())
+            groups, longest = map(list, zip(*packed, strict=True))
         else:
             groups = pack(lengths, budget, most)
             longest = [max(1, *(lengths[i] for i in group)) for group in groups]

@@ -17,13 +17,15 @@ class Mover:
     """Moves micro-batches to one device, on a stream of its own where that is a CUDA device.
 
     The host runs ahead of the device, so when a micro-batch is asked for, the one before is still running: the copy,
-    from pinned memory, goes on beside it.
+    from pinned memory, goes on beside it. It runs ahead by eight micro-batches at most: from the ninth on it waits for
+    the event that an earlier one has been used, while the device has the others to do. No stream and no device is
+    waited for.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Have nothing under way."""
         self.device = device
-        self.at = 0  # the number of the micro-batch that was given out last
+        self.at: int | None = None  # the number of the micro-batch that is out, while one is
         self._stream: torch.cuda.Stream | None = None
         self._read: torch.cuda.Event | None = None  # the latest copy from memory that is not ours
 
@@ -37,6 +39,7 @@ class Mover:
                 # The host may be many replays ahead, and each has inputs of its own: let some be used first.
                 under_way.popleft().synchronize()
             yield self.moved(micro_batch, division.batch.shared, shared)
+            self.at = None
             if self._stream is not None:
                 under_way.append(torch.cuda.Event())
                 under_way[-1].record(torch.cuda.current_stream(self.device))

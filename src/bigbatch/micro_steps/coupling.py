@@ -48,9 +48,11 @@ def combined(parts: Sequence[Part]) -> float | None:
     """Return the loss that the parts make together; None where their values do not tell."""
     counts = [[n for n, kind in zip(part.counts, part.kinds, strict=True) if kind != "once"] for part in parts]
     kinds = {kind for part in parts for kind in part.kinds if kind != "once"}
+    values = [part.value for part in parts]
+    if not kinds and all(part.kinds for part in parts):
+        return values[0]  # made of what all have in common: every part has all of it
     if len({len(row) for row in counts}) != 1 or len(kinds) != 1:
         return None
-    values = [part.value for part in parts]
     if kinds == {"sum"}:
         return math.fsum(values) if not any("once" in part.kinds for part in parts) else None
     ratios = [[number / row[0] if row[0] > 0 else math.nan for number in row] for row in counts]
@@ -58,6 +60,18 @@ def combined(parts: Sequence[Part]) -> float | None:
         return None
     total = math.fsum(row[0] for row in counts)
     return math.fsum(value * row[0] for value, row in zip(values, counts, strict=True)) / total
+
+
+def refused_together(error: Exception) -> CoupledLoss:
+    """Explain that two samples fail together, though each runs alone: something was cut that should not have been."""
+    said = str(error).strip().splitlines()
+    return CoupledLoss(
+        f"one sample at a time runs, and two at a time fail with {type(error).__name__}: {said[0] if said else ''}\n"
+        "So micro-batches may not be parts of one batch: a tensor that all samples share, and that has as many rows as "
+        "there are samples, is cut with them. Nothing was changed.\n"
+        "Give such a tensor another shape, as (1, n), or put it into the model. If the model takes one sample at a "
+        "time by design:  Options(check=False)"
+    )
 
 
 def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:

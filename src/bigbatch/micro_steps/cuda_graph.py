@@ -24,6 +24,8 @@ from bigbatch.windows.gradients import Gradients
 
 _KEEP = 64  # graphs; each holds its own inputs, all share the memory of activations
 _SHAPES = 256  # after so many, graphs should have served more micro-batches than not
+_CAPTURES = 2 * _KEEP  # after so many, each should have been worth its while
+_WORTH = 16  # replays of a graph; capturing takes about as long as launching so many
 
 
 class NotCapturable(BigBatchError):
@@ -85,24 +87,32 @@ class Graphs:
         self._device = device
         self.loss_dtype = torch.float32
         self._seen: set[str] = set()  # shapes, of which some never come again
-        self._replays = self._launches = 0
+        self._launches = self._captures = 0
+        self._replays = 0  # beside the first one of each capture
         self._pool: Any = None
         self._captured: dict[str, Captured] = {}
         self._gradients: list[Tensor | None] = []
         self._state: object = None
         self.totals = Totals.on(device)
 
-    def open(self, gradients: Gradients, reached: Sequence[bool], state: object) -> None:
-        """Begin a window: gradients and totals of zero at the addresses that the graphs know.
-
-        `reached` says which parameters get a gradient: the others have none, not one of zero, which an optimizer
-        would step with. `state` is what a capture depends on beside shapes; where it has changed, all graphs are
-        thrown away.
-        """
-        state = (state, tuple(reached))
+    def settle(self, state: object) -> None:
+        """Begin a window in a `state`, what a capture depends on beside shapes; where it has changed, all is new."""
         if state != self._state:
             self.forget()
             self._state = state
+
+    def renew(self, state: object) -> None:
+        """Go on after a launch; where it has changed the `state`, graphs are captured anew, the window goes on."""
+        if state != self._state:
+            self._captured.clear()
+            self._pool, self._state = None, state
+
+    def open(self, gradients: Gradients, reached: Sequence[bool]) -> None:
+        """Have gradients and totals of zero at the addresses that the graphs know.
+
+        `reached` says which parameters get a gradient: the others have none, not one of zero, which an optimizer
+        would step with.
+        """
         if not self._gradients:
             self._gradients = [
                 torch.zeros_like(p, dtype=gradients.dtype_of(p), requires_grad=False) if used else None
@@ -112,8 +122,9 @@ class Graphs:
         torch._foreach_zero_([self.totals.count, self.totals.loss, *(g for g in self._gradients if g is not None)])
 
     def forget(self) -> None:
-        """Throw all graphs away, and the memory they hold."""
+        """Throw all graphs away, and the memory they hold; what is captured next is launched before."""
         self._captured.clear()
+        self._seen.clear()
         self._gradients, self._pool = [], None
 
     def is_new(self, micro_batch: Any) -> bool:
@@ -122,7 +133,7 @@ class Graphs:
         if shape in self._seen:
             return False
         self._seen.add(shape)
-        if len(self._seen) > _SHAPES and self._replays < self._launches:
+        if len(self._seen) > _SHAPES and self._captures + self._replays < self._launches:
             raise NotCapturable(f"its micro-batches have had {_SHAPES} shapes, and most came only once")
         return True
 
@@ -141,10 +152,15 @@ class Graphs:
 
     def ready(self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe) -> Captured:
         """Return the captured micro-step for micro-batches of this shape, capturing it where there is none."""
-        self._replays += 1
         shape = shape_of(micro_batch)
         captured = self._captured.pop(shape, None)
-        if captured is None:
+        if captured is not None:
+            self._replays += 1
+        else:
+            if self._captures >= _CAPTURES and self._replays < _WORTH * self._captures:
+                each = self._replays / self._captures
+                raise NotCapturable(f"it was captured {self._captures} times, and replayed {each:.1f} times each")
+            self._captures += 1
             versions = self._versions()
             with recipe.watching():
                 captured = self._capture(micro_batch, recipe)

@@ -10,7 +10,7 @@ from torch import nn
 
 from bigbatch.batches.division import Division
 from bigbatch.batches.moving import Mover
-from bigbatch.errors import BatchError, CoupledLoss
+from bigbatch.errors import BatchError, BigBatchError, CoupledLoss
 from bigbatch.micro_steps.calming import evaluating, without_dropout, without_statistics
 from bigbatch.micro_steps.coupling import (
     Part,
@@ -18,6 +18,7 @@ from bigbatch.micro_steps.coupling import (
     refuse_coupled,
     refuse_more_together,
     refuse_padding,
+    refused_together,
 )
 from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
 from bigbatch.micro_steps.running import Runner
@@ -35,7 +36,9 @@ _EVALUATED = (
     "it does only in training, as in `if self.training: x = x - x.mean(0)`. If no sample looks at another or at "
     "padding there, all is well; Options(check=False) says that you know."
 )
+_MEETING = 10  # times the rounding: statistics of a few samples amplify it
 _LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
+SideBySide: TypeAlias = Callable[[Callable[[Any], Part], list[Any], list[int]], list[Part]]
 Circumstances: TypeAlias = tuple[Callable[[Sequence[nn.Module]], AbstractContextManager[None]], ...]
 
 
@@ -64,10 +67,15 @@ class FirstCheck:
         if options.lengths is not None:  # padding is looked at in any case: nobody says check=False for it
             self._left.add("padding")
         self._told: set[str] = set()
+        self._side_by_side: SideBySide | None = None
 
-    def __call__(self, division: Division) -> set[str]:
-        """Refuse what cannot be cut; returns what was looked at, to be `passed` when the update is made."""
-        seen = set()
+    def __call__(self, division: Division, side_by_side: SideBySide | None = None) -> set[str]:
+        """Refuse what cannot be cut; returns what was looked at, to be `passed` when the update is made.
+
+        `side_by_side` evaluates parts of one batch that may ask for each other.
+        """
+        self._side_by_side = side_by_side
+        seen: set[str] = set()
         if "padding" in self._left and self._padding(division):
             seen.add("padding")
         if "samples" in self._left and division.batch.size > 1:
@@ -83,7 +91,7 @@ class FirstCheck:
         """See that a micro-batch's loss is that of its halves."""
         number = max(range(len(division)), key=division.sizes.__getitem__)
         group, longest = division.indices(division.groups[number]), None
-        middle, together = len(group) // 2, self._part
+        middle, together = len(group) // 2, self._measured
         if division.longest is not None:
             longest = division.longest[number]
         if len(group) == 1:  # two at a time may be too many, but hardly without a graph
@@ -91,12 +99,12 @@ class FirstCheck:
             middle, together = 1, self._value
             if division.longest is not None:
                 longest = max(division.longest[:2])
+        halves = (group[:middle], group[middle:])
         untold = self._compare(
             division,
             lambda: [
-                self._part(division.part(group[:middle], longest)),
-                self._part(division.part(group[middle:], longest)),
-                together(division.part(group, longest)),
+                *self._parts([division.part(half, longest) for half in halves], [len(half) for half in halves]),
+                *self._parts([division.part(group, longest)], [len(group)], together),
             ],
             lambda parts: refuse_coupled(parts[2], parts[:2], len(group)),
         )
@@ -123,7 +131,7 @@ class FirstCheck:
         group = division.indices(division.groups[number])[-2 if roomy else -1 :]
         widest = max(longest) if max(longest) > shortest else division.width
         return _Comparison(
-            lambda: [self._part(division.part(group, wide)) for wide in (widest, shortest)],
+            lambda: [self._part(division.part(group, wide), len(group)) for wide in (widest, shortest)],
             lambda parts: refuse_padding(*parts),
             lambda parts: refuse_counted_padding(*parts),
         )
@@ -132,33 +140,57 @@ class FirstCheck:
         """Compare the shortest sample alone and beside the longest: collate pads as far as its samples need."""
         first, last = (division.groups[longest.index(each)] for each in (max(longest), min(longest)))
         pair = [division.indices(first)[0], division.indices(last)[-1]]
-        together = self._part if roomy else self._part_or_value
+        together = self._measured if roomy else self._measured_or_value
 
         def refuse(parts: list[Part]) -> None:
             refuse_coupled(parts[2], parts[:2], 2)
             refuse_more_together(parts[2], parts[:2])
 
         return _Comparison(
-            lambda: [*(self._part(division.part([i], None)) for i in pair), together(division.part(pair, None))],
+            lambda: [
+                *self._parts([division.part([i], None) for i in pair], [1, 1]),
+                *self._parts([division.part(pair, None)], [2], together),
+            ],
             refuse,
             lambda parts: refuse_more_together(parts[2], parts[:2]),
         )
 
-    def _part(self, micro_batch: Any) -> Part:
+    def _parts(
+        self, micro_batches: list[Any], sizes: list[int], measure: Callable[[Any], Part] | None = None
+    ) -> list[Part]:
+        """Evaluate parts of one batch: each by itself, or side by side where their losses ask for each other."""
+        measure = measure or self._measured
+        if self._side_by_side is None:
+            return [measure(each) for each in micro_batches]
+        found = self._side_by_side(measure, micro_batches, sizes)
+        return [part._replace(tolerance=_MEETING * part.tolerance) for part in found]
+
+    def _part(self, micro_batch: Any, size: int) -> Part:
+        return self._parts([micro_batch], [size])[0]
+
+    def _measured(self, micro_batch: Any) -> Part:
         loss, _ = self._runner.loss(self._mover.moved(micro_batch))
         return Part.of(loss, self._runner.read(loss))
 
     def _value(self, micro_batch: Any) -> Part:
-        try:
-            with torch.no_grad():
-                loss, _ = self._runner.loss(self._mover.moved(micro_batch))
-                return Part.of(loss, ())
-        except Exception:  # noqa: BLE001 - two at a time are more than was asked for
-            return Part.unknown()
+        for graph in (torch.no_grad, torch.enable_grad):  # a loss may want its graph, as for a hook
+            try:
+                with graph():
+                    loss, _ = self._runner.loss(self._mover.moved(micro_batch))
+                    return Part.of(loss, ())
+            except Exception as error:  # noqa: PERF203 - two rounds at most
+                if isinstance(error, BigBatchError):
+                    raise
+                if is_out_of_memory(error):  # two at a time are more than was asked for
+                    let_go(error)
+                    break
+                if graph is torch.enable_grad:
+                    raise refused_together(error) from error
+        return Part.unknown()
 
-    def _part_or_value(self, micro_batch: Any) -> Part:
+    def _measured_or_value(self, micro_batch: Any) -> Part:
         try:
-            return self._part(micro_batch)
+            return self._measured(micro_batch)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -24,6 +24,7 @@ class Replaying:
         self._number = number
         self._reached = [False] * len(parameters)
         self._counted, self._provisional = 0.0, 1.0
+        self._on_device = False  # whether a count was a tensor: then the sum of all is there
         self._term: Term | None = None  # of the loss, as the first micro-batch has it
 
     def launch(self, micro_batch: Any) -> Any:
@@ -50,7 +51,7 @@ class Replaying:
         for p, used in zip(self._parameters, self._reached, strict=True):
             if not used:  # a gradient of zero is not none: the optimizer would let the parameter decay
                 p.grad = None
-        total = totals.count.clone() if isinstance(term.count, Tensor) else self._counted
+        total = totals.count.clone() if self._on_device else self._counted
         loss = totals.loss.clone()  # the next window begins at zero
         return Tally(term.kind, micro_batches, self._provisional, total, loss, term.count)
 
@@ -58,7 +59,9 @@ class Replaying:
         self._reached = [a or b for a, b in zip(self._reached, reached, strict=True)]
         if not isinstance(term.count, Tensor):
             self._counted += term.count
-        elif first:
+            return
+        self._on_device = True
+        if first:
             self._stepper.arrival.start(self._graphs.totals.count)
 
     def _meet(self, term: Term) -> None:

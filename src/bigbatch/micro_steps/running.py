@@ -14,8 +14,11 @@ from bigbatch.admission import Admission
 from bigbatch.batches.division import Division
 from bigbatch.batches.joining import detached
 from bigbatch.errors import ConfigurationError
+from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.needing import one_after_the_other
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
 from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
+from bigbatch.micro_steps.places import keeping_tables, state_of
 from bigbatch.micro_steps.replaying import Replaying
 from bigbatch.own_loss import own_loss
 from bigbatch.reading.terms import Term
@@ -23,7 +26,6 @@ from bigbatch.windows.engine import run_backward
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
-from bigbatch.wording import speaking_of
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -48,7 +50,9 @@ class Runner:
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
         """Call the user's function: a loss, perhaps with extras."""
-        found = self._loss_fn(self._model, micro_batch)
+        alone = current() is None  # of a window that runs one after the other, for all that the loss may ask
+        with one_after_the_other() if alone else nullcontext():
+            found = self._loss_fn(self._model, micro_batch)
         if isinstance(found, tuple):
             if len(found) != 2:  # noqa: PLR2004 - a loss and extras
                 msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
@@ -58,22 +62,22 @@ class Runner:
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return what the loss was averaged over, or refuse it."""
-        with speaking_of("BigStep"):
-            checks.loss(loss, self._stepper.scaler)
-            self._admission.look()
-            terms = self._admission.read(loss)
-            self._admission.scan(loss)
+        checks.loss(loss, self._stepper.scaler)
+        self._admission.look()
+        terms = self._admission.read(loss)
+        self._admission.scan(loss)
         return terms
 
     @contextmanager
-    def window(self, *, ragged: bool) -> Iterator[None]:
+    def window(self, *, ragged: bool, side_by_side: bool = False) -> Iterator[None]:
         """Between two updates: weights do not change inside, so what is made of them once serves all micro-batches.
 
-        Where micro-batches are `ragged`, each has a shape of its own.
+        Where micro-batches are `ragged`, each has a shape of its own. Where they run side by side, several backwards
+        are under way at once, and gradients take the usual way.
         """
         self._ragged = ragged
         try:
-            with self._casting or nullcontext():
+            with (None if side_by_side else self._casting) or nullcontext():
                 yield
         finally:
             # An autocast around several steps would go on with copies of weights from before the update.
@@ -82,8 +86,10 @@ class Runner:
     def run(self, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
         """Add all micro-batches of a division, wherever they lie by now, to the window; returns their extras."""
         parameters = window.gradients.parameters
-        if self._graphs is not None and self._reached.keys() == {id(p) for p in parameters}:
-            return self._replayed(self._graphs, window, micro_batches, division)
+        if self._graphs is not None:
+            self._graphs.settle(self._state(window.gradients))
+            if self._reached.keys() == {id(p) for p in parameters}:
+                return self._replayed(self._graphs, window, micro_batches, division)
         extras = []
         for micro_batch in micro_batches:
             with self._launching():
@@ -91,15 +97,25 @@ class Runner:
             if self._graphs is not None and division.comes_again(len(extras) - 1):
                 self._graphs.is_new(micro_batch)
         self._reached = {id(p): p.grad is not None for p in parameters}
+        if self._graphs is not None:
+            self._graphs.renew(self._state(window.gradients))
         return extras
 
-    def try_once(self, micro_batch: Any, *, ragged: bool) -> None:
+    def weighed(self, window: Window, found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
+        """Weigh the losses of micro-batches that run side by side; returns each one's backward."""
+        return window.add_together(found, only_own=self._admission.only_own)
+
+    def sparing_others(self) -> AbstractContextManager[None]:
+        """Leave parameters alone that are not the optimizers'."""
+        return self._admission.sparing_others()
+
+    def try_once(self, micro_batch: Any, *, ragged: bool, side_by_side: bool = False) -> None:
         """Run one micro-step as a window would, for whoever wants to know what it takes."""
-        with self.window(ragged=ragged), self._launching():
+        with self.window(ragged=ragged, side_by_side=side_by_side), self._launching():
             loss, _ = self.loss(micro_batch)
             with _disable_current_modes():  # a meter would see the numbers in a graph as tensors, and stumble
                 self.read(loss)
-            self._backward(loss, torch.ones_like(loss))
+            self._backward(loss, torch.ones_like(loss), short=not side_by_side)
 
     def fall_back(self, error: BaseException) -> bool:
         """Give up a short cut that failed; returns whether it was one, and the window can be run again."""
@@ -133,14 +149,15 @@ class Runner:
         loss, extra = self.loss(micro_batch)
         terms = self.read(loss)
         adding_up = self._casting.adding_up(loss) if self._casting is not None else nullcontext()
-        with speaking_of("BigStep"), adding_up:
+        with adding_up, self._admission.sparing_others():
             window.add(loss, terms, only_own=self._admission.only_own)
         return extra
 
-    def _backward(self, loss: Tensor, start: Tensor) -> None:
+    def _backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:
         leaves = tuple(p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"])
         own = tuple(p for p in leaves if p.requires_grad) if self._admission.only_own else None
-        with self._casting.adding_up(loss) if self._casting is not None else nullcontext():
+        adding_up = self._casting.adding_up(loss) if short and self._casting is not None else nullcontext()
+        with adding_up, self._admission.sparing_others():
             run_backward(loss, start, own)
 
     def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
@@ -148,8 +165,8 @@ class Runner:
         gradients = window.gradients
         if self._casting is not None:
             self._casting.renew()
-        graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters], self._state(gradients))
-        recipe = Recipe(self.loss, self.read, self._backward, self._keeping_buffers)
+        graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters])
+        recipe = Recipe(self.loss, self.read, self._backward, lambda: keeping_tables(self._models))
         replaying = Replaying(graphs, recipe, gradients.parameters, self._stepper, len(division))
         extras: list[Any] = []
         for micro_batch in micro_batches:
@@ -158,25 +175,14 @@ class Runner:
             else:
                 with self._launching():
                     extras.append(replaying.launch(micro_batch))
+                graphs.renew(self._state(gradients))  # a table may have been made anew, for a longer micro-batch
         window.adopt(replaying.tally(len(extras)), graphs.loss_dtype)
         return extras
 
-    @contextmanager
-    def _keeping_buffers(self) -> Iterator[None]:
-        """Refuse a forward that puts other tensors in the place of buffers: replays would all begin with the old."""
-        before = [module._buffers.copy() for model in self._models for module in model.modules()]  # noqa: SLF001
-        yield
-        after = [module._buffers for model in self._models for module in model.modules()]  # noqa: SLF001
-        if any(old.get(name) is not now for old, new in zip(before, after, strict=True) for name, now in new.items()):
-            raise NotCapturable("its forward replaces a buffer; write into it instead, as with buffer.copy_()")
-
     def _state(self, gradients: Gradients) -> object:
         """What a captured graph depends on beside the shape of its inputs."""
-        modes = tuple(module.training for model in self._models for module in model.modules())
-        tensors = (tensor for model in self._models for tensor in (*model.parameters(), *model.buffers()))
-        places = tuple(tensor.data_ptr() for tensor in (*gradients.parameters, *tensors))
         autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-        return modes, places, autocast, self._admission.only_own
+        return state_of(self._models, gradients.parameters), autocast, self._admission.only_own
 
 
 @contextmanager

@@ -47,6 +47,19 @@ def stands_for(function: Any, name: str) -> None:
     _stand_ins.add(sort)
 
 
+_shared: set[type] = set()
+
+
+def shared_by_all(function: Any) -> None:
+    """Have the results of an `autograd.Function` of ours known as the same for all samples, in every micro-batch."""
+    _shared.add(function._backward_cls)
+
+
+def is_shared_by_all(node: Node) -> bool:
+    """Tell whether a node's result was made of all micro-batches, with an exact gradient."""
+    return type(node) in _shared
+
+
 def edges(node: Node) -> tuple[Edge, ...]:
     """Return the inputs of the operation; (None, 0) stands for one without gradient."""
     return node.next_functions
@@ -117,10 +130,15 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
 TELLS_ITS_HOOK = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
+def hides(hook: Any) -> bool:
+    """Tell whether a hook of a saved tensor may do something when it is read; one of ours `shows` what it has."""
+    return hook is not None and not getattr(hook, "shows", False)
+
+
 def is_guarded(node: Node, name: str, raw: Any) -> bool:
     """Tell whether a hook guards a saved tensor, so that reading it would run the hook."""
     if TELLS_ITS_HOOK:
-        return raw.unpack_hook is not None
+        return hides(raw.unpack_hook)
     # torch 2.9 does not tell, but takes one pair of hooks only: ours, which do nothing, where there are no others.
     metadata: Any = node.metadata
     marks = metadata.setdefault("bigbatch has looked at", set())

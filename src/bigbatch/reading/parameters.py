@@ -11,6 +11,7 @@ from bigbatch.reading.graph import (
     is_custom,
     is_leaf,
     is_parameter,
+    is_shared_by_all,
     operation,
     python_number,
     saved_number,
@@ -68,6 +69,28 @@ def parameters_alone(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
                 continue  # a 0-d tensor without gradient, or a Python number
             stack.append(below)
     return True
+
+
+def made_of_shared(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
+    """Tell whether a value is made of values of all micro-batches, and perhaps of parameters: the same in each."""
+    looked, found, stack = Trail(), False, [edge[0]]
+    while stack:
+        node = stack.pop()
+        if node is None or node in looked.nodes:
+            continue
+        looked.passed(node)
+        if is_shared_by_all(node):
+            found = True
+        elif is_leaf(node):
+            if not is_parameter(node, own):
+                return False
+        elif is_custom(node):
+            return False
+        else:
+            stack.extend(below for below, _ in edges(node))
+    if found:
+        trail.add(looked)
+    return found
 
 
 def computed_weight(edge: Edge, own: frozenset[int], is_weight: Callable[[Tensor], bool], trail: Trail) -> bool:

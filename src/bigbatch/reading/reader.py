@@ -20,6 +20,7 @@ from bigbatch.reading.graph import (
     edges,
     is_custom,
     is_leaf,
+    is_shared_by_all,
     is_stand_in,
     operation,
     saved_number,
@@ -162,7 +163,7 @@ def _look(node: Node, parent: int, place: int, above: Node | None) -> _Look | No
     name = operation(node)
     sort = type(node)
     if sort not in _kinds:
-        custom = is_custom(node) and name != "_Counted"
+        custom = is_custom(node) and name not in {"_Counted", "_BatchNorm"} and not is_shared_by_all(node)
         if custom or (
             not is_custom(node) and not is_stand_in(sort) and sort.__name__ != node.name().rpartition("::")[2]
         ):

@@ -14,6 +14,7 @@ from bigbatch.reading.graph import (
     TELLS_ITS_HOOK,
     Edge,
     edges,
+    hides,
     is_guarded,
     operation,
     python_number,
@@ -148,6 +149,8 @@ class _Chain:
         return self._over(samples, edge)
 
     def _over(self, samples: Samples, edge: Edge) -> Sum:
+        if samples.shared and not samples.data:
+            raise refusals.shared_alone(self.kinds[0])
         if samples.data and samples.expanded:
             raise refusals.expanded(samples.expanded)
         level = self._level(samples)
@@ -262,6 +265,8 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
         for other, place in edges(node):
             if other is not None and shape(other, place) == sizes:
                 samples.walk((other, place), tuple(axes))
+    if samples.shared and not samples.data:
+        raise refusals.shared_alone(name)
     if samples.data and (samples.expanded or (name in POINTWISE_LOSSES and spreads(node, sizes))):
         raise refusals.expanded(samples.expanded or name)
     if how == SUM:
@@ -276,7 +281,7 @@ def targets(node: Node) -> Count:
     """How many targets a cross-entropy was averaged over, or the sum of their class weights."""
     nll: Any = node
     raw = nll._raw_saved_total_weight  # noqa: SLF001 - as graph.saved_tensor; this one is hot
-    if (raw.unpack_hook is not None) if TELLS_ITS_HOOK else is_guarded(node, "total_weight", raw):
+    if hides(raw.unpack_hook) if TELLS_ITS_HOOK else is_guarded(node, "total_weight", raw):
         raise refusals.hidden(operation(node))
     total: Tensor = nll._saved_total_weight  # noqa: SLF001
     if total.dtype in LOW_PRECISION:  # bf16 cannot count beyond 256

@@ -42,8 +42,8 @@ def coupled(name: str) -> CoupledLoss:
         f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.\n"
         "A micro-batch cannot know the samples of the others, so no weights make the parts add up to the big batch's "
         "gradient.\n"
-        "Lock-step, in which the micro-batches of a BigStep meet, will do this; it is not built yet. If this operation "
-        "really acts on each sample alone, say so:\n"
+        "In a BigStep micro-batches can meet: have the loss set its own samples against all with across.gather, "
+        "across.sum or across.mean (docs/coupled.md). If this operation really acts on each sample alone, say so:\n"
         "    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over"
     )
 
@@ -115,6 +115,7 @@ def nonlinear(name: str, *, root: bool = False) -> UnreadableLoss:
             "mean: the root of a mean (RMSE) is not the mean of the micro-batches' roots.\n"
             "Train on the mean itself, which has the same minimum, and report its root:\n"
             "    loss = F.mse_loss(prediction, target)          # and update.loss.sqrt()\n"
+            "or, in a BigStep:  across.once(across.mean(F.mse_loss(prediction, target)).sqrt())\n"
             f"{_NO_MEAN}"
         )
     if name == "Nansum":
@@ -135,8 +136,8 @@ def nonlinear(name: str, *, root: bool = False) -> UnreadableLoss:
     return UnreadableLoss(
         f"this loss does not add up over micro-batches: found {name}Backward above its mean, and a function of a mean "
         "is not the mean of the function (the root of a mean, a product of means).\n"
-        "Apply the function to each sample below the mean, if that serves; lock-step in BigStep, which will do the "
-        "rest, is not built yet.\n"
+        "Apply the function to each sample below the mean, if that serves; or, in a BigStep, to the mean over all "
+        "micro-batches:  across.once(f(across.mean(x)))\n"
         f"{_NO_MEAN}"
     )
 
@@ -167,4 +168,22 @@ def data_or_constant(name: str) -> UnreadableLoss:
         "Say which:\n"
         "    counted(term, 'once')     # the same in every micro-batch: counts once per window\n"
         "    counted(term, 'sum')      # a sum over this micro-batch's data"
+    )
+
+
+def shared_alone(name: str) -> UnreadableLoss:
+    """Explain that a term is made of values of all micro-batches, so that each of them would count it."""
+    return UnreadableLoss(
+        f"a term of this loss ({name.removeprefix('_')}) is made of values of all micro-batches alone: it is the same "
+        "in each of them, and would be counted once per micro-batch.\n"
+        "Say that it counts once:  across.once(term)"
+    )
+
+
+def alone() -> CoupledLoss:
+    """Explain that across needs a BigStep."""
+    return CoupledLoss(
+        "this loss asks for all samples of the big batch (bigbatch.across), and an Accumulator gets one micro-batch "
+        "after the other.\n"
+        "Use BigStep, which has the whole batch:  step = BigStep(model, optimizer, loss_fn); step(batch)"
     )

@@ -12,14 +12,24 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.reading import refusals
-from bigbatch.reading.graph import Edge, edges, is_custom, is_leaf, is_parameter, operation, saved_tensor, shape
+from bigbatch.reading.graph import (
+    Edge,
+    edges,
+    is_custom,
+    is_leaf,
+    is_parameter,
+    is_shared_by_all,
+    operation,
+    saved_tensor,
+    shape,
+)
 from bigbatch.reading.layout import Axis, Layout, sample_axes
 from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, PURE_POINTWISE, rule_of
-from bigbatch.reading.parameters import by_number, computed_weight, saved_factor
+from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, saved_factor
 from bigbatch.reading.rules import MATMULS, Inputs
 from bigbatch.reading.trail import Trail
 
-_MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink".split())
+_MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,7 @@ class Samples:
     data: bool = False  # the model's output was met
     expanded: str = ""  # an operation by which a tensor without gradient spread values over more places
     gradless: bool = False  # a tensor without gradient was met: data, or a constant
+    shared: bool = False  # a value of all micro-batches was met
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
     def walk(self, edge: Edge, layout: Layout) -> None:
@@ -57,6 +68,9 @@ class Samples:
 
     def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
         name = operation(node)
+        if is_shared_by_all(node):
+            self.shared = True  # the same for all samples, wherever they are
+            return []
         if is_leaf(node):
             if not is_parameter(node, self.surroundings.own):
                 self._model(layout, (0,))
@@ -84,6 +98,11 @@ class Samples:
         own = self.surroundings.own
         data, weight = MATMULS.get(name, (0, 1))
         matrix = name in MATMULS
+        if matrix:
+            shared = [made_of_shared(inputs[which][0], own, self.trail) for which in (data, weight)]
+            if any(shared):  # each sample against what all have in common
+                self.shared = True
+                return [inputs[which] for which, is_shared in zip((data, weight), shared, strict=True) if not is_shared]
         held = [is_parameter(edge[0], own) for edge, _ in inputs]
         if matrix and not held[data] and not held[weight]:
             held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail)

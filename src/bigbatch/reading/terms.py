@@ -16,8 +16,18 @@ from torch.autograd.graph import Node
 from bigbatch.errors import LossError
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, Kind, checked_count
-from bigbatch.reading.graph import Edge, edges, is_custom, is_leaf, operation, python_number, saved, saved_number
-from bigbatch.reading.parameters import parameters_alone
+from bigbatch.reading.graph import (
+    Edge,
+    edges,
+    is_custom,
+    is_leaf,
+    is_shared_by_all,
+    operation,
+    python_number,
+    saved,
+    saved_number,
+)
+from bigbatch.reading.parameters import made_of_shared, parameters_alone
 from bigbatch.reading.reductions import FUSED, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.trail import Trail
@@ -108,7 +118,7 @@ def _serves_twice(node: Node | None, trail: Trail) -> bool:
     return node is not None and users > 1
 
 
-def _step(  # noqa: PLR0911 - one way out per kind of operation
+def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
     place: _Place, surroundings: Surroundings, trail: Trail
 ) -> Term | list[_Place]:
     """Go one scalar operation down: to the scalars that it was made of, or to a term."""
@@ -116,6 +126,8 @@ def _step(  # noqa: PLR0911 - one way out per kind of operation
     assert node is not None  # noqa: S101 - _Place is only made of edges that carry gradient
     trail.passed(node)
     name = operation(node)
+    if is_shared_by_all(node):
+        raise refusals.shared_alone(name)
     if is_custom(node):
         return _custom(place, node, output, name)
     if is_leaf(node):
@@ -133,6 +145,8 @@ def _step(  # noqa: PLR0911 - one way out per kind of operation
         return _term(place, node, found, surroundings, trail)
     if parameters_alone(place.edge, surroundings.own, trail):
         return Term(place.pinned or node, "once", 1.0, name)
+    if made_of_shared(place.edge, surroundings.own, trail):
+        raise refusals.shared_alone(name)
     raise refusals.nonlinear(name, root=name == "Sqrt" or saved_number(node, "exponent") == _ROOT)
 
 
@@ -140,6 +154,8 @@ def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_P
     carried: Any = node
     if name == "_Counted":
         return Term(place.pinned or node, carried.kind, carried.count, "counted", carried.value, source=node)
+    if name == "_Alone":
+        raise refusals.alone()
     if name == "_DDPSink":  # DDP's find_unused_parameters wraps a model's outputs in an identity
         return [place._replace(edge=edges(node)[output])]
     raise refusals.custom(name)
@@ -170,6 +186,8 @@ def _product(place: _Place, node: Node, name: str, surroundings: Surroundings, t
     if learned[1] or (learned[0] and name == "Mul"):
         factors = (*place.factors, node)
         return [place._replace(edge=inputs[0 if learned[1] else 1], pinned=place.pinned or node, factors=factors)]
+    if made_of_shared(place.edge, surroundings.own, trail):
+        raise refusals.shared_alone(name)
     raise refusals.nonlinear(name)
 
 

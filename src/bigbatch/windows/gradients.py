@@ -3,7 +3,8 @@
 In mid-window `.grad` holds a provisional sum. It is ours: whoever else steps, zeroes or adds in between is noticed.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -195,6 +196,19 @@ class Gradients:
             _hand(p, gradient.to(p.device, copy=True) if isinstance(gradient, Tensor) else None)
         self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self._dtype]
         self._hold()
+
+
+@contextmanager
+def sparing(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let a backward inside add to whatever it reaches: these parameters have the gradients they had, afterwards."""
+    held = [(p, p.grad) for p in parameters]
+    for p, _ in held:  # put aside, or it would be added to in place
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in held:
+            _hand(p, gradient)
 
 
 def all_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:

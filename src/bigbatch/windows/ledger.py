@@ -32,6 +32,7 @@ class Weights(NamedTuple):
 
     whole: Count = 1.0
     each: tuple[tuple[Node, Count], ...] = ()
+    of_value: Count | None = None  # what the loss's value counts with, where that is one number in spite of `each`
 
     @property
     def nothing(self) -> bool:
@@ -78,13 +79,14 @@ class Ledger:
     provisional: Count | None = None
     total: Count = 0.0
     loss: Count = 0.0
-    loss_known: bool = True
+    loss_known: bool | Tensor = True
     kind: str = ""  # of the data terms: "mean", "sum", "known"
     reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
     names: tuple[str, ...] = ()  # of the first micro-batch's terms
     factors: list[tuple[float | None, ...]] | None = None  # constants of the window's first micro-batch
     in_ratio: Tensor | None = None  # on a device: whether several counts have kept their ratio so far
     came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
+    sure: bool = False  # the totals are sums of what comes: nothing to compare
     over: tuple[str, ...] = ()  # names of the terms over data
     pending: list[tuple[Tensor, Count]] = field(default_factory=list)  # losses on a device, with their counts
 
@@ -102,7 +104,7 @@ class Ledger:
         data = _over_data(terms)
         self._keep_factors(data)
         if self.totals is not None:
-            return self._known(terms, data)
+            return self._known(terms, data, first=self.micro_batches == 0)
         kinds = {term.kind for term in data}
         if len(kinds) > 1 or (self.kind and kinds and kinds != {self.kind}):
             self._refuse_doubtful(data)
@@ -119,6 +121,50 @@ class Ledger:
         if not data:
             return Weights(1.0 if first else 0.0)
         return Weights(1.0, once)
+
+    def weigh_together(self, every: list[list[Term]]) -> list[Weights]:
+        """Return the weights of all micro-batches, which are all there: their counts add up to the totals."""
+        rows = [_over_data(terms) for terms in every]
+        for terms, data in zip(every, rows, strict=True):
+            if _names(terms) != _names(every[0]):
+                shown = f"{', '.join(_names(every[0]))} in one and {', '.join(_names(terms))} in another"
+                msg = (
+                    f"the loss changes within a batch: its terms are {shown} micro-batch. A big batch has one loss: "
+                    "write every term for every micro-batch, times 0 where it does not apply."
+                )
+                raise LossError(msg)
+            self._keep_factors(data)
+            self.factors = [term.factors for term in data]
+        self.totals = tuple(
+            1.0 if column[0].kind == "sum" else _added([term.count for term in column])
+            for column in zip(*rows, strict=True)
+        )
+        self.sure = True
+        pairs = list(zip(every, rows, strict=True))
+        weights = [self._known(terms, data, first=not at) for at, (terms, data) in enumerate(pairs)]
+        return [self._simplified(each, data) for each, data in zip(weights, rows, strict=True)]
+
+    def _simplified(self, weights: Weights, data: list[Term]) -> Weights:
+        """Where several means were taken over the same things, the whole loss has one weight."""
+        if len(weights.each) != len(data) or not data or any(term.kind != "mean" for term in data):
+            return weights
+        numbers = [weight for _, weight in weights.each]
+        first = numbers[0]
+        same = [(weight - first) ** 2 <= (_RATIO_TOLERANCE * first) ** 2 for weight in numbers[1:]]
+        if not any(isinstance(each, Tensor) for each in same):
+            return Weights(first) if all(same) else weights
+        for each in same:
+            self.loss_known = torch.as_tensor(each) & self.loss_known
+        return weights._replace(of_value=first)
+
+    @property
+    def count(self) -> Count | tuple[Count, ...]:
+        """What the loss was averaged over, all in all; several numbers for several terms."""
+        if self.totals is None:
+            return self.total
+        first = self.totals[0] if self.totals else 1.0
+        alike = all(isinstance(total, float) and total == first for total in self.totals)
+        return first if self.sure and (alike or len(self.totals) == 1) else self.totals
 
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
@@ -185,6 +231,9 @@ class Ledger:
 
     def _enter_parts(self, terms: list[Term], weights: Weights, value: Count, factors: dict[Node, Tensor]) -> None:
         """Add up a loss whose terms have weights of their own: counted terms tell their value, one may be the rest."""
+        if weights.of_value is not None:
+            self.loss = self.loss + _weighed(value, weights.of_value)
+            return
         of = dict(weights.each)
         rest, rest_weight, unknown = value, weights.whole, 0
         for term in terms:
@@ -203,16 +252,18 @@ class Ledger:
         if unknown + whole > 1 and any(isinstance(weight, Tensor) or weight != 1.0 for weight in of.values()):
             self.loss_known = False
         if (unknown or whole) and not _is_zero(rest_weight):
-            self.loss = self.loss + rest * rest_weight
+            self.loss = self.loss + _weighed(rest, rest_weight)
 
     def counted_anything(self) -> bool:
         """Whether anything was counted; asking of a device waits for it."""
         if self.kind == "mean":
             return bool(self.total > 0)
-        return self.totals is None or any(bool(total > 0) for total in self.totals)
+        return not self.totals or any(bool(total > 0) for total in self.totals)
 
     def refuse_other_totals(self) -> None:
         """Raise where the counts that came are not those that were counted in advance; on a device this waits once."""
+        if self.sure:
+            return
         for place, (came, total) in enumerate(zip(self.came, self.totals or (), strict=True)):
             apart = came - total
             if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
@@ -242,7 +293,7 @@ class Ledger:
 
     def big_loss(self) -> Count | None:
         """Return the big batch's own loss, where it can be known."""
-        if not self.loss_known:
+        if not isinstance(self.loss_known, Tensor) and not self.loss_known:
             return None
         if self.kind != "mean":
             return self.loss
@@ -261,11 +312,12 @@ class Ledger:
         return count / self.provisional
 
     def _share_on_device(self, count: Tensor, about: float) -> Tensor:
-        if not self.small:
-            self.provisional = 1.0  # the count itself is the weight: no kernel is spent on it
-            return count
-        if self.provisional is None:
+        if self.provisional is None and not self.small:
+            self.provisional = 1.0
+        elif self.provisional is None:
             self.provisional = about * self.steps if about else count.clamp(min=1.0) * self.steps
+        if isinstance(self.provisional, float) and self.provisional == 1.0:
+            return count  # itself the weight: no kernel is spent on it
         return count / self.provisional
 
     def _keep_names(self, terms: list[Term]) -> None:
@@ -312,7 +364,7 @@ class Ledger:
             if term.doubtful:
                 raise refusals.data_or_constant(term.name)
 
-    def _known(self, terms: list[Term], data: list[Term]) -> Weights:
+    def _known(self, terms: list[Term], data: list[Term], *, first: bool) -> Weights:
         """Weigh by totals that were counted in advance: nothing is left to correct."""
         totals = self.totals or ()
         if len(totals) != len(data):
@@ -325,7 +377,6 @@ class Ledger:
             if term.node is None:
                 return Weights(_ratio(term.count, total))
             weights.append((term.node, 1.0 if term.kind == "sum" else _ratio(term.count, total)))
-        first = self.micro_batches == 0
         weights += [(term.node, float(first)) for term in terms if term.kind == "once" and term.node is not None]
         _refuse_shared_nodes(terms, weights)
         if len(weights) == 1:
@@ -345,6 +396,18 @@ def _names(terms: list[Term]) -> tuple[str, ...]:
 
 def _over_data(terms: list[Term]) -> list[Term]:
     return terms if len(terms) == 1 and terms[0].kind != "once" else [t for t in terms if t.kind != "once"]
+
+
+def _added(counts: list[Count]) -> Count:
+    """Add up in float64 what may be on a device."""
+    return sum((c.double() if isinstance(c, Tensor) and c.device.type != "mps" else c for c in counts), start=0.0)
+
+
+def _weighed(value: Count, weight: Count) -> Count:
+    """Multiply; what weighs nothing may be NaN."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, value * weight, 0.0)
+    return value * weight
 
 
 def _is_zero(weight: Count) -> bool:

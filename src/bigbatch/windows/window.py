@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -68,30 +69,56 @@ class Window:
             self.check()
         weights = self._ledger.weigh(terms)
         if not self._ledger.micro_batches:
-            self._first_count = next((term.count for term in terms if isinstance(term.count, Tensor)), None)
-            if self._first_count is not None:  # before the backward, so that reading it will not wait for that
-                self._stepper.arrival.start(self._first_count)
+            self._await(terms)
         factors: dict[Node, Tensor] = {}
         if not weights.nothing:
-            hooks = _weigh_terms(weights, loss, terms, factors) if weights.each else ()
-            try:
-                start = self._start(weights.whole, loss)
-                run_backward(loss, start, self._gradients.leaves if only_own else None)
-                factors = {node: factor / start.reshape(()) for node, factor in factors.items()}
-            except BaseException as error:
-                self._broken = error
-                self._failure = (
-                    f"a backward of this window failed with {type(error).__name__} and has added part of its gradients."
-                )
-                raise
-            finally:
-                for hook in hooks:
-                    hook.remove()
+            factors = self._backward(loss, terms, weights, only_own=only_own)
             self._gradients.remember()
             if not self._reached:
                 self._refuse_unreached()
         self._ledger.enter(terms, weights, loss, factors)
         self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+
+    def add_together(self, found: list[tuple[Tensor, list[Term]]], *, only_own: bool) -> list[Callable[[], None]]:
+        """Weigh micro-batches whose losses are all there before the first backward; returns the backward of each.
+
+        They may wait for each other inside, so none is left out, though it may count nothing.
+        """
+        every = [terms for _, terms in found]
+        weights = self._ledger.weigh_together(every)
+        self._await([term for terms in every for term in terms])
+
+        def backward(loss: Tensor, terms: list[Term], weight: Weights) -> None:
+            factors = self._backward(loss, terms, weight, only_own=only_own)
+            self._gradients.remember()
+            self._ledger.enter(terms, weight, loss, factors)
+            self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+
+        return [partial(backward, *each, weight) for each, weight in zip(found, weights, strict=True)]
+
+    def _await(self, terms: list[Term]) -> None:
+        """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
+        self._first_count = next((term.count for term in terms if isinstance(term.count, Tensor)), None)
+        if self._first_count is not None:
+            self._stepper.arrival.start(self._first_count)
+
+    def _backward(self, loss: Tensor, terms: list[Term], weights: Weights, *, only_own: bool) -> dict[Node, Tensor]:
+        """Add a loss's gradient; returns the factors of terms that had weights of their own."""
+        factors: dict[Node, Tensor] = {}
+        hooks = _weigh_terms(weights, loss, terms, factors) if weights.each else ()
+        try:
+            start = self._start(weights.whole, loss)
+            run_backward(loss, start, self._gradients.leaves if only_own else None)
+            return {node: factor / start.reshape(()) for node, factor in factors.items()}
+        except BaseException as error:
+            self._broken = error
+            self._failure = (
+                f"a backward of this window failed with {type(error).__name__} and has added part of its gradients."
+            )
+            raise
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _refuse_unreached(self) -> None:
         """A first backward that gave no gradient at all is a mistake: the update would change nothing."""
@@ -151,11 +178,12 @@ class Window:
         self.discard()
         return Update(
             micro_batches=ledger.micro_batches,
-            count=ledger.totals if ledger.totals is not None else ledger.total,
+            count=ledger.count,
             grad_norm=norm,
             _loss=loss,
             _dtype=self._loss_dtype,
             _skipped=skipped,
+            _loss_known=ledger.loss_known,
         )
 
     def discard(self) -> None:
@@ -215,7 +243,11 @@ class Window:
 
     def _counted_anything(self) -> bool:
         """Whether anything was counted; an empty window makes no update."""
-        if self._ledger.kind == "mean" and self._first_count is not None and self._stepper.arrival.read() > 0:
+        if (
+            self._ledger.kind in {"mean", "known"}
+            and self._first_count is not None
+            and self._stepper.arrival.read() > 0
+        ):
             return True
         return self._ledger.counted_anything()
 

@@ -1,0 +1,112 @@
+"""What a loss or a model may know of all samples of a big batch, though it sees one micro-batch at a time.
+
+    from bigbatch import BigStep, across
+
+    def clip_loss(model, batch):
+        images, texts, scale = model(batch)                       # of this micro-batch
+        all_texts, all_images = across.gather(texts), across.gather(images)
+        mine = across.offset() + torch.arange(len(images), device=images.device)
+        rows = F.cross_entropy(scale * images @ all_texts.T, mine)
+        columns = F.cross_entropy(scale * texts @ all_images.T, mine)
+        return (rows + columns) / 2
+
+Inside `BigStep` the micro-batches of a batch run in lock-step and meet here, in forward and in backward: gradients are
+those of the big batch. Anywhere else a batch is the whole batch, and these are what they say of it alone: `gather`,
+`sum` and `mean` return their argument. An `Accumulator` sees one micro-batch after the other, and refuses such a loss.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import LossError
+from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.needing import refuse_alone
+from bigbatch.lockstep.sharing import gathered, summed
+from bigbatch.reading.terms import counted
+
+__all__ = ["gather", "mean", "offset", "once", "sum"]
+
+
+def gather(x: Tensor) -> Tensor:
+    """Return the rows of all micro-batches, one below the other, in the batch's own order.
+
+    They are one tensor for all micro-batches: change them in place, and an error says so.
+    """
+    if not x.dim():
+        msg = "across.gather takes rows, one per sample; found a 0-d tensor. To add one up:  across.sum(x)"
+        raise LossError(msg)
+    worker = current()
+    return gathered(worker, x) if worker is not None else refuse_alone(x, "gather")
+
+
+def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
+    """Add up a tensor of one shape over all micro-batches: a sum over the big batch, where x is one over this."""
+    worker = current()
+    return summed(worker, x, "sum") if worker is not None else refuse_alone(x, "sum")
+
+
+def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
+    """Average a tensor of one shape over all micro-batches: a mean over the big batch, where x is one over this.
+
+    Each micro-batch weighs as many samples as it has, or `count`, the number of things that its mean is over.
+    """
+    worker = current()
+    if worker is None:
+        return refuse_alone(x, "mean")
+    if count is None:
+        sizes: tuple[int, ...] = worker.notes["sizes"]
+        total = float(_total(sizes))
+        return summed(worker, x * (sizes[worker.number] / total), "mean")
+    number = torch.as_tensor(count, dtype=x.dtype, device=x.device)
+    if number.requires_grad:
+        msg = "the count of across.mean is a number of things, without gradient; found one with gradient"
+        raise LossError(msg)
+    return summed(worker, x * number, "mean") / summed(worker, number, "mean's count")
+
+
+def offset() -> int:
+    """Return how many samples the micro-batches before this one have: where its rows begin in `gather`."""
+    worker = current()
+    if worker is None:
+        refuse_alone(None, "offset")
+        return 0
+    sizes: tuple[int, ...] = worker.notes["sizes"]
+    return int(_total(sizes[: worker.number]))
+
+
+def once(term: Tensor) -> Tensor:
+    """Say that a term is made of gathered, summed or averaged values alone, the same in every micro-batch.
+
+    It then counts once in the big batch's loss, not once per micro-batch.
+    """
+    worker = current()
+    if worker is not None and worker.size > 1:
+        _refuse_unlike(worker, term)
+    return counted(term, "once")
+
+
+def _refuse_unlike(worker: Any, term: Tensor) -> None:
+    """See in a window that asks for it that all micro-batches have the same value; it waits for a device."""
+    if not worker.notes.get("checks_once"):
+        return
+    values: list[float] = worker.meet("across.once", float(term.detach()), list)
+    largest = max(map(abs, values))
+    tolerance = 1e-9 if term.dtype == torch.float64 else 1e-3
+    if max(values) - min(values) > tolerance * max(largest, 1e-30):
+        shown = ", ".join(f"{value:.6g}" for value in values[:4])
+        msg = (
+            f"across.once marks a term that is the same in every micro-batch; found {shown}. It depends on this "
+            "micro-batch's own samples.\n"
+            "Make it of across.gather, across.sum or across.mean alone, or leave across.once out where it is a mean "
+            "over samples."
+        )
+        raise LossError(msg)
+
+
+def _total(sizes: tuple[int, ...]) -> int:
+    total = 0
+    for size in sizes:
+        total += size
+    return total

@@ -1,0 +1,88 @@
+"""Where the activations of a window stay while its micro-batches wait for each other.
+
+`keep`: where they are; a window then needs the big batch's memory. `recompute`: the model is run again in backward, one
+micro-batch at a time, which serves where micro-batches meet outside of it. `offload`: in pinned host memory, copied
+beside the computation and fetched ahead of it in backward (`offloading.py`).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch.errors import ConfigurationError
+from bigbatch.lockstep.crew import current
+
+
+class MeetsInside(ConfigurationError):
+    """Micro-batches meet inside of a model that is to be recomputed."""
+
+
+@contextmanager
+def recomputing(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Have the calls of these models keep nothing but their inputs, and run again in backward."""
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(_checkpointed(model))
+        yield
+
+
+@contextmanager
+def _checkpointed(model: nn.Module) -> Iterator[None]:
+    plain: Callable[..., Any] = model.forward
+    was_set = "forward" in vars(model)
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        worker = current()
+        if worker is None or worker.notes.get("recomputing") or not torch.is_grad_enabled():
+            return plain(*arguments, **named)
+
+        def run(*arguments: Any, **named: Any) -> Any:
+            worker.notes["recomputing"] = True  # no other task runs before this one leaves: it must not meet inside
+            try:
+                return plain(*arguments, **named)
+            finally:
+                worker.notes["recomputing"] = False
+
+        return checkpoint(run, *arguments, use_reentrant=False, **named)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        if was_set:
+            model.forward = plain
+        else:
+            del model.forward
+
+
+def refuse_meeting_while_recomputing(notes: dict[str, Any], name: str) -> None:
+    """Raise where micro-batches meet inside of a model that is to be recomputed one at a time."""
+    if notes.get("recomputing"):
+        msg = (
+            f'activations="recompute" runs the model again one micro-batch at a time, and this model has {name} '
+            "inside, where micro-batches meet: all of them would have to be kept at once.\n"
+            'Take Options(activations="offload"), which keeps them in host memory, or "keep".'
+        )
+        raise MeetsInside(msg)
+
+
+def saved_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Return how much autograd saves of what runs: of memory on the device, each piece once."""
+    found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.device == device and not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # noqa: SLF001 - as multiprocessing has it
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = run()
+    del kept
+    return sum(size for _, size in found.values())

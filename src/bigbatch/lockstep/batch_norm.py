@@ -1,0 +1,268 @@
+"""BatchNorm over all micro-batches of a window: the big batch's output, gradients and running statistics.
+
+`F.batch_norm` is swapped while a window runs, and acts on its workers alone: that catches every layer that ends there,
+subclasses and other libraries' included, also when a checkpoint runs it again in backward. Micro-batches meet twice:
+in forward for mean and variance, in backward for the two sums that the gradient depends on.
+
+    mean     = sum of n_i * mean_i / N
+    variance = sum of n_i * (variance_i + (mean_i - mean)^2) / N
+    dx       = weight / std * (dy - sum of dy / N - x_hat * sum of (dy * x_hat) / N)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from bigbatch.errors import BatchNormError
+from bigbatch.lockstep.crew import Worker, current
+from bigbatch.lockstep.meeting import meet_in_forward
+from bigbatch.lockstep.renewing import Recipe, Recipes
+
+Plain = Callable[..., Tensor]
+
+
+@contextmanager
+def over_all_micro_batches(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Have BatchNorm layers of the workers' micro-batches normalise by the whole window."""
+    plain = F.batch_norm
+    counters = {id(m.running_mean): m for model in models for m in model.modules() if _keeps_count(m)}
+
+    def batch_norm(  # noqa: PLR0917 - torch's own signature
+        input: Tensor,  # noqa: A002
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,  # noqa: FBT001, FBT002
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        worker = current()
+        rehearsing = worker is not None and worker.notes.get("rehearsing")  # one of many, alone for once
+        if worker is None or not training or (worker.size == 1 and not rehearsing):
+            return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        running = None
+        if running_mean is not None and running_var is not None:
+            running = _Running(running_mean, running_var, momentum, counters.get(id(running_mean)))
+            if running.module is None:
+                raise BatchNormError(_FOREIGN)
+        found: Tensor
+        found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker)  # type: ignore[no-untyped-call]
+        recipes: Recipes | None = worker.notes.get("recipes")
+        if recipes is not None and found.requires_grad and recipes.in_force:
+            now = partial(_normalised, weight=_detached(weight), bias=_detached(bias), pooled=pooled)
+            recipes.add(found, Recipe(recipes.store(_dense(input.detach())), now))
+        return found
+
+    F.batch_norm = batch_norm
+    try:
+        yield
+    finally:
+        F.batch_norm = plain
+
+
+_FOREIGN = (
+    "a BatchNorm layer in training mode belongs to a model that this BigStep was not given, so its running statistics "
+    "could not be put back if a step failed.\n"
+    "Give all models that train or track:  BigStep([model, teacher], optimizer, loss_fn); or put it into evaluation "
+    "mode:  teacher.eval()"
+)
+
+
+class _Running(NamedTuple):
+    """Running statistics, and what they are updated with."""
+
+    mean: Tensor
+    variance: Tensor
+    momentum: float
+    module: nn.Module | None  # whose they are
+
+
+class _Local(NamedTuple):
+    """One micro-batch's statistics."""
+
+    mean: Tensor
+    variance: Tensor
+    number: int  # values of each channel
+    running: _Running | None
+
+
+class _Pooled(NamedTuple):
+    """Those of the whole window."""
+
+    mean: Tensor
+    inverse_std: Tensor
+    number: int
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - `apply` takes no names
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        running: _Running | None,
+        worker: Worker,
+    ) -> tuple[Tensor, _Pooled]:
+        x = _dense(x)
+        gradient = " with gradient" if any(ctx.needs_input_grad) else ""
+        ctx.title = f"BatchNorm over {x.shape[1]} channels{gradient}"
+        local = _local(x, running)
+        pooled: _Pooled = meet_in_forward(
+            worker, ctx.title, local, lambda parts: _pool(parts, eps, alone=worker.size == 1)
+        )
+        ctx.worker, ctx.number = worker, pooled.number
+        ctx.save_for_backward(x, weight, pooled.mean, pooled.inverse_std)
+        return _normalised(x, weight, bias, pooled), pooled
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, inverse_std = ctx.saved_tensors
+        above = _dense(gradients[0])
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        sums = _sums(above, x, mean, inverse_std, weight)
+        below = None
+        if needs_x:
+            name = f"the backward of {ctx.title}"
+            total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), _only, _both)
+            below = _below(above, x, mean, inverse_std, weight, total, with_x, ctx.number)
+        own_weight = sums.weight if weight is not None and needs_weight else None
+        own_bias = sums.bias if needs_bias else None
+        return below, own_weight, own_bias, None, None, None
+
+
+class _Sums(NamedTuple):
+    """What a micro-batch's gradient sums to, by channel."""
+
+    above: Tensor
+    above_x: Tensor  # times x - mean
+    weight: Tensor
+    bias: Tensor
+
+
+def _local(x: Tensor, running: _Running | None) -> _Local:
+    number = x.numel() // max(x.shape[1], 1)
+    if x.is_cuda and number:
+        mean, inverse = torch.batch_norm_stats(x, 0.0)  # eps = 0: the variance comes back without cancellation
+        return _Local(mean, inverse.square().reciprocal(), number, running)
+    variance, mean = torch.var_mean(_wide(x), _but_channels(x), correction=0)
+    return _Local(mean, variance, number, running)
+
+
+def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
+    """Make one of all micro-batches' statistics, and take them into the running ones, once."""
+    number = sum(part.number for part in parts)
+    if number <= 1 and not alone:
+        msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
+        raise ValueError(msg)
+    used = [part for part in parts if part.number]
+    means = torch.stack([part.mean for part in used]).double()
+    variances = torch.stack([part.variance for part in used]).double()
+    shares = [part.number / number for part in used]
+    mean = _weighted(means, shares)
+    variance = _weighted(variances + (means - mean).square(), shares)
+    dtype = parts[0].mean.dtype
+    first = parts[0].running
+    if first is not None:
+        _update(first, mean, variance * (number / max(number - 1, 1)), len(parts))
+    return _Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
+
+
+def _weighted(rows: Tensor, shares: list[float]) -> Tensor:
+    """Add up rows by shares that the host knows: nothing is copied to the device."""
+    return torch.stack([row * share for row, share in zip(rows.unbind(), shares, strict=True)]).sum(0)
+
+
+def _update(running: _Running, mean: Tensor, variance: Tensor, workers: int) -> None:
+    with torch.no_grad():
+        running.mean.mul_(1 - running.momentum).add_(mean.to(running.mean.dtype), alpha=running.momentum)
+        running.variance.mul_(1 - running.momentum).add_(variance.to(running.variance.dtype), alpha=running.momentum)
+        counter = getattr(running.module, "num_batches_tracked", None)
+        if isinstance(counter, Tensor):
+            counter.sub_(workers - 1)  # each micro-batch has counted itself; together they are one batch
+
+
+def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, pooled: _Pooled) -> Tensor:
+    if x.is_cuda:
+        return torch.batch_norm_elemt(x, weight, bias, pooled.mean, pooled.inverse_std, 0.0)
+    scale = pooled.inverse_std if weight is None else pooled.inverse_std * weight.to(pooled.mean.dtype)
+    result = (_wide(x) - _column(pooled.mean, x)) * _column(scale, x)
+    if bias is not None:
+        result = result + _column(bias.to(result.dtype), x)
+    return result.to(x.dtype)
+
+
+def _sums(above: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor | None) -> _Sums:
+    if x.is_cuda and x.numel():
+        flags = (True, weight is not None, True)
+        found = torch.batch_norm_backward_reduce(above, x, mean, inverse_std, weight, *flags)
+        return _Sums(*found)
+    dims, wide = _but_channels(x), _wide(above)
+    total, with_x = wide.sum(dims), (wide * (_wide(x) - _column(mean, x))).sum(dims)
+    kind = total.dtype if weight is None else weight.dtype
+    return _Sums(total, with_x, (with_x * inverse_std).to(kind), total.to(kind))
+
+
+def _below(  # noqa: PLR0917 - a formula
+    above: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    inverse_std: Tensor,
+    weight: Tensor | None,
+    total: Tensor,
+    with_x: Tensor,
+    number: int,
+) -> Tensor:
+    if x.is_cuda and x.numel():
+        count = torch.full((1,), number, dtype=torch.int32, device=x.device)
+        return torch.batch_norm_backward_elemt(above, x, mean, inverse_std, weight, total, with_x, count)
+    scale = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
+    slope = with_x / number * inverse_std.square()
+    centred = _wide(x) - _column(mean, x)
+    result = (_wide(above) - _column(total / number, x) - centred * _column(slope, x)) * _column(scale, x)
+    return result.to(above.dtype)
+
+
+def _both(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return one[0] + other[0], one[1] + other[1]
+
+
+def _only(values: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return values[0]
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype in {torch.float32, torch.float64} else x.float()
+
+
+def _dense(x: Tensor) -> Tensor:
+    """Have the channels lie first or last, as the kernels want it."""
+    if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):  # noqa: PLR2004
+        return x
+    return x.contiguous()
+
+
+def _but_channels(x: Tensor) -> list[int]:
+    return [dim for dim in range(x.dim()) if dim != 1]
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    """Put one value per channel where the channels are."""
+    return values.reshape(1, -1, *(1,) * (like.dim() - 2))
+
+
+def _keeps_count(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "running_mean", None), Tensor)

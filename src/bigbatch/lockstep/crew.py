@@ -1,0 +1,266 @@
+"""Several tasks in lock-step: one runs at a time, in a fixed order, until all have come to the same meeting.
+
+Each task has a thread of its own, so that it can stop anywhere, in the midst of a model's forward or of a backward, and
+go on when the others have come as far. No two ever run at once: a baton goes around. So nothing depends on chance, and
+no task can wait for one that does not come: when the baton has gone around, either all wait at the same meeting, or all
+are done, or it is an error that says where each of them is.
+
+Threads stay for the next window: a library's handles for matrix products and convolutions belong to a thread, and
+making them takes longer than many a window.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from bigbatch.errors import PathsDiffer
+from bigbatch.lockstep.carrying import Carried
+
+Result = TypeVar("Result")
+Value = TypeVar("Value")
+
+
+class Abandoned(BaseException):
+    """Ends a task whose window has failed elsewhere. No `except Exception` of the task's own code holds it up."""
+
+
+class Worker:
+    """One task on its way, as its own thread sees it."""
+
+    def __init__(self, round_: "_Round", number: int) -> None:
+        """Belong to a round of tasks."""
+        self._round, self.number = round_, number
+        self.meetings = 0  # how many this task has had
+
+    @property
+    def size(self) -> int:
+        """How many tasks there are."""
+        return len(self._round.at)
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What the tasks of one window know in common."""
+        return self._round.notes
+
+    def meet(
+        self,
+        name: str,
+        value: Value,
+        combine: Callable[[list[Value]], Result],
+        fold: Callable[[Value, Value], Value] | None = None,
+    ) -> Result:
+        """Wait until all have come here; returns what `combine`, called once, makes of their values, in their order.
+
+        With `fold` each value is put into those before as it comes, so that only one is kept.
+        """
+        self.meetings += 1
+        found: Result = self._round.meet(self.number, name, value, combine, fold)
+        return found
+
+
+_here = threading.local()
+
+
+def current() -> Worker | None:
+    """Return the task that this thread runs, where it runs one."""
+    return getattr(_here, "worker", None)
+
+
+class Crew:
+    """Threads that run tasks in lock-step, as many as there are tasks."""
+
+    def __init__(self) -> None:
+        """Have no threads yet."""
+        self._seats: list[_Seat] = []
+        self._busy = False
+        self._end = weakref.finalize(self, _dismiss, self._seats)
+
+    def run(
+        self, tasks: Sequence[Callable[[], Result]], carried: Carried, notes: dict[str, Any] | None = None
+    ) -> list[Result]:
+        """Run all tasks; returns their results. The error of one ends all, and comes out as it was raised.
+
+        `notes` is what all of them know.
+        """
+        if self._busy:
+            msg = "a window in lock-step cannot be run inside of another with the same threads"
+            raise RuntimeError(msg)
+        if not all(seat.thread.is_alive() for seat in self._seats):
+            self._seats.clear()  # threads do not live on in a process that was forked
+        while len(self._seats) < len(tasks):
+            self._seats.append(_Seat(f"bigbatch-{len(self._seats)}"))
+        self._busy = True
+        try:
+            return _Round(tasks, self._seats[: len(tasks)], carried, notes or {}).run()
+        finally:
+            self._busy = False
+
+    def dismiss(self) -> None:
+        """End the threads; later tasks get new ones."""
+        _dismiss(self._seats)
+
+
+def _dismiss(seats: "list[_Seat]") -> None:
+    for seat in seats:
+        seat.job = None
+        seat.go.release()
+    seats.clear()
+
+
+class _Seat:
+    """A thread that waits for work. It knows no crew, so that a crew that nobody holds can go."""
+
+    def __init__(self, name: str) -> None:
+        self.go = threading.Lock()  # released by whoever passes the baton
+        self.go.acquire()
+        self.job: Callable[[], None] | None = None
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            self.go.acquire()
+            job, self.job = self.job, None
+            if job is None:
+                return
+            job()
+            del job  # a job holds a window's tensors
+
+
+class _Round:
+    """The tasks of one window, from the first baton to the last."""
+
+    def __init__(
+        self, tasks: Sequence[Callable[[], Any]], seats: "list[_Seat]", carried: Carried, notes: dict[str, Any]
+    ) -> None:
+        self._tasks, self._seats, self._carried = list(tasks), seats, carried
+        self.at: list[str | None] = [None] * len(tasks)  # the meeting that each waits at
+        self.notes = notes
+        self._values: list[Any] = []
+        self._done = [False] * len(tasks)
+        self._results: list[Any] = [None] * len(tasks)
+        self._combined: Any = None
+        self._failure: BaseException | None = None
+        self._over = False
+        self._finished = threading.Lock()
+        self._finished.acquire()
+
+    def run(self) -> list[Any]:
+        for number, seat in enumerate(self._seats):
+            seat.job = self._job(number)
+        self._hand_to(0)
+        self._wait()
+        failure, results = self._failure, self._results
+        self._tasks, self._values, self._results, self._combined, self._failure = [], [], [], None, None
+        self.notes.clear()
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure, results  # a frame that holds its own error is never freed
+        return results
+
+    def _wait(self) -> None:
+        """Wait for the last task. An interrupt, as by Ctrl-C, ends each at its next meeting, and then comes out."""
+        while not self._over:
+            try:
+                self._finished.acquire()
+            except BaseException as interrupt:  # noqa: BLE001, PERF203 - raised again when no task runs any more
+                if self._failure is None:
+                    self._failure = interrupt
+
+    def meet(
+        self,
+        number: int,
+        name: str,
+        value: Any,
+        combine: Callable[[list[Any]], Any],
+        fold: Callable[[Any, Any], Any] | None,
+    ) -> Any:
+        if self._failure is not None:
+            raise Abandoned
+        self.at[number] = name
+        try:
+            self._values = [fold(self._values[0], value)] if fold is not None and number else [*self._values, value]
+            del value
+            if number + 1 == len(self._seats):
+                self._conclude(combine)
+        except BaseException as error:
+            self._failure = error  # now, lest the task's own code catch it and go on
+            raise
+        if len(self._seats) > 1:
+            self._hand_to((number + 1) % len(self._seats))
+            self._seats[number].go.acquire()
+        if self._failure is not None:
+            raise Abandoned
+        result = self._combined
+        if number + 1 == len(self._seats):
+            self._combined = None  # the last one has taken it
+        return result
+
+    def _conclude(self, combine: Callable[[list[Any]], Any]) -> None:
+        """All have come to where they are: make of their values what they came for."""
+        if len(set(self.at)) > 1:
+            raise self._paths_differ()
+        values, self._values = self._values, []
+        self.at = [None] * len(self._seats)
+        self._combined = combine(values)
+
+    def _paths_differ(self) -> PathsDiffer:
+        places: dict[str, list[int]] = {}
+        for number, at in enumerate(self.at):
+            places.setdefault(at or "its end", []).append(number)
+        listed = "\n".join(f"    {_numbered(numbers)} at {at}" for at, numbers in places.items())
+        msg = (
+            "the micro-batches of this window took different paths, and cannot meet:\n"
+            f"{listed}\n"
+            "All must run the same operations across micro-batches in the same order, also in backward. Look for an "
+            "`if` on the data, a layer that is skipped for some, a value that only some micro-batches' losses use, or "
+            "tensors of different shapes."
+        )
+        return PathsDiffer(msg)
+
+    def _job(self, number: int) -> Callable[[], None]:
+        def job() -> None:
+            _here.worker = Worker(self, number)
+            try:
+                if self._failure is None:
+                    with self._carried.there():
+                        self._results[number] = self._carried.context.copy().run(self._tasks[number])
+            except Abandoned:
+                pass
+            except BaseException as error:  # noqa: BLE001 - it comes out of `run`
+                if self._failure is None:
+                    self._failure = error
+            finally:
+                del _here.worker
+            self._end(number)
+
+        return job
+
+    def _end(self, number: int) -> None:
+        """A task is over: the baton goes to the next, and from the last one to whoever still waits."""
+        self._done[number] = True
+        seats = len(self._seats)
+        if self._failure is None:
+            if number + 1 < seats:
+                self._hand_to(number + 1)
+                return
+            if not all(self._done):
+                self._failure = self._paths_differ()
+        left = next((i for i in range(seats) if not self._done[i]), None)
+        if left is None:
+            self._over = True
+            self._finished.release()
+        else:
+            self._hand_to(left)
+
+    def _hand_to(self, number: int) -> None:
+        self._seats[number].go.release()
+
+
+def _numbered(numbers: Sequence[int]) -> str:
+    if len(numbers) == 1:
+        return f"micro-batch {numbers[0]} is"
+    return f"micro-batches {', '.join(map(str, numbers))} are"

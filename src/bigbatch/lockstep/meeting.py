@@ -1,0 +1,28 @@
+"""Meetings in a forward: what must hold before one, and what each micro-batch finds again after it."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from bigbatch.lockstep.activations import refuse_meeting_while_recomputing
+from bigbatch.lockstep.crew import Worker
+from bigbatch.lockstep.numbers import Streams
+
+Result = TypeVar("Result")
+
+
+def meet_in_forward(
+    worker: Worker,
+    name: str,
+    value: Any,
+    combine: Callable[[list[Any]], Result],
+    fold: Callable[[Any, Any], Any] | None = None,
+) -> Result:
+    """Meet, and go on with this micro-batch's own random numbers; also in a forward that runs again in backward."""
+    refuse_meeting_while_recomputing(worker.notes, name)
+    streams: Streams | None = worker.notes.get("streams")
+    if streams is None:
+        return worker.meet(name, value, combine, fold)
+    mine = streams.state()
+    found = worker.meet(name, value, combine, fold)
+    streams.go_on(mine)
+    return found

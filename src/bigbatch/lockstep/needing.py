@@ -1,0 +1,53 @@
+"""Where a loss asks for other micro-batches and there are none to ask."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import BigBatchError
+
+_here = threading.local()
+Value = TypeVar("Value", bound=Tensor | None)
+
+
+class NeedsLockStep(BigBatchError):
+    """Raised inside a window that runs one micro-batch after the other; `BigStep` then runs them side by side."""
+
+
+@contextmanager
+def one_after_the_other() -> Iterator[None]:
+    """Say that micro-batches of a window run here, and that they could run side by side instead."""
+    before = getattr(_here, "alone", False)
+    _here.alone = True
+    try:
+        yield
+    finally:
+        _here.alone = before
+
+
+def refuse_alone(x: Value, name: str) -> Value:
+    """Return a value that is the whole batch's, as it is; in a window of micro-batches ask for lock-step instead."""
+    if getattr(_here, "alone", False):
+        raise NeedsLockStep(f"across.{name}")
+    if x is None or not x.requires_grad:
+        return x
+    found: Value = _Alone.apply(x)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return found
+
+
+class _Alone(torch.autograd.Function):
+    """An identity in the graph, by which an `Accumulator` knows a loss that asked for other micro-batches."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        del ctx
+        return gradients[0]

@@ -1,0 +1,192 @@
+"""Activations in pinned host memory: copied out beside the computation, fetched ahead of it in backward."""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.renewing import Recipes
+
+_WORTH_MOVING = 1 << 16  # bytes; smaller tensors cost more to copy than to keep
+_IN_FLIGHT = 1 << 28  # bytes that wait to be copied out, or are fetched ahead
+_SLAB = 1 << 28  # bytes of host memory that are pinned at once
+_ALIGNED = 512
+_NEAR = 64  # tensors ahead of the present one that backward may ask for out of turn
+
+
+class HostMemory:
+    """Pinned host memory that is handed out piece by piece, and all of it anew in the next window.
+
+    Pinning takes longer than copying, and torch's own pool rounds every tensor up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        """Have none yet."""
+        self._slabs: list[Tensor] = []
+        self._at = self._used = 0
+
+    def like(self, tensor: Tensor, size: int) -> Tensor:
+        """Return room for a tensor of these strides."""
+        step = -(-size // _ALIGNED) * _ALIGNED
+        while self._at < len(self._slabs) and self._used + step > self._slabs[self._at].numel():
+            self._at, self._used = self._at + 1, 0
+        if self._at == len(self._slabs):
+            self._slabs.append(torch.empty(max(_SLAB, step), dtype=torch.uint8, pin_memory=True))
+        piece = self._slabs[self._at][self._used : self._used + size].view(tensor.dtype)
+        self._used += step
+        return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
+
+    def begin_anew(self) -> None:
+        """Hand out all of it again."""
+        self._at = self._used = 0
+
+
+class _Away(NamedTuple):
+    """A saved tensor in host memory."""
+
+    number: int
+
+
+class _Out(NamedTuple):
+    host: Tensor
+    bytes: int
+
+
+class Offload:
+    """The saved tensors of one window after the other.
+
+    Backward needs them in an order that is known when it begins: what was saved between two meetings, the latest
+    first, and of each such segment the micro-batches in their order. So what comes next is fetched while the present
+    one is used.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Have nothing yet."""
+        self._device = device
+        self._memory = HostMemory()
+        self.recipes = Recipes(self._stored, self._unpacked)
+        self._stream = torch.cuda.Stream(device)  # one for all windows: host memory is read before it is written again
+        self._begin()
+
+    def _begin(self) -> None:
+        self._out: list[_Out] = []
+        self._segments: dict[tuple[int, int], list[int]] = {}  # what a micro-batch saved between two meetings
+        self._known: dict[int, tuple[StorageWeakRef, dict[tuple[Any, ...], int]]] = {}
+        self._leaving: deque[tuple[Tensor, torch.cuda.Event, int]] = deque()
+        self._leaving_bytes = 0
+        self._turns: list[int] = []
+        self._turn_of: dict[int, int] = {}
+        self._turn = 0  # of the tensor that backward asked for last, in turn
+        self._there: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+
+    @contextmanager
+    def window(self) -> Iterator[None]:
+        """Begin with nothing, and leave nothing behind."""
+        self._memory.begin_anew()
+        self._begin()
+        try:
+            yield
+        finally:
+            here = torch.cuda.current_stream(self._device)
+            here.wait_stream(self._stream)  # what was fetched for nothing is given back after its copy
+            self._begin()
+
+    def turn(self) -> None:
+        """Say that forward is over, and backward begins."""
+        while self._leaving:
+            self._let_go()
+        places = sorted(self._segments, key=lambda place: (-place[0], place[1]))
+        self._turns = [number for place in places for number in reversed(self._segments[place])]
+        self._turn_of = {number: turn for turn, number in enumerate(self._turns)}
+        self._known.clear()
+        self.recipes.forget()
+
+    def _stored(self, tensor: Tensor) -> Any:
+        """Put a tensor away that the micro-batch at hand has saved."""
+        worker = current()
+        place = (worker.meetings, worker.number) if worker is not None else (0, 0)
+        size = tensor.numel() * tensor.element_size()
+        is_weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+        if size < _WORTH_MOVING or is_weight or tensor.device != self._device or not _is_dense(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)  # noqa: SLF001 - as torch.multiprocessing has it
+        if known is None or known[0].expired():
+            known = self._known[storage._cdata] = (StorageWeakRef(storage), {})  # noqa: SLF001
+        copies = known[1]
+        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001
+        if view not in copies:  # two operations may save the same tensor
+            copies[view] = self._copied_out(tensor.detach(), size)
+            self._segments.setdefault(place, []).append(copies[view])
+        return _Away(copies[view])
+
+    def _copied_out(self, tensor: Tensor, size: int) -> int:
+        host = self._memory.like(tensor, size)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            host.copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._out.append(_Out(host, size))
+        self._leaving.append((tensor, event, size))
+        self._leaving_bytes += size
+        while self._leaving_bytes > _IN_FLIGHT:
+            self._let_go()
+        return len(self._out) - 1
+
+    def _let_go(self) -> None:
+        """Give up the oldest tensor that was copied: whoever gets its memory on this stream waits for the copy."""
+        _, event, size = self._leaving.popleft()
+        self._leaving_bytes -= size
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _unpacked(self, packed: Any) -> Tensor:
+        if not isinstance(packed, _Away):
+            kept: Tensor = packed
+            return kept
+        turn = self._turn_of.get(packed.number, -1)
+        if self._turn <= turn <= self._turn + _NEAR:
+            for past in self._turns[self._turn : turn]:
+                self._there.pop(past, None)
+            self._turn = turn
+        found, event = self._fetched(packed.number, keep=turn >= self._turn)
+        torch.cuda.current_stream(self._device).wait_event(event)
+        ahead = 0
+        for number in self._turns[self._turn + 1 :]:
+            if ahead > _IN_FLIGHT:
+                break
+            self._fetched(number, keep=True)
+            ahead += self._out[number].bytes
+        return found
+
+    def _fetched(self, number: int, *, keep: bool) -> tuple[Tensor, torch.cuda.Event]:
+        """Bring a tensor back, if it is not there."""
+        if number in self._there:
+            return self._there[number]
+        host = self._out[number].host
+        there = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use that memory
+        with torch.cuda.stream(self._stream):
+            there.copy_(host, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        if keep:
+            self._there[number] = there, event
+        return there, event
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a copy with the same strides holds what it holds, and nothing else."""
+    if tensor.layout != torch.strided or type(tensor) is not Tensor:
+        return False
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

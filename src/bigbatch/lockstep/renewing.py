@@ -1,0 +1,148 @@
+"""What is cheaper to compute again than to store: a normalised activation, of the input that BatchNorm keeps anyway.
+
+Of a convolution, a BatchNorm and a ReLU autograd saves two large tensors: the convolution's output, which the norm
+needs in backward, and the ReLU's, which the next convolution needs. The second is a function of the first, value by
+value.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from bigbatch.lockstep.crew import current
+from bigbatch.reading.graph import stands_for
+
+# Of one tensor, value by value, with `inplace` as their only other way.
+_ACTIVATIONS = ("relu", "relu6", "silu", "hardswish", "leaky_relu", "elu", "mish")
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make a tensor of another that is kept."""
+
+    source: Any  # the norm's input, as it is kept
+    normalise: Function
+    activate: Function | None = None
+
+    def make(self, source: Tensor) -> Tensor:
+        """Make it again."""
+        normalised = self.normalise(source)
+        return normalised if self.activate is None else self.activate(normalised)
+
+
+class Recipes:
+    """How the tensors of a window were made, as long as they live; `store` and `load` keep what they were made of."""
+
+    def __init__(self, store: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -> None:
+        """Know of none."""
+        self.store, self.load = store, load
+        self._known: dict[int, tuple[StorageWeakRef, tuple[Any, ...], Recipe]] = {}
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Have what autograd saves inside stored, or made again where there is a recipe."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it is these hooks that take what is saved, and not those of a checkpoint inside."""
+        autograd: Any = torch._C._autograd  # noqa: SLF001 - no public name
+        top = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
+        return top is not None and top[0] == self._pack
+
+    def _pack(self, tensor: Tensor) -> Any:
+        recipe = self.of(tensor)
+        return self.store(tensor) if recipe is None else recipe
+
+    def _unpack(self, packed: Any) -> Tensor:
+        return packed.make(self.load(packed.source)) if isinstance(packed, Recipe) else self.load(packed)
+
+    _unpack.shows = True  # type: ignore[attr-defined]  # a loss's small tensors are where they were: the reader may look
+
+    def add(self, result: Tensor, recipe: Recipe) -> None:
+        """Remember how a tensor was made."""
+        storage = result.untyped_storage()
+        self._known[storage._cdata] = (StorageWeakRef(storage), _view(result), recipe)  # noqa: SLF001 - as multiprocessing
+
+    def of(self, tensor: Tensor) -> Recipe | None:
+        """Return how a tensor was made, if it is as it was then."""
+        known = self._known.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+        if known is None or known[0].expired() or known[1] != _view(tensor):
+            return None
+        return known[2]
+
+    def forget(self) -> None:
+        """Forget all: forward is over."""
+        self._known.clear()
+
+
+@contextmanager
+def activations_known() -> Iterator[None]:
+    """Have the activations of normalised values known as such, on workers that have recipes."""
+    with ExitStack() as stack:
+        for name in _ACTIVATIONS:
+            stack.callback(setattr, F, name, getattr(F, name))
+            setattr(F, name, _knowing(getattr(F, name)))
+        yield
+
+
+def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def activation(input: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: A002 - torch's name
+        worker = current()
+        recipes: Recipes | None = worker.notes.get("recipes") if worker is not None else None
+        recipe = recipes.of(input) if recipes is not None and torch.is_grad_enabled() and input.requires_grad else None
+        if recipes is None or recipe is None or recipe.activate is not None or arguments:
+            return plain(input, *arguments, **named)
+        inplace = bool(named.pop("inplace", False))
+        found: Tensor = _Activated.apply(input, partial(plain, **named), inplace, recipes, recipe)  # type: ignore[no-untyped-call]
+        recipes.add(found, replace(recipe, activate=partial(plain, **named)))
+        return found
+
+    return activation
+
+
+class _Activated(torch.autograd.Function):
+    """An activation whose backward makes its input again."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - `apply` takes no names
+        ctx: Any,
+        x: Tensor,
+        function: Function,
+        inplace: bool,  # noqa: FBT001
+        recipes: Recipes,
+        recipe: Recipe,
+    ) -> Tensor:
+        ctx.function, ctx.recipes, ctx.recipe = function, recipes, recipe
+        result = function(x)
+        if not inplace:
+            return result
+        ctx.mark_dirty(x)
+        return x.copy_(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        recipe: Recipe = ctx.recipe
+        with torch.enable_grad():
+            x = recipe.make(ctx.recipes.load(recipe.source)).detach().requires_grad_()
+            (below,) = torch.autograd.grad(ctx.function(x), x, gradients[0])
+        return below, None, None, None, None
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001 - torch's counter of changes
+
+
+stands_for(_Activated, "Relu")  # pointwise, as that is

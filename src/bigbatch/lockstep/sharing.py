@@ -1,0 +1,102 @@
+"""Values of all micro-batches, with exact gradients: what one shares, the losses of all may depend on.
+
+A gathered or summed value goes into every micro-batch's loss, so its gradient is the sum of theirs: backward is a
+meeting, too.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bigbatch.lockstep.crew import Worker
+from bigbatch.lockstep.meeting import meet_in_forward
+from bigbatch.reading.counts import LOW_PRECISION
+from bigbatch.reading.graph import shared_by_all
+
+
+def gathered(worker: Worker, x: Tensor) -> Tensor:
+    """Return the rows of all micro-batches, in their order."""
+    name = f"across.gather of {_named(x, x.shape[1:])}"
+    found: Tensor = _Gather.apply(x, worker, name)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return found
+
+
+def summed(worker: Worker, x: Tensor, of: str) -> Tensor:
+    """Return the sum of all micro-batches' tensors, which have one shape."""
+    name = f"across.{of} of {_named(x, x.shape)}"
+    found: Tensor = _Sum.apply(x, worker, name)  # type: ignore[no-untyped-call]
+    return found
+
+
+def add(one: Tensor, other: Tensor) -> Tensor:
+    """Add in float32 at least; the sum of many values of low precision would be rounded every time."""
+    if other.dtype in LOW_PRECISION:
+        other = other.float()
+    return one.to(other.dtype) + other
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
+        together, starts = meet_in_forward(worker, name, x.detach(), _concatenated)
+        ctx.worker, ctx.title, ctx.together = worker, name, together
+        ctx.rows = (starts[worker.number], x.shape[0])
+        # One copy for all: each gets a view of its own, which its own graph begins at.
+        return together.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_changed(ctx)
+        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _only, add)
+        start, rows = ctx.rows
+        return total.narrow(0, start, rows).to(gradients[0].dtype), None, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
+        together = meet_in_forward(worker, name, x.detach(), _only, add)
+        ctx.worker, ctx.title, ctx.together = worker, name, together
+        if worker.size == 1:
+            return x.clone()
+        return together.to(x.dtype) if together.dtype != x.dtype else together.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_changed(ctx)
+        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _only, add)
+        return total.to(gradients[0].dtype), None, None
+
+
+def _concatenated(pieces: list[Tensor]) -> tuple[Tensor, list[int]]:
+    starts = [0]
+    for piece in pieces[:-1]:
+        starts.append(starts[-1] + piece.shape[0])
+    return torch.cat(pieces), starts
+
+
+def _only(values: list[Tensor]) -> Tensor:
+    return values[0]
+
+
+def _refuse_changed(ctx: Any) -> None:
+    if ctx.together._version:  # noqa: SLF001 - torch's own counter of changes in place
+        msg = (
+            f"the result of {ctx.title} was changed in place, and it is one tensor for all micro-batches.\n"
+            "Write y = y * 2 instead of y.mul_(2), or clone it first."
+        )
+        raise RuntimeError(msg)
+
+
+def _named(x: Tensor, sizes: torch.Size) -> str:
+    shape = ", ".join(("rows", *map(str, sizes))) if len(sizes) < x.dim() else ", ".join(map(str, sizes))
+    gradient = " with gradient" if x.requires_grad and torch.is_grad_enabled() else ""
+    return f"[{shape}] {str(x.dtype).removeprefix('torch.')}{gradient}"
+
+
+shared_by_all(_Gather)
+shared_by_all(_Sum)

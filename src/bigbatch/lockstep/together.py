@@ -1,0 +1,213 @@
+"""The micro-batches of a window side by side: forward until all have a loss, then backward, meeting on the way."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.errors import OutOfMemory
+from bigbatch.lockstep.activations import MeetsInside, recomputing, saved_bytes
+from bigbatch.lockstep.batch_norm import over_all_micro_batches
+from bigbatch.lockstep.carrying import Carried
+from bigbatch.lockstep.crew import Crew, Worker, current
+from bigbatch.lockstep.numbers import Streams
+from bigbatch.lockstep.offloading import Offload
+from bigbatch.lockstep.renewing import Recipes, activations_known
+from bigbatch.memory.budget import human
+from bigbatch.memory.host import host_available
+from bigbatch.micro_steps.restoring import devices_of, untouched
+from bigbatch.micro_steps.running import Runner
+from bigbatch.reading.terms import Term
+from bigbatch.windows.window import Window
+
+Result = TypeVar("Result")
+Activations = Literal["auto", "keep", "recompute", "offload"]
+
+
+class Together:
+    """Runs micro-batches of one model in lock-step."""
+
+    def __init__(self, models: Sequence[nn.Module], runner: Runner, device: torch.device, given: Activations) -> None:
+        """Have no threads yet; `given` says where activations stay while micro-batches wait."""
+        self._models, self._runner, self._device, self._given = models, runner, device, given
+        self._crew = Crew()
+        self._checked_once = False  # whether terms that should be the same in every micro-batch were seen to be
+        self._inside = False  # whether micro-batches meet inside the model
+        self._tight = False  # whether keeping all activations has been too much
+        self._offload: Offload | None = None
+        self._host_needed: float | None = None  # bytes of a sample's activations
+
+    def run(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
+        """Add all micro-batches to the window; returns their extras."""
+        activations = self._activations(len(sizes))
+        offload: Offload | None = None
+        if activations == "offload":
+            offload = self._offload = self._offload or Offload(self._device)
+        around: AbstractContextManager[None] = nullcontext()
+        if activations == "recompute":
+            around = recomputing(self._models)
+        elif offload is not None:
+            around = offload.window()
+
+        def task() -> Any:
+            worker = current()
+            assert worker is not None  # noqa: S101 - a task runs on a worker
+            saving = offload.recipes.hooks() if offload is not None else nullcontext()
+            micro_batch = next(micro_batches)  # one task at a time: each takes its own
+            with saving:
+                loss, extra = self._runner.loss(micro_batch)
+            del micro_batch
+            terms = self._runner.read(loss)
+            _end_of_drawing(worker)
+            backwards = worker.meet("the end of forward", (loss, terms), turn)
+            del loss, terms
+            backwards.pop(worker.number)()
+            return extra
+
+        def turn(found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
+            if offload is not None:
+                offload.turn()
+            return dict(enumerate(self._runner.weighed(window, found)))
+
+        with around, self._runner.sparing_others():
+            recipes = offload.recipes if offload is not None else None
+            extras = self._side_by_side([task] * len(sizes), sizes, checks_once=not self._checked_once, recipes=recipes)
+        self._checked_once = True
+        return extras
+
+    def each(
+        self, evaluate: Callable[[Any], Result], micro_batches: Sequence[Any], sizes: Sequence[int]
+    ) -> list[Result]:
+        """Evaluate something of some micro-batches that are one batch together."""
+
+        def task(micro_batch: Any) -> Callable[[], Result]:
+            def run() -> Result:
+                found = evaluate(micro_batch)
+                _end_of_drawing(current())
+                return found
+
+            return run
+
+        return self._side_by_side([task(each) for each in micro_batches], sizes, checks_once=True)
+
+    def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
+        """Run one micro-batch alone that is meant to run beside others."""
+        self._side_by_side([partial(run, micro_batch)], [size], checks_once=False, rehearsing=True)
+
+    def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
+        """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
+        if self._given != "auto":
+            return False
+        if isinstance(error, MeetsInside) and not self._inside:
+            self._inside = True
+            return True
+        if out_of_memory and not self._tight and self._device.type == "cuda":
+            self._tight = True
+            return True
+        return False
+
+    def refuse_too_much(self, micro_batch: Callable[[], Any], size: int, sizes: Sequence[int], *, tight: bool) -> None:
+        """Raise before the window begins where the host's memory will not hold what has to wait there.
+
+        `tight`: the whole batch was seen not to fit on the device.
+        """
+        self._tight = self._tight or tight
+        if len(sizes) == 1 or self._activations(len(sizes)) == "recompute":
+            return
+        if self._device.type != "cuda":
+            if tight and self._given == "auto":
+                raise OutOfMemory(_TOO_MUCH_TO_KEEP)
+            return
+        if self._activations(len(sizes)) != "offload":
+            return
+        if self._host_needed is None:
+            self._host_needed = self._measured(micro_batch(), size) / size
+        needed, there = int(self._host_needed * sum(sizes)), host_available()
+        if needed > there:
+            msg = (
+                f"the activations of {sum(sizes)} samples, {human(needed)}, wait in host memory while micro-batches "
+                f"run in lock-step, and only {human(there)} are free. Nothing was changed.\n"
+                "Take a smaller batch, activation checkpointing between the norms, or GroupNorm, which needs no "
+                "lock-step."
+            )
+            raise OutOfMemory(msg)
+
+    def _measured(self, micro_batch: Any, size: int) -> int:
+        """Return how much autograd saves of one micro-batch."""
+        found: list[int] = []
+        with untouched(self._models):
+            self.rehearse(
+                lambda each: found.append(saved_bytes(lambda: self._runner.loss(each), self._device)), micro_batch, size
+            )
+        return found[0]
+
+    def _activations(self, micro_batches: int) -> Literal["keep", "recompute", "offload"]:
+        if micro_batches == 1:
+            return "keep"
+        if self._given == "offload" and self._device.type != "cuda":
+            return "keep"  # a host's memory is where it is
+        if self._given != "auto":
+            return self._given
+        if not self._inside and not self._meets_in_model():
+            return "recompute"
+        return "offload" if self._tight else "keep"
+
+    def _meets_in_model(self) -> bool:
+        return any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)  # noqa: SLF001
+            for model in self._models
+            for m in model.modules()
+        )
+
+    def _side_by_side(
+        self,
+        tasks: Sequence[Callable[[], Result]],
+        sizes: Sequence[int],
+        *,
+        checks_once: bool,
+        rehearsing: bool = False,
+        recipes: Recipes | None = None,
+    ) -> list[Result]:
+        notes: dict[str, Any] = {
+            "sizes": tuple(sizes),
+            "checks_once": checks_once,
+            "rehearsing": rehearsing,
+            "recipes": recipes,
+        }
+        if len(tasks) == 1:
+            with over_all_micro_batches(self._models):
+                return self._crew.run(tasks, Carried.here(self._device), notes)
+        streams = notes["streams"] = Streams(devices_of(self._models), len(tasks))
+
+        def with_own_numbers(number: int, task: Callable[[], Result]) -> Callable[[], Result]:
+            def run() -> Result:
+                streams.begin(number)
+                return task()
+
+            return run
+
+        try:
+            knowing = activations_known() if recipes is not None else nullcontext()
+            with over_all_micro_batches(self._models), knowing:
+                own = [with_own_numbers(number, task) for number, task in enumerate(tasks)]
+                return self._crew.run(own, Carried.here(self._device), notes)
+        finally:
+            streams.close()
+
+
+_TOO_MUCH_TO_KEEP = (
+    "the activations of this batch do not fit: its samples are coupled, so those of all micro-batches wait for each "
+    "other in the host's memory, and the whole batch was seen to need more than there is. Nothing was changed.\n"
+    "Take a smaller batch, activation checkpointing between the norms, GroupNorm, which needs no lock-step, or say "
+    'that it will do:  BigStep(..., micro_batch_size=n, options=Options(activations="keep"))'
+)
+
+
+def _end_of_drawing(worker: Worker | None) -> None:
+    """A forward is over: see whether it has drawn random numbers."""
+    streams: Streams | None = worker.notes.get("streams") if worker is not None else None
+    if worker is not None and streams is not None:
+        streams.end(worker.number)
