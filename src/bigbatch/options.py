@@ -19,20 +19,27 @@ class Options:
             or a function from the batch to one number per sample. Tensors must be padded on the right.
         token_budget: the most padded tokens in a micro-batch, with `lengths`; "auto" finds what fits.
         collate: makes a micro-batch of a list of samples, where a batch is such a list.
-        batch_norm: "refuse" training-mode BatchNorm, or accept "micro"-batch statistics, which differ.
+        batch_norm: "exact" has BatchNorm in training mode normalise by the big batch: micro-batches run in lock-step
+            and meet there. "refuse" it, or accept "micro"-batch statistics, which differ, by 18 to 120 % of the
+            gradient where we measured.
+        activations: where they stay while micro-batches in lock-step wait for each other. "keep" them: the memory of
+            the big batch. "recompute": the model runs again in backward, one micro-batch at a time, where they meet
+            outside of it, as in a contrastive loss. "offload" them to the host's memory. "auto": the first of these
+            that fits.
         cuda_graph: capture a micro-step once per shape and replay it: for small micro-batches, where launching kernels
             takes longer than running them. With `lengths`, micro-batches are trimmed to one of eight widths per power
             of two, so that shapes come again. Falls back, saying so once, where a model cannot be captured.
         gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
-        check: on the first step, see that a micro-batch's loss is that of its halves, so that samples are not coupled;
-            with `lengths`, also that padding does not change it. False leaves both out, but for padding that is counted.
+        check: on the first step, see that a micro-batch's loss is that of its halves: that samples are not coupled;
+            and, with `lengths`, that padding does not change it. False leaves both out, but for padding that counts.
     """
 
     lengths: str | Callable[[Any], Any] | None = None
     token_budget: int | Literal["auto"] = "auto"  # noqa: S105 - no password
     collate: Callable[[list[Any]], Any] | None = None
-    batch_norm: Literal["refuse", "micro"] = "refuse"
+    batch_norm: Literal["exact", "refuse", "micro"] = "exact"
+    activations: Literal["auto", "keep", "recompute", "offload"] = "auto"
     cuda_graph: bool = False
     gradient_dtype: torch.dtype | None = torch.float32
     skip_nonfinite: bool = False
@@ -66,6 +73,11 @@ class Options:
                 "Give batches that are padded on the right instead of lists, or take cuda_graph=True out."
             )
             raise ConfigurationError(msg)
-        checks.batch_norm(self.batch_norm)
+        if self.batch_norm not in {"exact", "refuse", "micro"}:
+            msg = f'batch_norm must be "exact", "refuse" or "micro"; found {self.batch_norm!r}'
+            raise ConfigurationError(msg)
+        if self.activations not in {"auto", "keep", "recompute", "offload"}:
+            msg = f'activations must be "auto", "keep", "recompute" or "offload"; found {self.activations!r}'
+            raise ConfigurationError(msg)
         checks.gradient_dtype(self.gradient_dtype)
         checks.skip_nonfinite(self.skip_nonfinite)
