@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
-from bigbatch.errors import BatchError, BatchNormError, ConfigurationError
+from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.memory.sizing import Choice, Probe
 from bigbatch.planning.plan import make_plan, plan
 from bigbatch.planning.report import Plan, advice
@@ -272,9 +272,26 @@ def test_a_gpu_is_measured_inside_its_budget() -> None:
     assert not plan(network, loss_fn, batch(64), memory="4TiB").measured
 
 
-def test_batch_norm_on_one_sample_is_refused_by_name() -> None:
-    """Torch fails on a batch of one; the error says which layer, and what to do."""
-    network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.raises(BatchNormError, match=r"BatchNorm1d '1' is in training mode"):
-        plan(network, lambda network, x: network(x).sum(), torch.randn(8, 4))
-    assert plan(network.eval(), lambda network, x: network(x).sum(), torch.randn(8, 4)).size
+def test_batch_norm_is_planned_for_and_what_waits_is_said() -> None:
+    """One sample at a time is tried, too, as it would run beside others; its activations wait for each other."""
+    network = nn.Sequential(nn.Linear(4, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    batch = torch.randn(4096, 4)
+
+    def loss_fn(network: nn.Module, batch: Tensor) -> Tensor:
+        found: Tensor = network(batch).square().mean()
+        return found
+
+    assert plan(network, loss_fn, batch).rows[0].size == 1
+    small = plan(network, loss_fn, batch, memory="72MiB")
+    assert small.steps is None or small.steps > 1
+    assert "micro-batches run in lock-step" in str(small)
+    assert not network[1].num_batches_tracked
+
+
+def test_a_loss_that_a_step_would_refuse_is_said() -> None:
+    """A plan for a contrastive loss that does not meet."""
+    network = nn.Linear(4, 3)
+    found = plan(network, lambda m, b: F.cross_entropy(m(b) @ m(b).T, torch.arange(len(b))), torch.randn(8, 4))
+    assert any(
+        note.startswith("A step would refuse this loss: the samples of this loss are coupled") for note in found.notes
+    )

@@ -15,4 +15,15 @@ def own_loss(model: Any, batch: Any) -> Any:
             "    loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
         )
         raise BatchError(msg)
-    return model(**batch).loss
+    outputs = model(**batch)
+    loss = getattr(outputs, "loss", None)
+    if loss is None:
+        found = "no loss" if hasattr(outputs, "loss") else f"a {type(outputs).__name__} without a loss"
+        msg = (
+            f"without loss_fn the loss is model(**batch).loss, and model(**batch) returned {found}; the batch has "
+            f"{', '.join(map(repr, batch))}.\n"
+            "Put the labels into the batch, as models of Hugging Face want them, or say how a loss is made of it:\n"
+            "    loss_fn = lambda model, batch: F.cross_entropy(model(batch['x']), batch['y'])"
+        )
+        raise BatchError(msg)
+    return loss

@@ -22,7 +22,9 @@ def plan(
     memory: Annotated[
         str | None,
         typer.Option(
-            metavar="24GiB", help="What there is to use; also of a GPU that is not here. [default: what is free]"
+            metavar="24GiB",
+            help="What there is to use: 24GiB of a GPU, also of one that is not here, or 0.5 of this device. "
+            "[default: what is free]",
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of the file's own.")] = None,
@@ -30,7 +32,8 @@ def plan(
 ) -> None:
     """Find the micro-batch size for your own file.
 
-    It is measured on the model's device in at most six probes. With --memory and no GPU it is predicted by tracing.
+    It is measured on the model's device in at most six probes. For a GPU that is not here (--memory 24GiB) it is
+    predicted by tracing.
 
     FILE.py: a file whose function setup() returns a bigbatch.Setup.
     """
@@ -63,7 +66,7 @@ def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
             bar.update(task, advance=1, description=f"{size:,} samples at once")
 
         with calling("loss_fn"):
-            return make_plan(
+            found = make_plan(
                 setup.model,
                 setup.loss_fn,
                 batch,
@@ -71,6 +74,12 @@ def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
                 memory=_fraction(memory) or memory,
                 on_probe=on_probe,
             )
+    if found.batch_size < whole.batch_size:
+        short = (
+            f"The file's data has {found.batch_size:,} samples in all: no batch of {whole.batch_size:,} can be made."
+        )
+        found = dataclasses.replace(found, notes=(short, *found.notes))
+    return found
 
 
 def _fraction(memory: str | None) -> float | None:
@@ -98,4 +107,6 @@ def _print(found: "Plan", file: Path) -> None:
     elif found.steps == 1:
         next_step(console, f"train {shlex.quote(str(file))}", "with no micro_batch_size in its Setup")
     else:
-        next_step(console, f"train {shlex.quote(str(file))}", f"with micro_batch_size={found.size} in its Setup")
+        # A Setup's batch is made of micro-batches of one size.
+        even = max(n for n in range(1, found.size + 1) if found.batch_size % n == 0)
+        next_step(console, f"train {shlex.quote(str(file))}", f"with micro_batch_size={even} in its Setup")

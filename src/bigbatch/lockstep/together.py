@@ -13,6 +13,7 @@ from bigbatch.lockstep.activations import MeetsInside, recomputing, saved_bytes
 from bigbatch.lockstep.batch_norm import over_all_micro_batches
 from bigbatch.lockstep.carrying import Carried
 from bigbatch.lockstep.crew import Crew, Worker, current
+from bigbatch.lockstep.lone import Lone
 from bigbatch.lockstep.numbers import Streams
 from bigbatch.lockstep.offloading import Offload
 from bigbatch.lockstep.renewing import Recipes, activations_known
@@ -34,6 +35,7 @@ class Together:
         """Have no threads yet; `given` says where activations stay while micro-batches wait."""
         self._models, self._runner, self._device, self._given = models, runner, device, given
         self._crew = Crew()
+        self._lone = Lone(models, device, self._crew)
         self._checked_once = False  # whether terms that should be the same in every micro-batch were seen to be
         self._inside = False  # whether micro-batches meet inside the model
         self._tight = False  # whether keeping all activations has been too much
@@ -95,7 +97,7 @@ class Together:
 
     def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
         """Run one micro-batch alone that is meant to run beside others."""
-        self._side_by_side([partial(run, micro_batch)], [size], checks_once=False, rehearsing=True)
+        self._lone.run(partial(run, micro_batch), size)
 
     def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
@@ -168,13 +170,11 @@ class Together:
         sizes: Sequence[int],
         *,
         checks_once: bool,
-        rehearsing: bool = False,
         recipes: Recipes | None = None,
     ) -> list[Result]:
         notes: dict[str, Any] = {
             "sizes": tuple(sizes),
             "checks_once": checks_once,
-            "rehearsing": rehearsing,
             "recipes": recipes,
         }
         if len(tasks) == 1:

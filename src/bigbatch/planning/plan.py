@@ -8,11 +8,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from bigbatch import checks
+from bigbatch.admission import Admission
 from bigbatch.batches.moving import Mover
 from bigbatch.batches.splitting import Batch
-from bigbatch.errors import ConfigurationError, OutOfMemory
+from bigbatch.errors import ConfigurationError, LossError, OutOfMemory
+from bigbatch.lockstep.lone import Lone
 from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, room
 from bigbatch.memory.host import resident
@@ -20,8 +23,10 @@ from bigbatch.memory.rehearsal import Stage
 from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose
 from bigbatch.micro_steps.restoring import Randomness, devices_of
 from bigbatch.own_loss import own_loss
+from bigbatch.planning.coupled import coupled_notes, single_samples
 from bigbatch.planning.report import Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
+from bigbatch.wording import speaking_of
 
 TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 
@@ -70,12 +75,8 @@ def make_plan(
     budget, tracing = bytes_of(memory, device), memory is not None and _must_trace(memory, device)
     randomness = Randomness(devices_of(models))  # a trace, too, runs the user's code, and that of optimizers
     try:
-        return _traced(work, budget, device) if tracing else _measured(work, budget, device)
-    except ValueError as error:
-        if "more than 1 value per channel" in str(error):  # torch's word for BatchNorm on one sample
-            accepting = 'BigStep(..., micro_batch_size=32, options=Options(batch_norm="micro"))'
-            checks.batch_norms_rest(checks.batch_norms(models), accepting)
-        raise
+        found = _traced(work, budget, device) if tracing else _measured(work, budget, device)
+        return replace(found, notes=(*found.notes, *coupled_notes(models, found)))
     finally:
         randomness.restore()
 
@@ -105,16 +106,22 @@ def _measured(work: _Work, budget: int, device: torch.device) -> Plan:
     trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
     optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
     stage = Stage(work.models, optimizers, torch.float32, device, min(budget, room(device).reachable))
-    mover = Mover(device)
+    mover, alone = Mover(device), Lone(work.models, device)
+    admission = Admission(work.models, optimizers, "exact", "")
+    refusals: list[str] = []
     held, while_stepping = _held(work.models, optimizers, device)
 
     def probe(size: int) -> Probe:
         def run() -> None:
             returned = work.loss(work.model, mover.moved(work.batch.take(slice(0, size))))
             loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
+            with speaking_of("BigStep"):
+                checks.loss(loss, None)
+            with _disable_current_modes():  # as in a window
+                refusals.extend(_refusal(admission, loss))
             loss.backward()
 
-        seen = stage.rehearse(size, run)
+        seen = stage.rehearse(size, lambda: alone.run(run, size))
         # The step of the optimizer comes after, when activations are gone: a phase of its own.
         return (
             seen if seen.peak_bytes is None else replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
@@ -126,8 +133,20 @@ def _measured(work: _Work, budget: int, device: torch.device) -> Plan:
         device=torch.cuda.get_device_name(device) if on_cuda else "this machine's CPU",
         resident=held,
         measured=True,
-        notes=() if on_cuda else ("Peaks are the whole process's: what else it holds counts, too.",),
+        notes=(*(() if on_cuda else (_WHOLE_PROCESS,)), *refusals[:1]),
     )
+
+
+_WHOLE_PROCESS = "Peaks are the whole process's: what else it holds counts, too."
+
+
+def _refusal(admission: Admission, loss: Tensor) -> list[str]:
+    """Say that a step would refuse this loss, whatever its size."""
+    try:
+        admission.read(loss)
+    except LossError as error:
+        return [f"A step would refuse this loss: {str(error).splitlines()[0]}"]
+    return []
 
 
 def _held(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: torch.device) -> tuple[int, int]:
@@ -147,7 +166,8 @@ def _traced(work: _Work, budget: int, device: torch.device) -> Plan:
     traced: list[Prediction] = []
 
     def probe(size: int) -> Probe:
-        traced.append(predict(work.model, work.loss, work.batch.take(slice(0, size)), work.optimizers))
+        with single_samples():
+            traced.append(predict(work.model, work.loss, work.batch.take(slice(0, size)), work.optimizers))
         return Probe(size, traced[-1].peak)
 
     found = _search(work, probe, budget, TRACED_MARGIN)

@@ -85,10 +85,10 @@ def advice(choice: Choice, resident: int) -> tuple[str, ...]:
             timed = " and nothing is faster" if chosen is not None else ""
             said.append(f"The whole batch fits{timed}: no accumulation is needed.")
         elif whole is not None and chosen is not None:
-            how = "as fast" if whole <= TIE * chosen else f"{whole / chosen - 1:.0%} slower"
-            said.append(
-                f"The whole batch fits, too, and is {how}: accumulate for speed or to keep memory free, not for need."
-            )
+            is_slower = whole > TIE * chosen
+            how = f"{whole / chosen - 1:.0%} slower" if is_slower else "as fast"
+            why = "for speed or " if is_slower else ""
+            said.append(f"The whole batch fits, too, and is {how}: accumulate {why}to keep memory free, not for need.")
     one = choice.probes[0].peak_bytes
     room = choice.limit - resident
     if one is not None and choice.size == 1 < choice.largest and one - resident > _MOST * room:

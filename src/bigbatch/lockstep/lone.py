@@ -1,0 +1,23 @@
+"""One micro-batch alone that is meant to run beside others, for whoever wants to know what it takes."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from bigbatch.lockstep.batch_norm import over_all_micro_batches
+from bigbatch.lockstep.carrying import Carried
+from bigbatch.lockstep.crew import Crew
+
+
+class Lone:
+    """Runs one micro-batch after the other, each as if the others were there."""
+
+    def __init__(self, models: Sequence[nn.Module], device: torch.device, crew: Crew | None = None) -> None:
+        """Use the threads of a crew, or one of its own."""
+        self._models, self._device, self._crew = models, device, crew or Crew()
+
+    def run(self, task: Callable[[], object], size: int) -> None:
+        """Run a task on a micro-batch of `size` samples. BatchNorm takes a single one, as it would beside others."""
+        with over_all_micro_batches(self._models):
+            self._crew.run([task], Carried.here(self._device), {"sizes": (size,), "rehearsing": True})
