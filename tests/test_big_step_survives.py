@@ -480,6 +480,84 @@ def test_packed_micro_batches_shrink_and_are_exact() -> None:
         assert torch.allclose(mine, true, rtol=1e-12, atol=1e-14)
 
 
+def only_up_to(samples: int, length: int) -> Any:
+    """A loss that does not fit with more samples, or longer ones."""
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        if len(batch["x"]) > samples or batch["x"].shape[1] > length:
+            raise torch.OutOfMemoryError
+        loss: Tensor = model(batch["x"])[batch["mask"]].mean()
+        return loss
+
+    return loss_fn
+
+
+def padded(lengths: list[int]) -> Batch:
+    """Sequences of these lengths."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"x": torch.ones(*mask.shape, 3, dtype=torch.float64) * mask[..., None], "mask": mask}
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_sample_alone_does_not_stand_for_others_that_fail(check: bool) -> None:
+    """It is in a group of its own, whatever the budget; where the others do not fit, they are made smaller."""
+    model = mlp()()
+    options = Options(lengths="mask", token_budget=24, check=check)
+    step = BigStep(model, sgd(trained(model)), only_up_to(4, 24), options=options)
+    assert step(padded([24, *[3] * 8])).micro_batches == 3
+    assert learned(step) == 12
+
+
+def test_a_failure_of_the_step_before_says_nothing_of_this_one() -> None:
+    """A sample alone had failed, for another reason; now the check does not fit."""
+    model, failures = mlp()(), [ValueError("a sample alone")]
+    fitting = only_up_to(4, 24)
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        if failures and len(batch["x"]) == 1:
+            raise failures.pop()
+        loss: Tensor = m(batch["x"])[batch["mask"]].mean() if failures else fitting(m, batch)
+        return loss
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="mask", token_budget=24))
+    with pytest.raises(ValueError, match="a sample alone"):
+        step(padded([24, *[3] * 8]))
+    assert step(padded([24, *[3] * 8])).micro_batches == 3
+
+
+def test_a_hook_that_runs_out_of_memory_after_a_sample_alone_is_survived() -> None:
+    """The last micro-batch had nothing to do with it."""
+    model, failures = mlp()(), [MemoryError()]
+    options = Options(lengths="mask", token_budget=24)
+    step = BigStep(model, sgd(trained(model)), only_up_to(9, 24), options=options)
+
+    def hook() -> None:
+        if failures:
+            raise failures.pop()
+
+    step.before_step(hook)
+    step(padded([12, 12, 6, 6, 6, 6, 3]))
+    assert not failures
+
+
+def test_a_sample_that_fails_alone_does_not_make_the_others_smaller() -> None:
+    """No budget helps it, so it is said at once, and nothing is learned."""
+    model, fits = mlp()(), [24]
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        loss: Tensor = only_up_to(9, fits[-1])(m, batch)
+        return loss
+
+    options = Options(lengths="mask", token_budget=24)
+    step = BigStep(model, sgd(trained(model)), loss_fn, options=options)
+    assert step(padded([24, *[3] * 8])).micro_batches == 2  # and what is looked at once was
+    fits.append(23)
+    with pytest.raises(OutOfMemory, match="one sample of length 24 at a time"):
+        step(padded([24, *[3] * 8]))
+    assert step.state_dict()["sizes"] == {}
+    assert step(padded([3] * 16)).micro_batches == 2
+
+
 # Recognising it.
 
 

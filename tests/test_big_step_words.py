@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bigbatch import BigStep, Options, errors
+from bigbatch import BigStep, Options, counted, errors
 from bigbatch.batches.packing import pack
 
 
@@ -61,6 +61,55 @@ def test_refused_losses_speak_of_loss_fn(returned: Any, said: str) -> None:
     with pytest.raises(errors.LossError, match=said) as caught:
         step_with(returned, micro_batch_size=2)(torch.randn(4, 4))
     assert "accumulator" not in str(caught.value)
+
+
+class Interfering:
+    """A loss_fn that does, with the third micro-batch, what is the library's to do."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.calls = what, 0
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def __call__(self, model: Any, x: Tensor) -> Tensor:
+        """Interfere."""
+        self.calls += 1
+        out = model(x)
+        if self.what == "counts":  # the pass of counting finds others than the window
+            return counted(out.mean(), len(x)) + counted(out.square().mean(), len(x) + self.calls % 3)
+        if self.what == "terms":
+            first, second = counted(out.mean(), 3 + self.calls % 2), counted(out.square().mean(), len(x))
+            return first + second if self.calls < 7 else first
+        if self.calls == 3 and self.what == "zero":
+            self.optimizer.zero_grad()
+        if self.calls == 3 and self.what == "step":
+            self.optimizer.step()
+        if self.calls == 3 and self.what == "freeze":
+            model.bias.requires_grad_(False)
+        return mean_square(model, x)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "said"),
+    [
+        ("counts", errors.SeveralCounts, "(?s)counting in advance came to .*loss_fn is called twice for the same sam"),
+        ("terms", errors.SeveralCounts, "(?s)counting in advance gave 2 counts, .*must have the same terms"),
+        ("zero", errors.WindowDisturbed, "(?s)not by this BigStep: 2 were set to None.*Let loss_fn return the loss"),
+        ("step", errors.WindowDisturbed, r"(?s)optimizer.step\(\) was called.*the step is made when all of the batch"),
+        ("freeze", errors.WindowDisturbed, "(?s)was frozen inside a window.*Freeze and unfreeze between two updates"),
+    ],
+)
+def test_what_is_found_at_the_end_of_a_window_speaks_of_loss_fn(
+    what: str, error: type[errors.BigBatchError], said: str
+) -> None:
+    """Also where it is not the loss that is refused; all is as before."""
+    loss_fn = Interfering(what)
+    step = BigStep(loss_fn.model, loss_fn.optimizer, loss_fn, micro_batch_size=2, options=Options(check=False))
+    with pytest.raises(error, match=said) as caught:
+        step(torch.randn(8, 4))
+    for word in ("accumulator", "Accumulator", "counts=", "`over`"):
+        assert word not in str(caught.value)
+    assert all(p.grad is None for p in loss_fn.model.parameters())
 
 
 def test_refused_arguments_speak_of_big_step() -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from bigbatch import BigStep, Options, errors
 from bigbatch.micro_steps import casting
 from tests.reference import trained
+from tests.samples import seeded
 from tests.test_cuda import (
     OPTIMIZERS,
     Batch,
@@ -33,6 +34,19 @@ from tests.test_cuda import (
 )
 from tests.test_packing import LOSSES, attentive
 from tests.test_packing import text as ragged_text
+from tests.test_replaying import (
+    LONG,
+    SHORT,
+    AsAttribute,
+    AsBuffer,
+    ByWidth,
+    InATuple,
+    OfTheLatestWidth,
+    PutAside,
+    Turning,
+)
+from tests.test_replaying import text as table_text
+from tests.test_replaying import token_loss as table_loss
 
 pytestmark = pytest.mark.cuda
 
@@ -109,22 +123,37 @@ def test_losses_and_norms_are_the_big_batch_s() -> None:
     assert found[False][0][0] == pytest.approx(cross_entropy(true, data[0]).item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("micro_batches", [4, 20])
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize("loss", [cross_entropy, squares])
-def test_a_step_waits_for_nothing(loss: Loss, cuda_graph: bool) -> None:
-    """No host synchronisation, with batches on the host, pinned or not."""
+def test_a_step_waits_for_no_stream_and_no_device(
+    loss: Loss, cuda_graph: bool, micro_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches on the host, pinned or not. Only for events: that inputs were used, from the ninth micro-batch on."""
     network = model(torch.float32)
     optimizer = OPTIMIZERS["adamw-fused"](network.parameters())
-    step = BigStep(network, optimizer, loss, micro_batch_size=4, clip_norm=1.0, options=Options(cuda_graph=cuda_graph))
-    host = [tuple(leaf.cpu() for leaf in batch) for batch in batches([16] * 3, torch.float32)]
+    options = Options(cuda_graph=cuda_graph)
+    step = BigStep(network, optimizer, loss, micro_batch_size=20 // micro_batches, clip_norm=1.0, options=options)
+    host = [tuple(leaf.cpu() for leaf in batch) for batch in batches([20] * 3, torch.float32)]
     pinned = [tuple(leaf.pin_memory() for leaf in batch) for batch in host]
     for batch in (*host, *pinned):
         step(batch)
     torch.cuda.synchronize()
+    waits: list[torch.cuda.Event] = []
+    wait = torch.cuda.Event.synchronize
+
+    def counting(event: torch.cuda.Event) -> None:
+        waits.append(event)
+        wait(event)
+
+    monkeypatch.setattr(torch.cuda.Event, "synchronize", counting)
     with syncs() as found:
         for batch in (*host, *pinned):
             step(batch)
     assert found == []
+    per_step = max(micro_batches - 8, 0)
+    # Beside them, the first count where it is on the device, and what was read of the user's own pinned memory.
+    assert 6 * per_step <= len(waits) <= 6 * (per_step + 2)
 
 
 class Tower(nn.Module):
@@ -440,6 +469,65 @@ def test_packed_micro_batches_are_replayed_and_exact(loss: str, host: bool) -> N
     graphs = step._runner._graphs
     assert graphs is not None
     assert graphs._replays > graphs._launches > 0
+
+
+@pytest.mark.parametrize("kind", [Turning, AsBuffer, AsAttribute, InATuple, PutAside])
+def test_a_table_that_grows_is_seen_by_all_graphs(kind: type[nn.Module]) -> None:
+    """It is made anew for a longer micro-batch, in the middle of a window: the replays after it read the new one."""
+    mine, true = seeded(kind)().cuda(), seeded(kind)().cuda()
+    optimizer = OPTIMIZERS["sgd"](trained(true))
+    options = Options(lengths="mask", token_budget=32, cuda_graph=True)
+    step = BigStep(mine, OPTIMIZERS["sgd"](trained(mine)), table_loss, options=options)
+    for number, lengths in enumerate([SHORT] * 3 + [LONG] * 3):
+        batch = table_text(lengths, number)
+        step(batch)
+        optimizer.zero_grad()
+        table_loss(true, {key: value.cuda() for key, value in batch.items()}).backward()
+        optimizer.step()
+        assert distance(mine, true) < 1e-12
+    graphs = step._runner._graphs
+    assert graphs is not None
+    assert graphs._replays > graphs._launches > 0
+
+
+@pytest.mark.filterwarnings("ignore:this model cannot be captured")
+@pytest.mark.parametrize("kind", [OfTheLatestWidth, ByWidth])
+def test_a_table_that_a_capture_has_made_is_not_used(kind: type[nn.Module]) -> None:
+    """It was never computed: what is launched after the capture was refused reads another."""
+    mine, true = seeded(kind)().cuda(), seeded(kind)().cuda()
+    optimizer = OPTIMIZERS["sgd"](trained(true))
+    options = Options(lengths="mask", token_budget=32, cuda_graph=True)
+    step = BigStep(mine, OPTIMIZERS["sgd"](trained(mine)), table_loss, options=options)
+    for number in range(4):
+        batch = table_text([16] * 4 + [8] * 8 + [24] * 2, number)
+        step(batch)
+        optimizer.zero_grad()
+        table_loss(true, {key: value.cuda() for key, value in batch.items()}).backward()
+        optimizer.step()
+        assert distance(mine, true) < 1e-12
+    assert step._runner._graphs is None
+
+
+@pytest.mark.usefixtures("way")
+def test_autocast_that_is_switched_on_later_is_captured_anew() -> None:
+    """Launched once in the new state, so that its weights are cast before the capture; nothing is given up."""
+    torch.manual_seed(0)
+    network = Tower().cuda()
+    twin = copy.deepcopy(network)
+
+    def step_of(module: nn.Module, *, cuda_graph: bool) -> BigStep:
+        optimizer, options = torch.optim.SGD(module.parameters(), lr=0.1), Options(cuda_graph=cuda_graph)
+        return BigStep(module, optimizer, places, micro_batch_size=4, options=options)
+
+    mine, plain = step_of(network, cuda_graph=True), step_of(twin, cuda_graph=False)
+    for lowered in (False, False, True, True, False, True):
+        for step in (mine, plain):
+            with torch.autocast("cuda", torch.bfloat16, enabled=lowered):
+                step(text())
+    assert distance(network, twin) < 5e-3
+    graphs = mine._runner._graphs
+    assert graphs is not None
+    assert graphs._captures == 4
 
 
 def test_a_forward_that_replaces_a_buffer_is_not_captured() -> None:

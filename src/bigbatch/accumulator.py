@@ -155,7 +155,11 @@ class Accumulator:
         if admission.reader.fresh or admission.may_wake:
             admission.scan(loss)
         try:
-            self._window.add(loss, terms, only_own=admission.only_own)
+            if admission.only_own:
+                self._window.add(loss, terms)
+            else:
+                with admission.sparing_others():
+                    self._window.add(loss, terms, only_own=False)
         except BaseException:
             if self._window.untouched:  # the first loss was refused: there is no window yet
                 self.discard()

@@ -13,6 +13,7 @@ _OF_LOOPS = {
     "Inside `over` call accumulator.backward(loss) alone: it adds up, steps and clears.": (
         "Let loss_fn return the loss and leave gradients alone: they are added up, stepped with and cleared for it."
     ),
+    ", and the window is as it was": "",
     "accumulator.backward(loss) steps when the window is full.": "the step is made when all of the batch is added up.",
     " between windows, after accumulator.flush() or accumulator.discard()": " between two updates",
     "Pass it as it is:  accumulator.backward(loss)": "Return it as it is:  return loss",

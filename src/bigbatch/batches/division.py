@@ -43,7 +43,7 @@ class Division:
             full = min(max(budget // wide, 1), most or batch.size)
             if len(packed) > 1 and len(last) < full:
                 # It is launched, which takes the host a while: in the middle the device has enough to do meanwhile.
-                odd = len(packed) // 2
+                odd = (len(packed) - 1) // 2
                 packed.insert(odd, packed.pop())
             groups, longest = map(list, zip(*packed, strict=True))
         else:

@@ -158,8 +158,12 @@ class Graphs:
             self._replays += 1
         else:
             if self._captures >= _CAPTURES and self._replays < _WORTH * self._captures:
-                each = self._replays / self._captures
-                raise NotCapturable(f"it was captured {self._captures} times, and replayed {each:.1f} times each")
+                msg = (
+                    f"it is captured again and again, {self._captures} times by now, and replayed "
+                    f"{self._replays / self._captures:.1f} times each; a number in the batch that changes should be a "
+                    "tensor"
+                )
+                raise NotCapturable(msg)
             self._captures += 1
             versions = self._versions()
             with recipe.watching():

@@ -1,0 +1,109 @@
+"""CUDA graphs on a CPU: a capture notes every operation and computes nothing, a replay does them again.
+
+As on a GPU, what a capture has made holds nothing before the first replay, and memory from outside is known by its
+address alone: where a replay reads what was freed meanwhile, it says so.
+"""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from bigbatch import BigStep
+from bigbatch.batches.splitting import leaves, mapped
+from bigbatch.micro_steps.cuda_graph import Captured, Graphs, Recipe
+from bigbatch.reading.terms import Term
+
+
+class Freed(Exception):
+    """A replay has read memory that was given back."""
+
+
+class Outside:
+    """A tensor that was there before the capture: an address and a shape."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._dtype, self._shape = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def get(self) -> Tensor:
+        """Return what is there now."""
+        storage = self._storage()
+        if storage is None:
+            raise Freed
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._shape)
+
+
+class Tape(TorchDispatchMode):
+    """Notes operations, and does them again."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._noted: list[tuple[Callable[..., Any], Any, list[Tensor | None]]] = []
+        self._inside: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do it, and take note."""
+        given = tree_map(self._known, (args, kwargs or {}))
+        before = {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        made = [
+            each.detach() if isinstance(each, Tensor) and _storage(each) not in before else None
+            for each in tree_leaves(result)
+        ]
+        self._inside |= {_storage(each) for each in made if each is not None}
+        self._noted.append((func, given, made))
+        return result
+
+    def replay(self) -> None:
+        """Do all of it again, into the same memory."""
+        with torch.no_grad():
+            for func, given, made in self._noted:
+                args, kwargs = tree_map(lambda each: each.get() if isinstance(each, Outside) else each, given)
+                for there, now in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+                    if there is not None:
+                        there.copy_(now)
+
+    def forget_values(self) -> None:
+        """Leave nothing in what was made."""
+        for each in (each for _, _, made in self._noted for each in made):
+            if each is not None and each.is_floating_point():
+                each.fill_(torch.nan)
+
+    def _known(self, each: Any) -> Any:
+        if not isinstance(each, Tensor):
+            return each
+        return each.detach() if _storage(each) in self._inside else Outside(each)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _capture(self: Graphs, micro_batch: Any, recipe: Recipe) -> Captured:
+    def read(loss: Tensor) -> list[Term]:
+        with _disable_current_modes():
+            return recipe.read(loss)
+
+    inputs = {path: leaf.clone() for path, leaf in leaves(micro_batch) if isinstance(leaf, Tensor)}
+    sums = [each for each in (*self._gradients, self.totals.count, self.totals.loss) if each is not None]
+    values, tape = [each.clone() for each in sums], Tape()
+    with tape:
+        extras, term = self._micro_step(mapped(micro_batch, inputs.get), replace(recipe, read=read))
+    for each, value in zip(sums, values, strict=True):
+        each.data.copy_(value)  # its version stays: it tells who got a gradient
+    tape.forget_values()
+    return Captured(tape, inputs, extras, term)  # type: ignore[arg-type]
+
+
+def emulated(step: BigStep, patch: Any) -> Graphs:
+    """Let a step on the CPU replay its micro-steps, as with Options(cuda_graph=True) on a GPU; returns its graphs."""
+    patch.setattr(Graphs, "_capture", _capture)
+    graphs = step._runner._graphs = Graphs(torch.device("cpu"))
+    step._options = replace(step._options, cuda_graph=True)
+    return graphs

@@ -1,0 +1,57 @@
+"""Micro-batches on their way to the device: which one is out, and how many at once."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bigbatch.batches import moving
+from bigbatch.batches.division import Division
+from bigbatch.batches.moving import Mover
+from bigbatch.batches.splitting import Batch
+
+
+def divided(number: int) -> Division:
+    """A batch of so many micro-batches."""
+    return Division.even(Batch.of(torch.zeros(number, 2)), 1)
+
+
+def test_a_mover_knows_which_micro_batch_is_out() -> None:
+    """None before the first and after the last: what fails then was none of them."""
+    mover = Mover(torch.device("cpu"))
+    assert mover.at is None
+    assert [mover.at for _ in mover.micro_batches(divided(3))] == [0, 1, 2]
+    assert mover.at is None
+
+
+def test_the_host_runs_eight_micro_batches_ahead_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the ninth is moved, it waits for the event that the first was used: for no stream, and no device."""
+    said: list[str] = []
+
+    class Event:
+        made = 0
+
+        def __init__(self) -> None:
+            Event.made += 1
+            self.number = Event.made
+
+        def record(self, _stream: Any) -> None:
+            said.append(f"{self.number} used")
+
+        def synchronize(self) -> None:
+            said.append(f"wait for {self.number}")
+
+    class Stream:
+        def wait_stream(self, _other: Any) -> None:
+            """The device waits, not the host."""
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: Stream())
+    mover: Any = Mover(torch.device("cpu"))
+    mover._stream = Stream()
+    for _ in mover.micro_batches(divided(20)):
+        pass
+    assert moving._AHEAD == 8
+    assert said[:8] == [f"{number} used" for number in range(1, 9)]
+    waits = [f"wait for {number}" for number in range(1, 13)]
+    assert said[8:] == [each for pair in zip(waits, [f"{n} used" for n in range(9, 21)], strict=True) for each in pair]

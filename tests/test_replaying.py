@@ -1,0 +1,376 @@
+"""Replayed micro-steps, on emulated graphs: always the big batch's update, whatever the model does meanwhile."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import BigStep, Options
+from bigbatch.batches.division import Division
+from bigbatch.batches.splitting import Batch as Cut
+from bigbatch.micro_steps import cuda_graph
+from bigbatch.micro_steps.cuda_graph import Graphs, Recipe
+from bigbatch.micro_steps.replaying import Replaying
+from bigbatch.reading.terms import Term
+from bigbatch.windows.ledger import Ledger
+from bigbatch.windows.stepping import Stepper
+from tests.emulated_graphs import emulated
+from tests.reference import distance, sgd, trained, weights
+from tests.samples import Batch, seeded
+
+SHORT = [16] * 4 + [8] * 8 + [5]
+LONG = [32] * 2 + SHORT
+
+
+def text(lengths: Sequence[int], seed: int = 0) -> Batch:
+    """Right-padded sequences of one token each: their shape tells how many there are."""
+    by, width = torch.Generator().manual_seed(seed), max(lengths)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    tokens = torch.randint(5, (len(lengths), width), generator=by).masked_fill(~mask, 0)
+    return {"tokens": tokens, "mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
+
+
+def token_loss(model: Any, batch: Batch) -> Tensor:
+    """A cross-entropy over tokens."""
+    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+
+class Turning(nn.Module):
+    """Embeddings times a table of the places, which is made when it is needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(n, width) → (n, width, 5)."""
+        return self.head(self.tokens(tokens) * self.table(tokens.shape[1])[: tokens.shape[1]])
+
+    def table(self, width: int) -> Tensor:
+        """Return a table that is wide enough."""
+        return self.made(width)
+
+    def made(self, width: int, over: float = 1.0) -> Tensor:
+        """Make a table of so many places."""
+        places = torch.arange(width, dtype=torch.float64, device=self.head.weight.device)
+        return torch.cos(places / over)[:, None]
+
+
+class AsBuffer(Turning):
+    """A registered buffer that grows with the longest batch so far."""
+
+    kept: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", self.made(2), persistent=False)
+
+    def table(self, width: int) -> Tensor:
+        """Make a longer one where this is too short."""
+        if width > len(self.kept):
+            self.kept = self.made(width, width)  # all of it is another
+        return self.kept
+
+
+class AsAttribute(Turning):
+    """A plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: Tensor | None = None
+
+    def table(self, width: int) -> Tensor:
+        """Make a longer one where this is too short."""
+        if self.kept is None or width > len(self.kept):
+            self.kept = self.made(width, width)  # all of it is another
+        return self.kept
+
+
+class InATuple(Turning):
+    """Cosines and sines together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: tuple[int, Tensor] = (2, self.made(2))
+
+    def table(self, width: int) -> Tensor:
+        """Make a longer one where this is too short."""
+        if width > self.kept[0]:
+            self.kept = width, self.made(width, width)
+        return self.kept[1]
+
+
+class PutAside(Turning):
+    """An activation is kept for whoever wants to look at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: Tensor | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Keep it."""
+        self.latest = super().forward(tokens)
+        return self.latest
+
+
+class OfTheLatestWidth(Turning):
+    """A table that is made anew whenever the width is another, as ESM has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width, self.kept = 0, self.made(2)
+
+    def table(self, width: int) -> Tensor:
+        """Make another for another width."""
+        if width != self.width:
+            self.width, self.kept = width, self.made(width)
+        return self.kept
+
+
+class ByWidth(Turning):
+    """A dict of tables, the latest of which was made when there was none for its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Tensor] = {}
+
+    def table(self, width: int) -> Tensor:
+        """Make one where there is none, and keep two."""
+        if width not in self.kept:
+            self.kept[width] = self.made(width)
+        while len(self.kept) > 2:
+            del self.kept[next(iter(self.kept))]
+        return self.kept[width]
+
+
+def run(
+    kind: type[nn.Module], patch: pytest.MonkeyPatch, lengths: Sequence[Sequence[int]], *, check: bool = True
+) -> tuple[BigStep, Graphs]:
+    """Train packed batches beside a true big step, and compare after every update."""
+    model, twin = seeded(kind)(), seeded(kind)()
+    optimizer = sgd(trained(twin))
+    options = Options(lengths="mask", token_budget=32, check=check)
+    step = BigStep(model, sgd(trained(model)), token_loss, options=options)
+    graphs = emulated(step, patch)
+    for number, each in enumerate(lengths):
+        step(text(each, number))
+        optimizer.zero_grad()
+        token_loss(twin, text(each, number)).backward()
+        optimizer.step()
+        assert distance(weights(model), weights(twin)) <= 1e-12, f"step {number}"
+    return step, graphs
+
+
+@pytest.mark.parametrize("kind", [Turning, AsBuffer, AsAttribute, InATuple, PutAside])
+def test_a_table_that_grows_in_a_launch_is_seen_by_the_replays_after_it(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graphs that knew the old one are captured anew, and go on being replayed."""
+    step, graphs = run(kind, monkeypatch, [SHORT] * 3 + [LONG] * 3)
+    assert step._runner._graphs is graphs
+    renewed = kind in {AsBuffer, AsAttribute, InATuple}
+    assert graphs._captures == (5 if renewed else 3)  # widths 16 and 8, perhaps again, and 32
+    assert graphs._replays > graphs._launches > 0
+
+
+@pytest.mark.parametrize("kind", [OfTheLatestWidth, ByWidth])
+def test_a_capture_that_replaces_a_table_is_refused_and_leaves_none(
+    kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has made was never computed: the micro-steps that are launched instead must not read it."""
+    with pytest.warns(UserWarning, match=r"replaces a buffer or an attribute, (OfTheLatestWidth\.kept|ByWidth\.\d+);"):
+        step, _ = run(kind, monkeypatch, [[16] * 4 + [8] * 8 + [24] * 2] * 3)
+    assert step._runner._graphs is None
+
+
+def test_a_capture_that_fails_leaves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where it fails for another reason, after a table was made."""
+
+    class Failing(OfTheLatestWidth):
+        def forward(self, tokens: Tensor) -> Tensor:
+            out = super().forward(tokens)
+            if any(type(mode).__name__ == "Tape" for mode in modes()):
+                raise cuda_graph.NotCapturable("it waits")
+            return out
+
+    with pytest.warns(UserWarning, match="it waits"):
+        run(Failing, monkeypatch, [[16] * 4 + [8] * 8 + [24] * 2] * 3)
+
+
+def modes() -> list[Any]:
+    """What watches every operation now."""
+    return torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_a_tensor_that_someone_replaces_between_two_steps_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation on longer sequences makes another table."""
+    model, twin = seeded(AsAttribute)(), seeded(AsAttribute)()
+    optimizer = sgd(trained(twin))
+    step = BigStep(model, sgd(trained(model)), token_loss, options=Options(lengths="mask", token_budget=32))
+    emulated(step, monkeypatch)
+    for number in range(6):
+        step(text(SHORT, number))
+        optimizer.zero_grad()
+        token_loss(twin, text(SHORT, number)).backward()
+        optimizer.step()
+        assert distance(weights(model), weights(twin)) <= 1e-12
+        if number == 3:
+            model(text([40])["tokens"])
+            twin(text([40])["tokens"])
+
+
+# What is captured, and when.
+
+
+def squares(model: Any, batch: Any) -> Tensor:
+    """A mean over elements: its shape tells the count."""
+    return model(batch["x"]).square().mean()
+
+
+def small_step(patch: pytest.MonkeyPatch, **named: Any) -> tuple[BigStep, Graphs, nn.Module]:
+    """A step of a linear layer, replayed."""
+    model = seeded(lambda: nn.Linear(3, 1))()
+    step = BigStep(model, sgd(trained(model)), squares, **{"micro_batch_size": 4, **named})
+    return step, emulated(step, patch), model
+
+
+def samples(number: int, seed: int = 0) -> Tensor:
+    """Rows of three."""
+    return torch.randn(number, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_captures_that_are_hardly_replayed_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that changes with every batch is part of a shape: capturing it anew takes longer than it saves."""
+    step, graphs, model = small_step(monkeypatch)
+    twin = seeded(lambda: nn.Linear(3, 1))()
+    optimizer = sgd(trained(twin))
+    data = [{"x": samples(16, number), "step": number} for number in range(140)]
+    with pytest.warns(UserWarning, match=r"again and again, 128 times by now, and replayed 2\.0 times") as caught:
+        list(map(step, data))
+    assert len(caught) == 1
+    assert step._runner._graphs is None
+    assert graphs._captures == 128
+    for batch in data:
+        optimizer.zero_grad()
+        squares(twin, batch).backward()
+        optimizer.step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+def test_captures_that_are_often_replayed_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are."""
+    monkeypatch.setattr(cuda_graph, "_CAPTURES", 2)
+    step, graphs, _ = small_step(monkeypatch, micro_batch_size=1)
+    for number in range(6):
+        step({"x": samples(20), "step": number})
+    assert graphs._captures == 5
+    assert graphs._replays == 5 * 18
+
+
+def test_shapes_that_never_come_again_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are launched all the same."""
+    step, graphs, _ = small_step(monkeypatch, micro_batch_size=300)
+    with pytest.warns(UserWarning, match="have had 256 shapes, and most came only once"):
+        list(map(step, [{"x": samples(number + 1)} for number in range(258)]))
+    assert graphs._captures == 0
+
+
+def test_what_was_launched_in_another_mode_is_launched_again_before_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A first time in every state: what a capture needs, as weights in low precision, is made by launching."""
+    step, graphs, model = small_step(monkeypatch)
+    seen: list[tuple[int, int]] = []
+    for training in (True, False, False, True, True):  # the first window is launched as a whole
+        model.train(training)
+        step({"x": samples(8)})
+        seen.append((graphs._launches, graphs._captures))
+    assert seen == [(0, 0), (1, 1), (1, 1), (2, 2), (2, 2)]
+
+
+def test_what_was_seen_before_another_window_was_launched_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window with other trainable parameters is launched as a whole; other shapes of it say nothing of this one."""
+    step, graphs, model = small_step(monkeypatch)
+    step({"x": samples(8)})
+    model.get_parameter("bias").requires_grad_(False)
+    step({"x": samples(3)})
+    step({"x": samples(8)})
+    assert (graphs._launches, graphs._captures) == (1, 1)
+
+
+def test_a_packed_batch_in_full_groups_is_captured_whole() -> None:
+    """The last group counts as recurring where it is full, or the only one."""
+
+    def recurring(lengths: list[int], budget: int, most: int | None = None) -> tuple[list[bool], tuple[int, ...]]:
+        batch = Cut.of({"x": torch.zeros(len(lengths), max(lengths))})
+        division = Division.packed(batch, lengths, budget, most, alike=True)
+        return [division.comes_again(number) for number in range(len(division))], division.sizes
+
+    assert recurring([16] * 8, 128) == ([True], (8,))
+    assert recurring([16] * 5, 128) == ([True], (5,))
+    assert recurring([16] * 5, 128, 8) == ([True], (5,))
+    assert recurring([16] * 16, 128) == ([True, True], (8, 8))
+    assert recurring([16] * 8, 128, 4) == ([True, True], (4, 4))
+    assert recurring([16] * 7, 128, 4) == ([False, True], (3, 4))
+    assert recurring([16] * 25, 128) == ([True, False, True, True], (8, 1, 8, 8))
+
+
+@pytest.mark.parametrize("kind", [Turning, AsAttribute])
+def test_a_packed_batch_of_one_group_is_replayed(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes again with every batch; a table that the first one has made is none that has changed."""
+    _, graphs = run(kind, monkeypatch, [[16, 16]] * 4, check=False)
+    assert (graphs._captures, graphs._replays, graphs._launches) == (1, 2, 0)
+
+
+# Counts as numbers and as tensors in one window.
+
+
+def on_device(number: float) -> Tensor:
+    """A count as a GPU has it."""
+    return torch.tensor(float(number), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("first", [float, on_device])
+@pytest.mark.parametrize("second", [float, on_device])
+def test_a_number_and_a_tensor_make_one_count(
+    first: Callable[[float], Any], second: Callable[[float], Any], small: bool
+) -> None:
+    """`counted(x, max(n, 1))` is a number where n is 0, and a tensor otherwise: in any order, each has its share."""
+    ledger = Ledger(3, small=small)
+    given = [first(4), second(12), first(16)]
+    shares = []
+    for count in given:
+        terms = [Term(None, "mean", count, "counted")]
+        share = ledger.weigh(terms)
+        shares.append(share.whole)
+        ledger.enter(terms, share, torch.ones((), dtype=torch.float64), {})
+    correction = ledger.correction()
+    assert [float(share * correction) for share in shares] == pytest.approx([4 / 32, 12 / 32, 16 / 32], rel=1e-12)
+
+
+@pytest.mark.parametrize("counts", [(4.0, 12.0), (on_device(4), 12.0), (4.0, on_device(12))], ids=str)
+def test_launches_and_replays_count_numbers_and_tensors(counts: tuple[Any, Any]) -> None:
+    """The total of a window is that of all its micro-batches."""
+    weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+    weight.grad = torch.zeros_like(weight)
+    graphs = Graphs(torch.device("cpu"))
+    graphs._gradients = [weight.grad]
+    waiting = list(counts)
+    recipe = Recipe(
+        forward=lambda x: (weight * x, None),
+        read=lambda _: [Term(None, "mean", waiting.pop(0), "counted")],
+        backward=lambda loss, start: loss.backward(start),
+        watching=nullcontext,
+    )
+    replaying = Replaying(graphs, recipe, [weight], Stepper([sgd([weight])]), 2)
+    for value in (3.0, 5.0):
+        replaying.launch(torch.tensor(value, dtype=torch.float64))
+    tally = replaying.tally(2)
+    assert float(tally.total) == 16
+    assert float(tally.loss) == 4 * 3 + 12 * 5
+    assert float(weight.grad * tally.provisional / tally.total) == pytest.approx(float(tally.loss) / 16, rel=1e-12)
