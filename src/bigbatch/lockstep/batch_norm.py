@@ -11,7 +11,7 @@ in forward for mean and variance, in backward for the two sums that the gradient
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -167,9 +167,9 @@ def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
     used = [part for part in parts if part.number]
     means = torch.stack([part.mean for part in used]).double()
     variances = torch.stack([part.variance for part in used]).double()
-    shares = [part.number / number for part in used]
-    mean = _weighted(means, shares)
-    variance = _weighted(variances + (means - mean).square(), shares)
+    shares = _shares(tuple(part.number for part in used), means.device)
+    mean = (shares * means).sum(0)
+    variance = (shares * (variances + (means - mean).square())).sum(0)
     dtype = parts[0].mean.dtype
     first = parts[0].running
     if first is not None:
@@ -177,9 +177,17 @@ def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
     return _Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
 
 
-def _weighted(rows: Tensor, shares: list[float]) -> Tensor:
-    """Add up rows by shares that the host knows: nothing is copied to the device."""
-    return torch.stack([row * share for row, share in zip(rows.unbind(), shares, strict=True)]).sum(0)
+@lru_cache(maxsize=256)
+def _shares(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return which share of the values each micro-batch has; copied to the device once, without waiting for it."""
+    total = sum(numbers)
+    shares = torch.tensor([[number / total] for number in numbers], dtype=torch.float64)
+    return shares.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else shares
+
+
+@lru_cache(maxsize=256)
+def _counted(number: int, device: torch.device) -> Tensor:
+    return torch.full((1,), number, dtype=torch.int32, device=device)
 
 
 def _update(running: _Running, mean: Tensor, variance: Tensor, workers: int) -> None:
@@ -223,8 +231,8 @@ def _below(  # noqa: PLR0917 - a formula
     number: int,
 ) -> Tensor:
     if x.is_cuda and x.numel():
-        count = torch.full((1,), number, dtype=torch.int32, device=x.device)
-        return torch.batch_norm_backward_elemt(above, x, mean, inverse_std, weight, total, with_x, count)
+        number_there = _counted(number, x.device)
+        return torch.batch_norm_backward_elemt(above, x, mean, inverse_std, weight, total, with_x, number_there)
     scale = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
     slope = with_x / number * inverse_std.square()
     centred = _wide(x) - _column(mean, x)
