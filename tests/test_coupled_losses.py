@@ -148,14 +148,7 @@ def test_the_program_of_an_example_runs(name: str, capsys: pytest.CaptureFixture
     assert losses[-1] < losses[0]
 
 
-UNKNOWN = pytest.mark.xfail(
-    strict=True,
-    raises=UnreadableLoss,
-    reason="below a mean the mark of across is an unknown function, which it advises to count",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=UNKNOWN) if n in ROWS_OF_PAIRS else n for n in EXAMPLES])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_an_accumulator_refuses_an_example(name: str) -> None:
     """It gets one micro-batch after the other, so nobody can be asked; the error names BigStep."""
     model = network(name)
@@ -164,10 +157,7 @@ def test_an_accumulator_refuses_an_example(name: str) -> None:
         accumulator.backward(EXAMPLES[name].loss_fn(model, batch_of(name, 6)))
 
 
-STIRRED = pytest.mark.xfail(strict=True, reason="across.once meets without putting its own random numbers back")
-
-
-@pytest.mark.parametrize("name", [n if n in ROWS_OF_PAIRS else pytest.param(n, marks=STIRRED) for n in EXAMPLES])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_a_first_step_says_nothing_and_draws_nothing(name: str) -> None:
     """No example has random numbers: the check can be made, and the generator is left as it was."""
     model, before = network(name), torch.get_rng_state()
@@ -538,11 +528,6 @@ def masked_mean(model: Any, batch: Any) -> Tensor:
     return (F.cross_entropy(model(batch[0]), batch[2], reduction="none") * mask).sum() / across.sum(mask.sum())
 
 
-def refused(reason: str) -> pytest.MarkDecorator:
-    """It is exact, and refused."""
-    return pytest.mark.xfail(strict=True, raises=LossError, reason=reason)
-
-
 LOSSES: list[Any] = [
     pytest.param(contrast(lambda rows, every: rows @ every.T), id="mm"),
     pytest.param(contrast(F.linear), id="linear"),
@@ -562,15 +547,11 @@ LOSSES: list[Any] = [
     pytest.param(lambda m, b: F.mse_loss(centred(m(b[0])), b[1][:, :4]), id="centred"),
     pytest.param(lambda m, b: F.cross_entropy(F.batch_norm(m(b[0]), None, None, training=True), b[2]), id="batch_norm"),
     pytest.param(lambda m, b: (m(b[0]) @ across.gather(m(b[0])).T).square().mean(), id="mean_of_pairs"),
-    pytest.param(moco, id="moco", marks=refused("gathered keys without gradient are taken for other samples")),
-    pytest.param(locked_texts, id="lit", marks=refused("own rows without gradient beside gathered ones are not seen")),
-    pytest.param(
-        centred_contrast, id="centred_contrast", marks=refused("own rows that met a shared value count as shared")
-    ),
-    pytest.param(
-        relative_error, id="relative_error", marks=refused("a mean over samples times a shared value counts as shared")
-    ),
-    pytest.param(masked_mean, id="masked_mean", marks=refused("a divisor that across.sum made is not known as shared")),
+    pytest.param(moco, id="moco"),
+    pytest.param(locked_texts, id="lit"),
+    pytest.param(centred_contrast, id="centred_contrast"),
+    pytest.param(relative_error, id="relative_error"),
+    pytest.param(masked_mean, id="masked_mean"),
 ]
 
 
@@ -590,7 +571,6 @@ def test_a_word_settles_what_is_refused(loss_fn: LossFunction) -> None:
     assert_big_batch(encoder(), lambda m, b: counted(loss_fn(m, b), len(b[0])), batches, micro_batch_size=4)
 
 
-@pytest.mark.xfail(strict=True, raises=UnreadableLoss, reason="auto recomputes a model that holds the loss itself")
 def test_a_model_that_computes_its_own_loss_beside_a_coupled_term() -> None:
     """Its loss is inside what would be recomputed, so it is kept."""
 
@@ -638,10 +618,7 @@ def test_what_is_coupled_beside_across_is_refused(loss_fn: LossFunction) -> None
         step_once(loss_fn)
 
 
-READ_AS_SHARED = pytest.mark.xfail(strict=True, reason="own rows that met a shared value are read as shared: 0.7 % off")
-
-
-@pytest.mark.parametrize("check", [True, pytest.param(False, marks=READ_AS_SHARED)])
+@pytest.mark.parametrize("check", [True, False])
 def test_own_rows_centred_by_the_batch_are_still_own_rows(check: bool) -> None:
     """Each against each other of the micro-batch alone is coupled, and the graph shows it without a check."""
     with pytest.raises(CoupledLoss):
@@ -671,10 +648,7 @@ def test_a_marked_term_must_be_the_same_in_every_micro_batch() -> None:
         step_once(lambda m, b: across.once(F.mse_loss(centred(m(b[0])), b[1][:, :4])))
 
 
-UNASKED = pytest.mark.xfail(strict=True, reason="across.once asks for no lock-step: 4 % off after two updates")
-
-
-@pytest.mark.parametrize("check", [True, pytest.param(False, marks=UNASKED)])
+@pytest.mark.parametrize("check", [True, False])
 def test_a_marked_term_is_looked_at_where_nothing_else_is_asked_for(check: bool) -> None:
     """A mean over this micro-batch's samples does not count once."""
     with pytest.raises(LossError):
@@ -704,9 +678,7 @@ IN_SECRET: dict[str, tuple[LossFunction, tuple[nn.Module, ...]]] = {
 UNSEEN = pytest.mark.xfail(strict=True, reason="across.once leaves random numbers of others in force: no check is made")
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param(how, marks=UNSEEN) if how == "beside a marked term" else how for how in IN_SECRET]
-)
+@pytest.mark.parametrize("how", list(IN_SECRET))
 def test_what_no_graph_shows_is_seen_at_the_first_step(how: str) -> None:
     """In lock-step, too: another split of the same samples must have the same loss."""
     loss_fn, between = IN_SECRET[how]
@@ -741,13 +713,8 @@ def test_batch_norm_over_padding_is_not_packed() -> None:
         step(batch_of("moe", 11))
 
 
-ADDED_UP = pytest.mark.xfail(
-    strict=True, raises=AttributeError, reason="values are added up before meetings are compared"
-)
-
-
 @pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("asks", ["first", pytest.param("second", marks=ADDED_UP)])
+@pytest.mark.parametrize("asks", ["first", "second"])
 def test_micro_batches_that_take_different_paths_say_where_they_are(asks: str, check: bool) -> None:
     """An `if` on the data, after which only some ask for the others."""
 
@@ -762,7 +729,6 @@ def test_micro_batches_that_take_different_paths_say_where_they_are(asks: str, c
         step((*pairs_of(8)[:2], labels if asks == "first" else labels.flip(0)))
 
 
-@pytest.mark.xfail(strict=True, reason="torch's mark of what is differentiated once is cut off unseen: 0.6 and 7 % off")
 @pytest.mark.parametrize("between", ["BatchNorm", "across"])
 def test_a_gradient_of_a_gradient_is_refused(between: str) -> None:
     """A meeting's backward has no backward: as in plain torch an error, and not a gradient without that part."""
@@ -779,7 +745,6 @@ def test_a_gradient_of_a_gradient_is_refused(between: str) -> None:
         step_once(penalised, encoder(*([nn.BatchNorm1d(8)] if between == "BatchNorm" else [])))
 
 
-@pytest.mark.xfail(strict=True, reason="an Accumulator does not scan a loss that comes with its count")
 def test_an_accumulator_refuses_a_coupled_loss_with_a_count_too() -> None:
     """No count makes the parts add up."""
     model = network("clip")

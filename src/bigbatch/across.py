@@ -22,6 +22,7 @@ from torch import Tensor
 
 from bigbatch.errors import LossError
 from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.meeting import meet_in_forward
 from bigbatch.lockstep.needing import refuse_alone
 from bigbatch.lockstep.sharing import gathered, summed
 from bigbatch.reading.terms import counted
@@ -30,8 +31,9 @@ __all__ = ["gather", "mean", "offset", "once", "sum"]
 
 
 def gather(x: Tensor) -> Tensor:
-    """Return the rows of all micro-batches, one below the other, in the batch's own order.
+    """Return the rows of all micro-batches, one below the other, in the order in which they run.
 
+    That is the batch's own, unless `Options(lengths=...)` sorts it; `offset` knows where yours begin in either case.
     They are one tensor for all micro-batches: change them in place, and an error says so.
     """
     if not x.dim():
@@ -82,7 +84,9 @@ def once(term: Tensor) -> Tensor:
     It then counts once in the big batch's loss, not once per micro-batch.
     """
     worker = current()
-    if worker is not None and worker.size > 1:
+    if worker is None:
+        return counted(refuse_alone(term, "once"), "once")
+    if worker.size > 1:
         _refuse_unlike(worker, term)
     return counted(term, "once")
 
@@ -91,7 +95,7 @@ def _refuse_unlike(worker: Any, term: Tensor) -> None:
     """See in a window that asks for it that all micro-batches have the same value; it waits for a device."""
     if not worker.notes.get("checks_once"):
         return
-    values: list[float] = worker.meet("across.once", float(term.detach()), list)
+    values: list[float] = meet_in_forward(worker, "across.once", float(term.detach()), list)
     largest = max(map(abs, values))
     tolerance = 1e-9 if term.dtype == torch.float64 else 1e-3
     if max(values) - min(values) > tolerance * max(largest, 1e-30):

@@ -16,12 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from bigbatch.errors import BatchNormError
 from bigbatch.lockstep.crew import Worker, current
-from bigbatch.lockstep.meeting import meet_in_forward
+from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
 from bigbatch.lockstep.renewing import Recipe, Recipes
 
 Plain = Callable[..., Tensor]
@@ -124,8 +123,8 @@ class _BatchNorm(torch.autograd.Function):
         return _normalised(x, weight, bias, pooled), pooled
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(ctx.title)
         x, weight, mean, inverse_std = ctx.saved_tensors
         above = _dense(gradients[0])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -153,7 +152,7 @@ def _local(x: Tensor, running: _Running | None) -> _Local:
     number = x.numel() // max(x.shape[1], 1)
     if x.is_cuda and number:
         mean, inverse = torch.batch_norm_stats(x, 0.0)  # eps = 0: the variance comes back without cancellation
-        return _Local(mean, inverse.square().reciprocal(), number, running)
+        return _Local(mean, torch.where(inverse == 0, 0, inverse.square().reciprocal()), number, running)
     variance, mean = torch.var_mean(_wide(x), _but_channels(x), correction=0)
     return _Local(mean, variance, number, running)
 

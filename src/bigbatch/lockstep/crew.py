@@ -182,7 +182,10 @@ class _Round:
             raise Abandoned
         self.at[number] = name
         try:
-            self._values = [fold(self._values[0], value)] if fold is not None and number else [*self._values, value]
+            if fold is not None and number and self.at[number - 1] == name:
+                self._values = [fold(self._values[0], value)]
+            else:
+                self._values.append(value)
             del value
             if number + 1 == len(self._seats):
                 self._conclude(combine)

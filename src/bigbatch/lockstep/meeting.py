@@ -3,11 +3,23 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from bigbatch.lockstep.activations import refuse_meeting_while_recomputing
 from bigbatch.lockstep.crew import Worker
 from bigbatch.lockstep.numbers import Streams
 
 Result = TypeVar("Result")
+
+
+def refuse_second_derivative(name: str) -> None:
+    """Raise in a backward that is to be differentiated itself: micro-batches do not meet in its graph."""
+    if torch.is_grad_enabled():
+        msg = (
+            f"{name} cannot be differentiated twice: a gradient of a gradient, as in a gradient penalty "
+            "(create_graph=True), would see this micro-batch alone."
+        )
+        raise RuntimeError(msg)
 
 
 def meet_in_forward(

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.meeting import refuse_second_derivative
 from bigbatch.reading.graph import stands_for
 
 # Of one tensor, value by value, with `inplace` as their only other way.
@@ -132,8 +132,8 @@ class _Activated(torch.autograd.Function):
         return x.copy_(result)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("an activation after BatchNorm")
         recipe: Recipe = ctx.recipe
         with torch.enable_grad():
             x = recipe.make(ctx.recipes.load(recipe.source)).detach().requires_grad_()

@@ -8,25 +8,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from bigbatch.lockstep.crew import Worker
-from bigbatch.lockstep.meeting import meet_in_forward
+from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
 from bigbatch.reading.counts import LOW_PRECISION
-from bigbatch.reading.graph import shared_by_all
+from bigbatch.reading.graph import remember_shared, shared_by_all
 
 
 def gathered(worker: Worker, x: Tensor) -> Tensor:
     """Return the rows of all micro-batches, in their order."""
     name = f"across.gather of {_named(x, x.shape[1:])}"
     found: Tensor = _Gather.apply(x, worker, name)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return found
+    return _remembered(found)
 
 
 def summed(worker: Worker, x: Tensor, of: str) -> Tensor:
     """Return the sum of all micro-batches' tensors, which have one shape."""
     name = f"across.{of} of {_named(x, x.shape)}"
     found: Tensor = _Sum.apply(x, worker, name)  # type: ignore[no-untyped-call]
+    return _remembered(found)
+
+
+def _remembered(found: Tensor) -> Tensor:
+    if not found.requires_grad:  # no graph tells whose it is
+        remember_shared(found)
     return found
 
 
@@ -47,8 +52,8 @@ class _Gather(torch.autograd.Function):
         return together.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(ctx.title)
         _refuse_changed(ctx)
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _only, add)
         start, rows = ctx.rows
@@ -65,8 +70,8 @@ class _Sum(torch.autograd.Function):
         return together.to(x.dtype) if together.dtype != x.dtype else together.detach()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(ctx.title)
         _refuse_changed(ctx)
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _only, add)
         return total.to(gradients[0].dtype), None, None

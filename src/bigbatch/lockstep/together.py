@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from bigbatch.errors import OutOfMemory
+from bigbatch.errors import OutOfMemory, UnreadableLoss
 from bigbatch.lockstep.activations import MeetsInside, recomputing, saved_bytes
 from bigbatch.lockstep.batch_norm import over_all_micro_batches
 from bigbatch.lockstep.carrying import Carried
@@ -38,6 +38,7 @@ class Together:
         self._lone = Lone(models, device, self._crew)
         self._checked_once = False  # whether terms that should be the same in every micro-batch were seen to be
         self._inside = False  # whether micro-batches meet inside the model
+        self._recomputed = False  # whether the latest window was to run it again
         self._tight = False  # whether keeping all activations has been too much
         self._offload: Offload | None = None
         self._host_needed: float | None = None  # bytes of a sample's activations
@@ -49,7 +50,8 @@ class Together:
         if activations == "offload":
             offload = self._offload = self._offload or Offload(self._device)
         around: AbstractContextManager[None] = nullcontext()
-        if activations == "recompute":
+        self._recomputed = activations == "recompute"
+        if self._recomputed:
             around = recomputing(self._models)
         elif offload is not None:
             around = offload.window()
@@ -103,7 +105,8 @@ class Together:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
         if self._given != "auto":
             return False
-        if isinstance(error, MeetsInside) and not self._inside:
+        # A model's own loss is in what is run again, so its count cannot be read without running it.
+        if isinstance(error, MeetsInside | UnreadableLoss) and self._recomputed and not self._inside:
             self._inside = True
             return True
         if out_of_memory and not self._tight and self._device.type == "cuda":

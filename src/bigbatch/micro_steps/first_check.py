@@ -11,6 +11,7 @@ from torch import nn
 from bigbatch.batches.division import Division
 from bigbatch.batches.moving import Mover
 from bigbatch.errors import BatchError, BigBatchError, CoupledLoss
+from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.micro_steps.calming import evaluating, without_dropout, without_statistics
 from bigbatch.micro_steps.coupling import (
     Part,
@@ -107,6 +108,8 @@ class FirstCheck:
                 *self._parts([division.part(group, longest)], [len(group)], together),
             ],
             lambda parts: refuse_coupled(parts[2], parts[:2], len(group)),
+            # Statistics that micro-batches meet for are exact by themselves, and of a few samples amplify rounding.
+            self._as_it_is if self._side_by_side is None else (without_statistics,),
         )
         self._tell(untold)
 
@@ -119,7 +122,7 @@ class FirstCheck:
         roomy = most >= 2 * max(division.longest)
         comparison = self._trimmed if division.batch.collate is None else self._collated
         evaluate, refuse, refuse_counts = comparison(division, division.longest, roomy=roomy)
-        untold = self._compare(division, evaluate, refuse) if self._compares else ""
+        untold = self._compare(division, evaluate, refuse, self._as_it_is) if self._compares else ""
         if not self._compares or untold == _UNCHECKED:
             self._count(division, evaluate, refuse_counts)
         self._tell(untold)
@@ -198,13 +201,17 @@ class FirstCheck:
         return self._value(micro_batch)
 
     def _compare(
-        self, division: Division, evaluate: Callable[[], list[Part]], refuse: Callable[[list[Part]], None]
+        self,
+        division: Division,
+        evaluate: Callable[[], list[Part]],
+        refuse: Callable[[list[Part]], None],
+        as_it_is: Circumstances,
     ) -> str:
         """Evaluate losses without random numbers: as things are, without dropout, or in evaluation mode.
 
         Returns what there is to say of that: nothing, where it could be done in training mode.
         """
-        for circumstances in (self._as_it_is, (*self._as_it_is, without_dropout), (evaluating,)):
+        for circumstances in (as_it_is, (*as_it_is, without_dropout), (evaluating,)):
             with untouched(self._models), ExitStack() as stack:
                 for each in circumstances:
                     stack.enter_context(each(self._models))
@@ -213,7 +220,8 @@ class FirstCheck:
                     parts = evaluate()
                 except Exception as error:
                     # As things are it is the user's error; otherwise a model may do something else.
-                    if not circumstances or is_out_of_memory(error):
+                    told = isinstance(error, NeedsLockStep) or (isinstance(error, CoupledLoss) and not self._accepting)
+                    if not circumstances or told or is_out_of_memory(error):
                         raise
                     continue
                 if randomness.drawn():

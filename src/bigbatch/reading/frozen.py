@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from bigbatch.reading.graph import is_shared_value
+
 _LOOKED_AT = 32  # numbers of a copy that are compared each time, where that waits for no device
 
 
@@ -23,8 +25,14 @@ class FrozenWeights:
         self._casts: dict[tuple[torch.Size, torch.dtype], weakref.ref[Tensor]] = {}
 
     def __call__(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor is one of the models' own."""
-        return self._is_known(tensor) or self._is_known_cast(tensor) or self._is_own(tensor) or self._is_cast(tensor)
+        """Tell whether a tensor is one of the models' own, or the same in every micro-batch as they are."""
+        return (
+            is_shared_value(tensor)
+            or self._is_known(tensor)
+            or self._is_known_cast(tensor)
+            or self._is_own(tensor)
+            or self._is_cast(tensor)
+        )
 
     def _is_known(self, tensor: Tensor) -> bool:
         address = _address(tensor)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
 
 Edge: TypeAlias = tuple[Node | None, int]
 Shape: TypeAlias = tuple[int, ...]
@@ -53,6 +54,23 @@ _shared: set[type] = set()
 def shared_by_all(function: Any) -> None:
     """Have the results of an `autograd.Function` of ours known as the same for all samples, in every micro-batch."""
     _shared.add(function._backward_cls)
+
+
+_shared_values: dict[int, StorageWeakRef] = {}
+
+
+def remember_shared(value: Tensor) -> None:
+    """Have a tensor without gradient known as the same in every micro-batch: it has no place in a graph."""
+    for key in [key for key, known in _shared_values.items() if known.expired()]:
+        del _shared_values[key]
+    storage = value.untyped_storage()
+    _shared_values[storage._cdata] = StorageWeakRef(storage)  # as torch.multiprocessing has it
+
+
+def is_shared_value(tensor: Tensor) -> bool:
+    """Tell whether a tensor without gradient is the same in every micro-batch."""
+    known = _shared_values.get(tensor.untyped_storage()._cdata) if _shared_values else None
+    return known is not None and not known.expired()
 
 
 def is_shared_by_all(node: Node) -> bool:

@@ -30,6 +30,7 @@ _PURE = (
     | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 )
 _PURE_OF_WEIGHTS = _PURE | frozenset("Tril Triu LinalgMatrixExp WeightNormInterface".split())
+_OF_SHARED = frozenset("Softmax LogSoftmax Index IndexSelect Gather ClampMin ClampMax Clamp".split())
 # under which names torch saves the two factors, where it saves them
 _SAVED_AS = {
     "Cdist": ("x1", "x2"),
@@ -84,10 +85,13 @@ def made_of_shared(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
         elif is_leaf(node):
             if not is_parameter(node, own):
                 return False
-        elif is_custom(node):
-            return False
+        elif is_custom(node) or operation(node) not in _PURE_OF_WEIGHTS | _OF_SHARED:
+            return False  # a layer: below it is the model, and with it this micro-batch
         else:
-            stack.extend(below for below, _ in edges(node))
+            inputs = [below for below, _ in edges(node)]
+            if None in inputs and not by_number(node, operation(node)):
+                return False  # what has no gradient may be this micro-batch's
+            stack.extend(inputs)
     if found:
         trail.add(looked)
     return found

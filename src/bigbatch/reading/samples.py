@@ -66,7 +66,7 @@ class Samples:
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
-    def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
+    def _below(self, node: Node, output: int, layout: Layout) -> Inputs:  # noqa: C901 - one way per kind of operation
         name = operation(node)
         if is_shared_by_all(node):
             self.shared = True  # the same for all samples, wherever they are
@@ -76,6 +76,8 @@ class Samples:
                 self._model(layout, (0,))
             return []
         rule = rule_of(name)
+        if name == "_Alone":
+            raise refusals.alone()
         if rule is None or is_custom(node):
             if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.surroundings.own) for n, _ in edges(node)):
                 raise refusals.unknown(name)
@@ -100,9 +102,8 @@ class Samples:
         matrix = name in MATMULS
         if matrix:
             shared = [made_of_shared(inputs[which][0], own, self.trail) for which in (data, weight)]
-            if any(shared):  # each sample against what all have in common
-                self.shared = True
-                return [inputs[which] for which, is_shared in zip((data, weight), shared, strict=True) if not is_shared]
+            if any(shared):
+                return self._beside_shared(inputs, (data, weight), shared, layout)
         held = [is_parameter(edge[0], own) for edge, _ in inputs]
         if matrix and not held[data] and not held[weight]:
             held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail)
@@ -121,6 +122,16 @@ class Samples:
                     self._factor_without_gradient(node, name, place, layout)
                     return []  # a frozen layer is the model's edge as a trained one is
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
+
+    def _beside_shared(self, inputs: Inputs, places: tuple[int, int], shared: list[bool], layout: Layout) -> Inputs:
+        """A product of samples with what all micro-batches have in common: each sample against the same."""
+        self.shared = True
+        own_side = [which for which, is_shared in zip(places, shared, strict=True) if not is_shared]
+        if own_side and inputs[own_side[0]][0][0] is None:  # own samples, from a part that is not trained
+            last = len(layout) - 1
+            self._model(layout, tuple(range(last)) if own_side[0] == places[0] else (*range(last - 1), last))
+            return []
+        return [inputs[which] for which in own_side]
 
     def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
         """A frozen weight or batch data? Only the first leaves the rows apart."""

@@ -22,10 +22,12 @@ from bigbatch.reading.graph import (
     is_custom,
     is_leaf,
     is_shared_by_all,
+    is_shared_value,
     operation,
     python_number,
     saved,
     saved_number,
+    saved_tensor,
 )
 from bigbatch.reading.parameters import made_of_shared, parameters_alone
 from bigbatch.reading.reductions import FUSED, Sum, label_smoothing, read_fused, read_reduction
@@ -180,7 +182,13 @@ def _product(place: _Place, node: Node, name: str, surroundings: Surroundings, t
         return [place._replace(edge=inputs[0], factors=(*place.factors, node))]
     if inputs[0][0] is None and name == "Mul":
         return [place._replace(edge=inputs[1], factors=(*place.factors, node))]
-    learned = [inputs[0][0] is None or parameters_alone(edge, surroundings.own, trail) for edge in inputs]
+    shared = [made_of_shared(edge, surroundings.own, trail) for edge in inputs]
+    learned = [
+        is_shared or inputs[0][0] is None or parameters_alone(edge, surroundings.own, trail)
+        for edge, is_shared in zip(inputs, shared, strict=True)
+    ]
+    if all(learned) and any(shared):
+        raise refusals.shared_alone(name)
     if all(learned):
         return Term(place.pinned or node, "once", 1.0, name)
     if learned[1] or (learned[0] and name == "Mul"):
@@ -212,6 +220,8 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
         raise refusals.scaled_sum(operation(found.scaled), "a number or tensor inside it")
     if not place.factors:
         return Term(at, "sum", 1.0, found.name)
+    if all(_is_shared_factor(factor) for factor in place.factors):
+        return Term(at, "sum", 1.0, found.name)
     nearest = place.factors[-1]
     number = python_number(nearest, "other")
     if operation(nearest) == "Div" and number is not None and number in found.sizes:
@@ -219,6 +229,12 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
     if parameters_alone(place.edge, surroundings.own, trail):
         return Term(at, "once", 1.0, found.name)
     raise refusals.scaled_sum(operation(nearest), f"the number {number:g}" if number is not None else "a tensor")
+
+
+def _is_shared_factor(factor: Node) -> bool:
+    """Tell whether a sum was divided by what is the same in every micro-batch, as a count over all of them."""
+    tensor = saved_tensor(factor, "other") if operation(factor) in {"Mul", "Div"} else None
+    return tensor is not None and is_shared_value(tensor)
 
 
 def _number(factor: Node) -> float | None:
