@@ -282,7 +282,7 @@ def test_out_of_memory_has_a_hint(directory: Path) -> None:
         ("return F.", "F.", "loss_fn returned None, not a tensor.", "Does it end with `return loss`?"),
         ("labels)\n\n", "labels, reduction='none')\n\n", "loss_fn returned a tensor of shape (16,)", "Reduce it"),
         ("labels)\n\n", "labels).sqrt()\n\n", "loss_fn: this loss does not add up", ""),
-        ("nn.ReLU()", "nn.BatchNorm1d(8)", "BatchNorm1d '1.0' is in training mode", "Either freeze it"),
+        ("nn.ReLU()", "nn.BatchNorm1d(8)", "BatchNorm1d '1.0' is in training mode", "Either use BigStep"),
         ('{"nothing": 0.0}', "0.5", "evaluate is to return numbers by name; found float.", "Name them:"),
         ("loss_fn=loss_fn", "loss_fn=F.mse_loss", "mine.py, line 23: Setup(loss_fn=mse_loss)", "Call it in a"),
         ("batch_size=64", "batch_size=65", "mine.py, line 23: Setup(batch_size=65, micro", "Take batch_size=64"),

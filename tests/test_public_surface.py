@@ -2,7 +2,19 @@
 
 import bigbatch
 
-PUBLIC = ["Accumulator", "BigStep", "Options", "Setup", "Update", "counted", "errors", "plan", "scale_lr", "warmup"]
+PUBLIC = [
+    "Accumulator",
+    "BigStep",
+    "Options",
+    "Setup",
+    "Update",
+    "across",
+    "counted",
+    "errors",
+    "plan",
+    "scale_lr",
+    "warmup",
+]
 
 
 def test_the_public_names_are_these() -> None:
