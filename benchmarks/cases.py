@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
+from bigbatch import across
+
 Batch = dict[str, Tensor]
 IGNORED = -100
 FEATURES, CLASSES, HIDDEN, LENGTH = 8, 4, 16, 32
@@ -30,6 +32,7 @@ class Case:
     learning_rate: float = 0.5
     counts: Callable[[Batch], tuple[Tensor | int, ...]] | None = None
     coupled: bool = False  # no weights on micro-batches make it exact, so `Accumulator` must refuse it
+    meeting: Callable[[nn.Module, Batch], Tensor] | None = None  # the same loss, over all micro-batches
 
     def fresh_model(self) -> nn.Module:
         """Return the same model for every contestant."""
@@ -71,10 +74,10 @@ class TwoTowers(nn.Module):
         self.right = nn.Linear(FEATURES, HIDDEN)
         self.log_scale = nn.Parameter(torch.tensor(1.0))
 
-    def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """Similarities of every left with every right sample of the batch."""
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the two encoders make of their sides, and the temperature."""
         one, other = F.normalize(self.left(left), dim=-1), F.normalize(self.right(right), dim=-1)
-        return self.log_scale.exp() * one @ other.T
+        return one, other, self.log_scale.exp()
 
 
 class Tagger(nn.Module):
@@ -133,14 +136,27 @@ def tags_and_score_counts(batch: Batch) -> tuple[Tensor, int]:
 
 def contrastive(model: nn.Module, batch: Batch) -> Tensor:
     """Find each sample's partner among the whole batch: every other sample is a negative."""
-    similarity = model(batch["left"], batch["right"])
-    partner = torch.arange(len(similarity))
-    return 0.5 * (F.cross_entropy(similarity, partner) + F.cross_entropy(similarity.T, partner))
+    one, other, scale = model(batch["left"], batch["right"])
+    partner = torch.arange(len(one))
+    return 0.5 * (F.cross_entropy(scale * one @ other.T, partner) + F.cross_entropy(scale * other @ one.T, partner))
+
+
+def contrastive_across(model: nn.Module, batch: Batch) -> Tensor:
+    """The same, among the samples of all micro-batches."""
+    one, other, scale = model(batch["left"], batch["right"])
+    partner = across.offset() + torch.arange(len(one))
+    left = F.cross_entropy(scale * one @ across.gather(other).T, partner)
+    return 0.5 * (left + F.cross_entropy(scale * other @ across.gather(one).T, partner))
 
 
 def root_mean_square(model: nn.Module, batch: Batch) -> Tensor:
     """Regress: a root over a mean, so that means of micro-batches do not add up."""
     return F.mse_loss(model(batch["x"]).squeeze(-1), batch["score"]).sqrt()
+
+
+def root_mean_square_across(model: nn.Module, batch: Batch) -> Tensor:
+    """The same, of the mean over all micro-batches."""
+    return across.once(across.mean(F.mse_loss(model(batch["x"]).squeeze(-1), batch["score"])).sqrt())
 
 
 def all_cases() -> Iterator[Case]:
@@ -152,8 +168,17 @@ def all_cases() -> Iterator[Case]:
     yield Case("masked tokens, own model", Tagger, ragged(160), masked_cross_entropy)
     yield Case("two loss terms", Tagger, ragged(160), tags_and_score, counts=tags_and_score_counts)
     yield Case("batch norm", normalised_perceptron, labelled(160), cross_entropy, coupled=True)
-    yield Case("contrastive, learned temperature", TwoTowers, pairs(160), contrastive, coupled=True)
-    yield Case("nonlinear in a mean (RMSE)", lambda: perceptron(1), labelled(160), root_mean_square, coupled=True)
+    yield Case(
+        "contrastive, learned temperature", TwoTowers, pairs(160), contrastive, coupled=True, meeting=contrastive_across
+    )
+    yield Case(
+        "nonlinear in a mean (RMSE)",
+        lambda: perceptron(1),
+        labelled(160),
+        root_mean_square,
+        coupled=True,
+        meeting=root_mean_square_across,
+    )
 
 
 def labelled(count: int) -> Batch:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from benchmarks.cases import Batch, Case
 from benchmarks.silence import silence
-from bigbatch import Accumulator
+from bigbatch import Accumulator, BigStep
 
 Contestant = Callable[[Case], nn.Module]
 
@@ -130,12 +130,21 @@ def hf_trainer(case: Case) -> nn.Module:
     return model
 
 
-def bigbatch(case: Case) -> nn.Module:
+def accumulator(case: Case) -> nn.Module:
     """Train with the three lines; raises one of `bigbatch.errors` where they cannot be exact."""
     model = case.fresh_model()
-    accumulator = Accumulator(model, case.optimizer(model), steps=case.steps, counts=case.counts)
-    for batch in accumulator.over(case.micro_batches()):
-        accumulator.backward(case.loss(model, batch))
+    window = Accumulator(model, case.optimizer(model), steps=case.steps, counts=case.counts)
+    for batch in window.over(case.micro_batches()):
+        window.backward(case.loss(model, batch))
+    return model
+
+
+def big_step(case: Case) -> nn.Module:
+    """Train with the two lines, on the batches that were wanted, cut into the same micro-batches."""
+    model = case.fresh_model()
+    step = BigStep(model, case.optimizer(model), case.meeting or case.loss, micro_batch_size=case.micro_batch)
+    for batch in case.big_batches():
+        step(batch)
     return model
 
 
@@ -144,5 +153,6 @@ CONTESTANTS: dict[str, Contestant] = {
     "Accelerate": accelerate,
     "Lightning": lightning,
     "HF Trainer": hf_trainer,
-    "bigbatch": bigbatch,
+    "Accumulator": accumulator,
+    "BigStep": big_step,
 }
