@@ -77,6 +77,8 @@ class Recipes:
 
     def of(self, tensor: Tensor) -> Recipe | None:
         """Return how a tensor was made, if it is as it was then."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:  # others may have no memory of their own
+            return None
         known = self._known.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
         if known is None or known[0].expired() or known[1] != _view(tensor):
             return None
