@@ -507,7 +507,6 @@ def test_an_accumulator_refuses_a_model_that_asks(how: str) -> None:
     assert all(p.grad is None for p in trained(model))
 
 
-@_ONLY_FRESH
 @pytest.mark.parametrize("how", ["beside a loss", "RMSE"])
 def test_an_accumulator_refuses_a_marked_loss_that_asks_every_time(how: str) -> None:
     """A user who has caught the error and goes on gets it again."""
@@ -518,8 +517,7 @@ def test_an_accumulator_refuses_a_marked_loss_that_asks_every_time(how: str) -> 
             accumulator.backward(ASKING[how](model, rows(4, 0)))
 
 
-@_ONLY_FRESH
-@pytest.mark.parametrize("before", ["asks", "does not ask"])
+@pytest.mark.parametrize("before", ["asks", pytest.param("does not ask", marks=_ONLY_FRESH)])
 def test_an_accumulator_refuses_a_model_that_asks_every_time(before: str) -> None:
     """Also after a call that was refused, and where it did not ask at first."""
     model = seeded(lambda: Inside("centred" if before == "asks" else "nothing"))()
@@ -575,19 +573,12 @@ COUNTED_OFTEN: dict[str, LossFunction] = {
 }
 
 
-_HIDDEN = pytest.mark.xfail(
-    strict=True,
-    reason="parameters.made_of_shared knows few operations, and takes gathered rows below any other (layer_norm) for "
-    "the model's output: their sum counts once per micro-batch, three times too much; the first check alone sees it",
-)
-
-
 @pytest.mark.parametrize(
     ("how", "check"),
     [
         *((how, check) for how in ("a layer", "two layers") for check in (True, False)),
         ("a norm", True),
-        pytest.param("a norm", False, marks=_HIDDEN),
+        ("a norm", False),
     ],
 )
 def test_a_sum_through_layers_that_every_micro_batch_would_count(how: str, check: bool) -> None:
@@ -676,11 +667,6 @@ def test_a_result_changed_in_place_is_refused(ask: Callable[[Tensor], Tensor], a
     assert everything(model, optimizer) == before
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a change in place is looked for in backward, which a value without gradient has none of: every micro-batch "
-    "changes the one tensor of all once more, without a word",
-)
 @pytest.mark.parametrize("ask", [across.gather, across.sum])
 def test_a_result_without_gradient_changed_in_place(ask: Callable[[Tensor], Tensor]) -> None:
     """Refused, or each micro-batch has its own."""
@@ -780,11 +766,6 @@ PATHS: dict[str, LossFunction] = {
         m.one(b["x"]) + _used(across.mean(m.one(b["x"]).mean(0)), _some(b)), b["value"]
     ),
 }
-_FOLDED = pytest.mark.xfail(
-    strict=True,
-    reason="_Round.meet looks where the micro-batch before is, and folds into the first one's value, which may have "
-    "come to another meeting: an error of the addition instead of PathsDiffer",
-)
 
 
 def _used(value: Tensor, used: bool) -> Tensor:
@@ -793,12 +774,8 @@ def _used(value: Tensor, used: bool) -> Tensor:
 
 @pytest.mark.parametrize("signs", [(1, -1, -1), (-1, 1, -1), (-1, -1, 1), (-1, 1, 1)])
 @pytest.mark.parametrize("how", PATHS)
-def test_micro_batches_that_take_different_paths_are_reported(
-    how: str, signs: tuple[int, ...], request: pytest.FixtureRequest
-) -> None:
+def test_micro_batches_that_take_different_paths_are_reported(how: str, signs: tuple[int, ...]) -> None:
     """With what each waits at; never a hang, and nothing is changed."""
-    if _is_folded(how, signs):
-        request.applymarker(_FOLDED)
     batch = rows(6, 0)
     batch["x"][:, 0] = torch.tensor([float(sign) for sign in signs for _ in range(2)])
     model = twins()
@@ -812,13 +789,6 @@ def test_micro_batches_that_take_different_paths_are_reported(
     assert everything(model, optimizer) == before
     batch["x"][:, 0] = 1.0
     step(batch)  # all take one path
-
-
-def _is_folded(how: str, signs: tuple[int, ...]) -> bool:
-    """Whether the first micro-batch is elsewhere, and two after it are at one sum."""
-    if how == "another shape":
-        return signs[1] == signs[2]
-    return how in {"summed by some", "once more by some"} and signs == (-1, 1, 1)
 
 
 # Where activations stay.

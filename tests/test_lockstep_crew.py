@@ -133,10 +133,6 @@ def test_values_are_folded_as_they_come() -> None:
     assert in_time(lambda: side_by_side(Crew(), [task] * 4)) == ["(((ab)c)d)"] * 4
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Worker.meet holds `value` in its own frame while it waits, so every value is kept though they are folded",
-)
 def test_of_folded_values_only_one_is_kept() -> None:
     """The one before is let go when it is part of the sum."""
     alive: list[int] = []
@@ -415,14 +411,7 @@ def test_a_task_that_ends_before_a_folded_meeting_is_reported(early: int) -> Non
     assert works(crew)
 
 
-_FOLDED_FIRST = pytest.mark.xfail(
-    strict=True,
-    reason="_Round.meet looks where the task before is, and folds into the first one's value, which may have come to "
-    "another meeting: whatever adding unlike values raises, instead of PathsDiffer",
-)
-
-
-@pytest.mark.parametrize("odd", [pytest.param(0, marks=_FOLDED_FIRST), 1, 2])
+@pytest.mark.parametrize("odd", [0, 1, 2])
 def test_values_of_different_meetings_are_not_folded(odd: int) -> None:
     """What one brings to another meeting fits no sum of this one: the paths are the error, not the sum."""
 
@@ -654,11 +643,6 @@ def test_the_default_device_is_carried() -> None:
     in_time(work)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="workers enter the very DeviceContext that set_default_device made, which then takes its own device for the "
-    "one before: torch.utils._device.CURRENT_DEVICE keeps it after set_default_device(None)",
-)
 @pytest.mark.usefixtures("_device_of_the_compiler")
 def test_a_default_device_that_was_carried_is_gone_when_it_is_reset() -> None:
     """Also where torch keeps it for its compiler."""
@@ -953,11 +937,6 @@ def test_an_interrupt_that_does_not_wake_the_caller_ends_all_soon() -> None:
     assert in_a_process(script) == "interrupted\n"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="an interrupt between _Round._hand_to(0) and the `try` in _Round._wait comes out while tasks run on; the "
-    "next round then raises 'release unlocked lock', or runs beside them",
-)
 def test_an_interrupt_at_any_line_of_waiting_leaves_no_task_running() -> None:
     """Wherever in the caller's part of a round it comes: when it is out no task runs, and the crew can be used."""
     printed = in_a_process("""

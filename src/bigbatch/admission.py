@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
 from bigbatch import checks
-from bigbatch.errors import BatchNormError
+from bigbatch.errors import BatchNormError, BigBatchError
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.reading import refusals
 from bigbatch.reading.frozen import FrozenWeights
@@ -82,6 +82,14 @@ class Admission:
         if not self.may_wake and (not self.reader.fresh or self._scans >= _SCANS):
             return
         self._scans += 1
+        try:
+            self._scan(loss)
+        except BigBatchError:
+            self.reader.forget()  # a graph that looks the same is to be looked through again
+            self._scans -= 1
+            raise
+
+    def _scan(self, loss: Tensor) -> None:
         found = checks.scan(loss)
         if found.reentrant_checkpoint:
             self.only_own = False  # it cannot run a backward with a chosen set of parameters

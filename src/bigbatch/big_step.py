@@ -205,7 +205,11 @@ class BigStep:
         """Choose the micro-batches: as many samples, or tokens, at once as fit and are fast."""
         if self._options.lengths is None:
             size = self._sizes.samples(
-                whole.signature(), whole.size, lambda size, limit: self._rehearse(Division.even(whole, size), limit)
+                whole.signature(),
+                whole.size,
+                lambda size, limit: self._rehearse(Division.even(whole, size), limit),
+                # Micro-batches that wait for each other are no faster, nor smaller, than all at once.
+                at_once=bool(self._admission.side_by_side),
             )
             return Division.even(whole, size)
         lengths = lengths_of(whole, self._options)
@@ -253,11 +257,9 @@ class BigStep:
     def _meet_with(self, division: Division) -> None:
         """Make sure that what waits while micro-batches run side by side has room."""
         self._admission.side_by_side = len(division)
-        self._together.refuse_too_much(
-            lambda: self._mover.moved(division.micro_batch(0)),
-            division.sizes[0],
-            division.sizes,
-            tight=self._sizes.most is None and self._options.lengths is None,
+        self._admission.look()  # before anything is compiled
+        self._together.make_room(
+            lambda: self._mover.moved(division.micro_batch(0)), division.sizes, self._sizes.budget()
         )
 
     def _closed(self, window: Window) -> Update:

@@ -48,9 +48,7 @@ def over_all_micro_batches(models: Sequence[nn.Module]) -> Iterator[None]:
             return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         running = None
         if running_mean is not None and running_var is not None:
-            running = _Running(running_mean, running_var, momentum, counters.get(id(running_mean)))
-            if running.module is None:
-                raise BatchNormError(_FOREIGN)
+            running = _Running.of(running_mean, running_var, momentum, counters.get(id(running_mean)))
         found: Tensor
         found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker)  # type: ignore[no-untyped-call]
         recipes: Recipes | None = worker.notes.get("recipes")
@@ -80,7 +78,17 @@ class _Running(NamedTuple):
     mean: Tensor
     variance: Tensor
     momentum: float
-    module: nn.Module | None  # whose they are
+    counter: Tensor | None  # of the batches that they were made of
+    version: int  # of that counter, when this micro-batch came
+
+    @classmethod
+    def of(cls, mean: Tensor, variance: Tensor, momentum: float, module: nn.Module | None) -> "_Running":
+        """Take what a layer was called with."""
+        if module is None:
+            raise BatchNormError(_FOREIGN)
+        counter = getattr(module, "num_batches_tracked", None)
+        known = counter if isinstance(counter, Tensor) else None
+        return cls(mean, variance, momentum, known, 0 if known is None else known._version)  # noqa: SLF001 - torch's own
 
 
 class _Local(NamedTuple):
@@ -172,7 +180,8 @@ def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
     dtype = parts[0].mean.dtype
     first = parts[0].running
     if first is not None:
-        _update(first, mean, variance * (number / max(number - 1, 1)), len(parts))
+        last = parts[-1].running or first
+        _update(first, mean, variance * (number / max(number - 1, 1)), counted=last.version - first.version)
     return _Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
 
 
@@ -189,13 +198,13 @@ def _counted(number: int, device: torch.device) -> Tensor:
     return torch.full((1,), number, dtype=torch.int32, device=device)
 
 
-def _update(running: _Running, mean: Tensor, variance: Tensor, workers: int) -> None:
+def _update(running: _Running, mean: Tensor, variance: Tensor, *, counted: int) -> None:
+    """Take a batch's statistics into the running ones; micro-batches after the first have `counted` themselves."""
     with torch.no_grad():
         running.mean.mul_(1 - running.momentum).add_(mean.to(running.mean.dtype), alpha=running.momentum)
         running.variance.mul_(1 - running.momentum).add_(variance.to(running.variance.dtype), alpha=running.momentum)
-        counter = getattr(running.module, "num_batches_tracked", None)
-        if isinstance(counter, Tensor):
-            counter.sub_(workers - 1)  # each micro-batch has counted itself; together they are one batch
+        if running.counter is not None and counted:
+            running.counter.sub_(counted)  # together they are one batch
 
 
 def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, pooled: _Pooled) -> Tensor:

@@ -7,11 +7,13 @@ thread. A micro-batch must run on its worker as it would have run on the thread 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import Context, copy_context
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _KINDS = ("cpu", "cuda")
@@ -62,7 +64,8 @@ class Carried:
             for pack, unpack in self.hooks:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             for mode in (*self.dispatch_modes, *self.function_modes):
-                stack.enter_context(mode)
+                # A default device remembers what was before it: each thread has its own.
+                stack.enter_context(copy(mode) if isinstance(mode, DeviceContext) else mode)
             # Backward runs on the thread that calls it, so that it can wait for the others there.
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield

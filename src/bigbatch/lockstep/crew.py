@@ -12,11 +12,13 @@ making them takes longer than many a window.
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from bigbatch.errors import PathsDiffer
 from bigbatch.lockstep.carrying import Carried
 
+_GLANCE = 0.2  # seconds
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
@@ -55,7 +57,9 @@ class Worker:
         With `fold` each value is put into those before as it comes, so that only one is kept.
         """
         self.meetings += 1
-        found: Result = self._round.meet(self.number, name, value, combine, fold)
+        box = [value]
+        del value  # where it is folded into others, nobody keeps it
+        found: Result = self._round.meet(self.number, name, box, combine, fold)
         return found
 
 
@@ -103,8 +107,8 @@ class Crew:
 
 def _dismiss(seats: "list[_Seat]") -> None:
     for seat in seats:
-        seat.job = None
-        seat.go.release()
+        seat.ended = True
+        seat.wake()
     seats.clear()
 
 
@@ -115,17 +119,22 @@ class _Seat:
         self.go = threading.Lock()  # released by whoever passes the baton
         self.go.acquire()
         self.job: Callable[[], None] | None = None
+        self.ended = False
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
+    def wake(self) -> None:
+        """Let the thread look whether it is its turn; once more does no harm."""
+        with suppress(RuntimeError):  # it has been woken, and has not looked yet
+            self.go.release()
+
     def _serve(self) -> None:
-        while True:
+        while not self.ended:
             self.go.acquire()
-            job, self.job = self.job, None
-            if job is None:
-                return
-            job()
-            del job  # a job holds a window's tensors
+            job = self.job
+            if job is not None:
+                job()
+            del job  # it holds a window's tensors
 
 
 class _Round:
@@ -142,14 +151,15 @@ class _Round:
         self._results: list[Any] = [None] * len(tasks)
         self._combined: Any = None
         self._failure: BaseException | None = None
-        self._over = False
+        self._alike = True  # whether all that have come are at the same meeting
+        self._over = self._begun = False
+        self._turn = -1  # whose it is to run
         self._finished = threading.Lock()
         self._finished.acquire()
 
     def run(self) -> list[Any]:
         for number, seat in enumerate(self._seats):
             seat.job = self._job(number)
-        self._hand_to(0)
         self._wait()
         failure, results = self._failure, self._results
         self._tasks, self._values, self._results, self._combined, self._failure = [], [], [], None, None
@@ -165,7 +175,12 @@ class _Round:
         """Wait for the last task. An interrupt, as by Ctrl-C, ends each at its next meeting, and then comes out."""
         while not self._over:
             try:
-                self._finished.acquire()
+                if self._turn < 0:
+                    self._hand_to(0)
+                elif not self._begun:
+                    self._seats[0].wake()  # an interrupt came between its turn and its waking
+                # Not for ever: an interrupt that came by another thread is noticed when this one runs.
+                self._finished.acquire(timeout=_GLANCE)
             except BaseException as interrupt:  # noqa: BLE001, PERF203 - raised again when no task runs any more
                 if self._failure is None:
                     self._failure = interrupt
@@ -174,7 +189,7 @@ class _Round:
         self,
         number: int,
         name: str,
-        value: Any,
+        box: list[Any],
         combine: Callable[[list[Any]], Any],
         fold: Callable[[Any, Any], Any] | None,
     ) -> Any:
@@ -182,11 +197,11 @@ class _Round:
             raise Abandoned
         self.at[number] = name
         try:
-            if fold is not None and number and self.at[number - 1] == name:
-                self._values = [fold(self._values[0], value)]
+            self._alike = self._alike and name == self.at[0]
+            if fold is not None and number and self._alike:
+                self._values = [fold(self._values.pop(), box.pop())]
             else:
-                self._values.append(value)
-            del value
+                self._values.append(box.pop())
             if number + 1 == len(self._seats):
                 self._conclude(combine)
         except BaseException as error:
@@ -194,7 +209,8 @@ class _Round:
             raise
         if len(self._seats) > 1:
             self._hand_to((number + 1) % len(self._seats))
-            self._seats[number].go.acquire()
+            while self._turn != number:
+                self._seats[number].go.acquire()
         if self._failure is not None:
             raise Abandoned
         result = self._combined
@@ -206,7 +222,7 @@ class _Round:
         """All have come to where they are: make of their values what they came for."""
         if len(set(self.at)) > 1:
             raise self._paths_differ()
-        values, self._values = self._values, []
+        values, self._values, self._alike = self._values, [], True
         self.at = [None] * len(self._seats)
         self._combined = combine(values)
 
@@ -226,6 +242,10 @@ class _Round:
 
     def _job(self, number: int) -> Callable[[], None]:
         def job() -> None:
+            if self._turn != number or self._done[number]:
+                return  # woken for nothing
+            self._begun = True
+            self._seats[number].job = None
             _here.worker = Worker(self, number)
             try:
                 if self._failure is None:
@@ -260,7 +280,8 @@ class _Round:
             self._hand_to(left)
 
     def _hand_to(self, number: int) -> None:
-        self._seats[number].go.release()
+        self._turn = number
+        self._seats[number].wake()
 
 
 def _numbered(numbers: Sequence[int]) -> str:

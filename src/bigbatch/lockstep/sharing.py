@@ -35,6 +35,17 @@ def _remembered(found: Tensor) -> Tensor:
     return found
 
 
+def refuse_changed(shared: list[tuple[Tensor, str]]) -> None:
+    """Raise where a value that is one tensor for all micro-batches was changed in place by one of them."""
+    for together, title in shared:
+        if together._version:  # noqa: SLF001 - torch's own counter of changes in place
+            msg = (
+                f"the result of {title} was changed in place, and it is one tensor for all micro-batches.\n"
+                "Write y = y * 2 instead of y.mul_(2), or clone it first."
+            )
+            raise RuntimeError(msg)
+
+
 def add(one: Tensor, other: Tensor) -> Tensor:
     """Add in float32 at least; the sum of many values of low precision would be rounded every time."""
     if other.dtype in LOW_PRECISION:
@@ -46,6 +57,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
         together, starts = meet_in_forward(worker, name, x.detach(), _concatenated)
+        worker.notes.setdefault("shared", []).append((together, name))
         ctx.worker, ctx.title, ctx.together = worker, name, together
         ctx.rows = (starts[worker.number], x.shape[0])
         # One copy for all: each gets a view of its own, which its own graph begins at.
@@ -54,7 +66,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
-        _refuse_changed(ctx)
+        refuse_changed([(ctx.together, ctx.title)])
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _only, add)
         start, rows = ctx.rows
         return total.narrow(0, start, rows).to(gradients[0].dtype), None, None
@@ -64,6 +76,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
         together = meet_in_forward(worker, name, x.detach(), _only, add)
+        worker.notes.setdefault("shared", []).append((together, name))
         ctx.worker, ctx.title, ctx.together = worker, name, together
         if worker.size == 1:
             return x.clone()
@@ -72,7 +85,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
-        _refuse_changed(ctx)
+        refuse_changed([(ctx.together, ctx.title)])
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _only, add)
         return total.to(gradients[0].dtype), None, None
 
@@ -86,15 +99,6 @@ def _concatenated(pieces: list[Tensor]) -> tuple[Tensor, list[int]]:
 
 def _only(values: list[Tensor]) -> Tensor:
     return values[0]
-
-
-def _refuse_changed(ctx: Any) -> None:
-    if ctx.together._version:  # noqa: SLF001 - torch's own counter of changes in place
-        msg = (
-            f"the result of {ctx.title} was changed in place, and it is one tensor for all micro-batches.\n"
-            "Write y = y * 2 instead of y.mul_(2), or clone it first."
-        )
-        raise RuntimeError(msg)
 
 
 def _named(x: Tensor, sizes: torch.Size) -> str:

@@ -17,13 +17,15 @@ from bigbatch.lockstep.lone import Lone
 from bigbatch.lockstep.numbers import Streams
 from bigbatch.lockstep.offloading import Offload
 from bigbatch.lockstep.renewing import Recipes, activations_known
+from bigbatch.lockstep.sharing import refuse_changed
 from bigbatch.memory.budget import human
-from bigbatch.memory.host import host_available
+from bigbatch.memory.host import host_available, resident
 from bigbatch.micro_steps.restoring import devices_of, untouched
 from bigbatch.micro_steps.running import Runner
 from bigbatch.reading.terms import Term
 from bigbatch.windows.window import Window
 
+_FILLED = 0.9  # of the room on a device: more is not filled with activations that wait
 Result = TypeVar("Result")
 Activations = Literal["auto", "keep", "recompute", "offload"]
 
@@ -41,7 +43,7 @@ class Together:
         self._recomputed = False  # whether the latest window was to run it again
         self._tight = False  # whether keeping all activations has been too much
         self._offload: Offload | None = None
-        self._host_needed: float | None = None  # bytes of a sample's activations
+        self._waiting: float | None = None  # bytes of a sample's activations
 
     def run(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         """Add all micro-batches to the window; returns their extras."""
@@ -72,6 +74,7 @@ class Together:
             return extra
 
         def turn(found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
+            _refuse_changes(current())
             if offload is not None:
                 offload.turn()
             return dict(enumerate(self._runner.weighed(window, found)))
@@ -91,6 +94,7 @@ class Together:
             def run() -> Result:
                 found = evaluate(micro_batch)
                 _end_of_drawing(current())
+                _refuse_changes(current())
                 return found
 
             return run
@@ -114,29 +118,27 @@ class Together:
             return True
         return False
 
-    def refuse_too_much(self, micro_batch: Callable[[], Any], size: int, sizes: Sequence[int], *, tight: bool) -> None:
-        """Raise before the window begins where the host's memory will not hold what has to wait there.
+    def make_room(self, micro_batch: Callable[[], Any], sizes: Sequence[int], budget: int) -> None:
+        """Decide where activations wait; raise before the window begins where the host's memory will not hold them.
 
-        `tight`: the whole batch was seen not to fit on the device.
+        `budget` is what may be used on the device. What a micro-batch's activations take is measured once, on one.
         """
-        self._tight = self._tight or tight
-        if len(sizes) == 1 or self._activations(len(sizes)) == "recompute":
+        if len(sizes) == 1 or self._given == "keep" or self._activations(len(sizes)) == "recompute":
             return
-        if self._device.type != "cuda":
-            if tight and self._given == "auto":
-                raise OutOfMemory(_TOO_MUCH_TO_KEEP)
-            return
-        if self._activations(len(sizes)) != "offload":
-            return
-        if self._host_needed is None:
-            self._host_needed = self._measured(micro_batch(), size) / size
-        needed, there = int(self._host_needed * sum(sizes)), host_available()
-        if needed > there:
+        if self._waiting is None:
+            self._waiting = self._measured(micro_batch(), sizes[0]) / sizes[0]
+        needed = int(self._waiting * sum(sizes))
+        if self._device.type == "cuda":
+            self._tight = self._tight or needed > _FILLED * (budget - torch.cuda.memory_allocated(self._device))
+        is_away = self._device.type != "cuda" or self._activations(len(sizes)) == "offload"
+        there = min(host_available(), max(budget - resident(), 0)) if self._device.type != "cuda" else host_available()
+        if is_away and needed > there:
             msg = (
-                f"the activations of {sum(sizes)} samples, {human(needed)}, wait in host memory while micro-batches "
-                f"run in lock-step, and only {human(there)} are free. Nothing was changed.\n"
+                f"the samples of this batch are coupled, so the activations of all {sum(sizes)}, about "
+                f"{human(needed)}, wait in the host's memory while micro-batches run in lock-step, and there are "
+                f"{human(there)} for them. Nothing was changed.\n"
                 "Take a smaller batch, activation checkpointing between the norms, or GroupNorm, which needs no "
-                "lock-step."
+                'lock-step; or say that it will do:  Options(activations="keep")'
             )
             raise OutOfMemory(msg)
 
@@ -201,12 +203,12 @@ class Together:
             streams.close()
 
 
-_TOO_MUCH_TO_KEEP = (
-    "the activations of this batch do not fit: its samples are coupled, so those of all micro-batches wait for each "
-    "other in the host's memory, and the whole batch was seen to need more than there is. Nothing was changed.\n"
-    "Take a smaller batch, activation checkpointing between the norms, GroupNorm, which needs no lock-step, or say "
-    'that it will do:  BigStep(..., micro_batch_size=n, options=Options(activations="keep"))'
-)
+def _refuse_changes(worker: Worker | None) -> None:
+    """A forward is over: what all micro-batches share must be as it was, and is let go."""
+    if worker is not None:
+        refuse_changed(worker.notes.get("shared", []))
+        if worker.number + 1 == worker.size:
+            worker.notes.pop("shared", None)
 
 
 def _end_of_drawing(worker: Worker | None) -> None:

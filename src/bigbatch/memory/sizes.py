@@ -42,15 +42,20 @@ class Sizes:
         """The most samples of a micro-batch, where the user has said so."""
         return None if self._given == "auto" else self._given
 
-    def samples(self, signature: str, total: int, probe: ProbeSize) -> int:
-        """Return how many samples of this shape make a micro-batch, out of `total`."""
+    def budget(self) -> int:
+        """Return what may be used on the device, in bytes."""
+        return budget(self._memory, self._device)
+
+    def samples(self, signature: str, total: int, probe: ProbeSize, *, at_once: bool = False) -> int:
+        """Return how many samples of this shape make a micro-batch, out of `total`; all `at_once` where that fits."""
         learned = self._known(signature, total)
         if learned is None and self._given == "auto":
             learned = self._for_larger(signature, total)
         known = [size for size in (learned, self._given) if isinstance(size, int)]
         if known:
             return min(*known, total)
-        self._learned[signature] = _Learned(self._found(total, probe).size, total)
+        found = self._found(total, probe)
+        self._learned[signature] = _Learned(total if at_once and found.fits_whole else found.size, total)
         return self._learned[signature].size
 
     def tokens(self, given: int | Literal["auto"], lengths: Sequence[int], probe: ProbeSize) -> int:

@@ -30,7 +30,8 @@ _PURE = (
     | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 )
 _PURE_OF_WEIGHTS = _PURE | frozenset("Tril Triu LinalgMatrixExp WeightNormInterface".split())
-_OF_SHARED = frozenset("Softmax LogSoftmax Index IndexSelect Gather ClampMin ClampMax Clamp".split())
+_NORMS = frozenset("NativeLayerNorm FusedRmsNorm NativeGroupNorm".split())
+_OF_SHARED = _NORMS | frozenset("Softmax LogSoftmax Index IndexSelect Gather Clamp ClampMin ClampMax".split())
 # under which names torch saves the two factors, where it saves them
 _SAVED_AS = {
     "Cdist": ("x1", "x2"),
@@ -89,7 +90,8 @@ def made_of_shared(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
             return False  # a layer: below it is the model, and with it this micro-batch
         else:
             inputs = [below for below, _ in edges(node)]
-            if None in inputs and not by_number(node, operation(node)):
+            affine = operation(node) in _NORMS  # with weights or without
+            if None in inputs and not affine and not by_number(node, operation(node)):
                 return False  # what has no gradient may be this micro-batch's
             stack.extend(inputs)
     if found:

@@ -120,6 +120,10 @@ class Reader:
             self._remember(root, loss.output_nr, terms, trail)
         return terms
 
+    def forget(self) -> None:
+        """Read anew whatever comes."""
+        self._readings.clear()
+
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
         if any(operation(node) in _BY_TENSOR for node in trail.nodes):
             return

@@ -86,6 +86,7 @@ class Window:
         """
         every = [terms for _, terms in found]
         weights = self._ledger.weigh_together(every)
+        _refuse_rounded_weights([loss for loss, _ in found], weights)
         self._await([term for terms in every for term in terms])
 
         def backward(loss: Tensor, terms: list[Term], weight: Weights) -> None:
@@ -284,6 +285,19 @@ class Window:
         residual = state["residual"]
         self._residual = residual.clone() if isinstance(residual, Tensor) else residual
         self._loss_dtype = torch.float64 if state["double"] else torch.float32
+
+
+def _refuse_rounded_weights(losses: list[Tensor], weights: list[Weights]) -> None:
+    """Refuse low-precision losses of micro-batches that weigh differently: what is left over is one for all of them."""
+    whole = [each.whole for each in weights]
+    alike = all(isinstance(weight, float) and weight == whole[0] for weight in whole)
+    if losses[0].dtype in LOW_PRECISION and len(losses) > 1 and not alike:
+        msg = (
+            f"micro-batches that run side by side have losses of {losses[0].dtype} and weigh differently, and such a "
+            "loss would round their weights.\n"
+            "Compute the loss in float32:  criterion(logits.float(), labels)"
+        )
+        raise LossError(msg)
 
 
 def _weigh_terms(weights: Weights, loss: Tensor, terms: list[Term], factors: dict[Node, Tensor]) -> list[Any]:
