@@ -919,7 +919,7 @@ def test_recomputing_batch_norm_is_refused() -> None:
         micro_batch_size=2,
         options=Options(activations="recompute"),
     )
-    with pytest.raises(ConfigurationError, match="BatchNorm over"):
+    with pytest.raises(ConfigurationError, match="BatchNorm '1' over"):
         step(rows(6, 0))
 
 

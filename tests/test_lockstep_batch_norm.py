@@ -834,7 +834,7 @@ def test_a_norm_that_escapes_is_detected(how: str) -> None:
 
 _LATER = pytest.mark.xfail(
     strict=True,
-    reason="a graph is looked through when the reader has not seen its like: a norm that begins to train later is not seen",
+    reason="a graph is looked through when the reader has not seen its like: a norm that wakes up later is not seen",
 )
 
 

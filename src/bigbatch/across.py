@@ -15,6 +15,8 @@ those of the big batch. Anywhere else a batch is the whole batch, and these are 
 `sum` and `mean` return their argument. An `Accumulator` sees one micro-batch after the other, and refuses such a loss.
 """
 
+import os
+import sys
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from bigbatch.lockstep.crew import current
 from bigbatch.lockstep.meeting import meet_in_forward
 from bigbatch.lockstep.needing import refuse_alone
 from bigbatch.lockstep.sharing import gathered, summed
+from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.reading.terms import counted
 
 __all__ = ["gather", "mean", "offset", "once", "sum"]
@@ -40,13 +43,15 @@ def gather(x: Tensor) -> Tensor:
         msg = "across.gather takes rows, one per sample; found a 0-d tensor. To add one up:  across.sum(x)"
         raise LossError(msg)
     worker = current()
-    return gathered(worker, x) if worker is not None else refuse_alone(x, "gather")
+    return gathered(worker, x, _called_from()) if worker is not None else refuse_alone(x, "gather")
 
 
 def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
     """Add up a tensor of one shape over all micro-batches: a sum over the big batch, where x is one over this."""
     worker = current()
-    return summed(worker, x, "sum") if worker is not None else refuse_alone(x, "sum")
+    if x.dtype == torch.bool:
+        x = x.long()  # how many are true
+    return summed(worker, x, f"sum{_called_from()}") if worker is not None else refuse_alone(x, "sum")
 
 
 def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
@@ -60,12 +65,16 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
     if count is None:
         sizes: tuple[int, ...] = worker.notes["sizes"]
         total = float(_total(sizes))
-        return summed(worker, x * (sizes[worker.number] / total), "mean")
-    number = torch.as_tensor(count, dtype=x.dtype, device=x.device)
+        return summed(worker, x * (sizes[worker.number] / total), f"mean{_called_from()}")
+    number = torch.as_tensor(count, dtype=torch.float64, device=x.device)
     if number.requires_grad:
         msg = "the count of across.mean is a number of things, without gradient; found one with gradient"
         raise LossError(msg)
-    return summed(worker, x * number, "mean") / summed(worker, number, "mean's count")
+    wide = x.float() if x.dtype in LOW_PRECISION else x
+    # A mean over nothing is NaN, and counts nothing.
+    own = torch.where(number > 0, wide * number.to(wide.dtype), torch.zeros_like(wide))
+    every = summed(worker, number, f"mean{_called_from()}")
+    return (summed(worker, own, f"mean{_called_from()}") / every.to(wide.dtype)).to(x.dtype)
 
 
 def offset() -> int:
@@ -87,26 +96,36 @@ def once(term: Tensor) -> Tensor:
     if worker is None:
         return counted(refuse_alone(term, "once"), "once")
     if worker.size > 1:
-        _refuse_unlike(worker, term)
+        _refuse_unlike(worker, term, _called_from())
     return counted(term, "once")
 
 
-def _refuse_unlike(worker: Any, term: Tensor) -> None:
-    """See in a window that asks for it that all micro-batches have the same value; it waits for a device."""
-    if not worker.notes.get("checks_once"):
+def _called_from() -> str:
+    """Name the line that asked, by which micro-batches know that they are at the same place."""
+    frame = sys._getframe(2)  # noqa: SLF001 - as `warnings` has it
+    return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"  # noqa: PTH119 - on the way of all
+
+
+def _refuse_unlike(worker: Any, term: Tensor, place: str) -> None:
+    """See once for every place that all micro-batches have the same value; it waits for a device."""
+    seen: set[str] = worker.notes["seen once"]
+    if place in seen:
         return
-    values: list[float] = meet_in_forward(worker, "across.once", float(term.detach()), list)
-    largest = max(map(abs, values))
     tolerance = 1e-9 if term.dtype == torch.float64 else 1e-3
-    if max(values) - min(values) > tolerance * max(largest, 1e-30):
-        shown = ", ".join(f"{value:.6g}" for value in values[:4])
-        msg = (
-            f"across.once marks a term that is the same in every micro-batch; found {shown}. It depends on this "
-            "micro-batch's own samples.\n"
-            "Make it of across.gather, across.sum or across.mean alone, or leave across.once out where it is a mean "
-            "over samples."
-        )
-        raise LossError(msg)
+
+    def compared(values: list[float]) -> None:
+        if max(values) - min(values) > tolerance * max(*map(abs, values), 1e-30):
+            shown = ", ".join(f"{value:.6g}" for value in values[:4])
+            msg = (
+                f"across.once marks a term that is the same in every micro-batch; found {shown}. It depends on this "
+                "micro-batch's own samples.\n"
+                "Make it of across.gather, across.sum or across.mean alone, or leave across.once out where it is a "
+                "mean over samples."
+            )
+            raise LossError(msg)
+        seen.add(place)
+
+    meet_in_forward(worker, f"across.once{place}", float(term.detach()), compared)
 
 
 def _total(sizes: tuple[int, ...]) -> int:

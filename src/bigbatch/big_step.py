@@ -322,7 +322,8 @@ class BigStep:
             "Try activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), shorter "
             "sequences, autocast to bfloat16, or an optimizer with less state; then BigStep goes on as it is."
         )
-        at = self._mover.at  # None where it was no micro-batch that failed, but a check or the step
+        # None where it was no micro-batch that failed, but a check or the step; side by side it may be any of them.
+        at = None if self._admission.side_by_side else self._mover.at
         alone = division.longest is not None and at is not None and division.sizes[at] == 1
         if size <= 1 or alone:  # a sample longer than the budget stays alone, whatever the budget
             let_go(error, told=True)

@@ -7,6 +7,7 @@ beside the computation and fetched ahead of it in backward (`offloading.py`).
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.lockstep.crew import current
+from bigbatch.micro_steps.restoring import Buffers
 
 
 class MeetsInside(ConfigurationError):
@@ -42,12 +44,17 @@ def _checkpointed(model: nn.Module) -> Iterator[None]:
         if worker is None or worker.notes.get("recomputing") or not torch.is_grad_enabled():
             return plain(*arguments, **named)
 
+        runs = count()
+
         def run(*arguments: Any, **named: Any) -> Any:
+            buffers = Buffers([model]) if next(runs) else None  # the first time has changed what it changes
             worker.notes["recomputing"] = True  # no other task runs before this one leaves: it must not meet inside
             try:
                 return plain(*arguments, **named)
             finally:
                 worker.notes["recomputing"] = False
+                if buffers is not None:
+                    buffers.restore()
 
         return checkpoint(run, *arguments, use_reentrant=False, **named)
 

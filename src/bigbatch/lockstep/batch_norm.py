@@ -9,7 +9,7 @@ in forward for mean and variance, in backward for the two sums that the gradient
     dx       = weight / std * (dy - sum of dy / N - x_hat * sum of (dy * x_hat) / N)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -22,46 +22,62 @@ from bigbatch.errors import BatchNormError
 from bigbatch.lockstep.crew import Worker, current
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
 from bigbatch.lockstep.renewing import Recipe, Recipes
+from bigbatch.lockstep.swapping import Swap
 
-Plain = Callable[..., Tensor]
+Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of its running mean or its weight
+
+
+def norms_of(models: Sequence[nn.Module]) -> Norms:
+    """Look up the layers of some models that normalise by batches."""
+    found: Norms = {}
+    for model in models:
+        for name, module in model.named_modules():
+            for tensor in (getattr(module, "weight", None), getattr(module, "running_mean", None)):
+                if isinstance(tensor, Tensor) and hasattr(module, "running_mean"):
+                    found[id(tensor)] = (name, module)
+    return found
 
 
 @contextmanager
-def over_all_micro_batches(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Have BatchNorm layers of the workers' micro-batches normalise by the whole window."""
-    plain = F.batch_norm
-    counters = {id(m.running_mean): m for model in models for m in model.modules() if _keeps_count(m)}
-
-    def batch_norm(  # noqa: PLR0917 - torch's own signature
-        input: Tensor,  # noqa: A002
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,  # noqa: FBT001, FBT002
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        worker = current()
-        rehearsing = worker is not None and worker.notes.get("rehearsing")  # one of many, alone for once
-        if worker is None or not training or (worker.size == 1 and not rehearsing):
-            return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        running = None
-        if running_mean is not None and running_var is not None:
-            running = _Running.of(running_mean, running_var, momentum, counters.get(id(running_mean)))
-        found: Tensor
-        found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker)  # type: ignore[no-untyped-call]
-        recipes: Recipes | None = worker.notes.get("recipes")
-        if recipes is not None and found.requires_grad and recipes.in_force:
-            now = partial(_normalised, weight=_detached(weight), bias=_detached(bias), pooled=pooled)
-            recipes.add(found, Recipe(recipes.store(_dense(input.detach())), now))
-        return found
-
-    F.batch_norm = batch_norm
+def batch_norm_met() -> Iterator[None]:
+    """Have BatchNorm layers of workers' micro-batches, whoever's they are, normalise by their whole window."""
+    swap.enter()
     try:
         yield
     finally:
-        F.batch_norm = plain
+        swap.leave()
+
+
+def _met(  # noqa: PLR0917 - torch's own signature
+    input: Tensor,  # noqa: A002
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,  # noqa: FBT001, FBT002
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Take the place of `F.batch_norm`."""
+    worker = current()
+    rehearsing = worker is not None and worker.notes.get("rehearsing")  # one of many, alone for once
+    if worker is None or not training or (worker.size == 1 and not rehearsing):
+        found: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return found
+    norms: Norms = worker.notes["norms"]
+    name, module = norms.get(id(running_mean if running_mean is not None else weight), ("", None))
+    running = None
+    if running_mean is not None and running_var is not None:
+        running = _Running.of(running_mean, running_var, momentum, module)
+    found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker, name)  # type: ignore[no-untyped-call]
+    recipes: Recipes | None = worker.notes.get("recipes")
+    if recipes is not None and found.requires_grad and recipes.in_force:
+        now = partial(_normalised, weight=_detached(weight), bias=_detached(bias), pooled=pooled)
+        recipes.add(found, Recipe(recipes.store(_dense(input.detach())), now))
+    return found
+
+
+swap = Swap(F, "batch_norm", lambda _: _met)
 
 
 _FOREIGN = (
@@ -118,15 +134,17 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
         running: _Running | None,
         worker: Worker,
+        name: str,
     ) -> tuple[Tensor, _Pooled]:
         x = _dense(x)
         gradient = " with gradient" if any(ctx.needs_input_grad) else ""
-        ctx.title = f"BatchNorm over {x.shape[1]} channels{gradient}"
+        ctx.title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
         local = _local(x, running)
         pooled: _Pooled = meet_in_forward(
             worker, ctx.title, local, lambda parts: _pool(parts, eps, alone=worker.size == 1)
         )
         ctx.worker, ctx.number = worker, pooled.number
+        ctx.title += f", meeting {worker.meetings}"  # backward must come to the same one of several
         ctx.save_for_backward(x, weight, pooled.mean, pooled.inverse_std)
         return _normalised(x, weight, bias, pooled), pooled
 
@@ -144,7 +162,7 @@ class _BatchNorm(torch.autograd.Function):
             below = _below(above, x, mean, inverse_std, weight, total, with_x, ctx.number)
         own_weight = sums.weight if weight is not None and needs_weight else None
         own_bias = sums.bias if needs_bias else None
-        return below, own_weight, own_bias, None, None, None
+        return below, own_weight, own_bias, None, None, None, None
 
 
 class _Sums(NamedTuple):
@@ -189,7 +207,7 @@ def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
 def _shares(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return which share of the values each micro-batch has; copied to the device once, without waiting for it."""
     total = sum(numbers)
-    shares = torch.tensor([[number / total] for number in numbers], dtype=torch.float64)
+    shares = torch.tensor([[number / total] for number in numbers], dtype=torch.float64, device="cpu")
     return shares.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else shares
 
 
@@ -208,7 +226,7 @@ def _update(running: _Running, mean: Tensor, variance: Tensor, *, counted: int) 
 
 
 def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, pooled: _Pooled) -> Tensor:
-    if x.is_cuda:
+    if x.is_cuda and x.numel():
         return torch.batch_norm_elemt(x, weight, bias, pooled.mean, pooled.inverse_std, 0.0)
     scale = pooled.inverse_std if weight is None else pooled.inverse_std * weight.to(pooled.mean.dtype)
     result = (_wide(x) - _column(pooled.mean, x)) * _column(scale, x)
@@ -278,7 +296,3 @@ def _but_channels(x: Tensor) -> list[int]:
 def _column(values: Tensor, like: Tensor) -> Tensor:
     """Put one value per channel where the channels are."""
     return values.reshape(1, -1, *(1,) * (like.dim() - 2))
-
-
-def _keeps_count(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "running_mean", None), Tensor)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from bigbatch.lockstep.batch_norm import over_all_micro_batches
+from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.carrying import Carried
 from bigbatch.lockstep.crew import Crew
 
@@ -19,5 +19,7 @@ class Lone:
 
     def run(self, task: Callable[[], object], size: int) -> None:
         """Run a task on a micro-batch of `size` samples. BatchNorm takes a single one, as it would beside others."""
-        with over_all_micro_batches(self._models):
-            self._crew.run([task], Carried.here(self._device), {"sizes": (size,), "rehearsing": True})
+        norms = norms_of(self._models)
+        notes = {"sizes": (size,), "rehearsing": True, "seen once": set[str](), "norms": norms}
+        with batch_norm_met():
+            self._crew.run([task], Carried.here(self._device), notes)

@@ -1,5 +1,6 @@
 """Activations in pinned host memory: copied out beside the computation, fetched ahead of it in backward."""
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,10 +37,16 @@ class HostMemory:
         while self._at < len(self._slabs) and self._used + step > self._slabs[self._at].numel():
             self._at, self._used = self._at + 1, 0
         if self._at == len(self._slabs):
-            self._slabs.append(torch.empty(max(_SLAB, step), dtype=torch.uint8, pin_memory=True))
+            slab = torch.empty(max(_SLAB, step), dtype=torch.uint8, device="cpu", pin_memory=True)
+            self._slabs.append(slab)
         piece = self._slabs[self._at][self._used : self._used + size].view(tensor.dtype)
         self._used += step
         return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
+
+    @property
+    def held(self) -> int:
+        """Bytes that are pinned."""
+        return sum(slab.numel() for slab in self._slabs)
 
     def begin_anew(self) -> None:
         """Hand out all of it again."""
@@ -52,9 +59,18 @@ class _Away(NamedTuple):
     number: int
 
 
+class _Kept(NamedTuple):
+    """A saved tensor that is too small to move."""
+
+    tensor: Tensor
+    version: int
+
+
 class _Out(NamedTuple):
     host: Tensor
     bytes: int
+    source: "weakref.ref[Tensor]"
+    version: int
 
 
 class Offload:
@@ -96,8 +112,17 @@ class Offload:
             here.wait_stream(self._stream)  # what was fetched for nothing is given back after its copy
             self._begin()
 
+    @property
+    def held(self) -> int:
+        """Bytes of host memory that are there for it."""
+        return self._memory.held
+
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""
+        for _, _, source, version in self._out:
+            tensor = source()
+            if tensor is not None:
+                _refuse_changed(tensor, version)
         while self._leaving:
             self._let_go()
         places = sorted(self._segments, key=lambda place: (-place[0], place[1]))
@@ -111,9 +136,10 @@ class Offload:
         worker = current()
         place = (worker.meetings, worker.number) if worker is not None else (0, 0)
         size = tensor.numel() * tensor.element_size()
-        is_weight = isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad)
+        whose = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - weight.t()
+        is_weight = isinstance(whose, nn.Parameter) or (whose.is_leaf and whose.requires_grad)
         if size < _WORTH_MOVING or is_weight or tensor.device != self._device or not _is_dense(tensor):
-            return tensor
+            return _Kept(tensor, tensor._version)  # noqa: SLF001 - torch looks at it itself where there are no hooks
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)  # noqa: SLF001 - as torch.multiprocessing has it
         if known is None or known[0].expired():
@@ -121,7 +147,7 @@ class Offload:
         copies = known[1]
         view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001
         if view not in copies:  # two operations may save the same tensor
-            copies[view] = self._copied_out(tensor.detach(), size)
+            copies[view] = self._copied_out(tensor, size)
             self._segments.setdefault(place, []).append(copies[view])
         return _Away(copies[view])
 
@@ -129,11 +155,11 @@ class Offload:
         host = self._memory.like(tensor, size)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            host.copy_(tensor, non_blocking=True)
+            host.copy_(tensor.detach(), non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        self._out.append(_Out(host, size))
-        self._leaving.append((tensor, event, size))
+        self._out.append(_Out(host, size, weakref.ref(tensor), tensor._version))  # noqa: SLF001
+        self._leaving.append((tensor.detach(), event, size))
         self._leaving_bytes += size
         while self._leaving_bytes > _IN_FLIGHT:
             self._let_go()
@@ -146,22 +172,25 @@ class Offload:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def _unpacked(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Away):
-            kept: Tensor = packed
-            return kept
+        if isinstance(packed, _Kept):
+            _refuse_changed(packed.tensor, packed.version)
+            return packed.tensor
         turn = self._turn_of.get(packed.number, -1)
         if self._turn <= turn <= self._turn + _NEAR:
-            for past in self._turns[self._turn : turn]:
-                self._there.pop(past, None)
+            here = torch.cuda.current_stream(self._device)
+            for past in range(self._turn, turn):
+                gone = self._there.pop(self._turns[past], None)
+                if gone is not None:
+                    here.wait_event(gone[1])  # its memory is given out again: not before it was filled
             self._turn = turn
         found, event = self._fetched(packed.number, keep=turn >= self._turn)
         torch.cuda.current_stream(self._device).wait_event(event)
         ahead = 0
-        for number in self._turns[self._turn + 1 :]:
+        for turn in range(self._turn + 1, len(self._turns)):
             if ahead > _IN_FLIGHT:
                 break
-            self._fetched(number, keep=True)
-            ahead += self._out[number].bytes
+            self._fetched(self._turns[turn], keep=True)
+            ahead += self._out[self._turns[turn]].bytes
         return found
 
     def _fetched(self, number: int, *, keep: bool) -> tuple[Tensor, torch.cuda.Event]:
@@ -178,6 +207,15 @@ class Offload:
         if keep:
             self._there[number] = there, event
         return there, event
+
+
+def _refuse_changed(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:  # noqa: SLF001
+        msg = (
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {list(tensor.shape)}, saved at version {version} and now at {tensor._version}"  # noqa: SLF001
+        )
+        raise RuntimeError(msg)
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -6,7 +6,7 @@ value.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from bigbatch.lockstep.crew import current
 from bigbatch.lockstep.meeting import refuse_second_derivative
+from bigbatch.lockstep.swapping import Swap
 from bigbatch.reading.graph import stands_for
 
 # Of one tensor, value by value, with `inplace` as their only other way.
@@ -92,11 +93,13 @@ class Recipes:
 @contextmanager
 def activations_known() -> Iterator[None]:
     """Have the activations of normalised values known as such, on workers that have recipes."""
-    with ExitStack() as stack:
-        for name in _ACTIVATIONS:
-            stack.callback(setattr, F, name, getattr(F, name))
-            setattr(F, name, _knowing(getattr(F, name)))
+    for swap in _swaps:
+        swap.enter()
+    try:
         yield
+    finally:
+        for swap in _swaps:
+            swap.leave()
 
 
 def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -148,3 +151,4 @@ def _view(tensor: Tensor) -> tuple[Any, ...]:
 
 
 stands_for(_Activated, "Relu")  # pointwise, as that is
+_swaps = [Swap(F, name, _knowing) for name in _ACTIVATIONS]

@@ -15,16 +15,17 @@ from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.reading.graph import remember_shared, shared_by_all
 
 
-def gathered(worker: Worker, x: Tensor) -> Tensor:
-    """Return the rows of all micro-batches, in their order."""
-    name = f"across.gather of {_named(x, x.shape[1:])}"
+def gathered(worker: Worker, x: Tensor, place: str) -> Tensor:
+    """Return the rows of all micro-batches, in their order; `place` is where they were asked for."""
+    name = f"across.gather of {_named(x, x.shape[1:])}{place}"
     found: Tensor = _Gather.apply(x, worker, name)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
     return _remembered(found)
 
 
 def summed(worker: Worker, x: Tensor, of: str) -> Tensor:
     """Return the sum of all micro-batches' tensors, which have one shape."""
-    name = f"across.{of} of {_named(x, x.shape)}"
+    kind, _, place = of.partition(" (")
+    name = f"across.{kind} of {_named(x, x.shape)}{' (' + place if place else ''}"
     found: Tensor = _Sum.apply(x, worker, name)  # type: ignore[no-untyped-call]
     return _remembered(found)
 
@@ -58,7 +59,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
         together, starts = meet_in_forward(worker, name, x.detach(), _concatenated)
         worker.notes.setdefault("shared", []).append((together, name))
-        ctx.worker, ctx.title, ctx.together = worker, name, together
+        # By its number, too: backward must come to the same one of several that look alike.
+        ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
         ctx.rows = (starts[worker.number], x.shape[0])
         # One copy for all: each gets a view of its own, which its own graph begins at.
         return together.detach()
@@ -77,7 +79,8 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
         together = meet_in_forward(worker, name, x.detach(), _only, add)
         worker.notes.setdefault("shared", []).append((together, name))
-        ctx.worker, ctx.title, ctx.together = worker, name, together
+        # By its number, too: backward must come to the same one of several that look alike.
+        ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
         if worker.size == 1:
             return x.clone()
         return together.to(x.dtype) if together.dtype != x.dtype else together.detach()

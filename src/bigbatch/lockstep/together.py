@@ -1,7 +1,7 @@
 """The micro-batches of a window side by side: forward until all have a loss, then backward, meeting on the way."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import OutOfMemory, UnreadableLoss
 from bigbatch.lockstep.activations import MeetsInside, recomputing, saved_bytes
-from bigbatch.lockstep.batch_norm import over_all_micro_batches
+from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.carrying import Carried
 from bigbatch.lockstep.crew import Crew, Worker, current
 from bigbatch.lockstep.lone import Lone
@@ -38,7 +38,7 @@ class Together:
         self._models, self._runner, self._device, self._given = models, runner, device, given
         self._crew = Crew()
         self._lone = Lone(models, device, self._crew)
-        self._checked_once = False  # whether terms that should be the same in every micro-batch were seen to be
+        self._seen_once: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
         self._inside = False  # whether micro-batches meet inside the model
         self._recomputed = False  # whether the latest window was to run it again
         self._tight = False  # whether keeping all activations has been too much
@@ -75,15 +75,14 @@ class Together:
 
         def turn(found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
             _refuse_changes(current())
+            spared.enter_context(self._runner.sparing_others())  # known to be needed by now
             if offload is not None:
                 offload.turn()
             return dict(enumerate(self._runner.weighed(window, found)))
 
-        with around, self._runner.sparing_others():
+        with around, ExitStack() as spared:
             recipes = offload.recipes if offload is not None else None
-            extras = self._side_by_side([task] * len(sizes), sizes, checks_once=not self._checked_once, recipes=recipes)
-        self._checked_once = True
-        return extras
+            return self._side_by_side([task] * len(sizes), sizes, recipes=recipes)
 
     def each(
         self, evaluate: Callable[[Any], Result], micro_batches: Sequence[Any], sizes: Sequence[int]
@@ -99,7 +98,7 @@ class Together:
 
             return run
 
-        return self._side_by_side([task(each) for each in micro_batches], sizes, checks_once=True)
+        return self._side_by_side([task(each) for each in micro_batches], sizes)
 
     def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
         """Run one micro-batch alone that is meant to run beside others."""
@@ -109,10 +108,11 @@ class Together:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
         if self._given != "auto":
             return False
-        # A model's own loss is in what is run again, so its count cannot be read without running it.
-        if isinstance(error, MeetsInside | UnreadableLoss) and self._recomputed and not self._inside:
-            self._inside = True
-            return True
+        # A model's own loss is in what is run again, so its count cannot be read without running it; and a model that
+        # changes its input cannot run again. What is the user's own error comes once more.
+        if self._recomputed and not self._inside and isinstance(error, MeetsInside | UnreadableLoss | RuntimeError):
+            self._inside = not out_of_memory
+            return self._inside
         if out_of_memory and not self._tight and self._device.type == "cuda":
             self._tight = True
             return True
@@ -131,7 +131,9 @@ class Together:
         if self._device.type == "cuda":
             self._tight = self._tight or needed > _FILLED * (budget - torch.cuda.memory_allocated(self._device))
         is_away = self._device.type != "cuda" or self._activations(len(sizes)) == "offload"
-        there = min(host_available(), max(budget - resident(), 0)) if self._device.type != "cuda" else host_available()
+        there = host_available() + (self._offload.held if self._offload is not None else 0)
+        if self._device.type != "cuda":
+            there = min(there, max(budget - resident(), 0))
         if is_away and needed > there:
             msg = (
                 f"the samples of this batch are coupled, so the activations of all {sum(sizes)}, about "
@@ -174,16 +176,16 @@ class Together:
         tasks: Sequence[Callable[[], Result]],
         sizes: Sequence[int],
         *,
-        checks_once: bool,
         recipes: Recipes | None = None,
     ) -> list[Result]:
         notes: dict[str, Any] = {
             "sizes": tuple(sizes),
-            "checks_once": checks_once,
+            "seen once": self._seen_once,
+            "norms": norms_of(self._models),
             "recipes": recipes,
         }
         if len(tasks) == 1:
-            with over_all_micro_batches(self._models):
+            with batch_norm_met():
                 return self._crew.run(tasks, Carried.here(self._device), notes)
         streams = notes["streams"] = Streams(devices_of(self._models), len(tasks))
 
@@ -196,7 +198,7 @@ class Together:
 
         try:
             knowing = activations_known() if recipes is not None else nullcontext()
-            with over_all_micro_batches(self._models), knowing:
+            with batch_norm_met(), knowing:
                 own = [with_own_numbers(number, task) for number, task in enumerate(tasks)]
                 return self._crew.run(own, Carried.here(self._device), notes)
         finally:

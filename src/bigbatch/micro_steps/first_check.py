@@ -10,7 +10,7 @@ from torch import nn
 
 from bigbatch.batches.division import Division
 from bigbatch.batches.moving import Mover
-from bigbatch.errors import BatchError, BigBatchError, CoupledLoss
+from bigbatch.errors import BatchError, BigBatchError, CoupledLoss, LossError
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.micro_steps.calming import evaluating, without_dropout, without_statistics
 from bigbatch.micro_steps.coupling import (
@@ -220,7 +220,7 @@ class FirstCheck:
                     parts = evaluate()
                 except Exception as error:
                     # As things are it is the user's error; otherwise a model may do something else.
-                    told = isinstance(error, NeedsLockStep) or (isinstance(error, CoupledLoss) and not self._accepting)
+                    told = isinstance(error, NeedsLockStep) or (isinstance(error, LossError) and not self._accepting)
                     if not circumstances or told or is_out_of_memory(error):
                         raise
                     continue

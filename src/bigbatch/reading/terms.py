@@ -221,6 +221,7 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
     if not place.factors:
         return Term(at, "sum", 1.0, found.name)
     if all(_is_shared_factor(factor) for factor in place.factors):
+        trail.weights.extend((factor, "other") for factor in place.factors)  # to be looked at again
         return Term(at, "sum", 1.0, found.name)
     nearest = place.factors[-1]
     number = python_number(nearest, "other")

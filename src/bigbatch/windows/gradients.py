@@ -56,6 +56,7 @@ class Gradients:
         # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
         self._held: list[Tensor | None] = [None] * len(self.parameters)
         self._versions: list[int] = [0] * len(self.parameters)
+        self._zeros: dict[int, int] = {}  # versions of gradients that began as zero
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """Return what the gradient of a parameter is added up in."""
@@ -67,6 +68,22 @@ class Gradients:
         for p, gradient in zip(self.parameters, gradients, strict=True):
             _hand(p, gradient)
         self._narrow = [p for p in self._wide if p.grad is None]
+        self._hold()
+
+    def widen(self) -> None:
+        """Give low-precision parameters a gradient of zero to add to, where several backwards are under way at once."""
+        for p in self._wide:
+            _hand(p, torch.zeros_like(p, dtype=self._dtype, requires_grad=False))
+        self._narrow = []
+        self._hold()
+        self._zeros = {id(p): p.grad._version for p in self._wide if p.grad is not None}  # noqa: SLF001 - torch's counter
+
+    def drop_unused(self) -> None:
+        """Take back gradients of zero that nothing was added to: an optimizer would step with them."""
+        for p in self._wide if self._zeros else ():
+            if p.grad is not None and p.grad._version == self._zeros.get(id(p)):  # noqa: SLF001
+                p.grad = None
+        self._zeros = {}
         self._hold()
 
     def remember(self) -> None:

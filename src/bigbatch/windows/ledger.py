@@ -141,21 +141,34 @@ class Ledger:
         )
         self.sure = True
         pairs = list(zip(every, rows, strict=True))
-        weights = [self._known(terms, data, first=not at) for at, (terms, data) in enumerate(pairs)]
-        return [self._simplified(each, data) for each, data in zip(weights, rows, strict=True)]
+        return [
+            self._as_one(data) or self._several(terms, data, first=not at) for at, (terms, data) in enumerate(pairs)
+        ]
 
-    def _simplified(self, weights: Weights, data: list[Term]) -> Weights:
-        """Where several means were taken over the same things, the whole loss has one weight."""
-        if len(weights.each) != len(data) or not data or any(term.kind != "mean" for term in data):
+    def _as_one(self, data: list[Term]) -> Weights | None:
+        """Give one weight for a whole loss, where all its means were taken over the same things.
+
+        Such weights add up to 1 over the micro-batches, so terms that count once come out right, too.
+        """
+        if not data or any(term.kind != "mean" for term in data):
+            return None
+        shares = [_ratio(term.count, total) for term, total in zip(data, self.totals or (), strict=True)]
+        first = shares[0]
+        same = all(not isinstance(n, Tensor) and (n - first) ** 2 <= (_RATIO_TOLERANCE * first) ** 2 for n in shares)
+        return Weights(first) if len(shares) == 1 or (same and not isinstance(first, Tensor)) else None
+
+    def _several(self, terms: list[Term], data: list[Term], *, first: bool) -> Weights:
+        """Give every term its own weight; on a device the value is known where they turn out to be the same."""
+        weights = self._known(terms, data, first=first)
+        if len(weights.each) != len(data) or any(term.kind != "mean" for term in data):
             return weights
         numbers = [weight for _, weight in weights.each]
-        first = numbers[0]
-        same = [(weight - first) ** 2 <= (_RATIO_TOLERANCE * first) ** 2 for weight in numbers[1:]]
-        if not any(isinstance(each, Tensor) for each in same):
-            return Weights(first) if all(same) else weights
-        for each in same:
-            self.loss_known = torch.as_tensor(each) & self.loss_known
-        return weights._replace(of_value=first)
+        if not any(isinstance(weight, Tensor) for weight in numbers):
+            return weights
+        for weight in numbers[1:]:
+            same = (weight - numbers[0]) ** 2 <= (_RATIO_TOLERANCE * numbers[0]) ** 2
+            self.loss_known = torch.as_tensor(same) & self.loss_known
+        return weights._replace(of_value=numbers[0])
 
     @property
     def count(self) -> Count | tuple[Count, ...]:

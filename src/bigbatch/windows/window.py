@@ -87,11 +87,19 @@ class Window:
         every = [terms for _, terms in found]
         weights = self._ledger.weigh_together(every)
         _refuse_rounded_weights([loss for loss, _ in found], weights)
+        self._gradients.widen()
+        left = len(found)
         self._await([term for terms in every for term in terms])
 
         def backward(loss: Tensor, terms: list[Term], weight: Weights) -> None:
+            nonlocal left
             factors = self._backward(loss, terms, weight, only_own=only_own)
-            self._gradients.remember()
+            left -= 1
+            if left:
+                self._gradients.remember()
+            else:
+                self._gradients.drop_unused()
+                self._refuse_unreached()
             self._ledger.enter(terms, weight, loss, factors)
             self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
 
