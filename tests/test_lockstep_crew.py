@@ -900,7 +900,7 @@ for send in [SENDS]:
                     if worker.number == number:
                         for _ in range(times):
                             send()
-                            time.sleep(0.02)  # the interrupt comes to the thread that waits
+                            time.sleep(0.3)  # the interrupt comes to the thread that waits, or it looks up
                     for _ in range(300):
                         worker.meet("further", 0, len)
                         further.append(worker.number)
@@ -925,14 +925,8 @@ def test_an_interrupt_ends_all_and_comes_out() -> None:
     assert in_a_process(script) == "interrupted\n"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the caller waits in Lock.acquire() without a time limit, so an interrupt that does not wake it "
-    "(raise_signal on a worker's thread, interrupt_main, Ctrl-C on Windows) is seen when all tasks are through, not at "
-    "the next meeting",
-)
 def test_an_interrupt_that_does_not_wake_the_caller_ends_all_soon() -> None:
-    """It is a flag that the caller's thread must look at."""
+    """It is a flag that the caller's thread must look at, and does now and then."""
     script = _INTERRUPTED.replace("SENDS", "lambda: signal.raise_signal(signal.SIGINT), _thread.interrupt_main")
     assert in_a_process(script) == "interrupted\n"
 

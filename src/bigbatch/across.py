@@ -39,6 +39,7 @@ def gather(x: Tensor) -> Tensor:
     That is the batch's own, unless `Options(lengths=...)` sorts it; `offset` knows where yours begin in either case.
     They are one tensor for all micro-batches: change them in place, and an error says so.
     """
+    _refuse_no_tensor(x, "gather")
     if not x.dim():
         msg = "across.gather takes rows, one per sample; found a 0-d tensor. To add one up:  across.sum(x)"
         raise LossError(msg)
@@ -48,6 +49,7 @@ def gather(x: Tensor) -> Tensor:
 
 def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
     """Add up a tensor of one shape over all micro-batches: a sum over the big batch, where x is one over this."""
+    _refuse_no_tensor(x, "sum")
     worker = current()
     if x.dtype == torch.bool:
         x = x.long()  # how many are true
@@ -59,6 +61,7 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
 
     Each micro-batch weighs as many samples as it has, or `count`, the number of things that its mean is over.
     """
+    _refuse_no_tensor(x, "mean")
     worker = current()
     if worker is None:
         return refuse_alone(x, "mean")
@@ -92,12 +95,22 @@ def once(term: Tensor) -> Tensor:
 
     It then counts once in the big batch's loss, not once per micro-batch.
     """
+    _refuse_no_tensor(term, "once")
+    if term.dim():
+        msg = f"across.once takes a 0-d tensor, a term of the loss; found one of shape {tuple(term.shape)}"
+        raise LossError(msg)
     worker = current()
     if worker is None:
         return counted(refuse_alone(term, "once"), "once")
     if worker.size > 1:
         _refuse_unlike(worker, term, _called_from())
     return counted(term, "once")
+
+
+def _refuse_no_tensor(x: object, name: str) -> None:
+    if not isinstance(x, Tensor):
+        msg = f"across.{name} takes a tensor; found {type(x).__name__}"
+        raise LossError(msg)
 
 
 def _called_from() -> str:

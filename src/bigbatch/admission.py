@@ -52,6 +52,13 @@ class Admission:
         if self._refuses or self._exact:
             self.batch_norms = checks.batch_norms(self._models)
 
+    def run_side_by_side(self, wanted: bool) -> None:  # noqa: FBT001 - a mode
+        """Say how micro-batches run from now on; graphs are looked through again where that is new."""
+        if wanted != bool(self.side_by_side):
+            self.reader.forget()
+            self._scans = 0
+        self.side_by_side = int(wanted)
+
     def needs_lock_step(self) -> bool:
         """Whether a BatchNorm is in training mode, which should normalise by the big batch."""
         return self._exact and any(checks.is_awake(module) for _, module in self.batch_norms)

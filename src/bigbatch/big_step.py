@@ -147,7 +147,7 @@ class BigStep:
         self._mover.at = None
         try:
             self._admission.open()
-            self._admission.side_by_side = int(self._asked or self._admission.needs_lock_step())
+            self._admission.run_side_by_side(self._asked or self._admission.needs_lock_step())
             self._admission.look()
             division = self._divide(whole)
             return self._attempt(division)

@@ -20,6 +20,11 @@ _OF_LOOPS = {
     "backward takes": "loss_fn must return",
     ", steps=...": "",
 }
+_OF_NORMS = {
+    "Either use BigStep, which normalises by the big batch, or freeze it": (
+        'Either leave batch_norm="exact", which normalises by the big batch, or freeze it'
+    ),
+}
 # BigStep counts by itself, by calling loss_fn twice.
 _OF_COUNTS = (
     (re.compile(r"counts= (came to|gave)"), r"counting in advance \1"),
@@ -35,6 +40,8 @@ def in_words_of(entrance: str, message: str) -> str:
     """Say where a thing is typed: count= as counted(...) in loss_fn, options in the `entrance`, windows nowhere."""
     message = _WITH_COUNT.sub(r"return counted(\1, \2)", message)
     for said, instead in _OF_LOOPS.items():
+        message = message.replace(said, instead)
+    for said, instead in _OF_NORMS.items() if entrance == "BigStep" else ():
         message = message.replace(said, instead)
     for pattern, instead in _OF_COUNTS if entrance == "BigStep" else ():
         message = pattern.sub(instead, message)

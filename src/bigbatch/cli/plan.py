@@ -104,6 +104,9 @@ def _print(found: "Plan", file: Path) -> None:
         paragraph(console, sentence)
     if found.size is None:
         next_step(console, f"plan {shlex.quote(str(file))}", "again, after making room as above")
+    elif any("lock-step" in note for note in found.notes):
+        size = f"micro_batch_size={found.size}"
+        console.print(f"Next: BigStep(model, optimizer, loss_fn, {size}), whose micro-batches meet", soft_wrap=True)
     elif found.steps == 1:
         next_step(console, f"train {shlex.quote(str(file))}", "with no micro_batch_size in its Setup")
     else:

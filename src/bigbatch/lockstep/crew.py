@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from bigbatch.errors import PathsDiffer
 from bigbatch.lockstep.carrying import Carried
 
-_GLANCE = 0.2  # seconds
+_GLANCE = 0.1  # seconds
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 

@@ -87,15 +87,19 @@ def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:
         )
         raise CoupledLoss(msg)
     together, alone = combined(halves), whole.value
-    if together is None or not math.isfinite(alone) or not math.isfinite(together):
+    broken = [part for part in halves if math.isnan(part.value) and part.counts and all(n > 0 for n in part.counts)]
+    if not math.isfinite(alone):
         return
-    if _near(alone, together, (whole, *halves)):
+    if broken:
+        together = math.nan  # as of a standard deviation of one sample
+    elif together is None or not math.isfinite(together) or _near(alone, together, (whole, *halves)):
         return
     msg = (
         f"the samples of this batch are coupled: {samples} of them have a loss of {alone:.6g}, and their two halves "
         f"{together:.6g} together. Something in the model or the loss looks across samples, so no split into "
         "micro-batches gives the big batch's gradient. Nothing was changed.\n"
-        "Look for attention, pooling or a statistic over the batch dimension, for padding that the loss counts, and "
+        "Look for attention, pooling or a statistic over the batch dimension (in a loss: of across.gather, across.sum "
+        "or across.mean; rows of own samples begin at across.offset()), for padding that the loss counts, and "
         "for a tensor in the batch that all samples share and that has as many rows as there are samples.\n"
         "If the loss only looks so, as one with random numbers of its own:  Options(check=False)"
     )

@@ -37,6 +37,7 @@ _EVALUATED = (
     "it does only in training, as in `if self.training: x = x - x.mean(0)`. If no sample looks at another or at "
     "padding there, all is well; Options(check=False) says that you know."
 )
+_SINGLES = 4  # samples that are looked at together where one at a time goes through the model
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
 _LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
 SideBySide: TypeAlias = Callable[[Callable[[Any], Part], list[Any], list[int]], list[Part]]
@@ -96,18 +97,18 @@ class FirstCheck:
         if division.longest is not None:
             longest = division.longest[number]
         if len(group) == 1:  # two at a time may be too many, but hardly without a graph
-            group = [i for pair in division.groups[:2] for i in division.indices(pair)]
+            group = [i for single in division.groups[:_SINGLES] for i in division.indices(single)]
             middle, together = 1, self._value
             if division.longest is not None:
-                longest = max(division.longest[:2])
-        halves = (group[:middle], group[middle:])
+                longest = max(division.longest[:_SINGLES])
+        halves = [group[:middle], group[middle:]] if together == self._measured else [[i] for i in group]
         untold = self._compare(
             division,
             lambda: [
                 *self._parts([division.part(half, longest) for half in halves], [len(half) for half in halves]),
                 *self._parts([division.part(group, longest)], [len(group)], together),
             ],
-            lambda parts: refuse_coupled(parts[2], parts[:2], len(group)),
+            lambda parts: refuse_coupled(parts[-1], parts[:-1], len(group)),
             # Statistics that micro-batches meet for are exact by themselves, and of a few samples amplify rounding.
             self._as_it_is if self._side_by_side is None else (without_statistics,),
         )

@@ -103,6 +103,7 @@ class Runner:
 
     def weighed(self, window: Window, found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
         """Weigh the losses of micro-batches that run side by side; returns each one's backward."""
+        window.check()
         return window.add_together(found, only_own=self._admission.only_own)
 
     def sparing_others(self) -> AbstractContextManager[None]:
@@ -147,6 +148,7 @@ class Runner:
 
     def _add(self, window: Window, micro_batch: Any) -> Any:
         loss, extra = self.loss(micro_batch)
+        window.check()  # loss_fn is the user's: it may have run a backward of its own
         terms = self.read(loss)
         adding_up = self._casting.adding_up(loss) if self._casting is not None else nullcontext()
         with adding_up, self._admission.sparing_others():
