@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -33,7 +34,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, channels, h, w) → the same."""
-        found: Tensor = self.last(x + self.body(x))
+        around = x
+        x = self.body(x)
+        x += around
+        found: Tensor = self.last(x)
         return found
 
 
@@ -123,6 +127,35 @@ def test_checkpoints_inside_meet_again() -> None:
         assert apart(mine, true) < 1e-12
 
 
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("last", [False, True])
+def test_autocast_and_channels_last(activations: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half precision inside, channels behind: no further from float64 than the whole batch is."""
+    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
+    batch = on_device(images(32, side=16))
+    precise = residual(32)
+    cross_entropy(precise, batch).backward()
+    truth = torch.cat([p.grad.flatten() for p in precise.parameters() if p.grad is not None])
+    layout = torch.channels_last if last else torch.contiguous_format
+    errors = []
+    for size in (32, 9):
+        network = residual(32, dtype=torch.float32).to(memory_format=layout)  # type: ignore[call-overload]
+        found: list[Tensor] = []
+        options = Options(activations=activations, check=False)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+        step = BigStep(network, optimizer, cross_entropy, micro_batch_size=size, options=options)
+        parameters = list(network.parameters())
+        step.before_step(
+            lambda parameters=parameters, found=found: found.append(  # type: ignore[misc]
+                torch.cat([p.grad.flatten() for p in parameters]).double()
+            )
+        )
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            step((batch[0].float().to(memory_format=layout), batch[1]))
+        errors.append(float((found[0] - truth).norm() / truth.norm()))
+    assert errors[1] < 2 * errors[0]
+
+
 def test_float32_rounds_no_more_than_the_big_batch(record_property: Callable[[str, object], None]) -> None:
     """Against float64, ours beside the full batch's own rounding."""
     precise = residual(32, 3)
@@ -156,8 +189,9 @@ def test_float32_rounds_no_more_than_the_big_batch(record_property: Callable[[st
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute", "offload"])
-def test_a_contrastive_loss_is_the_big_batches(activations: str) -> None:
+def test_a_contrastive_loss_is_the_big_batches(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row against all, with a learned temperature."""
+    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 64)
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -192,8 +226,9 @@ def test_a_contrastive_loss_is_the_big_batches(activations: str) -> None:
 
 
 @pytest.mark.parametrize("activations", ["keep", "offload"])
-def test_a_window_in_lock_step_waits_for_nothing(activations: str) -> None:
+def test_a_window_in_lock_step_waits_for_nothing(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first windows no operation makes the host wait for the device."""
+    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
     network = residual(dtype=torch.float32)
     step = BigStep(
         network,
@@ -210,6 +245,8 @@ def test_a_window_in_lock_step_waits_for_nothing(activations: str) -> None:
     with syncs() as found:
         step(batch)
     assert found == []
+    offload = step._together._offload
+    assert (offload is not None and offload.held > 0) == (activations == "offload")
 
 
 def test_offloading_frees_the_device(record_property: Callable[[str, object], None]) -> None:
