@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, counted
+from bigbatch import Accumulator, BigStep, Options, counted
 from bigbatch.errors import SeveralCounts
 from tests.reference import big_batches, distance, sgd, trained, weights
 from tests.samples import Batch, Loss, mlp, rows
@@ -293,3 +293,20 @@ def test_several_weights_in_a_low_precision_loss_are_refused() -> None:
         SeveralCounts, match=r"bfloat16 loss would round them.*\n.*criterion\(logits.float\(\), labels\)"
     ):
         accumulator.backward(loss(next(batches)))
+
+
+@pytest.mark.parametrize("lock_step", [False, True])
+def test_a_model_that_is_cast_after_a_window_has_gradients_of_its_new_type(lock_step: bool) -> None:
+    """Nothing of a window in low precision stays with its parameters."""
+    model = nn.Sequential(nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if lock_step else []), nn.Linear(4, 2)).bfloat16()
+    step = BigStep(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, batch: model(batch).float().square().mean(),
+        micro_batch_size=4,
+        options=Options(check=False),
+    )
+    step(torch.randn(8, 3, dtype=torch.bfloat16))
+    model.double()
+    model(torch.randn(8, 3, dtype=torch.float64)).square().mean().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float64 for p in model.parameters())

@@ -190,6 +190,8 @@ def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
         msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
         raise ValueError(msg)
     used = [part for part in parts if part.number]
+    if not used:  # a rehearsal of nothing
+        return _Pooled(torch.zeros_like(parts[0].mean), torch.ones_like(parts[0].mean), 1)
     means = torch.stack([part.mean for part in used]).double()
     variances = torch.stack([part.variance for part in used]).double()
     shares = _shares(tuple(part.number for part in used), means.device)

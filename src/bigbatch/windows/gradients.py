@@ -13,12 +13,14 @@ from torch.optim import Optimizer
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
 from bigbatch.reading.counts import LOW_PRECISION, Count
 
-_CHOOSES_DTYPE = hasattr(Tensor, "grad_dtype")  # torch 2.9 has none yet
-
 
 def _hand(parameter: Tensor, gradient: Tensor | None) -> None:
-    """Give a parameter a gradient, perhaps of a wider type than its own."""
-    if _CHOOSES_DTYPE or gradient is None or gradient.dtype == parameter.dtype:
+    """Give a parameter a gradient, perhaps of a wider type than its own.
+
+    `Tensor.grad_dtype` would allow it, too, but once set it stays: a model that is cast later would go on to round its
+    gradients to what they were. And torch 2.9 has none.
+    """
+    if gradient is None or gradient.dtype == parameter.dtype:
         parameter.grad = gradient
         return
     if parameter.grad is None:
@@ -50,9 +52,6 @@ class Gradients:
             raise WindowDisturbed(msg)
         self._wide = [p for p in self.parameters if dtype is not None and p.dtype in LOW_PRECISION]
         self._narrow = self._wide  # those whose gradient has not been widened yet
-        self._grad_dtypes = [p.grad_dtype for p in self._wide] if _CHOOSES_DTYPE else []
-        for p in self._wide if _CHOOSES_DTYPE else ():
-            p.grad_dtype = None  # lets a bf16 parameter hold a float32 gradient, until `release`
         # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
         self._held: list[Tensor | None] = [None] * len(self.parameters)
         self._versions: list[int] = [0] * len(self.parameters)
@@ -179,8 +178,6 @@ class Gradients:
         """Clear all gradients and leave the parameters as they were before the window."""
         for p in self.parameters:
             p.grad = None
-        for p, dtype in zip(self._wide, self._grad_dtypes, strict=bool(self._grad_dtypes)):
-            p.grad_dtype = dtype
         self._hold()
 
     def snapshot(self) -> list[Tensor | None]:
