@@ -173,17 +173,17 @@ class _Round:
 
     def _wait(self) -> None:
         """Wait for the last task. An interrupt, as by Ctrl-C, ends each at its next meeting, and then comes out."""
-        while not self._over:
-            try:
+        try:  # around all of it: nothing has begun before this line, and all is over after it
+            while not self._over:
                 if self._turn < 0:
                     self._hand_to(0)
                 elif not self._begun:
                     self._seats[0].wake()  # an interrupt came between its turn and its waking
                 # Not for ever: an interrupt that came by another thread is noticed when this one runs.
                 self._finished.acquire(timeout=_GLANCE)
-            except BaseException as interrupt:  # noqa: BLE001, PERF203 - raised again when no task runs any more
-                if self._failure is None:
-                    self._failure = interrupt
+        except BaseException as interrupt:  # noqa: BLE001 - raised again when no task runs any more
+            self._failure = self._failure or interrupt
+            self._wait()
 
     def meet(
         self,

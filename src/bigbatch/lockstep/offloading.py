@@ -1,6 +1,5 @@
 """Activations in pinned host memory: copied out beside the computation, fetched ahead of it in backward."""
 
-import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -69,7 +68,7 @@ class _Kept(NamedTuple):
 class _Out(NamedTuple):
     host: Tensor
     bytes: int
-    source: "weakref.ref[Tensor]"
+    source: Tensor  # without its memory: it knows whether that was changed in place
     version: int
 
 
@@ -119,10 +118,8 @@ class Offload:
 
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""
-        for _, _, source, version in self._out:
-            tensor = source()
-            if tensor is not None:
-                _refuse_changed(tensor, version)
+        for out in self._out:
+            _refuse_changed(out.source, out.version)
         while self._leaving:
             self._let_go()
         places = sorted(self._segments, key=lambda place: (-place[0], place[1]))
@@ -158,7 +155,9 @@ class Offload:
             host.copy_(tensor.detach(), non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        self._out.append(_Out(host, size, weakref.ref(tensor), tensor._version))  # noqa: SLF001
+        witness = tensor.detach()
+        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._out.append(_Out(host, size, witness, tensor._version))  # noqa: SLF001
         self._leaving.append((tensor.detach(), event, size))
         self._leaving_bytes += size
         while self._leaving_bytes > _IN_FLIGHT:
@@ -212,8 +211,8 @@ class Offload:
 def _refuse_changed(tensor: Tensor, version: int) -> None:
     if tensor._version != version:  # noqa: SLF001
         msg = (
-            f"one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {list(tensor.shape)}, saved at version {version} and now at {tensor._version}"  # noqa: SLF001
+            "one of the variables needed for gradient computation has been modified by an inplace operation: it was "
+            f"saved at version {version} and is now at {tensor._version}"  # noqa: SLF001
         )
         raise RuntimeError(msg)
 
