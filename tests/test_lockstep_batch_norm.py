@@ -898,14 +898,7 @@ def test_a_layer_that_counts_in_its_own_way(how: str) -> None:
     assert_exact(make, [rows(6, number) for number in range(2)], 2)
 
 
-_ALONE = pytest.mark.xfail(
-    strict=True,
-    reason="the first check cuts a micro-batch of 2 or 3 samples in halves of one and runs the unknown model's plain "
-    "BatchNorm on each: torch's 'Expected more than 1 value per channel', which says nothing of what to do",
-)
-
-
-@pytest.mark.parametrize("size", [pytest.param(2, marks=_ALONE), pytest.param(3, marks=_ALONE), 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("gradient", [True, False])
 def test_a_model_that_nobody_told_of(size: int, gradient: bool) -> None:
     """Its running statistics could not be put back: refused, with what to type; in evaluation mode it is welcome."""

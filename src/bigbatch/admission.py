@@ -32,7 +32,7 @@ class Admission:
         accepting: str,
     ) -> None:
         """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms."""
-        self._exact = batch_norm == "exact"
+        self.exact = batch_norm == "exact"
         self.side_by_side = 0  # how many micro-batches run in lock-step, where they do
         self._models, self._optimizers = tuple(models), optimizers
         self._refuses, self._accepting = batch_norm == "refuse", accepting
@@ -49,7 +49,7 @@ class Admission:
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
-        if self._refuses or self._exact:
+        if self._refuses or self.exact:
             self.batch_norms = checks.batch_norms(self._models)
 
     def run_side_by_side(self, wanted: bool) -> None:  # noqa: FBT001 - a mode
@@ -61,7 +61,7 @@ class Admission:
 
     def needs_lock_step(self) -> bool:
         """Whether a BatchNorm is in training mode, which should normalise by the big batch."""
-        return self._exact and any(checks.is_awake(module) for _, module in self.batch_norms)
+        return self.exact and any(checks.is_awake(module) for _, module in self.batch_norms)
 
     def sparing_others(self) -> AbstractContextManager[None]:
         """Leave all parameters alone that no optimizer of ours has, where a backward cannot choose."""
@@ -102,7 +102,7 @@ class Admission:
             self.only_own = False  # it cannot run a backward with a chosen set of parameters
         if found.alone:
             raise refusals.alone()
-        if self._exact and found.batch_norm:
+        if self.exact and found.batch_norm:
             self._refuse_escaped()
         if self._refuses:
             if found.batch_norm:

@@ -15,7 +15,7 @@ from bigbatch.batches.division import Division
 from bigbatch.batches.joining import detached
 from bigbatch.errors import ConfigurationError
 from bigbatch.lockstep.crew import current
-from bigbatch.lockstep.needing import one_after_the_other
+from bigbatch.lockstep.needing import NeedsLockStep, one_after_the_other
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
 from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
 from bigbatch.micro_steps.places import keeping_tables, state_of
@@ -28,6 +28,7 @@ from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
 
 LossFunction = Callable[[Any, Any], Any]
+_ONE_VALUE = "more than 1 value per channel"  # torch's word for BatchNorm on a single sample
 
 
 class Runner:
@@ -52,7 +53,12 @@ class Runner:
         """Call the user's function: a loss, perhaps with extras."""
         alone = current() is None  # of a window that runs one after the other, for all that the loss may ask
         with one_after_the_other() if alone else nullcontext():
-            found = self._loss_fn(self._model, micro_batch)
+            try:
+                found = self._loss_fn(self._model, micro_batch)
+            except ValueError as error:
+                if alone and self._admission.exact and _ONE_VALUE in str(error):
+                    raise NeedsLockStep(_ONE_VALUE) from error  # there are more beside it
+                raise
         if isinstance(found, tuple):
             if len(found) != 2:  # noqa: PLR2004 - a loss and extras
                 msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
