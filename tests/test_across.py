@@ -534,9 +534,9 @@ def test_an_accumulator_refuses_a_model_that_asks_every_time(before: str) -> Non
         accumulator.backward(F.cross_entropy(model(batch["x"]), batch["label"]))
 
 
-@_UNMARKED
+@pytest.mark.parametrize("over", [True, pytest.param(False, marks=_UNMARKED)])
 @pytest.mark.parametrize("how", ["offset", "gather", "mean"])
-def test_an_accumulator_refuses_questions_without_gradient(how: str) -> None:
+def test_an_accumulator_refuses_questions_without_gradient(how: str, over: bool) -> None:
     """They have another answer in a micro-batch, too."""
     model = twins()
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
@@ -546,8 +546,15 @@ def test_an_accumulator_refuses_questions_without_gradient(how: str) -> None:
         asked = across.gather(b["x"]).mean() if how == "gather" else asked
         return F.mse_loss(m.one(b["x"]) * (1 + asked), b["value"])
 
-    with pytest.raises(BigBatchError):
-        accumulator.backward(loss_fn(model, rows(4, 0)))
+    loss_fn(model, rows(4, 0))  # as in validation, before a batch is given out
+    if not over:
+        with pytest.raises(BigBatchError):
+            accumulator.backward(loss_fn(model, rows(4, 0)))
+        return
+    batch = next(iter(accumulator.over([rows(4, 0), rows(4, 1)])))
+    loss = loss_fn(model, batch)
+    with pytest.raises(CoupledLoss, match="asks for all samples of the big batch"):
+        accumulator.backward(loss)
 
 
 COUNTED_OFTEN: dict[str, LossFunction] = {

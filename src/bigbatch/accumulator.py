@@ -14,7 +14,9 @@ from bigbatch import checks
 from bigbatch.admission import Admission
 from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
+from bigbatch.lockstep.needing import times_asked
 from bigbatch.over import Listener, Over
+from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, checked_count
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
@@ -95,6 +97,7 @@ class Accumulator:
         self._totals: tuple[Count, ...] | None = None
         self._over = False  # whether batches come from `over`
         self._added = False  # whether the batch that `over` gave out has had its backward
+        self._asked = 0  # how often anyone had asked for other micro-batches when it was given out
         self._warned = False
 
     @property
@@ -141,8 +144,8 @@ class Accumulator:
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
         checks.loss(loss, self._stepper.scaler)
-        if self._added and self._over:
-            self._refuse_second_backward()
+        if self._over:
+            self._refuse_in_over()
         admission = self._admission
         if self._window is None:
             admission.open()
@@ -247,8 +250,12 @@ class Accumulator:
             warnings.warn(checks.divided_message(self._steps), stacklevel=3)
         return terms
 
-    @staticmethod
-    def _refuse_second_backward() -> None:
+    def _refuse_in_over(self) -> None:
+        """Refuse what can be told of a batch that `over` gave out."""
+        if times_asked() != self._asked:
+            raise refusals.alone()  # since then, perhaps by a value that has no place in the graph
+        if not self._added:
+            return
         msg = (
             "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
             "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"
@@ -302,3 +309,4 @@ class Accumulator:
         if not self._added:
             self._refuse_backward_by_hand()
         self._last, self._totals, self._added = last, totals, False
+        self._asked = times_asked()

@@ -29,10 +29,17 @@ def one_after_the_other() -> Iterator[None]:
         _here.alone = before
 
 
+def times_asked() -> int:
+    """Return how often other micro-batches were asked for on this thread where there were none."""
+    found: int = getattr(_here, "asked", 0)
+    return found
+
+
 def refuse_alone(x: Value, name: str) -> Value:
     """Return a value that is the whole batch's, as it is; in a window of micro-batches ask for lock-step instead."""
     if getattr(_here, "alone", False):
         raise NeedsLockStep(f"across.{name}")
+    _here.asked = times_asked() + 1
     if x is None or not x.requires_grad:
         return x
     found: Value = _Alone.apply(x)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
