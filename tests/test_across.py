@@ -551,8 +551,8 @@ def test_an_accumulator_refuses_questions_without_gradient(how: str, over: bool)
         with pytest.raises(BigBatchError):
             accumulator.backward(loss_fn(model, rows(4, 0)))
         return
-    batch = next(iter(accumulator.over([rows(4, 0), rows(4, 1)])))
-    loss = loss_fn(model, batch)
+    batches = iter(accumulator.over([rows(4, 0), rows(4, 1)]))
+    loss = loss_fn(model, next(batches))
     with pytest.raises(CoupledLoss, match="asks for all samples of the big batch"):
         accumulator.backward(loss)
 
