@@ -144,7 +144,7 @@ class Accumulator:
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
         checks.loss(loss, self._stepper.scaler)
-        if self._over:
+        if self._over and (self._added or times_asked() != self._asked):
             self._refuse_in_over()
         admission = self._admission
         if self._window is None:
@@ -254,8 +254,6 @@ class Accumulator:
         """Refuse what can be told of a batch that `over` gave out."""
         if times_asked() != self._asked:
             raise refusals.alone()  # since then, perhaps by a value that has no place in the graph
-        if not self._added:
-            return
         msg = (
             "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
             "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"

@@ -281,7 +281,8 @@ def targets(node: Node) -> Count:
     """How many targets a cross-entropy was averaged over, or the sum of their class weights."""
     nll: Any = node
     raw = nll._raw_saved_total_weight  # noqa: SLF001 - as graph.saved_tensor; this one is hot
-    if hides(raw.unpack_hook) if TELLS_ITS_HOOK else is_guarded(node, "total_weight", raw):
+    hook = raw.unpack_hook if TELLS_ITS_HOOK else None
+    if (hook is not None and hides(hook)) if TELLS_ITS_HOOK else is_guarded(node, "total_weight", raw):
         raise refusals.hidden(operation(node))
     total: Tensor = nll._saved_total_weight  # noqa: SLF001
     if total.dtype in LOW_PRECISION:  # bf16 cannot count beyond 256
