@@ -376,3 +376,14 @@ def test_a_model_that_leaves_training_mode_between_steps() -> None:
         loss_fn(twin, data(8, number)).backward()
         optimizer.step()
     assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+def test_weights_do_not_wait_with_every_micro_batch() -> None:
+    """A layer saves its weight for backward, and it is one for all: it is no sample's activation."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 500), nn.BatchNorm1d(500), nn.Linear(500, 500), nn.Linear(500, 4)).double()
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=1, options=Options(check=False))
+    step(data(4))
+    waiting = step._together._waiting
+    assert waiting is not None
+    assert waiting < 20 * 500 * 8  # some rows of 500, and no square of them

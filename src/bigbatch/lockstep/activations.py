@@ -79,14 +79,15 @@ def refuse_meeting_while_recomputing(notes: dict[str, Any], name: str) -> None:
         raise MeetsInside(msg)
 
 
-def saved_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Return how much autograd saves of what runs: of memory on the device, each piece once."""
+def saved_bytes(run: Callable[[], object], models: Sequence[nn.Module], device: torch.device) -> int:
+    """Return how much autograd saves of what runs: of memory on the device that is not the models', each piece once."""
+    own = {p.untyped_storage()._cdata for model in models for p in (*model.parameters(), *model.buffers())}  # noqa: SLF001 - as multiprocessing has it
     found: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if tensor.device == device and not isinstance(tensor, nn.Parameter):
-            storage = tensor.untyped_storage()
-            found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # noqa: SLF001 - as multiprocessing has it
+        storage = tensor.untyped_storage()
+        if tensor.device == device and storage._cdata not in own:  # noqa: SLF001
+            found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # noqa: SLF001
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from bigbatch import checks
 from bigbatch.errors import OutOfMemory, UnreadableLoss
 from bigbatch.lockstep.activations import MeetsInside, recomputing, saved_bytes
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
@@ -149,7 +150,9 @@ class Together:
         found: list[int] = []
         with untouched(self._models):
             self.rehearse(
-                lambda each: found.append(saved_bytes(lambda: self._runner.loss(each), self._device)), micro_batch, size
+                lambda each: found.append(saved_bytes(lambda: self._runner.loss(each), self._models, self._device)),
+                micro_batch,
+                size,
             )
         return found[0]
 
@@ -165,11 +168,7 @@ class Together:
         return "offload" if self._tight else "keep"
 
     def _meets_in_model(self) -> bool:
-        return any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) and (m.training or m.running_mean is None)  # noqa: SLF001
-            for model in self._models
-            for m in model.modules()
-        )
+        return any(checks.is_awake(module) for _, module in checks.batch_norms(self._models))
 
     def _side_by_side(
         self,
