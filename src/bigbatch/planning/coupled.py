@@ -32,11 +32,19 @@ def single_samples() -> Iterator[None]:
         functional._verify_batch_size, functional.batch_norm = refuse, plain  # noqa: SLF001
 
 
+def awake_norms(models: Sequence[nn.Module]) -> list[str]:
+    """Name the BatchNorm layers that normalise by the batch."""
+    return [name for name, module in checks.batch_norms(models) if checks.is_awake(module)]
+
+
 def coupled_notes(models: Sequence[nn.Module], found: Plan) -> tuple[str, ...]:
     """Say where activations wait while micro-batches run in lock-step, and whether there is room."""
-    awake = [name for name, module in checks.batch_norms(models) if checks.is_awake(module)]
-    if not awake or found.size is None or found.steps == 1:
+    awake = awake_norms(models)
+    if not awake or found.size is None:
         return ()
+    if found.steps == 1:
+        said = f"BatchNorm ('{awake[0]}') couples the samples: BigStep takes all at once where that fits, and otherwise"
+        return (f"{said} runs micro-batches in lock-step; an Accumulator, as in bigbatch train, refuses it.",)
     peaks = [(row.size, row.measured_bytes or row.predicted_bytes) for row in found.rows]
     known = [(size, peak) for size, peak in peaks if peak is not None]
     said = (

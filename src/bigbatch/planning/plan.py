@@ -23,7 +23,7 @@ from bigbatch.memory.rehearsal import Stage
 from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose
 from bigbatch.micro_steps.restoring import Randomness, devices_of
 from bigbatch.own_loss import own_loss
-from bigbatch.planning.coupled import coupled_notes, single_samples
+from bigbatch.planning.coupled import awake_norms, coupled_notes, single_samples
 from bigbatch.planning.report import Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
 from bigbatch.wording import speaking_of
@@ -229,6 +229,10 @@ def _search(work: _Work, probe: Callable[[int], Probe], budget: int, margin: flo
     # A plan that finds no size says so: that is its answer, not an error.
     with suppress(OutOfMemory):
         choice = choose(observed, work.batch.size, budget, margin=margin)
+        if choice.fits_whole and awake_norms(work.models):
+            # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
+            untimed = tuple(replace(each, seconds=None) for each in choice.probes)
+            choice = replace(choice, size=choice.largest, probes=untimed)
     probes = tuple(sorted(seen, key=lambda each: each.size))
     return _Found(work.batch.size, budget, int(budget * (1 - margin)), probes, choice)
 
