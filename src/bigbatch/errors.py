@@ -14,7 +14,8 @@ BigBatchError
  │    ├── WindowOpen        a window was left open by `break` or an exception
  │    ├── WindowDisturbed   something else stepped, zeroed or added gradients inside the window
  │    └── WindowBroken      a backward or a step failed halfway; its message says which
- └── StateError             a state_dict that does not fit                                   (also a ValueError)
+ ├── StateError             a state_dict that does not fit                                   (also a ValueError)
+ └── GradientsDiffer        verify found another gradient than the big batch's           (also an AssertionError)
 
 Every message says what happened, what was found and what to type instead.
 """
@@ -78,3 +79,7 @@ class WindowBroken(WindowError):
 
 class StateError(BigBatchError, ValueError):
     """A state_dict that does not fit the object it is loaded into."""
+
+
+class GradientsDiffer(BigBatchError, AssertionError):
+    """The accumulated gradient is not the big batch's; its text is the whole verification."""
