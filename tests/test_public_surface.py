@@ -5,6 +5,7 @@ import bigbatch
 PUBLIC = [
     "Accumulator",
     "BigStep",
+    "GradientNoise",
     "Options",
     "Setup",
     "Update",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from bigbatch.accumulator import Accumulator
     from bigbatch.big_step import BigStep
     from bigbatch.learning_rate import scale_lr, warmup
+    from bigbatch.noise.gradient_noise import GradientNoise
     from bigbatch.options import Options
     from bigbatch.planning.plan import plan
     from bigbatch.reading.terms import counted
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Accumulator",
     "BigStep",
+    "GradientNoise",
     "Options",
     "Setup",
     "Update",
@@ -37,6 +39,7 @@ __all__ = [
 _HOMES = {
     "Accumulator": "accumulator",
     "BigStep": "big_step",
+    "GradientNoise": "noise.gradient_noise",
     "Options": "options",
     "Setup": "setup",
     "Update": "update",

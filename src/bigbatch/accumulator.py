@@ -23,6 +23,7 @@ from bigbatch.update import Update
 from bigbatch.windows.gradients import all_parameters
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
+from bigbatch.windows.witness import Witness
 
 Batch = TypeVar("Batch")
 STATE_VERSION = 1
@@ -203,6 +204,10 @@ class Accumulator:
             self._stepper.hooks.pop(key, None)
 
         return remove
+
+    def observe(self, witness: Witness) -> Callable[[], None]:
+        """Show each window to a witness, such as a `GradientNoise`; returns a function that ends it."""
+        return self._stepper.observe(witness)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the open window, if any: its gradients and totals, in mid-window too.

@@ -33,6 +33,7 @@ from bigbatch.reading.counts import Count
 from bigbatch.update import Update
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
+from bigbatch.windows.witness import Witness
 from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
@@ -186,6 +187,17 @@ class BigStep:
         key = object()
         self._stepper.hooks[key] = hook
         return lambda: self._stepper.hooks.pop(key, None) and None
+
+    def observe(self, witness: Witness) -> Callable[[], None]:
+        """Show each window to a witness, such as a `GradientNoise`; returns a function that ends it."""
+        if self._options.lengths is not None:
+            msg = (
+                "Options(lengths=...) sorts samples by length, so no micro-batch is a random part of its batch, and "
+                "how much they differ does not tell how much random ones would.\n"
+                "Measure without it for a while:  BigStep(..., options=Options())"
+            )
+            raise ConfigurationError(msg)
+        return self._stepper.observe(witness)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sizes that were found to fit. Save the model, the optimizer and all else beside it."""

@@ -14,10 +14,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bigbatch.errors import WindowDisturbed
+from bigbatch.errors import ConfigurationError, WindowDisturbed
 from bigbatch.reading.counts import Count
 from bigbatch.windows.arrival import Arrival
 from bigbatch.windows.gradients import Gradients
+from bigbatch.windows.witness import Witness
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
@@ -32,6 +33,7 @@ class Stepper:
     clip_norm: float | None = None
     skip_nonfinite: bool = False
     hooks: dict[object, Callable[[], None]] = field(default_factory=dict)
+    witness: Witness | None = None  # sees each window's first gradient and its last
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window_open: bool = False  # an optimizer stepped by hand while it is raises
@@ -52,6 +54,22 @@ class Stepper:
 
         for optimizer in self.optimizers:
             weakref.finalize(self, optimizer.register_step_pre_hook(noticed).remove)
+
+    def observe(self, witness: Witness) -> Callable[[], None]:
+        """Show the windows to a witness; returns a function that ends it."""
+        if self.witness is not None:
+            msg = (
+                "another GradientNoise measures this already, and one is enough.\n"
+                "Read that one, or end it first:  noise.stop()"
+            )
+            raise ConfigurationError(msg)
+        self.witness = witness
+
+        def end() -> None:
+            if self.witness is witness:
+                self.witness = None
+
+        return end
 
     def notice(self) -> None:
         """Hear of a step; raise where it is not ours and a window is open."""

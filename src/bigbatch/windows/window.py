@@ -44,6 +44,7 @@ class Window:
         self._held_scale: Tensor | None = None
         self._first_count: Tensor | None = None  # on its way to the host
         self._reached = False  # whether any gradient has come yet
+        self._shown = False  # whether a witness, if any, has seen the first gradient
         self._broken: BaseException | None = None
         self._failure = ""  # what it was that failed, and what is true of the window since
         stepper.window_open = True
@@ -76,6 +77,8 @@ class Window:
             self._gradients.remember()
             if not self._reached:
                 self._refuse_unreached()
+            if self._stepper.witness is not None and not self._shown:
+                self._show(terms, weights)
         self._ledger.enter(terms, weights, loss, factors)
         self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
 
@@ -146,6 +149,29 @@ class Window:
         """The gradients of the window, for whoever adds to them beside `add`."""
         return self._gradients
 
+    @property
+    def residual(self) -> Count:
+        """What `.grad` is to be multiplied with beside all weights, because a low-precision loss could not be."""
+        return self._residual
+
+    @property
+    def scale(self) -> Count:
+        """The loss scale that is in the gradients; 1 where there is none."""
+        return 1.0 if self._stepper.scaler is None else self._scale(self._gradients.parameters[0])
+
+    def show(self, start: Count, count: Count) -> None:
+        """Show a witness the gradient of the first micro-batch, while it is alone in `.grad`."""
+        self._shown = True
+        if self._stepper.witness is not None:
+            self._stepper.witness.first(self, start, count)
+
+    def _show(self, terms: list[Term], weights: Weights) -> None:
+        mean = next((term for term in terms if term.kind == "mean"), None)
+        if mean is None or weights.each:  # no one weight that would make it a gradient of its own
+            self._shown = True
+        else:
+            self.show(weights.whole if self._held_scale is None else weights.whole * self._held_scale, mean.count)
+
     def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
         """Take over what replays of a captured micro-step have added up to the gradients of this window."""
         self._loss_dtype = loss_dtype
@@ -177,6 +203,8 @@ class Window:
         skipped: bool | Tensor = True
         try:
             if self._counted_anything():
+                if self._stepper.witness is not None:
+                    self._stepper.witness.whole(self)
                 correction = ledger.correction() * self._residual
                 if self._held_scale is not None and self._stepper.scaler is not None:
                     correction = correction * self._rescaled(self._stepper.scaler, self._held_scale)
@@ -293,6 +321,7 @@ class Window:
         residual = state["residual"]
         self._residual = residual.clone() if isinstance(residual, Tensor) else residual
         self._loss_dtype = torch.float64 if state["double"] else torch.float32
+        self._shown = True  # or never: its first gradient has others added to it by now
 
 
 def _refuse_rounded_weights(losses: list[Tensor], weights: list[Weights]) -> None:

@@ -1,0 +1,1 @@
+"""Which batch size is worth having, from how much the gradients of micro-batches differ."""

@@ -1,0 +1,130 @@
+"""From the norms of gradients to the noise scale and its interval.
+
+A gradient over d independent things is the true gradient G and noise whose variance falls with d, so that
+
+    E|g|² = |G|² + tr Σ / d
+
+The first micro-batch of a window (d of D things, gradient s) and the whole window (D things, gradient g) are two such
+lines in two unknowns. Solved for each window, both are unbiased, whatever the sizes of the other micro-batches: the
+big batch weighs each by its count, and the variances of parts so weighed add up to tr Σ / D.
+
+    tr Σ = (|s|² − |g|²) / (1/d − 1/D)          |G|² = (D|g|² − d|s|²) / (D − d)          noise scale = tr Σ / |G|²
+
+(McCandlish et al. 2018, arXiv 1812.06162, appendix A.) A window says little where d is nearly D, so each is weighed
+with (1 − d/D)². A mean of ratios would be useless, since |G|² comes out near zero or below it now and then:
+numerators and denominators are averaged apart.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean
+from typing import NamedTuple
+
+CONFIDENCE = 0.95
+LEAST = 16  # windows; of fewer, an interval would promise more than it holds
+
+
+class Norms(NamedTuple):
+    """What was seen of one window."""
+
+    small: float  # |s|², of the first micro-batch
+    things: float  # d, what it was averaged over
+    large: float  # |g|², of the whole window
+    total: float  # D
+
+    @property
+    def usable(self) -> bool:
+        """Whether anything can be told from it: not from an inf, nor from a micro-batch that is all there is."""
+        return all(map(math.isfinite, self)) and 0 < self.things < self.total * (1 - 1e-9)
+
+
+class Part(NamedTuple):
+    """What one window adds to the numerator and to the denominator, weighed."""
+
+    noise: float
+    signal: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The noise scale as some windows tell it."""
+
+    scale: float | None  # None where the true gradient cannot be told from zero
+    low: float
+    high: float  # infinite where the windows set no limit
+    correlation: float  # how many windows are worth one that is independent of the others; 1: all are independent
+
+
+def part(seen: Norms) -> Part:
+    """Solve for one window."""
+    share = seen.things / seen.total
+    weight = 1 - share
+    return Part(
+        noise=weight * seen.things * (seen.small - seen.large),
+        signal=weight * (seen.large - share * seen.small),
+    )
+
+
+def estimate(parts: Sequence[Part]) -> Estimate:
+    """Return the ratio of means, and every ratio that these windows do not speak against.
+
+    A ratio R is doubted where the mean of (noise − R · signal) is too far from zero: a plain t-test for every R
+    (Fieller 1954). Unlike an interval of the form value ± error this holds for noisy denominators, too, and has no
+    upper end where the true gradient may well be zero.
+    """
+    number = len(parts)
+    noise, signal = fmean(p.noise for p in parts), fmean(p.signal for p in parts)
+    correlation = correlation_time([p.noise * signal - p.signal * noise for p in parts])
+    spread = correlation / (number * (number - 1))
+    noise_noise = spread * sum((p.noise - noise) ** 2 for p in parts)
+    signal_signal = spread * sum((p.signal - signal) ** 2 for p in parts)
+    noise_signal = spread * sum((p.noise - noise) * (p.signal - signal) for p in parts)
+    reach = student(max(number / correlation - 1, 1.0)) ** 2
+    # (noise − R signal)² ≤ reach · variance of that:  a R² − 2 b R + c ≤ 0
+    low, high = _between(
+        signal**2 - reach * signal_signal, noise * signal - reach * noise_signal, noise**2 - reach * noise_noise
+    )
+    return Estimate(max(noise, 0.0) / signal if signal > 0 else None, low, high, correlation)
+
+
+def _between(a: float, b: float, c: float) -> tuple[float, float]:
+    """Return the ends of what is positive and keeps a R² − 2 b R + c at or below zero."""
+    root = math.sqrt(max(b * b - a * c, 0.0))
+    if a > 0:  # the true gradient is there
+        return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
+    if c > 0:  # the noise is there, and the true gradient is lost in it
+        # The one positive root, in the form that divides by no small number.
+        return c / (b + root) if b > 0 else (b - root) / a, math.inf
+    return 0.0, math.inf
+
+
+def correlation_time(values: Sequence[float]) -> float:
+    """Return by what factor the variance of a mean is larger than if these values were independent; at least 1.
+
+    The autocorrelations of the first lags, weighed by Bartlett's triangle (Newey and West 1987).
+    """
+    number = len(values)
+    middle = fmean(values)
+    apart = [value - middle for value in values]
+    variance = sum(value**2 for value in apart)
+    if variance == 0.0:
+        return 1.0
+    lags = int(4 * (number / 100) ** (2 / 9))
+    found = 1.0
+    for lag in range(1, min(lags, number - 1) + 1):
+        together = sum(x * y for x, y in zip(apart, apart[lag:], strict=False))
+        found += 2 * (1 - lag / (lags + 1)) * together / variance
+    return max(found, 1.0)
+
+
+def student(freedom: float, confidence: float = CONFIDENCE) -> float:
+    """Return how many standard errors lie between a mean and the end of its interval (Student's t).
+
+    Cornish and Fisher's series about the normal distribution; within 0.3 % from seven degrees of freedom on.
+    """
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / freedom + second / freedom**2 + third / freedom**3

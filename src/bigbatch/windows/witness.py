@@ -1,0 +1,21 @@
+"""Whoever wants to see the gradient of a window while it grows; nothing is computed for it unless it asks."""
+
+from typing import TYPE_CHECKING, Protocol
+
+from bigbatch.reading.counts import Count
+
+if TYPE_CHECKING:
+    from bigbatch.windows.window import Window
+
+
+class Witness(Protocol):
+    """Sees each window twice."""
+
+    def first(self, window: "Window", start: Count, count: Count) -> None:
+        """See a window when `.grad` holds its first micro-batch alone.
+
+        `start` is what its backward was started with, loss scale included; `count` is what its loss was averaged over.
+        """
+
+    def whole(self, window: "Window") -> None:
+        """See a window whose micro-batches are all there, before it is corrected, clipped and stepped with."""
