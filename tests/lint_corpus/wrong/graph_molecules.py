@@ -1,7 +1,7 @@
 import torch
 from torch_geometric.loader import DataLoader
 
-from molecules import GIN, load_split
+from molecules import MPNN, load_split
 
 
 def train(model, loader, optimizer, loss_fn, accum=8):
@@ -22,7 +22,7 @@ def train(model, loader, optimizer, loss_fn, accum=8):
 
 def main():
     loader = DataLoader(load_split("train"), batch_size=32, shuffle=True)
-    model = GIN(hidden=128)
+    model = MPNN(hidden=128)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     for _ in range(100):
         train(model, loader, optimizer, torch.nn.L1Loss())
