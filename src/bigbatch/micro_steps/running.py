@@ -184,7 +184,7 @@ class Runner:
                 with self._launching():
                     extras.append(replaying.launch(micro_batch))
                 graphs.renew(self._state(gradients))  # a table may have been made anew, for a longer micro-batch
-            if len(extras) == 1 and self._stepper.witness is not None:
+            if len(extras) == 1 and window.attended:
                 window.show(graphs.totals.count * graphs.totals.unit, graphs.totals.count.clone())
         window.adopt(replaying.tally(len(extras)), graphs.loss_dtype)
         return extras

@@ -1,5 +1,6 @@
 """Measure how noisy gradients are while training goes on: two norms of a window that runs anyway, now and then."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,7 +43,7 @@ class GradientNoise:
         last: how many of the windows looked at are kept; older ones, of other weights, are forgotten.
     """
 
-    def __init__(self, training: Accumulator | BigStep, *, every: int = 8, last: int = 512) -> None:
+    def __init__(self, training: Accumulator | BigStep, *, every: int = 16, last: int = 512) -> None:
         """Begin to look."""
         trains = _trains(training)
         self._every, self._last = _positive("every", every), _positive("last", last)
@@ -58,6 +59,7 @@ class GradientNoise:
         self._seen: deque[_Sight] = deque(maxlen=self._last)
         self._left_out: Counter[Reason] = Counter()
         self._windows = 0
+        self._looking = False
         self._first: _First | None = None
 
     def stop(self) -> None:
@@ -72,18 +74,20 @@ class GradientNoise:
         """Look at no more windows."""
         self.stop()
 
+    def attends(self) -> bool:
+        """Hear that a window opens; return whether it is one to look at."""
+        if not self._looking:  # or the latest was dropped, and this one is looked at in its place
+            self._looking = self._windows % self._every == 0
+            self._windows += 1
+        return self._looking
+
     def first(self, window: Window, start: Count, count: Count) -> None:
         """See a window after its first micro-batch."""
-        self._first = None
-        if self._windows % self._every == 0:
-            self._first = _First(_norm(window.gradients.parameters), window.residual / start, count)
+        self._first = _First(_norm(window.gradients.parameters), window.residual / start, count)
 
     def whole(self, window: Window) -> None:
         """See a window before its step."""
-        first, self._first = self._first, None
-        looking, self._windows = self._windows % self._every == 0, self._windows + 1
-        if not looking:
-            return
+        first, self._first, self._looking = self._first, None, False
         ledger = window.ledger
         totals = ledger.totals or (ledger.total,)
         if ledger.sure:
@@ -153,20 +157,22 @@ class _Sight(NamedTuple):
 
 def _norm(parameters: Sequence[Tensor]) -> Count:
     """Return the norm of all gradients, changing none: a number on the host, or a 0-d tensor that is not waited for."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    kinds: dict[torch.dtype, list[Tensor]] = {}
     for p in parameters:
-        if p.grad is not None:
-            gradient = p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        gradient = p.grad
+        if gradient is not None:
+            kinds.setdefault(gradient.dtype, []).append(
+                gradient.coalesce().values() if gradient.is_sparse else gradient
+            )
     norms: list[Tensor] = []
-    for (_, dtype), gradients in groups.items():
-        # Of many elements even a norm must not be held in 8 bits: it is to be subtracted from another.
+    for dtype, gradients in kinds.items():
+        # A norm in 8 bits would be useless: it is to be subtracted from another.
         norms += torch._foreach_norm(gradients, 2, torch.float32 if dtype in LOW_PRECISION else None)  # noqa: SLF001
-    if not norms:
-        return 0.0
-    device = norms[0].device
-    total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
-    return float(total) if total.is_cpu else total
+    if all(norm.is_cpu for norm in norms):
+        return math.hypot(*[norm.item() for norm in norms])
+    device = next(norm.device for norm in norms if not norm.is_cpu)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
+    return total
 
 
 def _on_host(numbers: Sequence[Count]) -> list[float]:

@@ -33,7 +33,7 @@ class Stepper:
     clip_norm: float | None = None
     skip_nonfinite: bool = False
     hooks: dict[object, Callable[[], None]] = field(default_factory=dict)
-    witness: Witness | None = None  # sees each window's first gradient and its last
+    witness: Witness | None = None  # sees the first gradient of a window and its last
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window_open: bool = False  # an optimizer stepped by hand while it is raises
@@ -70,6 +70,10 @@ class Stepper:
                 self.witness = None
 
         return end
+
+    def attending(self) -> Witness | None:
+        """Return who wants to see the window that opens now."""
+        return self.witness if self.witness is not None and self.witness.attends() else None
 
     def notice(self) -> None:
         """Hear of a step; raise where it is not ours and a window is open."""

@@ -44,7 +44,8 @@ class Window:
         self._held_scale: Tensor | None = None
         self._first_count: Tensor | None = None  # on its way to the host
         self._reached = False  # whether any gradient has come yet
-        self._shown = False  # whether a witness, if any, has seen the first gradient
+        self._witness = stepper.attending()
+        self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self._broken: BaseException | None = None
         self._failure = ""  # what it was that failed, and what is true of the window since
         stepper.window_open = True
@@ -77,7 +78,7 @@ class Window:
             self._gradients.remember()
             if not self._reached:
                 self._refuse_unreached()
-            if self._stepper.witness is not None and not self._shown:
+            if not self._shown:
                 self._show(terms, weights)
         self._ledger.enter(terms, weights, loss, factors)
         self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
@@ -159,11 +160,16 @@ class Window:
         """The loss scale that is in the gradients; 1 where there is none."""
         return 1.0 if self._stepper.scaler is None else self._scale(self._gradients.parameters[0])
 
+    @property
+    def attended(self) -> bool:
+        """Whether a witness wants to see this window."""
+        return self._witness is not None
+
     def show(self, start: Count, count: Count) -> None:
         """Show a witness the gradient of the first micro-batch, while it is alone in `.grad`."""
         self._shown = True
-        if self._stepper.witness is not None:
-            self._stepper.witness.first(self, start, count)
+        if self._witness is not None:
+            self._witness.first(self, start, count)
 
     def _show(self, terms: list[Term], weights: Weights) -> None:
         mean = next((term for term in terms if term.kind == "mean"), None)
@@ -203,8 +209,8 @@ class Window:
         skipped: bool | Tensor = True
         try:
             if self._counted_anything():
-                if self._stepper.witness is not None:
-                    self._stepper.witness.whole(self)
+                if self._witness is not None:
+                    self._witness.whole(self)
                 correction = ledger.correction() * self._residual
                 if self._held_scale is not None and self._stepper.scaler is not None:
                     correction = correction * self._rescaled(self._stepper.scaler, self._held_scale)

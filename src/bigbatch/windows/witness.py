@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 class Witness(Protocol):
-    """Sees each window twice."""
+    """Sees a window twice."""
+
+    def attends(self) -> bool:
+        """Hear that a window opens; return whether to be shown it."""
 
     def first(self, window: "Window", start: Count, count: Count) -> None:
         """See a window when `.grad` holds its first micro-batch alone.
