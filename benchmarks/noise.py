@@ -291,11 +291,11 @@ def main() -> int:
         rows = measure_all(arguments.device, arguments.only, arguments.rounds)
         how = "Each ratio is the median of rounds, ± half the interquartile range."
     covered = coverage(arguments.trials) if arguments.trials else []
+    even, uneven = (", ".join(map(str, sizes)) for sizes in SIZES.values())
     notes = [
         f"{how} `{AGAIN}` is the same training once more: how far it is from 1 is the noise of the method.",
         "Float32 parameters, one CPU thread, four micro-batches an update; AdamW is fused, SGD is torch's default.",
-        f"Regression: 20 features, weights that never move, micro-batches of {', '.join(map(str, SIZES['even']))} or "
-        f"{', '.join(map(str, SIZES['uneven']))} samples.",
+        f"Regression: 20 features, weights that never move, micro-batches of {even} or of {uneven} samples.",
     ]
     name = "noise-cuda" if arguments.device.startswith("cuda") else "noise"
     found: list[object] = [*rows, *covered]

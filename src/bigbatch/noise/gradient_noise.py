@@ -121,6 +121,9 @@ class GradientNoise:
         if state["version"] != STATE_VERSION:
             msg = f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
             raise StateError(msg)
+        if any(len(row) != len(Norms._fields) for row in state["seen"]):
+            msg = "this state_dict does not hold of a window four numbers: it was not made by state_dict()"
+            raise StateError(msg)
         self.reset()
         self._windows = state["windows"]
         self._left_out.update(state["left_out"])

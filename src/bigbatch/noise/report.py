@@ -21,6 +21,7 @@ from bigbatch.noise.estimating import LEAST, Estimate, Norms, Part, estimate, pa
 Verdict: TypeAlias = Literal["nothing", "too few", "too noisy", "smaller", "right", "larger"]
 Reason: TypeAlias = Literal["alone", "sum", "several", "coupled", "resumed", "unusable"]
 
+_NEAR = 2.0  # times the batch or less, and the other way round: not worth a change
 _TELLING = 10.0  # the high end of an interval to its low one: beyond, not even the order of magnitude is known
 
 
@@ -96,9 +97,9 @@ def reported(seen: Sequence[Norms], left_out: Mapping[Reason, int]) -> NoiseRepo
 
 
 def _verdict(found: Estimate, batch: float) -> Verdict:
-    if found.low > batch:
+    if found.low > batch and (found.scale is None or found.scale > _NEAR * batch):
         return "larger"
-    if found.high < batch:
+    if found.high < batch and found.scale is not None and found.scale < batch / _NEAR:
         return "smaller"
     return "right" if found.high <= _TELLING * found.low else "too noisy"
 

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken
-from bigbatch.reading.counts import LOW_PRECISION, Count
+from bigbatch.reading.counts import LOW_PRECISION, Count, wide
 from bigbatch.reading.graph import is_leaf
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
@@ -158,7 +158,10 @@ class Window:
     @property
     def scale(self) -> Count:
         """The loss scale that is in the gradients; 1 where there is none."""
-        return 1.0 if self._stepper.scaler is None else self._scale(self._gradients.parameters[0])
+        if self._stepper.scaler is None:
+            return 1.0
+        scale = self._scale(self._gradients.parameters[0])
+        return scale.item() if scale.is_cpu else wide(scale)
 
     @property
     def attended(self) -> bool:
@@ -176,7 +179,7 @@ class Window:
         if mean is None or weights.each:  # no one weight that would make it a gradient of its own
             self._shown = True
         else:
-            self.show(weights.whole if self._held_scale is None else weights.whole * self._held_scale, mean.count)
+            self.show(weights.whole * self.scale, mean.count)
 
     def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
         """Take over what replays of a captured micro-step have added up to the gradients of this window."""

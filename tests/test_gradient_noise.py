@@ -1,0 +1,643 @@
+"""`GradientNoise`: it sees a window as it is, its interval holds a known answer, its words say what that means."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from benchmarks.noise_truth import Regression, holds, loss_of, measured
+from bigbatch import Accumulator, BigStep, GradientNoise, Options
+from bigbatch.errors import ConfigurationError, StateError
+from bigbatch.noise.estimating import LEAST, Norms, Part, correlation_time, estimate, part, student
+from bigbatch.noise.report import NoiseReport, Verdict, reported
+from tests.emulated_graphs import emulated
+from tests.losses import READABLE, SEVERAL
+from tests.reference import OptimizerFactory, sgd, trained, windows
+from tests.samples import Batch, Loss, mlp, rows
+from tests.strategies import seeds, splits
+from tests.training import MASKED, PLAIN, SUMMED, Training, micro_batches
+
+SIZES = (3, 1, 4, 2, 5, 1, 2, 3, 2)
+ONE_COUNT = [
+    case
+    for case in READABLE
+    if case.name
+    in {"mse-mean", "cross_entropy-functional-2-D-ignored-weights-mean", "binary_cross_entropy-mean", "smooth_l1-mean"}
+]
+
+
+def still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer that moves nothing, so that the truth can be had afterwards."""
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def gradient_of(case: Loss, model: nn.Module, batch: Batch) -> float:
+    """Return |∇loss|² over a batch, by plain torch."""
+    model.zero_grad()
+    case.loss(model, batch).backward()
+    squared = sum(
+        float((p.grad.coalesce().values() if p.grad.is_sparse else p.grad).square().sum()) for p in _got(model)
+    )
+    model.zero_grad()
+    return squared
+
+
+def _got(model: nn.Module) -> list[Any]:
+    return [p for p in model.parameters() if p.grad is not None]
+
+
+def truth(case: Loss, model: nn.Module, batches: Sequence[Batch], steps: int) -> list[list[float]]:
+    """Return what should be seen of each window: its first micro-batch and all of it, with their counts."""
+    assert case.count is not None
+    found = []
+    for window in windows(batches, steps):
+        if len(window) > 1:
+            whole = case.join(window)
+            found.append(
+                [
+                    gradient_of(case, model, window[0]),
+                    float(case.count(window[0])),
+                    gradient_of(case, model, whole),
+                    float(case.count(whole)),
+                ]
+            )
+    return found
+
+
+def assert_seen(noise: GradientNoise, true: list[list[float]], tolerance: float = 1e-12) -> None:
+    """Every number of every window."""
+    seen = noise.state_dict()["seen"]
+    assert len(seen) == len(true) > 0
+    for mine, theirs in zip(seen, true, strict=True):
+        assert mine == pytest.approx(theirs, rel=tolerance)
+
+
+# What is seen of a window.
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("case", ONE_COUNT, ids=str)
+def test_an_accumulator_is_seen_as_it_is(case: Loss, clip_norm: float | None) -> None:
+    """The gradients of the first micro-batch and of the whole window, before clipping, whatever was counted."""
+    training = Training(steps=3, case=case, optimizer=still, clip_norm=clip_norm)
+    noise = GradientNoise(training.accumulator, every=1)
+    batches = case.micro_batches(SIZES)
+    training.train(batches)
+    assert_seen(noise, truth(case, training.model, batches, 3))
+
+
+@given(splits(), seeds)
+@settings(max_examples=15)
+def test_any_split_is_seen_as_it_is(sizes: list[int], seed: int) -> None:
+    """However uneven micro-batches are, and however short the last window is."""
+    training = Training(steps=2, optimizer=still)
+    noise = GradientNoise(training.accumulator, every=1)
+    batches = micro_batches(sizes, seed=seed)
+    training.train(batches)
+    true = truth(MASKED, training.model, batches, 2)
+    seen = noise.state_dict()["seen"]
+    assert len(seen) == len(true)
+    assert all(mine == pytest.approx(theirs, rel=1e-11) for mine, theirs in zip(seen, true, strict=True))
+
+
+def test_a_loss_scale_is_not_seen() -> None:
+    """It is divided out of both gradients."""
+    training = Training(steps=3, optimizer=still, scaler=GradScaler("cpu", init_scale=1024.0))
+    noise = GradientNoise(training.accumulator, every=1)
+    batches = micro_batches(SIZES)
+    training.train(batches)
+    assert_seen(noise, truth(MASKED, training.model, batches, 3))
+
+
+def test_counts_in_advance_are_seen_as_they_are() -> None:
+    """A loss of one term, whose totals came with `counts=`."""
+    training = Training(steps=3, optimizer=still, counts=lambda batch: (MASKED.count(batch),) if MASKED.count else ())
+    noise = GradientNoise(training.accumulator, every=1)
+    batches = micro_batches(SIZES)
+    training.train(batches)
+    assert_seen(noise, truth(MASKED, training.model, batches, 3))
+
+
+def test_a_hook_that_changes_gradients_is_not_seen() -> None:
+    """The data's noise is measured, not what is made of its gradient."""
+    training = Training(steps=3, optimizer=still)
+    noise = GradientNoise(training.accumulator, every=1)
+
+    def double() -> None:
+        for p in trained(training.model):
+            if p.grad is not None:
+                p.grad.mul_(2)
+
+    training.accumulator.before_step(double)
+    batches = micro_batches(SIZES)
+    training.train(batches)
+    assert_seen(noise, truth(MASKED, training.model, batches, 3))
+
+
+def test_several_optimizers_are_seen_as_one() -> None:
+    """One norm over all of their parameters."""
+    model = PLAIN.model()
+    first, *others = trained(model)
+    accumulator = Accumulator(model, [still([first]), still(others)], steps=3)
+    noise = GradientNoise(accumulator, every=1)
+    batches = PLAIN.micro_batches(SIZES)
+    for batch in accumulator.over(batches):
+        accumulator.backward(PLAIN.loss(model, batch))
+    assert_seen(noise, truth(PLAIN, model, batches, 3))
+
+
+def test_sparse_gradients_are_seen_and_left_alone() -> None:
+    """A sparse gradient is looked at through a copy: the window goes on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Flatten(), nn.Linear(12, 1)).double()
+    accumulator = Accumulator(model, still(trained(model)), steps=2)
+    noise = GradientNoise(accumulator, every=1)
+    tokens, values = torch.randint(7, (10, 4)), torch.randn(10, 1, dtype=torch.float64)
+    case = Loss(
+        "sparse",
+        lambda: model,
+        rows,
+        lambda model, batch: nn.functional.mse_loss(model(batch["x"]), batch["y"]),
+        count=lambda batch: batch["y"].numel(),
+    )
+    batches = [{"x": x, "y": y} for x, y in zip(tokens.split((3, 2, 4, 1)), values.split((3, 2, 4, 1)), strict=True)]
+    for batch in accumulator.over(batches):
+        accumulator.backward(case.loss(model, batch))
+    assert_seen(noise, truth(case, model, batches, 2))
+
+
+@pytest.mark.parametrize("gradient_dtype", [torch.float32, None])
+def test_low_precision_is_seen_to_its_rounding(gradient_dtype: torch.dtype | None) -> None:
+    """bf16 parameters and a bf16 loss, whose weights are kept apart; norms are not rounded to bf16."""
+    model = PLAIN.model().to(torch.bfloat16)
+    accumulator = Accumulator(model, still(trained(model)), steps=3, gradient_dtype=gradient_dtype)
+    noise = GradientNoise(accumulator, every=1)
+    batches = PLAIN.micro_batches(SIZES)
+
+    def low(batch: Batch) -> Batch:
+        return {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
+
+    for batch in accumulator.over(batches):
+        accumulator.backward(PLAIN.loss(model, low(batch)))
+    assert_seen(noise, truth(PLAIN, model.double(), batches, 3), tolerance=0.05)
+    seen = [number for row in noise.state_dict()["seen"] for number in (row[0], row[2])]
+    assert any(float(torch.tensor(number).bfloat16()) != number for number in seen)
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+def test_a_big_step_is_seen_as_it_is(monkeypatch: pytest.MonkeyPatch, replayed: bool, scaled: bool) -> None:
+    """Micro-batches as the step cuts them, launched or replayed from a captured graph."""
+    model = PLAIN.model()
+    scaler = GradScaler("cpu", init_scale=256.0) if scaled else None
+    step = BigStep(model, still(trained(model)), PLAIN.loss, micro_batch_size=3, scaler=scaler)
+    if replayed:
+        emulated(step, monkeypatch)
+    noise = GradientNoise(step, every=1)
+    batches = [PLAIN.batch(9, seed) for seed in range(4)]
+    for batch in batches:
+        step(batch)
+    cut = [{key: value[at : at + 3] for key, value in batch.items()} for batch in batches for at in (0, 3, 6)]
+    assert_seen(noise, truth(PLAIN, model, cut, 3))
+
+
+def test_being_looked_at_changes_nothing() -> None:
+    """Bitwise the same weights."""
+    plain, looked_at = (Training(steps=3, clip_norm=0.05) for _ in range(2))
+    GradientNoise(looked_at.accumulator, every=1)
+    for training in (plain, looked_at):
+        training.train(micro_batches(SIZES))
+    assert all(torch.equal(a, b) for a, b in zip(plain.weights, looked_at.weights, strict=True))
+
+
+def test_windows_in_between_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No norm is taken of them."""
+    norms: list[int] = []
+    real = torch._foreach_norm
+
+    def counted_norm(*args: Any) -> Any:
+        norms.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counted_norm)
+    training = Training(steps=2, optimizer=still)
+    noise = GradientNoise(training.accumulator, every=3)
+    training.train(micro_batches([2] * 16))
+    assert len(noise.state_dict()["seen"]) == 3  # of windows 1, 4 and 7
+    assert len(norms) == 6
+
+
+def test_a_window_that_is_dropped_is_looked_at_in_the_next() -> None:
+    """A look is not lost with its window, nor is what was seen of it mixed with another."""
+    training = Training(steps=2, optimizer=still)
+    noise = GradientNoise(training.accumulator, every=2)
+    batches = micro_batches(SIZES)
+    training.backward(batches[0])
+    training.accumulator.discard()
+    for batch in batches[1:5]:
+        training.backward(batch)
+    assert_seen(noise, truth(MASKED, training.model, batches[1:3], 2))
+
+
+def test_old_windows_are_forgotten() -> None:
+    """The latest ones are kept."""
+    training = Training(steps=2, optimizer=still)
+    noise = GradientNoise(training.accumulator, every=1, last=2)
+    batches = micro_batches([2] * 8)
+    training.train(batches)
+    assert_seen(noise, truth(MASKED, training.model, batches, 2)[-2:])
+
+
+def test_it_stops_and_begins_anew() -> None:
+    """After `stop` or a `with` no window is looked at; `reset` forgets."""
+    training = Training(steps=2, optimizer=still)
+    with GradientNoise(training.accumulator, every=1) as noise:
+        training.train(micro_batches([2] * 4))
+    training.train(micro_batches([2] * 4))
+    assert len(noise.state_dict()["seen"]) == 2
+    noise.reset()
+    assert noise.report().verdict == "nothing"
+    GradientNoise(training.accumulator)  # its place is free
+
+
+# What tells nothing.
+
+
+def reasons(noise: GradientNoise) -> dict[str, int]:
+    """Return why windows were left out, and check that the report says it."""
+    report = noise.report()
+    assert report.windows == 0
+    assert report.verdict == "nothing"
+    assert report.interval == (0.0, math.inf)
+    assert report.scale is report.recommended_batch is report.recommended_steps is None
+    assert "Nothing can be said of the batch size" in str(report)
+    return {str(why): number for why, number in report.left_out.items()}
+
+
+def test_one_micro_batch_says_nothing() -> None:
+    """There is no other for it to differ from."""
+    training = Training(steps=1)
+    noise = GradientNoise(training.accumulator, every=1)
+    training.train(micro_batches([2] * 3))
+    assert reasons(noise) == {"alone": 3}
+    assert "3 windows told nothing: one micro-batch each" in str(noise.report())
+
+
+def test_a_sum_says_nothing() -> None:
+    """Nobody knows over how many samples."""
+    training = Training(steps=2, case=SUMMED)
+    noise = GradientNoise(training.accumulator, every=1)
+    training.train(SUMMED.micro_batches([2, 2]))
+    assert reasons(noise) == {"sum": 1}
+    assert "1 window told nothing: a loss that is a sum" in str(noise.report())
+    assert "accumulator.backward(mean, count=n)" in str(noise.report())
+
+
+def test_several_counts_say_nothing() -> None:
+    """Terms that were averaged over different things have noise of their own."""
+    case = SEVERAL[0]
+    training = Training(steps=2, case=case, counts=case.counts)
+    noise = GradientNoise(training.accumulator, every=1)
+    training.train(case.micro_batches([2, 3]))
+    assert reasons(noise) == {"several": 1}
+    assert "a loss of several counts" in str(noise.report())
+
+
+def test_lock_step_says_nothing() -> None:
+    """Where samples are coupled, a micro-batch has no gradient of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    step = BigStep(model, still(trained(model)), loss_of, micro_batch_size=3)
+    noise = GradientNoise(step, every=1)
+    step((torch.randn(9, 3).double(), torch.randn(9, 1).double()))
+    assert reasons(noise) == {"coupled": 1}
+    assert "micro-batches in lock-step" in str(noise.report())
+
+
+def test_a_resumed_window_says_nothing() -> None:
+    """What its first micro-batch was alone is not in a checkpoint."""
+    before, after = Training(steps=3), Training(steps=3)
+    batches = micro_batches(SIZES)
+    before.backward(batches[0])
+    after.accumulator.load_state_dict(before.accumulator.state_dict())
+    noise = GradientNoise(after.accumulator, every=1)
+    after.train(batches[1:3])
+    assert noise.state_dict()["seen"] == []
+    again = Training(steps=3)
+    noise = GradientNoise(again.accumulator, every=1)
+    again.accumulator.load_state_dict(before.accumulator.state_dict())
+    again.train(batches[1:3])
+    assert reasons(noise) == {"resumed": 1}
+    assert "resumed from a checkpoint" in str(noise.report())
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_skipped_window_says_nothing(place: int) -> None:
+    """An inf in the first micro-batch or in another."""
+    batches = PLAIN.micro_batches([2, 2])
+    batches[place]["value"][0, 0] = math.inf
+    training = Training(steps=2, case=PLAIN, scaler=GradScaler("cpu"))
+    noise = GradientNoise(training.accumulator, every=1)
+    assert training.train(batches)[0].skipped
+    assert reasons(noise) == {"unusable": 1}
+    assert "a gradient with an inf or NaN" in str(noise.report())
+
+
+def test_a_first_micro_batch_without_targets_is_passed_over() -> None:
+    """The first that counts anything is what the window is compared with."""
+    training = Training(steps=3, optimizer=still)
+    noise = GradientNoise(training.accumulator, every=1)
+    batches = micro_batches([2, 3, 4])
+    batches[0]["partly"].fill_(-100)
+    training.train(batches)
+    assert MASKED.count is not None
+    assert MASKED.count(batches[0]) == 0
+    assert_seen(noise, truth(MASKED, training.model, batches[1:], 2))
+
+
+# Estimates.
+
+
+def test_each_window_is_solved_without_bias() -> None:
+    """Of the expected norms both unknowns come out, whatever the sizes; the weight is that of the two sizes."""
+    noise, signal = 5.0, 0.25
+    for things, total in ((1, 8), (3, 10), (7, 8)):
+        found = part(Norms(signal + noise / things, things, signal + noise / total, total))
+        weight = (1 - things / total) ** 2
+        assert found.noise == pytest.approx(weight * noise)
+        assert found.signal == pytest.approx(weight * signal)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_interval_is_every_ratio_that_a_t_test_lets_stand(seed: int) -> None:
+    """Each ratio is tested by hand, inside and outside of the interval."""
+    by = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(24, 2, generator=by, dtype=torch.float64) + torch.tensor([1.0, 0.3 * (seed % 4)])
+    parts = [Part(*row) for row in drawn.tolist()]
+    found = estimate(parts)
+    reach = student(len(parts) / found.correlation - 1)
+
+    def stands(ratio: float) -> bool:
+        apart = drawn[:, 0] - ratio * drawn[:, 1]
+        error = apart.std() * math.sqrt(found.correlation / len(parts))
+        return bool(apart.mean().abs() <= reach * error)
+
+    for ratio in torch.logspace(-2, 3, 200).tolist():
+        if not any(abs(ratio / end - 1) < 1e-3 for end in (found.low, found.high) if end):
+            inside = found.low <= ratio <= found.high
+            assert stands(ratio) or not inside
+            assert inside or not stands(ratio)
+
+
+@pytest.mark.parametrize(("freedom", "value"), [(7, 2.3646), (15, 2.1314), (30, 2.0423), (1000, 1.9623)])
+def test_students_t(freedom: int, value: float) -> None:
+    """As in the tables."""
+    assert student(freedom) == pytest.approx(value, rel=3e-3)
+
+
+def test_windows_that_resemble_each_other_count_for_less() -> None:
+    """An autoregressive series of coefficient 0.6 has a quarter as many independent values; white noise has all."""
+    by = torch.Generator().manual_seed(0)
+    white = torch.randn(4000, generator=by, dtype=torch.float64).tolist()
+    red = [0.0]
+    for value in white:
+        red.append(0.6 * red[-1] + value)
+    assert correlation_time(white) == pytest.approx(1.0, abs=0.15)
+    assert 2.5 < correlation_time(red) <= 4.0
+    assert correlation_time([1.0] * 20) == 1.0
+
+
+@pytest.mark.parametrize("sizes", [(8,) * 8, (6, 18, 2, 10, 4, 14, 7, 3)], ids=["even", "uneven"])
+@pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
+def test_the_interval_holds_what_is_known_in_closed_form(sizes: tuple[int, ...], spread: float) -> None:
+    """Linear regression, forty times: 95 % of the intervals should hold the truth, so 34 do with a chance of 0.997."""
+    problem = Regression(spread=spread)
+    reports = [measured(problem, sizes, windows=24, seed=seed) for seed in range(40)]
+    assert sum(holds(report, problem.noise_scale) for report in reports) >= 34
+
+
+def test_many_windows_find_the_answer() -> None:
+    """The interval closes in on it."""
+    problem = Regression(spread=2.0)
+    report = measured(problem, (16,) * 8, windows=400, seed=0)
+    assert report.scale == pytest.approx(problem.noise_scale, rel=0.15)
+    assert holds(report, problem.noise_scale)
+    assert report.interval[1] < 1.5 * report.interval[0]
+    assert report.batch == 128
+    assert report.micro_batch == 16
+
+
+def test_a_naive_mean_of_ratios_would_be_far_off() -> None:
+    """Why numerators and denominators are averaged apart: the comparison can fail."""
+    by = torch.Generator().manual_seed(0)
+    drawn = torch.randn(200, 2, generator=by, dtype=torch.float64) * 0.5 + torch.tensor([2.0, 0.5])
+    apart = estimate([Part(*row) for row in drawn.tolist()])
+    assert apart.scale == pytest.approx(4.0, rel=0.3)
+    assert float((drawn[:, 0] / drawn[:, 1]).mean()) != pytest.approx(4.0, rel=0.3)
+
+
+# Reports.
+
+
+def seen(scale: float, *, batch: float = 64.0, number: int = 64, jitter: float = 0.02, seed: int = 0) -> list[Norms]:
+    """Make windows of a noise scale, a micro-batch of 8, and some jitter."""
+    by = torch.Generator().manual_seed(seed)
+    around = 1 + jitter * torch.randn(number, 2, generator=by, dtype=torch.float64)
+    return [Norms(small * (1 + scale / 8), 8.0, large * (1 + scale / batch), batch) for small, large in around.tolist()]
+
+
+TOLD: list[tuple[list[Norms], Verdict, str]] = [
+    (seen(1000), "larger", r"A larger batch is worth having, up to about [\d,]+ \(\d+ times this one, \d+ of these"),
+    (seen(16), "smaller", r"larger than is worth having: to get as far it takes \d.* times the samples"),
+    (seen(64), "right", r"The batch is about right"),
+    (seen(64, jitter=0.9, number=20), "too noisy", r"Too noisy to tell.*80 windows would halve the interval"),
+    (seen(64, number=LEAST - 1), "too few", rf"Too early to tell: {LEAST - 1} windows have told .* {LEAST} are needed"),
+    (seen(64, number=1), "too few", r"1 window has told something"),
+]
+
+
+@pytest.mark.parametrize(("norms", "verdict", "text"), TOLD)
+def test_the_report_says_which_batch_is_worth_having(norms: list[Norms], verdict: str, text: str) -> None:
+    """In a word for programs, and in sentences for people."""
+    report = reported(norms, {})
+    assert report.verdict == verdict
+    assert pytest.importorskip("re").search(text, str(report)), str(report)
+
+
+def test_what_is_recommended() -> None:
+    """The scale, where its order of magnitude is known; the present batch, where that is about right; else nothing."""
+    larger, right = reported(seen(1000), {}), reported(seen(64), {})
+    assert larger.recommended_batch == pytest.approx(1000, rel=0.3)
+    assert larger.recommended_steps == pytest.approx(125, rel=0.3)
+    assert right.recommended_batch == 64
+    assert right.recommended_steps == 8
+    assert reported(TOLD[3][0], {}).recommended_batch is None
+
+
+def test_the_model_behind_it() -> None:
+    """At a batch of the noise scale, twice the updates and twice the samples of the least; one for the other."""
+    report = reported(seen(100, batch=100.0), {})
+    assert report.scale is not None
+    assert report.updates(report.scale) == report.samples(report.scale) == 2.0
+    updates, samples = report.updates(17), report.samples(17)
+    assert updates is not None
+    assert samples is not None
+    assert (updates - 1) * (samples - 1) == pytest.approx(1.0)
+    assert reported([], {}).updates(8) is reported([], {}).samples(8) is None
+
+
+def test_an_end_that_is_open_is_said() -> None:
+    """Where the true gradient may be zero, the scale has a lower end only, and no batch is recommended."""
+    report = reported(seen(1e5, jitter=0.4, seed=1), {})
+    assert math.isinf(report.interval[1])
+    assert report.interval[0] > 0
+    assert report.recommended_batch is None
+    assert "at least" in str(report)
+
+
+def test_a_scale_that_changes_is_said() -> None:
+    """Two halves that contradict each other."""
+    report = reported([*seen(20), *seen(500)], {})
+    assert report.drift is not None
+    assert report.drift[0] == pytest.approx(20, rel=0.2)
+    assert report.drift[1] == pytest.approx(500, rel=0.3)
+    assert "The scale is changing" in str(report)
+    assert reported(seen(20, number=128), {}).drift is None
+
+
+@pytest.mark.parametrize("norms", [told[0] for told in TOLD] + [seen(0.5), [], seen(1e6)])
+def test_every_report_can_be_said(norms: list[Norms]) -> None:
+    """No sentence stumbles, whatever was seen."""
+    report = reported(norms, {"alone": 1, "sum": 2})
+    assert isinstance(report, NoiseReport)
+    assert "1 window told nothing" in str(report)
+    assert "nan" not in str(report)
+
+
+# Stop and go on; misuse.
+
+
+def test_it_goes_on_from_a_checkpoint() -> None:
+    """What was seen before comes back, through a file of plain numbers, and the rhythm goes on."""
+    before, after = (Training(steps=2, optimizer=still) for _ in range(2))
+    noise = GradientNoise(before.accumulator, every=2)
+    before.train(micro_batches([2] * 6))
+    saved = noise.state_dict()
+    resumed = GradientNoise(after.accumulator, every=2)
+    resumed.load_state_dict(saved)
+    assert resumed.state_dict() == {**saved, "seen": [pytest.approx(row) for row in saved["seen"]]}
+    for training in (before, after):
+        training.train(micro_batches([2] * 6))
+    assert len(resumed.state_dict()["seen"]) == len(noise.state_dict()["seen"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({}, r"not the state_dict\(\) of a GradientNoise"),
+        ([], r"not the state_dict\(\) of a GradientNoise"),
+        ({"version": 9, "windows": 0, "seen": [], "left_out": {}}, r"has version 9; this bigbatch reads version 1"),
+        ({"version": 1, "windows": 0, "seen": [[1.0]], "left_out": {}}, r"of a window four numbers"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(state: Any, text: str) -> None:
+    """And nothing is lost by it."""
+    training = Training(steps=2, optimizer=still)
+    noise = GradientNoise(training.accumulator, every=1)
+    training.train(micro_batches([2] * 4))
+    with pytest.raises(StateError, match=text):
+        noise.load_state_dict(state)
+    assert len(noise.state_dict()["seen"]) == 2
+
+
+def test_what_trains_nothing_is_refused() -> None:
+    """The optimizer is a likely slip."""
+    with pytest.raises(ConfigurationError, match=r"GradientNoise\(SGD\)(.|\n)*GradientNoise\(accumulator\)"):
+        GradientNoise(sgd(trained(mlp()())))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["every", "last"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
+def test_arguments_are_positive_integers(name: str, value: Any) -> None:
+    """Each is named with what was found."""
+    with pytest.raises(ConfigurationError, match=rf"{name} must be a positive integer; found {value!r}"):
+        GradientNoise(Training(steps=2).accumulator, **{name: value})
+
+
+def test_one_is_enough() -> None:
+    """A second one on the same training is refused, until the first has stopped."""
+    accumulator = Training(steps=2).accumulator
+    noise = GradientNoise(accumulator)
+    with pytest.raises(ConfigurationError, match=r"another GradientNoise measures this(.|\n)*noise.stop\(\)"):
+        GradientNoise(accumulator)
+    noise.stop()
+    noise.stop()
+    GradientNoise(accumulator)
+
+
+def test_sorted_samples_are_refused() -> None:
+    """A packed micro-batch is no random part of its batch."""
+    model = mlp()()
+    step = BigStep(model, sgd(trained(model)), PLAIN.loss, options=Options(lengths="mask"))
+    with pytest.raises(ConfigurationError, match=r"sorts samples by length(.|\n)*Options\(\)"):
+        GradientNoise(step)
+
+
+# On a GPU.
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("factory", [sgd, lambda p: torch.optim.AdamW(p, fused=True)], ids=["sgd", "adamw"])
+def test_a_look_waits_for_nothing(factory: OptimizerFactory) -> None:
+    """No host synchronisation before the report."""
+    from tests.test_cuda import syncs
+
+    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4)).cuda()
+    accumulator = Accumulator(model, factory(trained(model)), steps=3)
+    data = [(torch.randn(8, 10).cuda(), torch.randint(4, (8,)).cuda()) for _ in range(6)]
+
+    def train() -> None:
+        for inputs, labels in accumulator.over(data):
+            accumulator.backward(nn.functional.cross_entropy(model(inputs), labels))
+
+    train()
+    with syncs() as without:
+        train()
+    noise = GradientNoise(accumulator, every=1)
+    train()
+    torch.cuda.synchronize()
+    with syncs() as found:
+        train()
+    assert len(found) == len(without)
+    assert len(noise.state_dict()["seen"]) == 4
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("cuda_graph", [False, True])
+def test_a_big_step_is_seen_as_it_is_on_the_gpu(cuda_graph: bool) -> None:
+    """Launched or replayed, the numbers are those of plain torch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 4)).double().cuda()
+    batches = [(torch.randn(12, 10).double(), torch.randint(4, (12,))) for _ in range(4)]
+
+    def loss(model: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    options = Options(cuda_graph=cuda_graph)
+    step = BigStep(model, still(trained(model)), loss, micro_batch_size=4, options=options)
+    noise = GradientNoise(step, every=1)
+    for batch in batches:
+        step(batch)
+    for mine, (x, y) in zip(noise.state_dict()["seen"], batches, strict=True):
+        norms = []
+        for part_of in (slice(0, 4), slice(0, 12)):
+            model.zero_grad()
+            loss(model, (x[part_of].cuda(), y[part_of].cuda())).backward()
+            norms.append(sum(float(p.grad.square().sum()) for p in _got(model)))
+        assert mine == pytest.approx([norms[0], 4.0, norms[1], 12.0], rel=1e-10)
+        model.zero_grad()
