@@ -6,7 +6,7 @@ from audio_lm import AudioLM, codec_stream
 
 def main(accum=8):
     fabric = L.Fabric(precision="bf16-mixed", devices=1)
-    model, optimizer = AudioLM(), None
+    model = AudioLM()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     model, optimizer = fabric.setup(model, optimizer)
     stream = codec_stream(batch=2)
