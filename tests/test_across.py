@@ -852,9 +852,9 @@ def test_recomputing_holds_one_micro_batch_at_a_time() -> None:
     assert recomputed < 1.7 * one
 
 
-@pytest.mark.parametrize(("activations", "calls"), [("keep", 4), ("recompute", 8), ("auto", 8), ("offload", 4)])
+@pytest.mark.parametrize(("activations", "calls"), [("keep", 4), ("recompute", 7), ("auto", 7), ("offload", 4)])
 def test_how_often_a_model_runs(activations: str, calls: int) -> None:
-    """Twice where it is recomputed."""
+    """Twice where it is recomputed, but for the first micro-batch, whose backward comes first."""
     model = seeded(Wide)()
     options = Options(activations=activations, check=False)  # type: ignore[arg-type]
     step = BigStep(model, sgd(trained(model)), spread, micro_batch_size=2, options=options)
@@ -876,8 +876,9 @@ def test_recomputing_draws_the_same_numbers() -> None:
     step = BigStep(model, sgd(trained(model)), spread, micro_batch_size=3, options=options)
     step(rows(7, 0))
     # The first attempt found out that the loss asks, and was given up.
-    masks = [[mask for at, mask in model.masks[-6:] if at == number] for number in range(3)]
-    assert all(len(each) == 2 and torch.equal(*each) for each in masks)
+    masks = [[mask for at, mask in model.masks[-5:] if at == number] for number in range(3)]
+    assert [len(each) for each in masks] == [1, 2, 2]
+    assert all(torch.equal(*each) for each in masks[1:])
 
     class Given(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

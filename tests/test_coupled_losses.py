@@ -373,7 +373,8 @@ def test_recomputing_keeps_nothing_of_the_model_but_its_inputs() -> None:
         kept[activations] = sum(saved), len(forwards)
     assert kept["keep"][0] > 1000
     assert kept["keep"][1] == 4
-    assert kept["recompute"] == kept["auto"] == (20 * (16 + 12), 8)
+    # The first micro-batch, whose backward comes first, runs once.
+    assert kept["recompute"] == kept["auto"] == (kept["keep"][0] // 4, 7)
 
 
 def test_recomputing_is_refused_where_micro_batches_meet_inside_the_model() -> None:

@@ -130,7 +130,8 @@ def syncs() -> Iterator[list[str]]:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found += [str(w.message) for w in caught if "called a synchronizing" in str(w.message)]
+    told = [w for w in caught if "called a synchronizing" in str(w.message)]
+    found += [f"{w.message} in {w.filename}, line {w.lineno}" for w in told]
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])

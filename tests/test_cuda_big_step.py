@@ -135,6 +135,8 @@ def test_a_step_waits_for_no_stream_and_no_device(
     options = Options(cuda_graph=cuda_graph)
     step = BigStep(network, optimizer, loss, micro_batch_size=20 // micro_batches, clip_norm=1.0, options=options)
     host = [tuple(leaf.cpu() for leaf in batch) for batch in batches([20] * 3, torch.float32)]
+    for _, labels in host:
+        labels[0] = 0  # where the first micro-batch counts nothing, the device is asked whether the others do
     pinned = [tuple(leaf.pin_memory() for leaf in batch) for batch in host]
     for batch in (*host, *pinned):
         step(batch)
@@ -471,7 +473,7 @@ def test_packed_micro_batches_are_replayed_and_exact(loss: str, host: bool) -> N
     assert graphs._replays > graphs._launches > 0
 
 
-@pytest.mark.parametrize("kind", [Turning, AsBuffer, AsAttribute, InATuple, PutAside])
+@pytest.mark.parametrize("kind", [Turning, AsBuffer, AsAttribute, InATuple])
 def test_a_table_that_grows_is_seen_by_all_graphs(kind: type[nn.Module]) -> None:
     """It is made anew for a longer micro-batch, in the middle of a window: the replays after it read the new one."""
     mine, true = seeded(kind)().cuda(), seeded(kind)().cuda()
@@ -491,9 +493,12 @@ def test_a_table_that_grows_is_seen_by_all_graphs(kind: type[nn.Module]) -> None
 
 
 @pytest.mark.filterwarnings("ignore:this model cannot be captured")
-@pytest.mark.parametrize("kind", [OfTheLatestWidth, ByWidth])
+@pytest.mark.parametrize("kind", [OfTheLatestWidth, ByWidth, PutAside])
 def test_a_table_that_a_capture_has_made_is_not_used(kind: type[nn.Module]) -> None:
-    """It was never computed: what is launched after the capture was refused reads another."""
+    """It was never computed: what is launched after the capture was refused reads another.
+
+    An activation that is put aside with its graph keeps that of the leaves on the stream it was made on, too.
+    """
     mine, true = seeded(kind)().cuda(), seeded(kind)().cuda()
     optimizer = OPTIMIZERS["sgd"](trained(true))
     options = Options(lengths="mask", token_budget=32, cuda_graph=True)

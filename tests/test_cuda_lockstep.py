@@ -230,6 +230,9 @@ def test_a_window_in_lock_step_waits_for_nothing(activations: str, monkeypatch: 
     """After the first windows no operation makes the host wait for the device."""
     monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
     network = residual(dtype=torch.float32)
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.momentum is None:
+            module.momentum = 0.1  # torch itself waits for the device to know how many batches there were
     step = BigStep(
         network,
         torch.optim.SGD(network.parameters(), lr=0.1),

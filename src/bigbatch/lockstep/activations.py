@@ -8,7 +8,7 @@ beside the computation and fetched ahead of it in backward (`offloading.py`).
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.crew import Worker, current
 from bigbatch.micro_steps.restoring import Buffers
 
 
@@ -25,17 +25,27 @@ class MeetsInside(ConfigurationError):
     """Micro-batches meet inside of a model that is to be recomputed."""
 
 
+class Calls(Protocol):
+    """Makes the calls of a window's models."""
+
+    def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, *given: Any) -> Any:
+        """Call a model with positional and named arguments."""
+
+
 @contextmanager
-def recomputing(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Have the calls of these models keep nothing but their inputs, and run again in backward."""
+def recomputing(models: Sequence[nn.Module], calls: Calls | None) -> Iterator[None]:
+    """Have the calls of these models keep nothing but their inputs, and run again in backward.
+
+    `calls` makes them, where it can; torch's own checkpoint where there is none.
+    """
     with ExitStack() as stack:
         for model in models:
-            stack.enter_context(_checkpointed(model))
+            stack.enter_context(_recomputed(model, calls))
         yield
 
 
 @contextmanager
-def _checkpointed(model: nn.Module) -> Iterator[None]:
+def _recomputed(model: nn.Module, calls: Calls | None) -> Iterator[None]:
     plain: Callable[..., Any] = model.forward
     was_set = "forward" in vars(model)
 
@@ -43,6 +53,8 @@ def _checkpointed(model: nn.Module) -> Iterator[None]:
         worker = current()
         if worker is None or worker.notes.get("recomputing") or not torch.is_grad_enabled():
             return plain(*arguments, **named)
+        if calls is not None:
+            return calls.call(model, plain, worker, arguments, named)
 
         runs = count()
 
@@ -84,13 +96,13 @@ def saved_bytes(run: Callable[[], object], models: Sequence[nn.Module], device: 
     own = {p.untyped_storage()._cdata for model in models for p in (*model.parameters(), *model.buffers())}  # noqa: SLF001 - as multiprocessing has it
     found: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> Tensor:  # without its graph: an operation that held its own result would never go
         storage = tensor.untyped_storage()
         if tensor.device == device and storage._cdata not in own:  # noqa: SLF001
             found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # noqa: SLF001
-        return tensor
+        return tensor.detach()
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors_hooks(pack, lambda packed: packed):
         kept = run()
     del kept
     return sum(size for _, size in found.values())

@@ -111,7 +111,7 @@ class _Local(NamedTuple):
     """One micro-batch's statistics."""
 
     mean: Tensor
-    variance: Tensor
+    spread: Tensor  # the variance; on a device the inverse of its root, as the kernel gives it
     number: int  # values of each channel
     running: _Running | None
 
@@ -158,7 +158,7 @@ class _BatchNorm(torch.autograd.Function):
         below = None
         if needs_x:
             name = f"the backward of {ctx.title}"
-            total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), _only, _both)
+            total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), _added)
             below = _below(above, x, mean, inverse_std, weight, total, with_x, ctx.number)
         own_weight = sums.weight if weight is not None and needs_weight else None
         own_bias = sums.bias if needs_bias else None
@@ -177,8 +177,7 @@ class _Sums(NamedTuple):
 def _local(x: Tensor, running: _Running | None) -> _Local:
     number = x.numel() // max(x.shape[1], 1)
     if x.is_cuda and number:
-        mean, inverse = torch.batch_norm_stats(x, 0.0)  # eps = 0: the variance comes back without cancellation
-        return _Local(mean, torch.where(inverse == 0, 0, inverse.square().reciprocal()), number, running)
+        return _Local(*torch.batch_norm_stats(x, 0.0), number, running)  # eps = 0: it can be turned back
     variance, mean = torch.var_mean(_wide(x), _but_channels(x), correction=0)
     return _Local(mean, variance, number, running)
 
@@ -193,7 +192,8 @@ def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
     if not used:  # a rehearsal of nothing
         return _Pooled(torch.zeros_like(parts[0].mean), torch.ones_like(parts[0].mean), 1)
     means = torch.stack([part.mean for part in used]).double()
-    variances = torch.stack([part.variance for part in used]).double()
+    spreads = torch.stack([part.spread for part in used]).double()
+    variances = torch.where(spreads == 0, 0, spreads.square().reciprocal()) if means.is_cuda else spreads
     shares = _shares(tuple(part.number for part in used), means.device)
     mean = (shares * means).sum(0)
     variance = (shares * (variances + (means - mean).square())).sum(0)
@@ -268,12 +268,10 @@ def _below(  # noqa: PLR0917 - a formula
     return result.to(above.dtype)
 
 
-def _both(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return one[0] + other[0], one[1] + other[1]
-
-
-def _only(values: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    return values[0]
+def _added(values: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Add up all at once: a few kernels for a meeting, instead of some for each micro-batch."""
+    first, second = (torch.stack(column).sum(0) for column in zip(*values, strict=True))
+    return first, second
 
 
 def _detached(parameter: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from bigbatch.errors import PathsDiffer
 from bigbatch.lockstep.carrying import Carried
+from bigbatch.lockstep.one_core import start_engine, stay_on, this_processor
 
 _GLANCE = 0.1  # seconds
 Result = TypeVar("Result")
@@ -57,6 +58,9 @@ class Worker:
         With `fold` each value is put into those before as it comes, so that only one is kept.
         """
         self.meetings += 1
+        leave: Callable[[], None] | None = self.notes.get("leaving")
+        if leave is not None:
+            leave()
         box = [value]
         del value  # where it is folded into others, nobody keeps it
         found: Result = self._round.meet(self.number, name, box, combine, fold)
@@ -153,6 +157,10 @@ class _Round:
         self._failure: BaseException | None = None
         self._alike = True  # whether all that have come are at the same meeting
         self._over = self._begun = False
+        self._processor: int | None = None
+        if carried.stream is not None and len(tasks) > 1:
+            start_engine()
+            self._processor = this_processor()
         self._turn = -1  # whose it is to run
         self._finished = threading.Lock()
         self._finished.acquire()
@@ -247,6 +255,7 @@ class _Round:
             self._begun = True
             self._seats[number].job = None
             _here.worker = Worker(self, number)
+            stay_on(self._processor)
             try:
                 if self._failure is None:
                     with self._carried.there():

@@ -136,7 +136,8 @@ class Offload:
         whose = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - weight.t()
         is_weight = isinstance(whose, nn.Parameter) or (whose.is_leaf and whose.requires_grad)
         if size < _WORTH_MOVING or is_weight or tensor.device != self._device or not _is_dense(tensor):
-            return _Kept(tensor, tensor._version)  # noqa: SLF001 - torch looks at it itself where there are no hooks
+            # Without its graph: an operation that held its own result would not go before its backward.
+            return _Kept(tensor.detach(), tensor._version)  # noqa: SLF001 - torch looks at it itself without hooks
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)  # noqa: SLF001 - as torch.multiprocessing has it
         if known is None or known[0].expired():

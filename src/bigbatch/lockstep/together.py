@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from bigbatch import checks
 from bigbatch.errors import OutOfMemory, UnreadableLoss
 from bigbatch.lockstep.activations import MeetsInside, recomputing, saved_bytes
+from bigbatch.lockstep.again import Calls, RunsDiffer
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.carrying import Carried
 from bigbatch.lockstep.crew import Crew, Worker, current
@@ -19,6 +20,7 @@ from bigbatch.lockstep.numbers import Streams
 from bigbatch.lockstep.offloading import Offload
 from bigbatch.lockstep.renewing import Recipes, activations_known
 from bigbatch.lockstep.sharing import refuse_changed
+from bigbatch.lockstep.workspaces import workspaces_given_back
 from bigbatch.memory.budget import human
 from bigbatch.memory.host import host_available, resident
 from bigbatch.micro_steps.restoring import devices_of, untouched
@@ -42,6 +44,8 @@ class Together:
         self._seen_once: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
         self._inside = False  # whether micro-batches meet inside the model
         self._recomputed = False  # whether the latest window was to run it again
+        self._valued = True  # whether its first run can do without saving anything
+        self._compared = False  # whether its second run has been seen to give what the first gave
         self._tight = False  # whether keeping all activations has been too much
         self._offload: Offload | None = None
         self._waiting: float | None = None  # bytes of a sample's activations
@@ -54,8 +58,14 @@ class Together:
             offload = self._offload = self._offload or Offload(self._device)
         around: AbstractContextManager[None] = nullcontext()
         self._recomputed = activations == "recompute"
+        saves_memory = activations != "keep" and self._device.type == "cuda"
+        leaving = workspaces_given_back() if saves_memory else None
+        calls: Calls | None = None
+        if self._recomputed and self._valued:
+            own = frozenset(map(id, window.gradients.parameters))
+            calls = Calls(lambda: self._runner.wanted(window), own, comparing=not self._compared)
         if self._recomputed:
-            around = recomputing(self._models)
+            around = recomputing(self._models, calls)
         elif offload is not None:
             around = offload.window()
 
@@ -72,6 +82,8 @@ class Together:
             backwards = worker.meet("the end of forward", (loss, terms), turn)
             del loss, terms
             backwards.pop(worker.number)()
+            if leaving is not None:
+                leaving()
             return extra
 
         def turn(found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
@@ -83,7 +95,9 @@ class Together:
 
         with around, ExitStack() as spared:
             recipes = offload.recipes if offload is not None else None
-            return self._side_by_side([task] * len(sizes), sizes, recipes=recipes)
+            extras = self._side_by_side([task] * len(sizes), sizes, recipes=recipes, leaving=leaving)
+        self._compared = self._compared or calls is not None
+        return extras
 
     def each(
         self, evaluate: Callable[[Any], Result], micro_batches: Sequence[Any], sizes: Sequence[int]
@@ -107,11 +121,19 @@ class Together:
 
     def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
+        same_again = isinstance(error, MeetsInside | RunsDiffer)  # torch's own way of running again would find the same
+        if self._recomputed and self._valued and not out_of_memory and not same_again:
+            self._valued = not isinstance(error, Exception)  # what is the user's own error comes once more
+            return not self._valued
         if self._given != "auto":
             return False
         # A model's own loss is in what is run again, so its count cannot be read without running it; and a model that
         # changes its input cannot run again. What is the user's own error comes once more.
-        if self._recomputed and not self._inside and isinstance(error, MeetsInside | UnreadableLoss | RuntimeError):
+        if (
+            self._recomputed
+            and not self._inside
+            and isinstance(error, MeetsInside | RunsDiffer | UnreadableLoss | RuntimeError)
+        ):
             self._inside = not out_of_memory
             return self._inside
         if out_of_memory and not self._tight and self._device.type == "cuda":
@@ -176,12 +198,14 @@ class Together:
         sizes: Sequence[int],
         *,
         recipes: Recipes | None = None,
+        leaving: Callable[[], None] | None = None,
     ) -> list[Result]:
         notes: dict[str, Any] = {
             "sizes": tuple(sizes),
             "seen once": self._seen_once,
             "norms": norms_of(self._models),
             "recipes": recipes,
+            "leaving": leaving,
         }
         if len(tasks) == 1:
             with batch_norm_met():

@@ -112,6 +112,10 @@ class Runner:
         window.check()
         return window.add_together(found, only_own=self._admission.only_own)
 
+    def wanted(self, window: Window) -> tuple[Tensor, ...] | None:
+        """Return whose gradients a backward is for; None where it cannot choose."""
+        return window.gradients.leaves if self._admission.only_own else None
+
     def sparing_others(self) -> AbstractContextManager[None]:
         """Leave parameters alone that are not the optimizers'."""
         return self._admission.sparing_others()

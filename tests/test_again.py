@@ -1,0 +1,344 @@
+"""Models that run twice, the first time without a graph: where that is right it is done, elsewhere it is not."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import BigStep, Options, across
+from bigbatch.errors import LossError
+from tests.reference import distance, sgd, trained, weights
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class Features(nn.Module):
+    """Says more than it returns."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.log_scale = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("seen", torch.zeros(()))
+        self.aside: Any = None
+        self.condition: Any = None
+        self.drop = 0.0
+        self.masks: list[Tensor] = []
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
+        """Run."""
+        hidden = torch.tanh(self.one(x))
+        condition = self.condition if condition is None else condition
+        if condition is not None:
+            hidden = hidden + condition
+        self.aside = hidden
+        self.seen.add_(len(x))
+        return self.two(hidden)
+
+
+class Many(Features):
+    """Returns structures: one thing twice, a parameter, its input, an integer and something without gradient."""
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
+        """Run."""
+        out = super().forward(x, condition)
+        return {
+            "out": out,
+            "nested": (out, [self.log_scale, x]),
+            "scale": self.log_scale.exp(),
+            "fixed": out.detach() * 2,
+            "best": out.argmax(1),
+            "nothing": None,
+            "name": "many",
+        }
+
+
+class Hidden:
+    """Something that no one looks into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class Wrapped(Features):
+    """Returns something that no one looks into."""
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
+        """Run."""
+        return Hidden(super().forward(x, condition))
+
+
+class Changing(Features):
+    """Changes what it is given, here a copy of the batch."""
+
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
+        """Run."""
+        return super().forward(x.mul_(2), condition)
+
+
+def centred(out: Tensor) -> Tensor:
+    """A loss of all samples."""
+    return across.mean((out - across.mean(out.mean(0))).pow(2).mean()).sqrt()
+
+
+def by_result(model: Any, x: Tensor) -> Tensor:
+    """What the model returns."""
+    return across.once(centred(model(x)))
+
+
+def by_structure(model: Any, x: Tensor) -> Tensor:
+    """Several things that it returns."""
+    found = model(x)
+    nested, (parameter, given) = found["nested"]
+    value = found["scale"] * centred(nested + 0.1 * found["fixed"]) + parameter * across.mean(given.mean())
+    return across.once(value)
+
+
+def by_hidden(model: Any, x: Tensor) -> Tensor:
+    """What is in a thing that it returns."""
+    return across.once(centred(model(x).value))
+
+
+def by_what_was_put_aside(model: Any, x: Tensor) -> Tensor:
+    """What it returns and what it has put aside."""
+    out, aside = model(x), model.aside
+    return across.once(centred(out) + centred(aside))
+
+
+def by_what_was_put_aside_alone(model: Any, x: Tensor) -> Tensor:
+    """Only what it has put aside."""
+    model(x)
+    return across.once(centred(model.aside))
+
+
+def by_hook(model: Any, x: Tensor) -> Tensor:
+    """What it returns, by a hook."""
+    latest = []
+    handle = model.two.register_forward_hook(lambda *given: latest.append(given[2]))
+    out = model(x)
+    handle.remove()
+    return across.once(centred(latest[0] + out))
+
+
+def by_two_calls(model: Any, x: Tensor) -> Tensor:
+    """Two runs."""
+    one, other = model(x), model(x.flip(1))
+    return across.once(centred(one) + centred(one * other))
+
+
+def by_changed_result(model: Any, x: Tensor) -> Tensor:
+    """A result that is changed in place."""
+    out = model(x)
+    out += 1
+    return across.once(centred(out))
+
+
+def by_given_condition(model: Any, x: Tensor) -> Tensor:
+    """An input with a gradient."""
+    return across.once(centred(model(x, torch.sin(model.one.bias))))
+
+
+def by_condition_on_the_model(model: Any, x: Tensor) -> Tensor:
+    """An input that is not given as one."""
+    model.condition = torch.sin(model.one.bias)
+    try:
+        out = model(x)
+    finally:
+        model.condition = None
+    return across.once(centred(out))
+
+
+def by_parameter(model: Any, x: Tensor) -> Tensor:
+    """What it returns, and parameters."""
+    return across.once(centred(model(x)) + model.log_scale.exp() + model.two.weight.pow(2).sum())
+
+
+CASES: dict[str, tuple[type[Features], Loss, bool]] = {
+    "result": (Features, by_result, True),
+    "structure": (Many, by_structure, True),
+    "two calls": (Features, by_two_calls, True),
+    "changed result": (Features, by_changed_result, True),
+    "a condition that is given": (Features, by_given_condition, True),
+    "parameters beside it": (Features, by_parameter, True),
+    "something hidden": (Wrapped, by_hidden, False),
+    "put aside": (Features, by_what_was_put_aside, False),
+    "put aside alone": (Features, by_what_was_put_aside_alone, False),
+    "by a hook": (Features, by_hook, False),
+}
+
+
+def made(kind: type[Features]) -> Features:
+    """Return the same model every time."""
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def rows(number: int) -> Tensor:
+    """Return a batch."""
+    return torch.randn(11, 4, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+
+
+def step_of(model: nn.Module, loss: Loss) -> BigStep:
+    """Return a step that runs the model again."""
+    options = Options(activations="recompute", check=False)
+    return BigStep(model, sgd(trained(model)), loss, micro_batch_size=3, options=options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_big_batch_whatever_a_loss_hangs_on(name: str) -> None:
+    """The short way is taken where it is right, and left where it is not; buffers move once for each micro-batch."""
+    kind, loss, short = CASES[name]
+    mine, true = made(kind), made(kind)
+    optimizer, step = sgd(trained(true)), step_of(mine, loss)
+    for number in range(3):
+        update = step(rows(number))
+        optimizer.zero_grad()
+        value = loss(true, rows(number))
+        value.backward()
+        optimizer.step()
+        assert distance(weights(mine), weights(true)) <= 1e-12
+        assert abs(float(update.loss) - float(value.detach())) <= 1e-12
+    assert step._together._valued is short
+    assert mine.seen == true.seen
+    assert "forward" not in vars(mine)
+
+
+def test_a_model_that_changes_its_input_is_not_run_again() -> None:
+    """Neither way can: torch's own checkpoint says so."""
+    step = step_of(made(Changing), lambda model, x: by_result(model, x * 1))
+    with pytest.raises(RuntimeError, match="inplace"):
+        step(rows(0))
+
+
+def test_a_condition_that_is_gone_when_a_model_runs_again_is_refused() -> None:
+    """Both runs are compared in the first window; where it may be chosen, activations are kept."""
+    model = made(Features)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(LossError, match=r"(?s)other values when it was run again.*model\(x, condition\)"):
+        step_of(model, by_condition_on_the_model)(rows(0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    true = made(Features)
+    step = BigStep(
+        model, sgd(trained(model)), by_condition_on_the_model, micro_batch_size=3, options=Options(check=False)
+    )
+    step(rows(0))
+    optimizer = sgd(trained(true))
+    by_condition_on_the_model(true, rows(0)).backward()
+    optimizer.step()
+    assert distance(weights(model), weights(true)) <= 1e-12
+
+
+def test_a_loss_that_hangs_on_the_inside_later() -> None:
+    """Every window is looked at, not the first alone."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        out, aside = model(x), model.aside
+        return across.once(centred(out) + (centred(aside) if late else 0.0))
+
+    mine, true = made(Features), made(Features)
+    optimizer, step = sgd(trained(true)), step_of(mine, loss)
+    for number in range(4):
+        late = number > 1
+        step(rows(number))
+        assert step._together._valued is not late
+        optimizer.zero_grad()
+        loss(true, rows(number)).backward()
+        optimizer.step()
+        assert distance(weights(mine), weights(true)) <= 1e-12
+
+
+def test_hooks_of_parameters_see_gradients_alone() -> None:
+    """None of them is called for nothing, and each micro-batch's gradient comes by."""
+    mine, true = made(Features), made(Features)
+    seen: list[Tensor] = []
+    mine.one.weight.register_hook(seen.append)
+    step_of(mine, by_result)(rows(0))
+    by_result(true, rows(0)).backward()
+    assert len(seen) >= 4
+    assert all(isinstance(each, Tensor) for each in seen)
+    assert true.one.weight.grad is not None
+    assert distance([torch.stack(seen[-4:]).sum(0)], [true.one.weight.grad]) <= 1e-12
+
+
+def test_where_every_parameter_has_a_hook() -> None:
+    """None is left to stand for the model."""
+    mine, true = made(Features), made(Features)
+    for parameter in mine.parameters():
+        parameter.register_hook(lambda gradient: gradient * 1)
+    step = step_of(mine, by_result)
+    step(rows(0))
+    assert not step._together._valued
+    optimizer = sgd(trained(true))
+    by_result(true, rows(0)).backward()
+    optimizer.step()
+    assert distance(weights(mine), weights(true)) <= 1e-12
+
+
+def test_only_the_optimizers_parameters_get_gradients() -> None:
+    """Others of the same model are left alone."""
+    model = made(Features)
+    step = BigStep(
+        model,
+        sgd(list(model.two.parameters())),
+        by_result,
+        micro_batch_size=3,
+        options=Options(activations="recompute", check=False),
+    )
+    for number in range(2):
+        step(rows(number))
+    assert step._together._valued
+    assert model.one.weight.grad is None
+
+
+def test_autocast_inside_the_loss_holds_in_both_runs() -> None:
+    """Results have its precision, and copies of weights are no one else's."""
+    inside: list[torch.dtype] = []
+
+    class Asking(Features):
+        def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
+            found = super().forward(x, condition)
+            inside.append(found.dtype)
+            return found
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(x.float())
+        return across.once(centred(out.float()))
+
+    torch.manual_seed(0)
+    mine = Asking()
+    true = copy.deepcopy(mine)
+    step = step_of(mine, loss)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        step(rows(0))
+    assert step._together._valued
+    assert set(inside) == {torch.bfloat16}
+    optimizer = sgd(trained(true))
+    loss(true, rows(0)).backward()
+    optimizer.step()
+    assert distance(weights(mine), weights(true)) <= 3e-2
+    assert distance(weights(mine), weights(true)) > 0
+
+
+def test_an_error_of_the_users_own_comes_out() -> None:
+    """After one more try, and nothing is changed."""
+    calls: list[int] = []
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) > 2:
+            raise ValueError("mine")
+        return by_result(model, x)
+
+    model = made(Features)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="mine"):
+        step_of(model, loss)(rows(0))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert F.relu is torch.nn.functional.relu
