@@ -1,0 +1,88 @@
+"""From a file to its findings."""
+
+import ast
+from collections.abc import Collection
+
+from bigbatch.lint.finding import Finding
+from bigbatch.lint.loops.assembling import training_loops
+from bigbatch.lint.noqa import read_noqa
+from bigbatch.lint.reading.program import survey
+from bigbatch.lint.reading.roots import read_program
+from bigbatch.lint.rules import RULES, UNREADABLE
+from bigbatch.lint.rules.rule import Hit, Rule, Script
+from bigbatch.lint.sources import Source
+
+DEFAULT = frozenset(rule.code for rule in RULES.values() if rule.on)
+# A file without any of these words holds no training loop, and is parsed but not read.
+_WORDS = ("backward", "accumulate_grad_batches", "gradient_accumulation_steps", "training_step", "compute_loss")
+
+
+def check(source: Source, chosen: Collection[str] = DEFAULT) -> list[Finding]:
+    """Return what the chosen rules find in a file, sorted, without what its comments silence."""
+    hits = [(RULES[code], hit) for code, hit in _hits(source, chosen)]
+    findings = {_finding(source, rule, hit) for rule, hit in hits}
+    if UNREADABLE.code in chosen:
+        findings |= {_unreadable(source, why.line, why.column, why.why) for why in source.unreadable}
+    return sorted(_not_silenced(source, findings))
+
+
+def read_script(tree: ast.Module) -> Script:
+    """Return a file as the rules see it."""
+    program = survey(tree)
+    return Script(program, tuple(loop for story in read_program(program) for loop in training_loops(story)))
+
+
+def _hits(source: Source, chosen: Collection[str]) -> list[tuple[str, Hit]]:
+    if not any(word in source.text for word in _WORDS):
+        return []
+    try:
+        script = read_script(source.tree)
+        return [(code, hit) for code in chosen for hit in RULES[code].check(script)]
+    except RecursionError:
+        nowhere = ast.Pass(lineno=1, col_offset=0, end_lineno=1)
+        return [(UNREADABLE.code, Hit(nowhere, "cannot be read: it is nested too deeply"))]
+
+
+def _finding(source: Source, rule: Rule, hit: Hit) -> Finding:
+    first, column = getattr(hit.node, "lineno", 1), getattr(hit.node, "col_offset", 0) + 1
+    last = _last_line(hit.node)
+    cell, line = source.place(first)
+    return Finding(
+        source.path, cell, line, column, rule.code, rule.slug, rule.severity, hit.message, rule.remedy, line + last - first
+    )
+
+
+def _last_line(node: ast.AST) -> int:
+    """Return where a statement ends; of one that holds others, its head."""
+    body = getattr(node, "body", None)
+    if isinstance(body, list) and body:
+        head = getattr(node, "test", None) or getattr(node, "iter", None)
+        return getattr(head, "end_lineno", None) or getattr(node, "lineno", 1)
+    return getattr(node, "end_lineno", None) or getattr(node, "lineno", 1)
+
+
+def _unreadable(source: Source, first: int, column: int, why: str) -> Finding:
+    cell, line = source.place(first)
+    message = f"cannot be read: {why}"
+    rule = UNREADABLE
+    return Finding(source.path, cell, line, column, rule.code, rule.slug, rule.severity, message, rule.remedy, line)
+
+
+def _not_silenced(source: Source, findings: set[Finding]) -> list[Finding]:
+    silenced = read_noqa(source.text) if findings else None
+    if silenced is None:
+        return []
+    kept = []
+    for finding in findings:
+        offset = _line_of(source, finding) - finding.line
+        if not silenced.silences(finding.code, finding.line + offset, finding.end_line + offset):
+            kept.append(finding)
+    return kept
+
+
+def _line_of(source: Source, finding: Finding) -> int:
+    """Return a finding's line in the text that was parsed."""
+    if source.notebook is None:
+        return finding.line
+    cell = next(cell for cell in source.notebook.cells if cell.number == finding.cell)
+    return cell.first_line + finding.line - 1

@@ -1,0 +1,96 @@
+"""What assignments do: names stand for something else, and some of them touch gradients or keep a loss alive."""
+
+import ast
+from dataclasses import replace
+
+from bigbatch.lint.reading.arithmetic import combine
+from bigbatch.lint.reading.events import Kind
+from bigbatch.lint.reading.expressions import value_of
+from bigbatch.lint.reading.places import Place
+from bigbatch.lint.reading.program import dotted
+from bigbatch.lint.reading.things import Computed, Role, Thing
+from bigbatch.lint.reading.values import Number, Several, Unknown, Value
+from bigbatch.lint.reading.vocabulary import role_of_name
+from bigbatch.lint.reading.walk import Walk, by_name
+
+_SYNC = "require_backward_grad_sync"
+_BY_NAME = {Role.OPTIMIZER, Role.SCHEDULER, Role.SCALER, Role.MODEL, Role.CRITERION, Role.MASK}
+
+
+def assign(walk: Walk, target: ast.expr, value: Value, source: ast.expr) -> None:
+    """Let a target stand for a value."""
+    if isinstance(target, ast.Tuple | ast.List):
+        for place, part in enumerate(target.elts):
+            assign(walk, part, _part(value, place, len(target.elts)), source)
+        return
+    if isinstance(target, ast.Starred):
+        assign(walk, target.value, Unknown(), source)
+        return
+    text = dotted(target)
+    if isinstance(target, ast.Attribute):
+        _note_attribute(walk, target, source)
+    if not text:
+        return
+    _note_sum(walk, target, text, value, source)
+    walk.carried.discard(text)
+    walk.scope.set(text, _named(text, value))
+
+
+def _part(value: Value, place: int, of: int) -> Value:
+    if isinstance(value, Several):
+        return value.items[place] if place < len(value.items) else Unknown()
+    if isinstance(value, Computed):
+        return replace(value, origins=frozenset({f"{place} of {of} of {sorted(map(str, value.origins))}"}))
+    return Unknown()
+
+
+def _named(text: str, value: Value) -> Value:
+    """Return a value under its new name; where nothing is known of it, the name may tell."""
+    if isinstance(value, Number) and not value.text.startswith("len("):
+        atoms = value.atoms | ({value.text} if value.atoms else frozenset()) | {text}
+        return replace(value, text=text, value=value.known, plus=0, atoms=atoms) if value.known is not None or not value.plus else value  # noqa: E501
+    if isinstance(value, Thing):
+        return replace(value, text=text) if value.role not in {Role.CONTEXT, Role.GRADIENT} else value
+    role = role_of_name(text)
+    blank = isinstance(value, Unknown) or (isinstance(value, Computed) and value.reduction == "?" and not value.most)
+    if role in _BY_NAME and role is not None and blank:
+        return Thing(role, text)
+    if isinstance(value, Unknown) and not value.text:
+        return by_name(text) if isinstance(by_name(text), Computed) else Unknown(text)
+    return value
+
+
+def _note_attribute(walk: Walk, target: ast.Attribute, source: ast.expr) -> None:
+    """Note what setting an attribute does to gradients."""
+    if target.attr == "grad":
+        cleared = isinstance(source, ast.Constant) and source.value is None
+        walk.emit(Kind.ZERO if cleared else Kind.RESCALE, target, subject=dotted(target.value))
+    elif target.attr == _SYNC:
+        walk.emit(Kind.SYNC, target, subject=dotted(target.value))
+
+
+def _note_sum(walk: Walk, target: ast.expr, text: str, value: Value, source: ast.expr) -> None:
+    """Note `total = total + loss`, which keeps the graph of every loss."""
+    if not isinstance(source, ast.BinOp) or not isinstance(source.op, ast.Add) or not isinstance(value, Computed):
+        return
+    if text in {dotted(source.left), dotted(source.right)} and not value.detached:
+        walk.emit(Kind.KEEP, target, loss=value, subject=text)
+
+
+def augment(walk: Walk, node: ast.AugAssign) -> None:
+    """Carry out `x += y` and its like."""
+    value = value_of(walk, node.value)
+    text = dotted(node.target)
+    if isinstance(node.target, ast.Attribute) and node.target.attr == "grad":
+        walk.emit(Kind.RESCALE, node)
+        return
+    before = (walk.scope.find(text) or by_name(text)) if text else value_of(walk, node.target)
+    if isinstance(before, Thing) and before.role is Role.GRADIENT:
+        walk.emit(Kind.RESCALE, node)
+        return
+    if isinstance(node.op, ast.Add) and isinstance(value, Computed) and not value.detached:
+        walk.emit(Kind.KEEP, node, loss=value, subject=text or ast.unparse(node.target))
+        value = replace(value, origins=value.origins | {id(node)})
+    after = combine(walk, node, before, value)
+    if text:
+        walk.scope.set(text, after if isinstance(after, Computed | Number | Place) else Unknown(text))

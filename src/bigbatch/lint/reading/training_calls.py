@@ -1,0 +1,189 @@
+"""Calls that do something to gradients: backward, step, zero_grad, clipping, scaling, scheduling, synchronising."""
+
+import ast
+from collections.abc import Callable
+from dataclasses import replace
+
+from bigbatch.lint.reading.calls import Called
+from bigbatch.lint.reading.conditions import Condition
+from bigbatch.lint.reading.events import Kind, Via
+from bigbatch.lint.reading.scopes import Function
+from bigbatch.lint.reading.things import Computed, Role, Thing
+from bigbatch.lint.reading.values import Number, Several, Unknown, Value
+from bigbatch.lint.reading.walk import Walk
+
+_VIAS = {Role.SCALER: Via.SCALER, Role.ACCELERATOR: Via.ACCELERATE, Role.FABRIC: Via.FABRIC, Role.ENGINE: Via.ENGINE}
+
+
+def training_call(walk: Walk, called: Called) -> Value | None:
+    """Note what a call does to gradients; None if it is none of these."""
+    if "clip_grad" in called.name:
+        subject = called.on if isinstance(called.node.func, ast.Attribute) else ""
+        walk.emit(Kind.CLIP, called.node, via=_via(called), subject=subject)
+        return Unknown()
+    handler = _HANDLERS.get(called.name)
+    return handler(walk, called) if handler is not None else None
+
+
+def _role(value: Value | None) -> Role | None:
+    return value.role if isinstance(value, Thing) else None
+
+
+def _via(called: Called) -> Via:
+    role = _role(called.receiver)
+    return _VIAS.get(role, Via.TORCH) if role is not None else Via.TORCH
+
+
+def _backward(walk: Walk, called: Called) -> Value | None:
+    role, via = _role(called.receiver), _via(called)
+    given = called.first()
+    if via is Via.ENGINE or (role is None and not isinstance(called.receiver, Computed) and isinstance(given, Computed)):
+        if not called.full.startswith("torch."):
+            walk.emit(Kind.BACKWARD, called.node, via=Via.ENGINE, subject=called.on, divides=None)
+            return Unknown()
+    if via in {Via.ACCELERATE, Via.FABRIC} or called.full.startswith("torch."):
+        divides, by = _accelerator_divides(called.receiver) if via is Via.ACCELERATE else (False, None)
+        walk.emit(Kind.BACKWARD, called.node, via=via, loss=_loss(given), divides=divides, divides_by=by)
+    elif role is not None:
+        walk.emit(Kind.BACKWARD, called.node, via=Via.ENGINE, subject=called.on, divides=None)
+    else:
+        loss = _loss(called.receiver)
+        walk.emit(Kind.BACKWARD, called.node, via=Via.SCALER if loss.amp else Via.TORCH, loss=loss)
+    return Unknown()
+
+
+def _manual_backward(walk: Walk, called: Called) -> Value:
+    walk.emit(Kind.BACKWARD, called.node, loss=_loss(called.first()))
+    return Unknown()
+
+
+def _accelerator_divides(accelerator: Value | None) -> tuple[bool | None, Number | None]:
+    """Accelerate divides by the steps it was made with; if that was not seen, nobody knows."""
+    if not isinstance(accelerator, Thing) or accelerator.node is None:
+        return None, None
+    steps = accelerator.steps
+    return steps is not None and steps.known != 1, steps
+
+
+def _loss(value: Value | None) -> Computed:
+    if isinstance(value, Computed):
+        return value
+    return Computed(frozenset({value.text if isinstance(value, Unknown | Thing) else id(value)}))
+
+
+def _step(walk: Walk, called: Called) -> Value | None:
+    role = _role(called.receiver)
+    if role is Role.SCALER:
+        walk.emit(Kind.STEP, called.node, via=Via.SCALER, subject=called.first_text())
+    elif role in {Role.OPTIMIZER, Role.ENGINE}:
+        closure = called.first()
+        if isinstance(closure, Function):
+            walk.enter(closure, (), {})
+        walk.emit(Kind.STEP, called.node, via=_via(called), subject=called.on)
+    elif role is Role.SCHEDULER:
+        walk.emit(Kind.SCHEDULER, called.node, subject=called.on)
+    else:
+        return None
+    return Unknown()
+
+
+def _zero_grad(walk: Walk, called: Called) -> Value:
+    walk.emit(Kind.ZERO, called.node, via=_via(called), subject=called.on)
+    return Unknown()
+
+
+def _unscale(walk: Walk, called: Called) -> Value:
+    walk.emit(Kind.UNSCALE, called.node, via=_via(called), subject=called.first_text())
+    return Unknown()
+
+
+def _update(walk: Walk, called: Called) -> Value | None:
+    if _role(called.receiver) is not Role.SCALER:
+        return None
+    walk.emit(Kind.UPDATE, called.node, via=Via.SCALER, subject=called.on)
+    return Unknown()
+
+
+def _scale(_: Walk, called: Called) -> Value | None:
+    if _role(called.receiver) is not Role.SCALER:
+        return None
+    return replace(_loss(called.first()), amp=True)
+
+
+def _scale_loss(_: Walk, called: Called) -> Value | None:
+    """Apex: `with amp.scale_loss(loss, optimizer) as scaled`; it does its own unscaling."""
+    return replace(_loss(called.first()), amp=False)
+
+
+def _context(walk: Walk, called: Called) -> Value | None:
+    role = {"no_backward_sync": "no_sync"}.get(called.name, called.name)
+    if role == "accumulate" and _role(called.receiver) not in {Role.ACCELERATOR, None}:
+        return None
+    condition = called.words.get("enabled")
+    of_model = called.name == "no_sync" and _role(called.receiver) is not Role.ACCELERATOR
+    subject = called.on if of_model else called.first_text()
+    when = condition if isinstance(condition, Condition) else None
+    if role in {"enable_grad", "set_grad_enabled"}:
+        role = "other"
+    walk.emit(Kind.SYNC, called.node, subject=subject) if role == "no_sync" else None
+    return Thing(Role.CONTEXT, subject, called.node, detail=role, condition=when)
+
+
+def _set_sync(walk: Walk, called: Called) -> Value:
+    walk.emit(Kind.SYNC, called.node, subject=called.on)
+    return Unknown()
+
+
+def _prepared(_: Walk, called: Called) -> Value | None:
+    """`accelerator.prepare` and `fabric.setup` give back what they got."""
+    if _role(called.receiver) not in {Role.ACCELERATOR, Role.FABRIC}:
+        return None
+    return called.args[0] if len(called.args) == 1 else Several(called.args)
+
+
+def _optimizers(_: Walk, called: Called) -> Value | None:
+    role = Role.OPTIMIZER if called.name == "optimizers" else Role.SCHEDULER
+    return Thing(role, f"{called.on}.{called.name}()")
+
+
+def _rescaled(walk: Walk, called: Called) -> Value | None:
+    """Gradients multiplied in place, one by one or all at once."""
+    if called.name.startswith("_foreach") or _role(called.receiver) is Role.GRADIENT:
+        walk.emit(Kind.RESCALE, called.node)
+        return Unknown()
+    return None
+
+
+def _zeroed(walk: Walk, called: Called) -> Value | None:
+    if _role(called.receiver) is not Role.GRADIENT:
+        return None
+    walk.emit(Kind.ZERO, called.node, subject=called.on)
+    return Unknown()
+
+
+_HANDLERS: dict[str, Callable[[Walk, Called], Value | None]] = {
+    "backward": _backward,
+    "manual_backward": _manual_backward,
+    "step": _step,
+    "zero_grad": _zero_grad,
+    "unscale_": _unscale,
+    "unscale_gradients": _unscale,
+    "update": _update,
+    "scale": _scale,
+    "scale_loss": _scale_loss,
+    "no_sync": _context,
+    "no_backward_sync": _context,
+    "accumulate": _context,
+    "no_grad": _context,
+    "inference_mode": _context,
+    "nullcontext": _context,
+    "set_requires_gradient_sync": _set_sync,
+    "prepare": _prepared,
+    "setup": _prepared,
+    "setup_module": _prepared,
+    "setup_optimizers": _prepared,
+    "optimizers": _optimizers,
+    "lr_schedulers": _optimizers,
+    "zero_": _zeroed,
+    **dict.fromkeys(("div_", "mul_", "_foreach_div_", "_foreach_mul_"), _rescaled),
+}

@@ -1,0 +1,60 @@
+"""BB6: layers that see the micro-batch, not the batch."""
+
+import ast
+from collections.abc import Iterator
+
+from bigbatch.lint.finding import Severity
+from bigbatch.lint.loops.facts import Shape
+from bigbatch.lint.reading.program import Program, dotted
+from bigbatch.lint.reading.vocabulary import BATCH_NORMS, NORMED_NETWORKS
+from bigbatch.lint.rules.rule import Hit, Rule, Script
+
+# What takes BatchNorm out of a network, or stops it from normalising by the batch.
+_REPLACED = {"convert_to_groupnorm", "batch_norm_to_group_norm", "freeze_batch_norm", "freeze_bn", "convert_frozen_batchnorm"}
+
+
+def _batch_norm(script: Script) -> Iterator[Hit]:
+    loops = [loop for loop in script.loops if loop.accumulates]
+    if not loops or _is_frozen(script.program):
+        return
+    if all(loop.shape is Shape.FRAMEWORK and loop.every is None for loop in loops):
+        return  # nobody said that there is more than one micro-batch to a window
+    for call in script.program.calls:
+        if _brings_batch_norm(script.program, call):
+            yield Hit(
+                call,
+                "BatchNorm normalises by each micro-batch's statistics, not by the big batch's: "
+                "accumulation is an approximation here",
+            )
+            return
+
+
+def _brings_batch_norm(program: Program, call: ast.Call) -> bool:
+    name = program.full_name(dotted(call.func)).rpartition(".")[2]
+    if any(word.arg == "norm_layer" for word in call.keywords):
+        return False
+    if name == "create_model" and call.args and isinstance(call.args[0], ast.Constant):
+        return bool(NORMED_NETWORKS.search(str(call.args[0].value)))
+    return bool(BATCH_NORMS.search(name) or NORMED_NETWORKS.search(name))
+
+
+def _is_frozen(program: Program) -> bool:
+    """Tell whether the file puts its BatchNorm layers into evaluation mode, or takes others."""
+    if program.words & _REPLACED or "FrozenBatchNorm2d" in program.words:
+        return True
+    for node in ast.walk(program.tree):
+        # `if isinstance(module, nn.BatchNorm2d): module.eval()`
+        if isinstance(node, ast.If) and "BatchNorm" in ast.unparse(node.test):
+            return True
+    return False
+
+
+RULES = (
+    Rule(
+        "BB601",
+        "batch-norm-under-accumulation",
+        Severity.WARNING,
+        "use bigbatch.BigStep, GroupNorm or LayerNorm, or freeze the layers",
+        _batch_norm,
+    ),
+)

@@ -1,0 +1,117 @@
+"""BB1: the window itself. When gradients are cleared, when the optimizer steps, what becomes of the rest."""
+
+from collections.abc import Iterator
+
+from bigbatch.lint.finding import Severity
+from bigbatch.lint.loops.cadence import Cadence
+from bigbatch.lint.loops.facts import Shape, Tail, TrainingLoop
+from bigbatch.lint.reading.events import Kind
+from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
+
+
+def _zero_inside_window(loop: TrainingLoop) -> Iterator[Hit]:
+    if loop.at(Kind.STEP, Cadence.MICRO):
+        return
+    stepped = {fact.event.subject for fact in loop.of(Kind.STEP)}
+    for fact in loop.at(Kind.ZERO, Cadence.MICRO, Cadence.REST):
+        if len(stepped) <= 1 or fact.event.subject in stepped:
+            yield Hit(
+                fact.node,
+                "gradients are cleared with every micro-batch, the step comes once per window: "
+                f"only the last of {loop.steps_text()} micro-batches counts",
+            )
+
+
+def _step_every_micro_batch(script: Script) -> Iterator[Hit]:
+    for loop in script.loops:
+        announced = loop.accumulates or loop.every is not None
+        for fact in loop.at(Kind.STEP, Cadence.MICRO) if announced else ():
+            yield Hit(
+                fact.node,
+                f"the optimizer steps with every micro-batch, though a window of {loop.steps_text()} is announced: "
+                "nothing is accumulated",
+            )
+
+
+def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
+    if loop.tail is not Tail.DROPPED or loop.tail_node is None or loop.at(Kind.STEP, Cadence.MICRO):
+        return
+    steps, length = loop.steps_text(), loop.loop.length
+    known = length.known if length is not None else None
+    every = loop.every.known if loop.every is not None else None
+    if known is not None and every:
+        rest = f"the last {int(known % every)} of {int(known)} micro-batches are never stepped"
+    else:
+        rest = f"micro-batches left over after the last full window of {steps} are never stepped"
+    leak = " and leak into the next epoch's first window" if _leaks(loop) else ""
+    yield Hit(loop.tail_node, rest + leak)
+
+
+def _leaks(loop: TrainingLoop) -> bool:
+    """Tell whether gradients of a pass are still there in the next."""
+    return bool(loop.around) and not loop.at(Kind.ZERO, Cadence.BEFORE, Cadence.AFTER)
+
+
+def _leftover_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
+    divided = [loss for _, loss in loop.losses() if any(number.fixed for number in loop.scaling(loss))]
+    if loop.tail is Tail.STEPPED and divided and not loop.of(Kind.RESCALE):
+        yield Hit(
+            loop.tail_node or divided[0].divided_at[-1],
+            f"a short last window is divided by {loop.steps_text()} too, as if it were full: its gradient is too small",
+        )
+
+
+def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
+    backwards = loop.of(Kind.BACKWARD)
+    for fact in loop.at(Kind.STEP, Cadence.START, Cadence.ODD):
+        if loop.shape is Shape.MODULO and fact.event.order > backwards[0].event.order:
+            first = "the first window holds one micro-batch" if fact.at_first else "the first window is one too long"
+            yield Hit(
+                fact.condition() or fact.node,
+                f"the step comes with the first micro-batch of each {loop.steps_text()}, not with the last: {first}",
+            )
+
+
+def _never_zeroed(script: Script) -> Iterator[Hit]:
+    for loop in script.loops:
+        if not loop.is_seen or loop.shape is Shape.FRAMEWORK or loop.of(Kind.HANDED_ON):
+            continue
+        cleared = [fact for fact in loop.of(Kind.ZERO) if fact.cadence not in {Cadence.BEFORE, Cadence.AFTER}]
+        steps = [fact for fact in loop.of(Kind.STEP) if fact.cadence is not Cadence.AFTER]
+        if steps and not cleared:
+            often = "only outside the loop" if loop.of(Kind.ZERO) else "never"
+            yield Hit(steps[0].node, f"gradients are {often} cleared: every step also takes those of all steps before")
+
+
+RULES = (
+    Rule(
+        "BB101",
+        "zero-grad-inside-window",
+        Severity.ERROR,
+        "clear gradients right after the step, under the same condition",
+        of_loops(_zero_inside_window),
+    ),
+    Rule(
+        "BB102",
+        "step-every-micro-batch",
+        Severity.ERROR,
+        "step and clear only when a window is complete",
+        _step_every_micro_batch,
+    ),
+    Rule(
+        "BB103",
+        "leftover-dropped",
+        Severity.WARNING,
+        "step once more for the rest, divided by the number of micro-batches in it",
+        of_loops(_leftover_dropped),
+    ),
+    Rule(
+        "BB104",
+        "leftover-stepped-as-whole",
+        Severity.WARNING,
+        "divide by the number of micro-batches that are really in the window",
+        of_loops(_leftover_as_whole),
+    ),
+    Rule("BB105", "off-by-one-modulo", Severity.ERROR, "ask for (i + 1) % steps == 0", of_loops(_off_by_one)),
+    Rule("BB106", "never-zeroed", Severity.ERROR, "call optimizer.zero_grad() after each step", _never_zeroed),
+)
