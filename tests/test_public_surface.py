@@ -14,6 +14,7 @@ PUBLIC = [
     "errors",
     "plan",
     "scale_lr",
+    "verify",
     "warmup",
 ]
 

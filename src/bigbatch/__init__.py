@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from bigbatch.reading.terms import counted
     from bigbatch.setup import Setup
     from bigbatch.update import Update
+    from bigbatch.verifying.verification import Verification as Verification
+    from bigbatch.verifying.verify import verify
 
 __all__ = [
     "Accumulator",
@@ -32,6 +34,7 @@ __all__ = [
     "errors",
     "plan",
     "scale_lr",
+    "verify",
     "warmup",
 ]
 
@@ -43,9 +46,11 @@ _HOMES = {
     "Options": "options",
     "Setup": "setup",
     "Update": "update",
+    "Verification": "verifying.verification",  # what verify returns: for annotations
     "counted": "reading.terms",
     "plan": "planning.plan",
     "scale_lr": "learning_rate",
+    "verify": "verifying.verify",
     "warmup": "learning_rate",
 }
 

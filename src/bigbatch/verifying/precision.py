@@ -1,0 +1,75 @@
+"""Sums in low precision: what a window loses in the model's own dtype beyond what the big batch loses there, too."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from bigbatch.verifying.evidence import cause
+from bigbatch.verifying.gradients import Gradients, overall, relative
+from bigbatch.verifying.judging import Judge
+from bigbatch.verifying.places import Places
+from bigbatch.verifying.runs import Runs
+from bigbatch.verifying.table import number
+from bigbatch.verifying.verification import Cause
+from bigbatch.verifying.weights import Fit, fitted, supposed
+
+_MORE = 3  # times what the big batch itself loses: less may be chance
+_LOW = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def lost_in_sums(
+    runs: Runs, truth: Gradients, own: Mapping[str, float], floors: Mapping[str, float], *, loop: bool
+) -> list[Cause]:
+    """See whether the same micro-batches, added up in float64, come nearer to the truth. Runs in the model's dtype."""
+    found, floor = overall(own), overall(floors)
+    eps = torch.finfo(runs.subject.dtype).eps
+    if not found > max(_MORE * floor, eps):
+        return []
+    weights = _weights(runs, truth)
+    if weights is None:
+        return []
+    after = overall(relative(runs.weighed(weights), truth))
+    if not found > _MORE * max(after, floor):
+        return []
+    dtype = str(runs.subject.dtype).removeprefix("torch.")
+    text = (
+        f"in {dtype} the gradient is off by {number(found)}, where the big batch's own is off by {number(floor)}; the "
+        f"same micro-batches added up in float64 come to {number(after)}"
+    )
+    return [cause("low-precision-sums", f"{dtype} gradients", 1 - after / found, text, loop)]
+
+
+def rounded(gradients: Gradients, judge: Judge, differences: Mapping[str, float], *, loop: bool) -> list[Cause]:
+    """See whether a float64 model's gradients went through fewer digits: each is a number of a smaller dtype."""
+    if not judge.precise:
+        return []
+    for dtype in _LOW:
+        every = [g for g in gradients.values() if g is not None and g.numel()]
+        if every and all(_is_of(g, dtype) for g in every):
+            name = str(dtype).removeprefix("torch.")
+            text = (
+                f"every element of the gradient is a {name} number, though the model ran in float64: it was added up "
+                f"or kept in {name}, which costs {number(overall(differences))}"
+            )
+            return [cause("low-precision-sums", f"{name} gradients", 1.0, text, loop)]
+    return []
+
+
+def _is_of(gradient: Tensor, dtype: torch.dtype) -> bool:
+    return bool((gradient.to(dtype).double() == gradient).all())
+
+
+def _weights(runs: Runs, truth: Gradients) -> tuple[float, ...] | None:
+    """Return the right weights of the micro-batches, as precisely as the model's own dtype shows them."""
+    sizes = runs.samples.sizes
+    by_samples = tuple(size / sum(sizes) for size in sizes)
+    dtype, runs.dtype = runs.dtype, torch.float64
+    try:
+        numbers = {name: p.numel() for name, p in runs.subject.parameters.items()}
+        places = Places.in_gradients(truth, numbers)
+        parts = runs.parts(places).gradients
+        fit: Fit = fitted(places.of(truth), parts) or supposed(places.of(truth), parts, by_samples, sizes)
+    finally:
+        runs.dtype = dtype
+    return fit.weights if fit.residual < 1e-5 else None  # noqa: PLR2004 - else the terms weigh differently

@@ -1,0 +1,114 @@
+"""The ways to accumulate that are put to the proof: this library's own, a plain one, and a loop that others wrote."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bigbatch.batches.splitting import Batch
+from bigbatch.big_step import BigStep
+from bigbatch.errors import LossError
+from bigbatch.options import Options
+from bigbatch.verifying.gradients import Gradients, taken, wide
+from bigbatch.verifying.loops import TrainWindow, Watched, watched
+from bigbatch.verifying.samples import Samples, cast
+from bigbatch.verifying.subject import Standing
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """What one window came to."""
+
+    gradients: Gradients
+    loss: float = math.nan
+    sizes: tuple[int, ...] | None = None  # of the micro-batches, where the way has cut them itself
+    watched: Watched | None = None
+
+
+class Way(Protocol):
+    """A way to accumulate."""
+
+    def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
+        """Accumulate the gradients of all samples."""
+        ...
+
+
+@dataclass(frozen=True)
+class OwnWay:
+    """`BigStep`, as its user has it; what it refuses it raises."""
+
+    size: int
+    options: Options
+
+    def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
+        """Make one update, with a rate of nothing."""
+        found: dict[str, Tensor | None] = {}
+        sizes: list[int] = []
+
+        def seen(model: Any, micro_batch: Any) -> Tensor:
+            sizes.append(Batch.of(micro_batch, shared=samples.batch.shared).size)
+            return loss(model, micro_batch)
+
+        optimizer = torch.optim.SGD(standing.parameters.values(), lr=0.0)
+        options = self.options
+        if dtype is not None and options.collate is not None:
+            inner = options.collate
+            options = replace(options, collate=lambda some: cast(inner(some), dtype))
+
+        def read(*_: object) -> None:
+            found.update({name: wide(p.grad) for name, p in standing.parameters.items()})
+
+        optimizer.register_step_pre_hook(read)
+        step = BigStep(
+            standing.model, optimizer, seen if options.lengths else loss, micro_batch_size=self.size, options=options
+        )
+        whole = samples.batch.whole if options.collate is not None else samples.in_dtype(dtype)
+        with warnings.catch_warnings():
+            # What its first look could not see is looked at here.
+            warnings.filterwarnings("ignore", message="this (loss draws random numbers|model could be looked at)")
+            update = step(whole)
+        if not found:  # it was skipped: nothing counted
+            found = dict.fromkeys(standing.parameters)
+        try:
+            value = float(update.loss)
+        except LossError:
+            value = math.nan
+        return Accumulated(found, value, tuple(sizes[-update.micro_batches :]) or None)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One backward per micro-batch, each weighed by its samples: what is left where `BigStep` refuses."""
+
+    def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
+        """Add up."""
+        total = 0.0
+        for place, size in enumerate(samples.sizes):
+            part = loss(standing.model, samples.micro_batch(place, dtype))
+            weight = size / samples.number
+            part.backward(torch.full_like(part, weight))
+            total += weight * float(part.detach())
+        return Accumulated(taken(standing.parameters), total)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop that others wrote."""
+
+    train_window: TrainWindow
+    clipping: bool = False
+    stepping: bool = True
+
+    def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
+        """Run its window, and read what it steps with."""
+        del loss  # it has its own
+        micro_batches = samples.micro_batches(dtype)
+        found = watched(self.train_window, standing, micro_batches, clipping=self.clipping, stepping=self.stepping)
+        gradients = found.gradients if self.stepping else found.over_all_steps
+        return Accumulated(gradients, found.returned, watched=found)

@@ -1,0 +1,96 @@
+"""By which weights micro-batches were added up: read from the gradients, whoever added them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_DEPENDENT = 1e-6  # of the largest singular value: below it weights cannot be told apart
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A gradient as a weighted sum of the micro-batches' own, and of a term of parameters alone."""
+
+    weights: tuple[float, ...]
+    alone: float  # the weight of the term of parameters alone
+    residual: float  # of the gradient, relatively: what no weights explain
+
+    def ratio(self, other: "Fit") -> float | None:
+        """Return by how much these weights are larger than others, where it is the same for all that are not 0."""
+        pairs = [(a, b) for a, b in zip(self.weights, other.weights, strict=True) if not is_zero(a, self.weights)]
+        if not pairs or any(b == 0 for _, b in pairs):
+            return None
+        ratios = [a / b for a, b in pairs]
+        return ratios[0] if all(near(each, ratios[0]) for each in ratios) else None
+
+
+def near(one: float, other: float, tolerance: float = 1e-4) -> bool:
+    """Whether two weights are the same but for rounding."""
+    return math.isclose(one, other, rel_tol=tolerance)
+
+
+def is_zero(weight: float, among: Sequence[float]) -> bool:
+    """Whether a micro-batch was left out."""
+    return abs(weight) <= 1e-6 * max(map(abs, among), default=0.0)
+
+
+def fitted(
+    gradient: Mapping[str, Tensor],
+    parts: Sequence[Mapping[str, Tensor]],
+    alone: Mapping[str, Tensor] | None = None,
+    names: Sequence[str] | None = None,
+) -> Fit | None:
+    """Find the weights; None where the micro-batches' gradients are too much alike to tell them."""
+    columns = [_joined(part, names) for part in parts] + ([] if alone is None else [_joined(alone, names)])
+    target = _joined(gradient, names)
+    scales = torch.stack([column.norm() for column in columns])
+    size = float(target.norm())
+    if not torch.isfinite(scales).all() or not math.isfinite(size) or size == 0 or bool((scales == 0).any()):
+        return None
+    matrix = torch.stack(columns, dim=1) / scales
+    if matrix.shape[0] <= matrix.shape[1]:
+        return None
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    if float(values[-1]) < _DEPENDENT * float(values[0]):
+        return None
+    found = right.mT @ ((left.mT @ target) / values)
+    residual = float((matrix @ found - target).norm()) / size
+    weights = [float(each) for each in found / scales]
+    return Fit(tuple(weights[: len(parts)]), 0.0 if alone is None else weights[-1], residual)
+
+
+def supposed(
+    gradient: Mapping[str, Tensor],
+    parts: Sequence[Mapping[str, Tensor]],
+    right: Sequence[float],
+    sizes: Sequence[int],
+) -> Fit:
+    """Try the weights that loops usually have, where the gradients cannot tell; the nearest of them."""
+    target, columns = _joined(gradient, None), torch.stack([_joined(part, None) for part in parts], dim=1)
+    size = float(target.norm()) or 1.0
+    tried = [
+        Fit(weights, 0.0, float((columns @ torch.tensor(weights, dtype=torch.float64) - target).norm()) / size)
+        for weights in _usual(right, sizes)
+    ]
+    return min(tried, key=lambda fit: fit.residual)
+
+
+def _usual(right: Sequence[float], sizes: Sequence[int]) -> Iterator[tuple[float, ...]]:
+    """Yield the right weights first, then those of the usual mistakes."""
+    number, total = len(right), sum(sizes)
+    equal, one = (1 / number,) * number, (1.0,) * number
+    by_samples = tuple(size / total for size in sizes)
+    last, first = (0.0,) * (number - 1) + (1.0,), (1.0,) + (0.0,) * (number - 1)
+    not_last, not_first = (1.0,) * (number - 1) + (0.0,), (0.0,) + (1.0,) * (number - 1)
+    for kept in (one, not_last, last, first, not_first):
+        for weights in (tuple(right), equal, by_samples, one):
+            for factor in (1.0, number, 1 / number):
+                yield tuple(factor * weight * keeps for weight, keeps in zip(weights, kept, strict=True))
+
+
+def _joined(gradient: Mapping[str, Tensor], names: Sequence[str] | None) -> Tensor:
+    chosen = [gradient[name] for name in (gradient if names is None else names)]
+    return torch.cat(chosen) if chosen else torch.zeros(0, dtype=torch.float64)
