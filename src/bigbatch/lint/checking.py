@@ -14,7 +14,7 @@ from bigbatch.lint.sources import Source
 
 DEFAULT = frozenset(rule.code for rule in RULES.values() if rule.on)
 # A file without any of these words holds no training loop, and is parsed but not read.
-_WORDS = ("backward", "accumulate_grad_batches", "gradient_accumulation_steps", "training_step", "compute_loss")
+_WORDS = ("backward", "zero_grad", "accumulate_grad_batches", "gradient_accumulation_steps", "training_step", "compute_loss")
 
 
 def check(source: Source, chosen: Collection[str] = DEFAULT) -> list[Finding]:

@@ -38,7 +38,7 @@ def _training_loop(story: Story, loop: Loop) -> TrainingLoop | None:
     inside = [event for event in story.events if event.within(loop) is not None]
     backwards = [event for event in inside if event.kind is Kind.BACKWARD and _loop_of(event) is loop]
     if any(event.via is Via.ENGINE for event in inside):
-        return None
+        return _of_engine(loop, backwards)
     around = _around(backwards[0], loop)
     outside = _outside(story, inside, around)
     windows = windows_of(loop, inside, outside, backwards)
@@ -50,6 +50,12 @@ def _training_loop(story: Story, loop: Loop) -> TrainingLoop | None:
     return TrainingLoop(loop, around, windows.shape, windows.every, tuple(facts), tail, node)
 
 
+def _of_engine(loop: Loop, backwards: list[Event]) -> TrainingLoop:
+    """Return a loop whose engine does all but compute the loss: nothing but the loss is looked at."""
+    facts = tuple(Fact(event, Cadence.UNKNOWN, None, None) for event in backwards)
+    return TrainingLoop(loop, (), Shape.FRAMEWORK, backwards[0].divides_by, facts, Tail.UNKNOWN, None)
+
+
 def _around(event: Event, loop: Loop) -> tuple[Loop, ...]:
     loops = event.loops()
     return loops[: loops.index(loop)]
@@ -57,7 +63,14 @@ def _around(event: Event, loop: Loop) -> tuple[Loop, ...]:
 
 def _outside(story: Story, inside: list[Event], around: tuple[Loop, ...]) -> list[Event]:
     """Return what happens beside the loop, in the same rounds of the loops around it."""
-    return [event for event in story.events if event not in inside and event.loops() == around]
+    training = {loop for event in story.events if event.kind is Kind.BACKWARD for loop in event.loops()}
+    return [
+        event
+        for event in story.events
+        if event not in inside
+        and event.loops()[: len(around)] == around
+        and not training & set(event.loops()[len(around) :])
+    ]
 
 
 def _inner(event: Event, loop: Loop, windows: Windows) -> Fact:
@@ -65,7 +78,8 @@ def _inner(event: Event, loop: Loop, windows: Windows) -> Fact:
     around = conditions(frames)
     often = cadence(around, windows.every)
     prepared = any(isinstance(frame, Inside) and frame.role == "accumulate" for frame in event.frames)
-    if prepared and often is Cadence.MICRO and event.kind in {Kind.STEP, Kind.ZERO, Kind.SCHEDULER}:
+    held = prepared and event.prepared is not False
+    if held and often is Cadence.MICRO and event.kind in {Kind.STEP, Kind.ZERO, Kind.SCHEDULER}:
         return Fact(event, Cadence.WINDOW, in_tail=True, at_first=False)  # Accelerate passes over the calls in between
     tail = happens(around, Moment.TAIL, windows.every)
     return Fact(event, often, tail, happens(around, Moment.FIRST, windows.every))
@@ -107,7 +121,7 @@ def _tail(story: Story, loop: Loop, windows: Windows, facts: list[Fact]) -> tupl
     if stepped:
         sure = all(fact.in_tail for fact in stepped)
         return (Tail.STEPPED if sure else Tail.UNKNOWN), stepped[0].node
-    if windows.carried or not _can_be_left_over(loop, windows.every) or not steps:
+    if loop in story.stopped or not _can_be_left_over(loop, windows.every) or not steps:
         return Tail.UNKNOWN, None
     return Tail.DROPPED, windows.node or steps[0].node
 
@@ -122,7 +136,9 @@ def _cut_from_loader(loop: Loop, facts: list[Fact]) -> bool:
 def _can_be_left_over(loop: Loop, every: Number) -> bool:
     """Tell whether a pass over the loop may end in mid-window: never, if its length is a multiple."""
     length = loop.length
-    if loop.kind is LoopKind.FRAMEWORK or loop.kind is LoopKind.ENDLESS:
+    if loop.kind is LoopKind.FRAMEWORK:
+        return loop.framework == "lightning"
+    if loop.kind in {LoopKind.ENDLESS, LoopKind.PIECES}:
         return False
     if length is not None and length.known is not None and every.known:
         return bool(length.known % every.known)

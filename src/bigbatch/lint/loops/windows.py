@@ -33,7 +33,7 @@ def windows_of(
     steps = [event for event in inside if event.kind is Kind.STEP]
     if not steps:
         return _nested(loop, inside, outside, backwards)
-    if _is_inner(loop, backwards) and loop.length is not None and loop.kind is not LoopKind.BATCHES:
+    if _is_announced(loop, backwards):
         own = [c for step in steps for c in conditions(step.within(loop) or ())]
         if not any(isinstance(atom, Due) for c in own for atom in atoms(c)):
             return Windows(Shape.NESTED, loop.length)
@@ -100,6 +100,14 @@ def _innermost(event: Event) -> Guard | None:
     return next((frame for frame in reversed(event.frames) if isinstance(frame, Guard)), None)
 
 
+def _is_announced(loop: Loop, backwards: list[Event]) -> bool:
+    """Tell an inner loop whose rounds are said to be one window, though it may step in each."""
+    if loop.length is None or not _is_inner(loop, backwards):
+        return False
+    divisors = [divisor for event in backwards if event.loss is not None for divisor in event.loss.most]
+    return counts_micro_batches(loop.length.text) or any(divisor.same(loop.length) for divisor in divisors)
+
+
 def _is_inner(loop: Loop, backwards: list[Event]) -> bool:
     """Tell a loop over the micro-batches of one window from one over a loader, an epoch or anything else."""
     if loop.kind is LoopKind.PIECES:
@@ -116,7 +124,7 @@ def _nested(loop: Loop, inside: list[Event], outside: list[Event], backwards: li
     """Look for the step after the loop."""
     later = [event for event in outside if event.kind is Kind.STEP and event.order > inside[-1].order]
     literal = loop.kind is LoopKind.COUNTED and loop.length is not None and loop.length.known is not None
-    if not later or not (_is_inner(loop, backwards) or literal):
+    if not later or not (_is_inner(loop, backwards) or literal or _announced(backwards) is not None):
         return None
     return Windows(Shape.NESTED, loop.length)
 

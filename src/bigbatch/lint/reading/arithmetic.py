@@ -3,8 +3,8 @@
 import ast
 from dataclasses import replace
 
-from bigbatch.lint.reading.places import Place, Remainder
-from bigbatch.lint.reading.things import Computed, Role, Thing
+from bigbatch.lint.reading.places import Place, Quotient, Remainder
+from bigbatch.lint.reading.things import Computed, Role, Thing, computed
 from bigbatch.lint.reading.values import Inverse, Number, Unknown, Value
 from bigbatch.lint.reading.vocabulary import counts_micro_batches
 from bigbatch.lint.reading.walk import Walk
@@ -29,7 +29,7 @@ def combine(walk: Walk, node: ast.BinOp | ast.AugAssign, left: Value, right: Val
         return _added(node, left, right)
     if numbers[0] is not None and numbers[1] is not None:
         return _amount(walk, node, numbers[0], numbers[1])
-    return Computed(frozenset({id(node)}))
+    return computed(id(node))
 
 
 def _places(op: ast.operator, left: Value, right: Value, one: Number | None, other: Number | None) -> Value | None:
@@ -39,6 +39,8 @@ def _places(op: ast.operator, left: Value, right: Value, one: Number | None, oth
             return Remainder(left, other)
         if isinstance(left, Unknown) and left.text and (one is None or not one.fixed):
             return Remainder(Place(None, None), other)
+    if isinstance(op, ast.FloorDiv) and isinstance(left, Place) and other is not None:
+        return Quotient(left, other)
     if isinstance(op, ast.Add | ast.Sub):
         sign = 1 if isinstance(op, ast.Add) else -1
         for place, number in ((left, other), (right, one)):
@@ -65,7 +67,7 @@ def _is_loss(value: Value, by: Number | None) -> bool:
 def _as_computed(value: Value) -> Computed:
     if isinstance(value, Computed):
         return value
-    return Computed(frozenset({value.text if isinstance(value, Unknown) else id(value)}))
+    return computed(value.text if isinstance(value, Unknown) else id(value))
 
 
 def _divided(node: ast.BinOp | ast.AugAssign, loss: Computed, by: Value, number: Number | None) -> Value:
@@ -82,7 +84,9 @@ def _multiplied(node: ast.AST, loss: Computed, by: Value, number: Number | None)
     if isinstance(by, Inverse):
         return loss.divided(by.of, node)
     if isinstance(by, Computed):
-        return replace(loss, origins=loss.origins | by.origins, rescaled=True, reduction="?")
+        return replace(
+            loss, origins=loss.origins | by.origins, live=loss.live | by.live, rescaled=True, reduction="?"
+        )
     if number is None:  # a mask, or something unknown
         return loss if isinstance(by, Thing) else replace(loss, rescaled=True)
     undone = next((divisor for divisor in loss.most if divisor.same(number)), None)
@@ -104,13 +108,14 @@ def _weighed(node: ast.AST, loss: Computed, factor: float) -> Computed:
 def _added(node: ast.AST, left: Value, right: Value) -> Computed:
     parts = [side for side in (left, right) if isinstance(side, Computed)]
     more = max(parts, key=lambda part: len(part.most))
+    made = {id(node)} if sum(bool(part.live) for part in parts) > 1 else set[object]()
     return Computed(
-        origins=frozenset[object]().union(*(part.origins for part in parts), {id(node)} if len(parts) > 1 else ()),
+        origins=frozenset[object]().union(*(part.origins for part in parts), made),
         least=min((part.least for part in parts), key=len),
         most=more.most,
         reduction=parts[0].reduction if len({part.reduction for part in parts}) == 1 else "?",
         masked=next((part.masked for part in parts if part.masked is not None), None),
-        detached=all(part.detached for part in parts),
+        live=frozenset[object]().union(*(part.live for part in parts), made),
         rescaled=any(part.rescaled for part in parts),
         divided_at=more.divided_at,
         amp=any(part.amp for part in parts),

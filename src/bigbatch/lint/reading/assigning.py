@@ -4,12 +4,13 @@ import ast
 from dataclasses import replace
 
 from bigbatch.lint.reading.arithmetic import combine
+from bigbatch.lint.reading.conditions import Varies
 from bigbatch.lint.reading.events import Kind
 from bigbatch.lint.reading.expressions import value_of
 from bigbatch.lint.reading.places import Place
 from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.things import Computed, Role, Thing
-from bigbatch.lint.reading.values import Number, Several, Unknown, Value
+from bigbatch.lint.reading.values import Inverse, Number, Several, Unknown, Value
 from bigbatch.lint.reading.vocabulary import role_of_name
 from bigbatch.lint.reading.walk import Walk, by_name
 
@@ -31,7 +32,7 @@ def assign(walk: Walk, target: ast.expr, value: Value, source: ast.expr) -> None
         _note_attribute(walk, target, source)
     if not text:
         return
-    _note_sum(walk, target, text, value, source)
+    value = _note_sum(walk, target, text, value, source)
     walk.carried.discard(text)
     walk.scope.set(text, _named(text, value))
 
@@ -40,7 +41,7 @@ def _part(value: Value, place: int, of: int) -> Value:
     if isinstance(value, Several):
         return value.items[place] if place < len(value.items) else Unknown()
     if isinstance(value, Computed):
-        return replace(value, origins=frozenset({f"{place} of {of} of {sorted(map(str, value.origins))}"}))
+        return value.part((place, of))
     return Unknown()
 
 
@@ -52,6 +53,8 @@ def _named(text: str, value: Value) -> Value:
     if isinstance(value, Thing):
         return replace(value, text=text) if value.role not in {Role.CONTEXT, Role.GRADIENT} else value
     role = role_of_name(text)
+    if role is Role.MASK and isinstance(value, Varies):  # a comparison, element by element
+        return Thing(role, text)
     blank = isinstance(value, Unknown) or (isinstance(value, Computed) and value.reduction == "?" and not value.most)
     if role in _BY_NAME and role is not None and blank:
         return Thing(role, text)
@@ -63,18 +66,24 @@ def _named(text: str, value: Value) -> Value:
 def _note_attribute(walk: Walk, target: ast.Attribute, source: ast.expr) -> None:
     """Note what setting an attribute does to gradients."""
     if target.attr == "grad":
-        cleared = isinstance(source, ast.Constant) and source.value is None
-        walk.emit(Kind.ZERO if cleared else Kind.RESCALE, target, subject=dotted(target.value))
+        cleared = isinstance(source, ast.Constant) and not source.value
+        divided = isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div)
+        factor = walk.number(value_of(walk, source.right), source.right) if divided else None
+        walk.emit(Kind.ZERO if cleared else Kind.RESCALE, target, subject=dotted(target.value), factor=factor)
     elif target.attr == _SYNC:
         walk.emit(Kind.SYNC, target, subject=dotted(target.value))
 
 
-def _note_sum(walk: Walk, target: ast.expr, text: str, value: Value, source: ast.expr) -> None:
-    """Note `total = total + loss`, which keeps the graph of every loss."""
-    if not isinstance(source, ast.BinOp) or not isinstance(source.op, ast.Add) or not isinstance(value, Computed):
-        return
-    if text in {dotted(source.left), dotted(source.right)} and not value.detached:
+def _note_sum(walk: Walk, target: ast.expr, text: str, value: Value, source: ast.expr) -> Value:
+    """Note `total = total + loss`, which keeps the graph of every loss; what is made of it is known by this line."""
+    if not isinstance(value, Computed) or not value.live or isinstance(source, ast.Call):
+        return value
+    names = {dotted(node) for node in ast.walk(source) if isinstance(node, ast.Name | ast.Attribute)}
+    others = [walk.scope.find(name) for name in names - {text}]
+    if text in names and any(isinstance(other, Computed) and other.live & value.live for other in others):
         walk.emit(Kind.KEEP, target, loss=value, subject=text)
+        return value.part(id(target))
+    return value
 
 
 def augment(walk: Walk, node: ast.AugAssign) -> None:
@@ -82,15 +91,22 @@ def augment(walk: Walk, node: ast.AugAssign) -> None:
     value = value_of(walk, node.value)
     text = dotted(node.target)
     if isinstance(node.target, ast.Attribute) and node.target.attr == "grad":
-        walk.emit(Kind.RESCALE, node)
+        walk.emit(Kind.RESCALE, node, factor=_divisor(walk, node, value))
         return
     before = (walk.scope.find(text) or by_name(text)) if text else value_of(walk, node.target)
     if isinstance(before, Thing) and before.role is Role.GRADIENT:
-        walk.emit(Kind.RESCALE, node)
+        walk.emit(Kind.RESCALE, node, factor=_divisor(walk, node, value))
         return
-    if isinstance(node.op, ast.Add) and isinstance(value, Computed) and not value.detached:
+    if isinstance(node.op, ast.Add) and isinstance(value, Computed) and value.live:
         walk.emit(Kind.KEEP, node, loss=value, subject=text or ast.unparse(node.target))
-        value = replace(value, origins=value.origins | {id(node)})
+        value = value.part(id(node))
     after = combine(walk, node, before, value)
     if text:
         walk.scope.set(text, after if isinstance(after, Computed | Number | Place) else Unknown(text))
+
+
+def _divisor(walk: Walk, node: ast.AugAssign, value: Value) -> Number | None:
+    """Return what gradients are divided by in place."""
+    if isinstance(node.op, ast.Div):
+        return walk.number(value, node.value)
+    return value.of if isinstance(node.op, ast.Mult) and isinstance(value, Inverse) else None

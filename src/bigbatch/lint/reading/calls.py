@@ -1,52 +1,29 @@
 """What a call does and gives: a function of the file is entered, a known one is known, any other gives something new."""
 
 import ast
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 
+from bigbatch.lint.reading.called import Called, ValueOf
+from bigbatch.lint.reading.constructors import constructed
 from bigbatch.lint.reading.events import Kind
 from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.scopes import Class, Function, Object
-from bigbatch.lint.reading.things import Computed, Role, Thing
+from bigbatch.lint.reading.tensor_calls import tensor_call
+from bigbatch.lint.reading.things import Role, Thing, computed
+from bigbatch.lint.reading.training_calls import scaler_call, training_call
 from bigbatch.lint.reading.values import Number, Unknown, Value
 from bigbatch.lint.reading.vocabulary import counts_micro_batches, last_part
 from bigbatch.lint.reading.walk import Walk
 
-ValueOf = Callable[[Walk, ast.expr | None], Value]
 _HARMLESS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
-
-
-@dataclass(frozen=True)
-class Called:
-    """A call, with everything in it known as far as it can be."""
-
-    node: ast.Call
-    name: str  # the last part of what is called
-    full: str  # with the module it was imported from
-    on: str  # what a method is called on, as written
-    receiver: Value | None
-    function: Value | None
-    args: tuple[Value, ...]
-    words: dict[str, Value]
-
-    def first(self) -> Value:
-        """Return the first argument."""
-        return self.args[0] if self.args else next(iter(self.words.values()), Unknown())
-
-    def first_text(self) -> str:
-        """Return the first argument as written."""
-        return dotted(self.node.args[0]) if self.node.args else ""
 
 
 def call(walk: Walk, node: ast.Call, value_of: ValueOf) -> Value:
     """Follow a call."""
-    from bigbatch.lint.reading.constructors import constructed
-    from bigbatch.lint.reading.tensor_calls import tensor_call
-    from bigbatch.lint.reading.training_calls import training_call
-
     called = _called(walk, node, value_of)
     if isinstance(called.function, Function):
         return walk.enter(called.function, called.args, called.words)
+    if isinstance(called.function, Class):
+        return walk.make(called.function, called.args, called.words)
     for known in (training_call, constructed, _calling_object, tensor_call):
         value = known(walk, called)
         if value is not None:
@@ -81,17 +58,17 @@ def _calling_object(walk: Walk, called: Called) -> Value | None:
     if function is None and text and isinstance(called.node.func, ast.Attribute):
         function = walk.named(text)
     match function:
-        case Class():
-            return walk.make(function, called.args, called.words)
         case Object():
             found = walk.program.method(function.node, "__call__")
             if found is not None:
                 return walk.enter(Function(found, walk.module, function), called.args, called.words)
+        case Thing(role=Role.SCALER):
+            return scaler_call(walk, called)
         case Thing(role=Role.MODEL):
             walk.emit(Kind.FORWARD, called.node, subject=text or function.text)
-            return Computed(frozenset({id(called.node)}))
+            return computed(id(called.node))
         case Thing(role=Role.CRITERION):
-            return Computed(frozenset({id(called.node)}), reduction=function.detail or "?", masked=function.masked)
+            return computed(id(called.node), reduction=function.detail or "?", masked=function.masked)
     return None
 
 
@@ -109,19 +86,8 @@ def _unknown(walk: Walk, called: Called) -> Value:
     hidden = called.on == "self" and not last_part(called.name).endswith(("model", "net", "criterion", "loss_fn"))
     told = any(counts_micro_batches(_text(each)) for each in (*called.args, *called.words.values()))
     told = told or any(counts_micro_batches(word) for word in called.words)
-    return Computed(frozenset({id(called.node)}), rescaled=hidden or told)
+    return computed(id(called.node), rescaled=hidden or told)
 
 
 def _text(value: Value) -> str:
     return value.text if isinstance(value, Unknown | Number) else ""
-
-
-def reads(walk: Walk, node: ast.AST, value: Value) -> None:
-    """Note that a computed value is fetched from the device."""
-    if isinstance(value, Computed) and "fetched" not in value.origins:
-        walk.emit(Kind.READ, node, loss=value)
-
-
-def fetched(value: Computed) -> Computed:
-    """Return a value that is on the host: reading it again costs nothing."""
-    return replace(value, detached=True, origins=value.origins | {"fetched"})

@@ -3,7 +3,7 @@
 import ast
 
 from bigbatch.lint.reading.conditions import Always, Condition, Due, First, Fixed, Last, Not, Varies
-from bigbatch.lint.reading.places import LoopKind, Place, Remainder
+from bigbatch.lint.reading.places import LoopKind, Place, Quotient, Remainder
 from bigbatch.lint.reading.things import Role, Thing
 from bigbatch.lint.reading.values import Number, Value
 from bigbatch.lint.reading.vocabulary import LAST, counts_micro_batches
@@ -35,6 +35,8 @@ def _other(walk: Walk, node: ast.expr) -> Condition:
 def compare(walk: Walk, node: ast.Compare, left: Value, right: Value) -> Value:
     """Return what `left op right` asks."""
     op = type(node.ops[0])
+    if isinstance(left, Quotient) and isinstance(right, Quotient):
+        return _of_quotients(op, left, right)
     found = _of_places(walk, node, op, left, right)
     if found is None:
         found = _of_places(walk, node, _TURNED.get(op, op), right, left, turned=True)
@@ -64,6 +66,18 @@ def _of_places(
     if isinstance(left, Place):
         return _of_place(op, left, number)
     return None
+
+
+def _of_quotients(op: type[ast.cmpop], left: Quotient, right: Quotient) -> Condition:
+    """Read `(i + 1) // n > i // n`: the next micro-batch is in another window."""
+    places = left.place, right.place
+    if not left.by.same(right.by) or places[0].offset is None or places[1].offset is None:
+        return Varies()
+    later = max(places, key=lambda place: place.offset or 0)
+    if abs(places[0].offset - places[1].offset) != 1 or op not in {ast.Gt, ast.Lt, ast.NotEq, ast.Eq}:
+        return Varies()
+    due = _due(later, left.by, 0)
+    return Not(due) if op is ast.Eq else due
 
 
 def _of_remainder(op: type[ast.cmpop], left: Remainder, right: Number) -> Condition:

@@ -4,9 +4,9 @@ import math
 import re
 from collections.abc import Callable
 
-from bigbatch.lint.reading.calls import Called
+from bigbatch.lint.reading.called import Called
 from bigbatch.lint.reading.tensor_calls import masked_by, reduction_of
-from bigbatch.lint.reading.things import Computed, Role, Thing
+from bigbatch.lint.reading.things import Role, Thing, computed
 from bigbatch.lint.reading.values import Number, Rows, Several, Unknown, Value
 from bigbatch.lint.reading.walk import Walk
 
@@ -24,8 +24,13 @@ _CUTTERS = {"chunk", "split", "tensor_split", "batched", "chunked", "grouper", "
 _WRAPS = {"tqdm", "trange", "track", "iter", "list", "cycle", "set_epoch", "prefetch", "log_every", "progress_bar", "tnrange"}
 
 
+_ENDLESS_WORDS = {"endless", "infinite", "repeat", "forever", "loop_forever"}
+
+
 def constructed(walk: Walk, called: Called) -> Value | None:
     """Return the object that a call makes; None if the name tells nothing."""
+    if any(word.arg in _ENDLESS_WORDS and getattr(word.value, "value", False) is True for word in called.node.keywords):
+        return Rows(None, endless=True)
     builder = _BUILDERS.get(called.name)
     if builder is not None:
         return builder(walk, called)
@@ -73,7 +78,7 @@ def _shape(_: Walk, called: Called) -> Value | None:
         given = given.items[0]
     if isinstance(given, Number) and given.known is not None:
         return Rows(int(given.known))
-    return Computed(frozenset({id(called.node)}))
+    return computed(id(called.node))
 
 
 def _dataset(_: Walk, called: Called) -> Value:
@@ -115,8 +120,11 @@ def _compiled(_: Walk, called: Called) -> Value | None:
     return called.first() if isinstance(called.first(), Thing) else None
 
 
-def _engine(_: Walk, called: Called) -> Value:
-    return Thing(Role.ENGINE, called.name, called.node)
+def _engine(walk: Walk, called: Called) -> Value:
+    """This library's own entrances: they divide by what is really in the window."""
+    steps = next((word.value for word in called.node.keywords if word.arg == "steps"), None)
+    number = walk.number(called.words["steps"], steps) if steps is not None else None
+    return Thing(Role.ENGINE, called.name, called.node, steps=number)
 
 
 def _deepspeed(_: Walk, called: Called) -> Value | None:

@@ -6,7 +6,7 @@ from bigbatch.lint.reading.expressions import value_of
 from bigbatch.lint.reading.joining import join
 from bigbatch.lint.reading.scopes import Class, Function, Object, Scope
 from bigbatch.lint.reading.statements import run_block
-from bigbatch.lint.reading.things import Computed, Role, Thing
+from bigbatch.lint.reading.things import Role, Thing, computed
 from bigbatch.lint.reading.values import Rows, Unknown, Value
 from bigbatch.lint.reading.walk import DEEP, Walk, by_name
 
@@ -17,7 +17,7 @@ def enter(walk: Walk, function: Function, args: tuple[Value, ...], words: dict[s
     """Walk through a function with the arguments it gets, and return what it returns."""
     node = function.node
     if node in walk.active or len(walk.active) >= DEEP:
-        return Computed(frozenset({id(node)}), rescaled=True)
+        return computed(id(node), rescaled=True)
     attributes = function.owner.attributes if function.owner is not None else None
     scope = Scope(function.scope, attributes)
     bind(scope, node.args, args, words, function.owner)
@@ -25,7 +25,8 @@ def enter(walk: Walk, function: Function, args: tuple[Value, ...], words: dict[s
         with walk.naming(scope):
             return value_of(walk, node.body)
     if is_generator(node):
-        return Rows(None, cut=_gives_windows(node))
+        endless = any(isinstance(each, ast.While) and getattr(each.test, "value", False) for each in ast.walk(node))
+        return Rows(None, cut=_gives_windows(node), endless=endless)
     return run_function(walk, node, scope)
 
 

@@ -53,7 +53,8 @@ class Event:
     loss: Computed | None = None
     divides_by: Number | None = None  # what the framework divides the loss by
     divides: bool | None = False  # whether it does; None: cannot be told
-    factor: Number | None = None  # of RESCALE
+    factor: Number | None = None  # of RESCALE: what gradients are divided by
+    prepared: bool | None = None  # whether Accelerate wraps it; None: cannot be told
 
     def loops(self) -> tuple[Loop, ...]:
         """Return the loops around it, outermost first."""

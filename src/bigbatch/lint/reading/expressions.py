@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigbatch.lint.reading.arithmetic import combine
-from bigbatch.lint.reading.calls import call, reads
+from bigbatch.lint.reading.called import reads
+from bigbatch.lint.reading.calls import call
 from bigbatch.lint.reading.comparing import compare, truth
 from bigbatch.lint.reading.conditions import AllOf, Always, AnyOf, Condition, Not, Synced
 from bigbatch.lint.reading.joining import join
@@ -75,11 +76,11 @@ def _method(walk: Walk, owner: Object, name: str) -> Value | None:
 def _of_computed(walk: Walk, base: Computed, node: ast.Attribute) -> Value:
     """Read `outputs.loss`, whose model is known to leave out padding; `loss.data` has no graph."""
     if node.attr == "data":
-        return replace(base, detached=True)
+        return replace(base, live=frozenset())
     if node.attr != "loss":
-        return by_name(dotted(node)) if dotted(node) else Computed(base.origins | {node.attr})
+        return base.part(node.attr)
     padded = walk.program.padded_model and (walk.program.pads or walk.program.ignores_labels)
-    return replace(base, origins=base.origins | {"loss"}, reduction="mean", masked=node if padded else None)
+    return replace(base.part("loss"), reduction="mean", masked=node if padded else None)
 
 
 def _subscript(walk: Walk, node: ast.Subscript) -> Value:
@@ -94,9 +95,9 @@ def _subscript(walk: Walk, node: ast.Subscript) -> Value:
     if isinstance(base, Thing):
         return base
     if isinstance(base, Computed):
-        masked = node if isinstance(index, Thing) and index.role is Role.MASK else base.masked
-        key = ast.unparse(node.slice)
-        return replace(base, masked=masked, origins=base.origins | ({key} if masked is base.masked else frozenset()))
+        if isinstance(index, Thing) and index.role is Role.MASK:
+            return replace(base, masked=node)
+        return base.part(ast.unparse(node.slice))
     return by_name(text) if text else Unknown()
 
 
@@ -148,11 +149,12 @@ def _list(walk: Walk, node: ast.List) -> Value:
 
 
 def _comprehension(walk: Walk, node: ast.ListComp | ast.GeneratorExp | ast.SetComp) -> Value:
-    """Return something as long as what it is made from."""
-    sources = [value_of(walk, generator.iter) for generator in node.generators]
-    value_of(walk, node.elt)
-    whole = len(sources) == 1 and not node.generators[0].ifs and isinstance(sources[0], Rows)
-    return Rows(sources[0].count) if whole and isinstance(sources[0], Rows) else Rows(None)
+    """Return something as long as what it is made from; its element is computed in a loop."""
+    loops = [walk.go_over(generator, node.elt) for generator in node.generators]
+    with walk.inside(*loops):
+        value_of(walk, node.elt)
+    length = loops[0].length if len(loops) == 1 and not node.generators[0].ifs else None
+    return Rows(int(length.known) if length is not None and length.known is not None else None)
 
 
 def _named(walk: Walk, node: ast.NamedExpr) -> Value:

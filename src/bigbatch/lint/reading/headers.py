@@ -1,6 +1,7 @@
 """What the head of a loop says: what it goes over, how often, and which name counts its rounds."""
 
 import ast
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from bigbatch.lint.reading.assignments import assigned_in, attributes_set_by_calls, counters_in, targets_of
@@ -35,15 +36,30 @@ def enter_for(walk: Walk, node: ForLoop) -> Loop:
     kind, length = _kind(walk, source, value, text)
     assigned = assigned_in([node]) | attributes_set_by_calls(walk.program, node.body)
     loop = Loop(node, kind, assigned, frozenset(targets_of(node.target)), text, length)
-    _bind(walk, node.target, source, loop, text)
+    _bind(walk, node.target, source, loop, value)
     start_rounds(walk, loop, node.body)
     return loop
 
 
+def enter_comprehension(walk: Walk, node: ast.comprehension, element: ast.expr) -> Loop:
+    """Return the loop that a comprehension is."""
+    source = _unwrapped(walk, node.iter)
+    text = ast.unparse(source.node)
+    kind, length = _kind(walk, source, value_of(walk, source.node), text)
+    targets = frozenset(targets_of(node.target))
+    loop = Loop(element, kind, targets, targets, text, length)
+    _bind(walk, node.target, source, loop, Unknown())
+    return loop
+
+
 def enter_while(walk: Walk, node: ast.While) -> Loop:
-    """Return a `while` loop, its names set as its first round finds them."""
+    """Return a `while` loop, its names set as its first round finds them; `while n < steps` may count its rounds."""
     assigned = assigned_in([node]) | attributes_set_by_calls(walk.program, node.body)
-    loop = Loop(node, LoopKind.ENDLESS, assigned)
+    kind, length = LoopKind.ENDLESS, None
+    match node.test:
+        case ast.Compare(left=left, ops=[ast.Lt()], comparators=[right]) if dotted(left) in counters_in(node.body).here:
+            kind, length = LoopKind.COUNTED, walk.number(value_of(walk, right), right)
+    loop = Loop(node, kind, assigned, length=length)
     start_rounds(walk, loop, node.body)
     value_of(walk, node.test)
     return loop
@@ -52,18 +68,43 @@ def enter_while(walk: Walk, node: ast.While) -> Loop:
 def start_rounds(walk: Walk, loop: Loop, body: list[ast.stmt]) -> None:
     """Forget what will have changed by the second round; find what counts the rounds."""
     counters = counters_in(body)
+    _count_in_objects(walk, loop, body)
     for name in loop.assigned - loop.targets:
         before = walk.scope.find(name)
+        if isinstance(before, Place) and before.loop is loop:
+            continue
         if name in counters.here:
-            known = isinstance(before, Number) and before.known is not None
-            offset = int(before.known) if known and isinstance(before, Number) and before.known is not None else None
-            walk.scope.set(name, Place(loop, offset, name in walk.carried, name in counters.set_back))
+            walk.scope.set(name, Place(loop, _start(before), name in walk.carried, name in counters.set_back))
         elif name in counters.below:
             walk.carried.add(name)
         elif isinstance(before, Number):
             walk.scope.set(name, Number(name, fixed=False, atoms=frozenset({name})))
         elif before is not None and not isinstance(before, Thing | Function | Class | Object | Rows | Computed):
             walk.scope.set(name, Unknown(name))
+
+
+def _start(value: Value | None) -> int | None:
+    """Return where a counter starts, if that is a plain number."""
+    return int(value.known) if isinstance(value, Number) and value.known is not None else None
+
+
+def _count_in_objects(walk: Walk, loop: Loop, body: Iterable[ast.AST], deep: int = 3) -> None:
+    """Find counters that live in an object: `self.calls += 1` in a method that is called in every round."""
+    for statement in body if deep else ():
+        for node in ast.walk(statement):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            owner = walk.scope.find(dotted(node.func.value))
+            method = walk.program.method(owner.node, node.func.attr) if isinstance(owner, Object) else None
+            if method is None or not isinstance(owner, Object):
+                continue
+            counters, attributes = counters_in(method.body), owner.attributes.variables
+            for name in counters.here & attributes.keys():
+                if not isinstance(attributes[name], Place):
+                    start = _start(attributes[name])
+                    attributes[name] = Place(loop, start, carried=True, resets=name in counters.set_back)
+            if dotted(node.func.value) == "self":
+                _count_in_objects(walk, loop, method.body, deep - 1)
 
 
 def _unwrapped(walk: Walk, node: ast.expr) -> _Source:
@@ -112,7 +153,8 @@ def _kind(walk: Walk, source: _Source, value: Value, text: str) -> tuple[LoopKin
         number = walk.number(value_of(walk, counted), counted) if counted is not None else None
         return LoopKind.PIECES, number or length
     cut = isinstance(value, Rows) and value.cut
-    return (LoopKind.PIECES if cut or PIECES.search(last_part(text)) else LoopKind.BATCHES), length
+    named = bool(dotted(node)) and PIECES.search(last_part(text))
+    return (LoopKind.PIECES if cut or named else LoopKind.BATCHES), length
 
 
 def _range_length(walk: Walk, node: ast.Call, value: Value) -> Number | None:
@@ -124,10 +166,10 @@ def _range_length(walk: Walk, node: ast.Call, value: Value) -> Number | None:
     return replace(stop, plus=stop.plus - start) if stop is not None and start is not None and len(node.args) == 2 else None  # noqa: E501, PLR2004
 
 
-def _bind(walk: Walk, target: ast.expr, source: _Source, loop: Loop, text: str) -> None:
+def _bind(walk: Walk, target: ast.expr, source: _Source, loop: Loop, value: Value) -> None:
     """Set the names of a loop's head."""
     for name in targets_of(target):
-        walk.scope.set(name, by_name(name))
+        walk.scope.set(name, value if isinstance(value, Computed) else by_name(name))
     numbers = source.counted and len(getattr(source.node, "args", ())) < 3  # noqa: PLR2004 - a stride counts no rounds
     head = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
     if isinstance(head, ast.Name) and ((source.numbered and head is not target) or (numbers and not source.numbered)):

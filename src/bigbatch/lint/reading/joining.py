@@ -43,7 +43,7 @@ def _computed(first: Computed, second: Computed) -> Computed:
         most=more.most,
         reduction=first.reduction if first.reduction == second.reduction else "?",
         masked=first.masked or second.masked,
-        detached=first.detached and second.detached,
+        live=first.live | second.live,
         rescaled=fewer.rescaled or more.rescaled,
         divided_at=more.divided_at,
         amp=first.amp or second.amp,

@@ -21,7 +21,7 @@ class LoopKind(Enum):
 class Loop:
     """A loop, and what is known of it before its first round."""
 
-    node: ast.stmt
+    node: ast.AST
     kind: LoopKind
     assigned: frozenset[str]  # names that change from round to round
     targets: frozenset[str] = frozenset()
@@ -42,6 +42,14 @@ class Place(Value):
     def shifted(self, by: int) -> "Place":
         """Return it plus a number."""
         return self if self.offset is None else replace(self, offset=self.offset + by)
+
+
+@dataclass(frozen=True)
+class Quotient(Value):
+    """The number of a window: a place divided by a number, rounded down."""
+
+    place: Place
+    by: Number
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from bigbatch.lint.reading.vocabulary import PADDED_MODELS
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef
-_PADDING = {"pad_token", "pad_token_id", "DataCollatorForSeq2Seq", "DataCollatorWithPadding", "pad_sequence"}
+_PADDING = {"pad_token", "pad_token_id", "DataCollatorForSeq2Seq", "DataCollatorWithPadding", "pad_sequence", "DataCollatorForLanguageModeling"}
 _IGNORED = 100  # labels of -100 are left out of a cross-entropy
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from bigbatch.lint.reading.assignments import assigned_in
 from bigbatch.lint.reading.entering import bind, enter, make, new_object, run_function
 from bigbatch.lint.reading.events import Event, Kind, Via
-from bigbatch.lint.reading.headers import start_rounds
+from bigbatch.lint.reading.headers import enter_comprehension, start_rounds
 from bigbatch.lint.reading.places import Loop, LoopKind, Place
 from bigbatch.lint.reading.program import Def, Program
 from bigbatch.lint.reading.scopes import Class, Function, Object, Scope
 from bigbatch.lint.reading.statements import run_block
 from bigbatch.lint.reading.things import Computed
 from bigbatch.lint.reading.values import Number, Several, Value
-from bigbatch.lint.reading.walk import TooLong, Walk
+from bigbatch.lint.reading.walk import TooLong, Walk, Ways
 
 _NUMBERS = {"batch_idx", "batch_index", "batch_nb", "i", "idx", "step", "iteration", "it", "micro_step", "data_iter_step"}
 
@@ -28,11 +28,12 @@ class Story:
 
     events: tuple[Event, ...]
     even: bool  # the script itself refuses a number of micro-batches that leaves some over
+    stopped: frozenset[Loop]  # loops that end after some number of rounds
 
 
 def read_program(program: Program) -> list[Story]:
     """Read a file from all its beginnings."""
-    walk = Walk(program, Scope(), enter, make)
+    walk = Walk(program, Scope(), Ways(enter, make, enter_comprehension))
     for statement in program.tree.body:  # functions may be used above the line that defines them
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             walk.module.set(statement.name, Function(statement, walk.module))
@@ -55,7 +56,7 @@ def read_program(program: Program) -> list[Story]:
 
 def _finish(walk: Walk, stories: list[Story]) -> None:
     if walk.events:
-        stories.append(Story(tuple(walk.events), walk.even))
+        stories.append(Story(tuple(walk.events), walk.even, frozenset(walk.stopped)))
     walk.events = []
 
 
@@ -70,7 +71,7 @@ def _read_function(walk: Walk, function: Def, owner: ast.ClassDef | None) -> Non
     framework = _framework(walk.program, function, owner)
     parameters = frozenset(scope.variables) - {"self"}
     own = frozenset(name for name in assigned_in(function.body) if name.startswith("self."))
-    loop = Loop(function, LoopKind.FRAMEWORK, parameters | own, framework=framework)
+    loop = Loop(function, LoopKind.FRAMEWORK, parameters | own, parameters, framework=framework)
     for name in parameters & _NUMBERS:
         scope.variables[name] = Place(loop, 0 if framework == "lightning" and name.startswith("batch") else None)
     with walk.inside(loop):

@@ -11,6 +11,7 @@ from bigbatch.lint.reading.expressions import condition_of, value_of
 from bigbatch.lint.reading.frames import Frame, Guard, Inside, Setting
 from bigbatch.lint.reading.headers import enter_for, enter_while
 from bigbatch.lint.reading.joining import join_snapshots
+from bigbatch.lint.reading.places import Place
 from bigbatch.lint.reading.scopes import Class, Function, restore
 from bigbatch.lint.reading.things import Role, Thing
 from bigbatch.lint.reading.values import Value
@@ -59,19 +60,27 @@ def _if(walk: Walk, node: ast.If) -> Outcome:
     if first.ends and second.ends:
         return Outcome(first.ends)
     _note_even(walk, node, first)
+    if first.ends == "break":
+        _note_stop(walk, node)
     if first.ends:
         return _rest(first, condition, frames[1])
     if second.ends:
         restore(after_first)
         return _rest(second, condition, frames[0])
     join_snapshots(condition, after_first, walk.scope.snapshot())
-    return GOES_ON
+    return Outcome(frames=tuple(frame for each in (first, second) for frame in each.frames if isinstance(frame, Inside)))
 
 
 def _note_even(walk: Walk, node: ast.If | ast.Assert, body: Outcome | None) -> None:
     """A script that refuses a number of micro-batches which does not divide has no leftover."""
     if (body is None or body.ends == "raise") and any(isinstance(each, ast.Mod) for each in ast.walk(node.test)):
         walk.even = True
+
+
+def _note_stop(walk: Walk, node: ast.If) -> None:
+    """A loop that ends after a number of rounds may have been told one that divides."""
+    names = [each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)]
+    walk.stopped |= {place.loop for name in names if isinstance(place := walk.named(name), Place) and place.loop}
 
 
 def _rest(branch: Outcome, condition: Condition, frame: Frame) -> Outcome:
@@ -161,7 +170,10 @@ def _augmented(walk: Walk, node: ast.AugAssign) -> Outcome:
 
 
 def _expression(walk: Walk, node: ast.Expr) -> Outcome:
-    value_of(walk, node.value)
+    value = value_of(walk, node.value)
+    entered = isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") == "enter_context"
+    if entered and isinstance(value, Thing) and value.role is Role.CONTEXT:  # `stack.enter_context(model.no_sync())`
+        return Outcome(frames=(Inside(value.detail, value.text, node, value.condition),))
     return GOES_ON
 
 

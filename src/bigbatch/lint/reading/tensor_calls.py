@@ -4,11 +4,11 @@ import ast
 from collections.abc import Callable
 from dataclasses import replace
 
-from bigbatch.lint.reading.calls import Called, fetched, reads
+from bigbatch.lint.reading.called import Called, fetched, reads
 from bigbatch.lint.reading.conditions import Always, Condition
 from bigbatch.lint.reading.events import Kind
 from bigbatch.lint.reading.program import dotted
-from bigbatch.lint.reading.things import Computed, Role, Thing
+from bigbatch.lint.reading.things import Computed, Role, Thing, computed
 from bigbatch.lint.reading.values import Inverse, Number, Rows, Unknown, Value
 from bigbatch.lint.reading.walk import Walk
 
@@ -18,7 +18,7 @@ MEAN_LOSSES = {
     "gaussian_nll_loss", "soft_margin_loss", "triplet_margin_loss", "margin_ranking_loss", "ctc_loss", "multi_margin_loss",
 }  # fmt: skip
 # They leave a value's size and meaning alone.
-_SAME = set("to float double half bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long int bool requires_grad_".split())  # noqa: E501
+_SAME = set("to float double half bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long int bool requires_grad_ items values".split())  # noqa: E501
 _FEWER = {"clamp", "clamp_min", "clamp_", "maximum", "max"}
 
 
@@ -56,7 +56,7 @@ def masked_by(walk: Walk, node: ast.Call, name: str) -> ast.expr | None:
 def _functional_loss(walk: Walk, called: Called) -> Value:
     reduction = reduction_of(called.node)
     masked = masked_by(walk, called.node, called.name) if reduction == "mean" else None
-    return Computed(frozenset({id(called.node)}), reduction=reduction, masked=masked)
+    return computed(id(called.node), reduction=reduction, masked=masked)
 
 
 def _item(walk: Walk, called: Called) -> Value | None:
@@ -69,7 +69,7 @@ def _item(walk: Walk, called: Called) -> Value | None:
 
 
 def _detach(_: Walk, called: Called) -> Value | None:
-    return replace(called.receiver, detached=True) if isinstance(called.receiver, Computed) else None
+    return replace(called.receiver, live=frozenset()) if isinstance(called.receiver, Computed) else None
 
 
 def _sum(_: Walk, called: Called) -> Value | None:
@@ -110,7 +110,7 @@ def _divided(walk: Walk, called: Called) -> Value | None:
 
 def _append(walk: Walk, called: Called) -> Value | None:
     value = called.first()
-    if isinstance(value, Computed) and not value.detached:
+    if isinstance(value, Computed) and value.live:
         walk.emit(Kind.KEEP, called.node, loss=value, subject=called.on)
     return Unknown()
 
@@ -170,6 +170,7 @@ _METHODS: dict[str, Callable[[Walk, Called], Value | None]] = {
     "ne": _not_equal,
     "masked_select": _masked_select,
     "is_gradient_accumulation_boundary": _synced,
+    "enter_context": lambda _, called: called.first(),
 }
 _FUNCTIONS: dict[str, Callable[[Walk, Called], Value | None]] = {
     "float": _float,

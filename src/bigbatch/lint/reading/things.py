@@ -3,9 +3,15 @@
 import ast
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from typing import Any
 
 from bigbatch.lint.reading.conditions import Condition
 from bigbatch.lint.reading.values import Number, Value
+
+
+def computed(*origins: object, **more: Any) -> "Computed":
+    """Return something new, with its graph."""
+    return Computed(frozenset(origins), live=frozenset(origins), **more)
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Computed(Value):
     most: tuple[Number, ...] = ()
     reduction: str = "?"  # mean, sum, none, or unknown
     masked: ast.expr | None = None  # what tells that only some of its elements count
-    detached: bool = False
+    live: frozenset[object] = frozenset()  # those of them whose graph it still holds
     rescaled: bool = False  # something was done to its size that cannot be told
     divided_at: tuple[ast.AST, ...] = ()
     amp: bool = False  # multiplied by a GradScaler's scale
@@ -29,6 +35,10 @@ class Computed(Value):
         """Return it divided once more."""
         places = (*self.divided_at, at)
         return replace(self, least=(*self.least, by), most=(*self.most, by), divided_at=places)
+
+    def part(self, key: object) -> "Computed":
+        """Return something that was taken out of it."""
+        return replace(self, origins=self.origins | {key}, live=self.live | {key} if self.live else self.live)
 
 
 class Role(Enum):
@@ -59,3 +69,4 @@ class Thing(Value):
     masked: ast.expr | None = None
     steps: Number | None = None  # an accelerator's own, which it divides by
     condition: Condition | None = None  # of a context: when it acts
+    prepared: bool = False  # by Accelerate or Fabric

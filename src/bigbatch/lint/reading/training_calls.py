@@ -3,13 +3,16 @@
 import ast
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from bigbatch.lint.reading.calls import Called
+from bigbatch.lint.reading.called import Called
 from bigbatch.lint.reading.conditions import Condition
 from bigbatch.lint.reading.events import Kind, Via
+from bigbatch.lint.reading.frames import Guard
+from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.scopes import Function
-from bigbatch.lint.reading.things import Computed, Role, Thing
-from bigbatch.lint.reading.values import Number, Several, Unknown, Value
+from bigbatch.lint.reading.things import Computed, Role, Thing, computed
+from bigbatch.lint.reading.values import Inverse, Number, Several, Unknown, Value
 from bigbatch.lint.reading.walk import Walk
 
 _VIAS = {Role.SCALER: Via.SCALER, Role.ACCELERATOR: Via.ACCELERATE, Role.FABRIC: Via.FABRIC, Role.ENGINE: Via.ENGINE}
@@ -39,7 +42,10 @@ def _backward(walk: Walk, called: Called) -> Value | None:
     given = called.first()
     if via is Via.ENGINE or (role is None and not isinstance(called.receiver, Computed) and isinstance(given, Computed)):
         if not called.full.startswith("torch."):
-            walk.emit(Kind.BACKWARD, called.node, via=Via.ENGINE, subject=called.on, divides=None)
+            made = isinstance(called.receiver, Thing) and called.receiver.node is not None
+            steps = called.receiver.steps if isinstance(called.receiver, Thing) else None
+            known: dict[str, Any] = {"divides": True if made else None, "divides_by": steps}
+            walk.emit(Kind.BACKWARD, called.node, via=Via.ENGINE, subject=called.on, loss=_loss(given), **known)
             return Unknown()
     if via in {Via.ACCELERATE, Via.FABRIC} or called.full.startswith("torch."):
         divides, by = _accelerator_divides(called.receiver) if via is Via.ACCELERATE else (False, None)
@@ -68,7 +74,7 @@ def _accelerator_divides(accelerator: Value | None) -> tuple[bool | None, Number
 def _loss(value: Value | None) -> Computed:
     if isinstance(value, Computed):
         return value
-    return Computed(frozenset({value.text if isinstance(value, Unknown | Thing) else id(value)}))
+    return computed(value.text if isinstance(value, Unknown | Thing) else id(value))
 
 
 def _step(walk: Walk, called: Called) -> Value | None:
@@ -79,16 +85,24 @@ def _step(walk: Walk, called: Called) -> Value | None:
         closure = called.first()
         if isinstance(closure, Function):
             walk.enter(closure, (), {})
-        walk.emit(Kind.STEP, called.node, via=_via(called), subject=called.on)
+        walk.emit(Kind.STEP, called.node, via=_via(called), subject=called.on, prepared=_is_prepared(called))
     elif role is Role.SCHEDULER:
-        walk.emit(Kind.SCHEDULER, called.node, subject=called.on)
+        walk.emit(Kind.SCHEDULER, called.node, subject=called.on, prepared=_is_prepared(called))
     else:
         return None
     return Unknown()
 
 
+def _is_prepared(called: Called) -> bool | None:
+    """Tell whether Accelerate holds back the calls in mid-window; None: where it was made is not seen."""
+    thing = called.receiver
+    if not isinstance(thing, Thing) or thing.prepared or thing.node is None:
+        return True if isinstance(thing, Thing) and thing.prepared else None
+    return False
+
+
 def _zero_grad(walk: Walk, called: Called) -> Value:
-    walk.emit(Kind.ZERO, called.node, via=_via(called), subject=called.on)
+    walk.emit(Kind.ZERO, called.node, via=_via(called), subject=called.on, prepared=_is_prepared(called))
     return Unknown()
 
 
@@ -108,6 +122,20 @@ def _scale(_: Walk, called: Called) -> Value | None:
     if _role(called.receiver) is not Role.SCALER:
         return None
     return replace(_loss(called.first()), amp=True)
+
+
+def scaler_call(walk: Walk, called: Called) -> Value | None:
+    """`loss_scaler(loss, optimizer, need_update=...)`, as timm and MAE have it: backward, and the step when asked."""
+    loss = called.first()
+    if not isinstance(loss, Computed):
+        return None
+    walk.emit(Kind.BACKWARD, called.node, loss=loss)
+    asked = next((called.words[word] for word in ("update_grad", "need_update") if word in called.words), None)
+    frames = (Guard(asked, called.node),) if isinstance(asked, Condition) else ()
+    with walk.inside(*frames):
+        if asked is None or frames:
+            walk.emit(Kind.STEP, called.node, subject=dotted(called.node.args[1]) if len(called.args) > 1 else "")
+    return Unknown()
 
 
 def _scale_loss(_: Walk, called: Called) -> Value | None:
@@ -138,7 +166,8 @@ def _prepared(_: Walk, called: Called) -> Value | None:
     """`accelerator.prepare` and `fabric.setup` give back what they got."""
     if _role(called.receiver) not in {Role.ACCELERATOR, Role.FABRIC}:
         return None
-    return called.args[0] if len(called.args) == 1 else Several(called.args)
+    given = tuple(replace(each, prepared=True) if isinstance(each, Thing) else each for each in called.args)
+    return given[0] if len(given) == 1 else Several(given)
 
 
 def _optimizers(_: Walk, called: Called) -> Value | None:
@@ -149,7 +178,10 @@ def _optimizers(_: Walk, called: Called) -> Value | None:
 def _rescaled(walk: Walk, called: Called) -> Value | None:
     """Gradients multiplied in place, one by one or all at once."""
     if called.name.startswith("_foreach") or _role(called.receiver) is Role.GRADIENT:
-        walk.emit(Kind.RESCALE, called.node)
+        node = called.node.args[-1] if called.node.args else None
+        by = called.args[-1] if called.args else Unknown()
+        number = walk.number(by, node) if node is not None and "div" in called.name else None
+        walk.emit(Kind.RESCALE, called.node, factor=by.of if isinstance(by, Inverse) else number)
         return Unknown()
     return None
 
@@ -165,7 +197,7 @@ _HANDLERS: dict[str, Callable[[Walk, Called], Value | None]] = {
     "backward": _backward,
     "manual_backward": _manual_backward,
     "step": _step,
-    "zero_grad": _zero_grad,
+    **dict.fromkeys(("zero_grad", "clear_grad", "clear_grads", "zero_gradients", "clear_gradients"), _zero_grad),
     "unscale_": _unscale,
     "unscale_gradients": _unscale,
     "update": _update,

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from bigbatch.lint.reading.events import Event, Kind
@@ -10,7 +11,7 @@ from bigbatch.lint.reading.frames import Frame
 from bigbatch.lint.reading.places import Loop
 from bigbatch.lint.reading.program import Program, dotted
 from bigbatch.lint.reading.scopes import Class, Function, Scope
-from bigbatch.lint.reading.things import Computed, Thing
+from bigbatch.lint.reading.things import Computed, Thing, computed
 from bigbatch.lint.reading.values import Number, Unknown, Value
 from bigbatch.lint.reading.vocabulary import role_of_name
 
@@ -26,16 +27,23 @@ class TooLong(Exception):
     """The file asks for more steps than the walk will take."""
 
 
-Enter = Callable[["Walk", Function, tuple[Value, ...], dict[str, Value]], Value]
-Make = Callable[["Walk", Class, tuple[Value, ...], dict[str, Value]], Value]
+
+@dataclass(frozen=True)
+class Ways:
+    """How to follow a call into the file's own functions and classes, and a comprehension around its rounds."""
+
+    enter: Callable[["Walk", Function, tuple[Value, ...], dict[str, Value]], Value]
+    make: Callable[["Walk", Class, tuple[Value, ...], dict[str, Value]], Value]
+    go_over: Callable[["Walk", ast.comprehension, ast.expr], Loop]
+
 
 
 class Walk:
     """The state of a walk; what it does at a statement or an expression is said elsewhere."""
 
-    def __init__(self, program: Program, scope: Scope, enter: Enter, make: Make) -> None:
-        """`enter` follows a call into a function of the file, `make` into a class."""
-        self.program, self.scope, self._enter, self._make = program, scope, enter, make
+    def __init__(self, program: Program, scope: Scope, ways: Ways) -> None:
+        """Begin in a module whose names are in `scope`."""
+        self.program, self.scope, self._ways = program, scope, ways
         self.module = scope
         self.frames: list[Frame] = []
         self.events: list[Event] = []
@@ -43,16 +51,21 @@ class Walk:
         self.entered: set[ast.AST] = set()
         self.returned: list[list[Value]] = []
         self.carried: set[str] = set()  # counters that go on over several passes
+        self.stopped: set[Loop] = set()  # loops that end after some number of rounds
         self.even = False  # the script makes sure that windows come out even
         self._statements = 0
 
     def enter(self, function: Function, args: tuple[Value, ...], words: dict[str, Value]) -> Value:
         """Walk through a function of the file; return what it gives."""
-        return self._enter(self, function, args, words)
+        return self._ways.enter(self, function, args, words)
 
     def make(self, of: Class, args: tuple[Value, ...], words: dict[str, Value]) -> Value:
         """Walk through the making of an object of the file's own class."""
-        return self._make(self, of, args, words)
+        return self._ways.make(self, of, args, words)
+
+    def go_over(self, generator: ast.comprehension, element: ast.expr) -> Loop:
+        """Return the loop that a comprehension is."""
+        return self._ways.go_over(self, generator, element)
 
     def count_statement(self) -> None:
         """Stop a walk that goes on for too long."""
@@ -111,6 +124,9 @@ class Walk:
             return value
         if isinstance(value, Unknown) and value.text:
             return Number(value.text, fixed=not self.varies(node), atoms=frozenset({value.text}))
+        text = dotted(node)
+        if isinstance(value, Computed) and text and not value.most:  # `args.steps` of whatever `args` is
+            return Number(text, fixed=not self.varies(node), atoms=frozenset({text}))
         return None
 
 
@@ -120,5 +136,5 @@ def by_name(text: str) -> Value:
     if role is not None:
         return Thing(role, text)
     if "loss" in text.rpartition(".")[2].lower():
-        return Computed(frozenset({text}))
+        return computed(text)
     return Unknown(text)

@@ -6,7 +6,6 @@ from bigbatch.lint.finding import Severity
 from bigbatch.lint.loops.cadence import Cadence
 from bigbatch.lint.loops.facts import Fact, TrainingLoop
 from bigbatch.lint.reading.events import Kind
-from bigbatch.lint.reading.places import Loop
 from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
 
 
@@ -14,26 +13,15 @@ def _keeps_graph(script: Script) -> Iterator[Hit]:
     for loop in script.loops:
         backwards = [loss.origins for _, loss in loop.losses()]
         for fact in loop.of(Kind.KEEP):
-            if fact.event.within(loop.loop) is not None and _outlives(loop, fact, backwards):
+            if fact.event.within(loop.loop) is not None and _outlives(fact, backwards):
                 yield Hit(fact.node, f"{fact.event.subject or 'it'} keeps the graph of every loss that is added to it")
 
 
-def _outlives(loop: TrainingLoop, fact: Fact, backwards: list[frozenset[object]]) -> bool:
+def _outlives(fact: Fact, backwards: list[frozenset[object]]) -> bool:
     """Tell whether what is kept is the loss of a backward, and is no part of it: a loss made of several terms is."""
-    kept = fact.event.loss
-    if kept is None:
-        return False
+    kept = fact.event.loss.live if fact.event.loss is not None else frozenset()
     part = any(id(fact.node) in origins or fact.event.subject in origins for origins in backwards)
-    return not part and any(_is_it(kept.origins, origins) for origins in backwards) and not _fresh(loop.loop, fact)
-
-
-def _is_it(kept: frozenset[object], loss: frozenset[object]) -> bool:
-    return bool(kept & loss)
-
-
-def _fresh(loop: Loop, fact: Fact) -> bool:
-    """Tell whether the sum begins anew in every round."""
-    return False
+    return not part and any(kept & origins for origins in backwards)
 
 
 def _read_every_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:

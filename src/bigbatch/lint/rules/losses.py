@@ -62,7 +62,7 @@ def _by_hand(loop: TrainingLoop, loss: Computed) -> Hit | None:
     written = [
         (number, node)
         for number, node in zip(loss.least, loss.divided_at, strict=False)
-        if number.same(loop.every) and not number.text.startswith("×")
+        if (number.same(loop.every) or counts_micro_batches(number.text)) and not number.text.startswith("×")
     ]
     if len(written) > 1:
         return Hit(written[1][1], f"the loss is divided by {loop.steps_text()} a second time")

@@ -16,45 +16,60 @@ _OFTEN = (Cadence.MICRO, Cadence.REST)
 
 def _steps_once(loop: TrainingLoop) -> bool:
     """Tell whether the window is as announced; otherwise BB102 has said it all."""
-    return not loop.at(Kind.STEP, Cadence.MICRO)
+    return loop.accumulates and not loop.at(Kind.STEP, Cadence.MICRO)
 
 
-def _clip(loop: TrainingLoop) -> Iterator[Hit]:
-    if not _steps_once(loop):
-        return
-    for fact in loop.at(Kind.CLIP, *_OFTEN):
-        yield Hit(fact.node, "partial sums are clipped with every micro-batch, not the window's gradient once")
-    for fact in loop.at(Kind.CLIP, Cadence.WINDOW):
-        steps = [step for step in loop.at(Kind.STEP, Cadence.WINDOW) if step.may_meet(fact)]
-        backwards = [each for each in loop.of(Kind.BACKWARD) if each.may_meet(fact)]
-        if steps and all(step.event.order < fact.event.order for step in steps):
-            yield Hit(fact.node, "the gradient is clipped after the step that used it")
-        elif loop.shape is Shape.MODULO and _before_backward(fact, steps, backwards):
-            yield Hit(fact.node, "the gradient is clipped before the window's last backward has added to it")
+def _rhythm(loop: TrainingLoop) -> Cadence | None:
+    """Return how often the optimizer steps, in a loop whose steps are where they should be."""
+    if _steps_once(loop):
+        return Cadence.WINDOW
+    return Cadence.MICRO if loop.shape is Shape.PLAIN and loop.every is None else None
 
 
-def _before_backward(fact: Fact, steps: list[Fact], backwards: list[Fact]) -> bool:
-    """Tell whether a backward stands between the clipping and the step."""
-    return any(
-        fact.event.order < backward.event.order < step.event.order for backward in backwards for step in steps
-    )
+def _clip(script: Script) -> Iterator[Hit]:
+    for loop in script.loops:
+        for fact in loop.at(Kind.CLIP, *_OFTEN) if _steps_once(loop) else ():
+            yield Hit(fact.node, "partial sums are clipped with every micro-batch, not the window's gradient once")
+        rhythm = _rhythm(loop)
+        for fact in loop.at(Kind.CLIP, rhythm) if rhythm is not None else ():
+            why = _misplaced(loop, fact)
+            if why:
+                yield Hit(fact.node, why)
 
 
-def _unscale(loop: TrainingLoop) -> Iterator[Hit]:
-    scaled = [fact for fact in loop.of(Kind.BACKWARD) if fact.event.via is Via.SCALER]
-    if not scaled or not _steps_once(loop):
-        return
-    for fact in loop.at(Kind.UNSCALE, *_OFTEN):
+def _misplaced(loop: TrainingLoop, clip: Fact) -> str:
+    """Say what is wrong with the order of backward, clipping and step."""
+    steps = [step for step in loop.at(Kind.STEP, clip.cadence) if step.may_meet(clip)]
+    backwards = [each for each in loop.of(Kind.BACKWARD) if each.may_meet(clip)]
+    if steps and all(step.event.order < clip.event.order for step in steps):
+        # A backward in between makes it the clipping of the next step.
+        between = any(step.event.order < each.event.order < clip.event.order for step in steps for each in backwards)
+        return "" if between else "the gradient is clipped after the step that used it"
+    first = min((each.event.order for each in backwards), default=0)
+    if loop.shape is not Shape.NESTED and clip.event.order < first < min((s.event.order for s in steps), default=0):
+        return "the gradient is clipped before backward has added to it"
+    return ""
+
+
+def _unscale(script: Script) -> Iterator[Hit]:
+    for loop in script.loops:
+        scaled = [fact for fact in loop.of(Kind.BACKWARD) if fact.event.via is Via.SCALER]
+        rhythm = _rhythm(loop)
+        if scaled and rhythm is not None:
+            yield from _unscales(loop, rhythm)
+            for fact in loop.at(Kind.CLIP, rhythm):
+                before = [each for each in loop.of(Kind.UNSCALE) if each.event.order < fact.event.order]
+                if not before and _meets_scaled(fact, scaled):
+                    yield Hit(fact.node, "gradients are clipped while they are still multiplied by the scaler's scale")
+
+
+def _unscales(loop: TrainingLoop, rhythm: Cadence) -> Iterator[Hit]:
+    for fact in loop.at(Kind.UNSCALE, *_OFTEN) if loop.accumulates else ():
         yield Hit(fact.node, "gradients are unscaled with every micro-batch: what is added later is still scaled")
-    unscales = loop.at(Kind.UNSCALE, Cadence.WINDOW)
-    for fact in unscales:
-        steps = [step for step in loop.at(Kind.STEP, Cadence.WINDOW) if step.may_meet(fact)]
+    for fact in loop.at(Kind.UNSCALE, rhythm):
+        steps = [step for step in loop.at(Kind.STEP, rhythm) if step.may_meet(fact)]
         if steps and all(step.event.order < fact.event.order for step in steps):
             yield Hit(fact.node, "gradients are unscaled after the step that used them")
-    for fact in loop.at(Kind.CLIP, Cadence.WINDOW):
-        before = [each for each in loop.of(Kind.UNSCALE) if each.event.order < fact.event.order]
-        if _meets_scaled(fact, scaled) and not before:
-            yield Hit(fact.node, "gradients are clipped while they are still multiplied by the scaler's scale")
 
 
 def _meets_scaled(clip: Fact, scaled: list[Fact]) -> bool:
@@ -73,7 +88,7 @@ def _scheduler(loop: TrainingLoop) -> Iterator[Hit]:
     if not _steps_once(loop):
         return
     for fact in loop.at(Kind.SCHEDULER, *_OFTEN):
-        if loop.shape is not Shape.FRAMEWORK or fact.event.via is Via.TORCH:
+        if loop.shape is not Shape.FRAMEWORK or fact.event.prepared is False:
             yield Hit(fact.node, f"the schedule advances {loop.steps_text()} times per update")
 
 
@@ -92,14 +107,14 @@ RULES = (
         "clip-in-wrong-place",
         Severity.ERROR,
         "clip once, after the window's last backward and before the step",
-        of_loops(_clip),
+        _clip,
     ),
     Rule(
         "BB302",
         "unscale-in-wrong-place",
         Severity.ERROR,
         "call scaler.unscale_(optimizer) once per window, right before clipping",
-        of_loops(_unscale),
+        _unscale,
     ),
     Rule(
         "BB303",

@@ -16,7 +16,7 @@ _WRAPPERS = {"DistributedDataParallel", "DDP"}
 
 
 def _without_no_sync(script: Script) -> Iterator[Hit]:
-    if script.program.words & _ASKED or not _is_distributed(script.program):
+    if (script.program.called | script.program.words - {"accumulate"}) & _ASKED or not _is_distributed(script.program):
         return
     for loop in script.loops:
         if loop.shape in {Shape.MODULO, Shape.NESTED} and not loop.at(Kind.STEP, Cadence.MICRO):

@@ -53,6 +53,8 @@ def _leaks(loop: TrainingLoop) -> bool:
 
 
 def _leftover_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
+    if loop.at(Kind.STEP, Cadence.MICRO):
+        return
     divided = [loss for _, loss in loop.losses() if any(number.fixed for number in loop.scaling(loss))]
     if loop.tail is Tail.STEPPED and divided and not loop.of(Kind.RESCALE):
         yield Hit(
@@ -76,11 +78,14 @@ def _never_zeroed(script: Script) -> Iterator[Hit]:
     for loop in script.loops:
         if not loop.is_seen or loop.shape is Shape.FRAMEWORK or loop.of(Kind.HANDED_ON):
             continue
-        cleared = [fact for fact in loop.of(Kind.ZERO) if fact.cadence not in {Cadence.BEFORE, Cadence.AFTER}]
-        steps = [fact for fact in loop.of(Kind.STEP) if fact.cadence is not Cadence.AFTER]
-        if steps and not cleared:
-            often = "only outside the loop" if loop.of(Kind.ZERO) else "never"
-            yield Hit(steps[0].node, f"gradients are {often} cleared: every step also takes those of all steps before")
+        cleared = {f.event.subject for f in loop.of(Kind.ZERO) if f.cadence not in {Cadence.BEFORE, Cadence.AFTER}}
+        steps = {f.event.subject: f for f in loop.of(Kind.STEP) if f.cadence is not Cadence.AFTER}
+        for subject, fact in steps.items():
+            # Clearing something else than another optimizer may clear this one's gradients too.
+            if cleared <= steps.keys() - {subject}:
+                often = "only outside the loop" if loop.of(Kind.ZERO) else "never"
+                often = "never" if cleared else often
+                yield Hit(fact.node, f"gradients are {often} cleared: every step also takes those of all steps before")
 
 
 RULES = (
