@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigbatch.cli.failures import FAILED, errors_as_text
+from bigbatch.cli.html import prepare, wrote
 from bigbatch.cli.terminal import next_step, paragraph, progress, results
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def plan(
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of the file's own.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PAGE", help="Write a page with plots, too; needs matplotlib.")
+    ] = None,
 ) -> None:
     """Find the micro-batch size for your own file.
 
@@ -39,11 +43,19 @@ def plan(
     """
     # What their code prints must not stand among the JSON.
     with errors_as_text(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        if html is not None:
+            prepare(html)
         found = _planned(file, memory, batch_size)
     if as_json:
         typer.echo(json.dumps({"file": str(file), **dataclasses.asdict(found)}, indent=2))
     else:
         _print(found, file)
+    if html is not None:
+        from bigbatch.pages.plan_page import plan_page
+
+        command, why = _next(found, Path(file.name))  # a page may be read elsewhere
+        command = command if command.startswith("BigStep") else f"bigbatch {command}"
+        wrote(plan_page(found, name=file.name, next_step=(command, why)), html)
     if found.size is None:
         raise typer.Exit(FAILED)
 
@@ -102,14 +114,22 @@ def _print(found: "Plan", file: Path) -> None:
     console.print()
     for sentence in (*found.advice, *found.notes):
         paragraph(console, sentence)
-    if found.size is None:
-        next_step(console, f"plan {shlex.quote(str(file))}", "again, after making room as above")
-    elif any("lock-step" in note for note in found.notes):
-        size = f"micro_batch_size={found.size}"
-        console.print(f"Next: BigStep(model, optimizer, loss_fn, {size}), whose micro-batches meet", soft_wrap=True)
-    elif found.steps == 1:
-        next_step(console, f"train {shlex.quote(str(file))}", "with no micro_batch_size in its Setup")
+    command, why = _next(found, file)
+    if command.startswith("BigStep"):
+        console.print(f"Next: {command}, {why}", markup=False, soft_wrap=True)
     else:
-        # A Setup's batch is made of micro-batches of one size.
-        even = max(n for n in range(1, found.size + 1) if found.batch_size % n == 0)
-        next_step(console, f"train {shlex.quote(str(file))}", f"with micro_batch_size={even} in its Setup")
+        next_step(console, command, why)
+
+
+def _next(found: "Plan", file: Path) -> tuple[str, str]:
+    """Return what to type next, and why; a command is without its program's name."""
+    train = f"train {shlex.quote(str(file))}"
+    if found.size is None:
+        return f"plan {shlex.quote(str(file))}", "again, after making room as above"
+    if any("lock-step" in note for note in found.notes):
+        return f"BigStep(model, optimizer, loss_fn, micro_batch_size={found.size})", "whose micro-batches meet"
+    if found.steps == 1:
+        return train, "with no micro_batch_size in its Setup"
+    # A Setup's batch is made of micro-batches of one size.
+    even = max(n for n in range(1, found.size + 1) if found.batch_size % n == 0)
+    return train, f"with micro_batch_size={even} in its Setup"

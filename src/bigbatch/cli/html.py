@@ -1,0 +1,22 @@
+"""`--html PAGE`: refuse what cannot be written before anything is measured, and say what was."""
+
+from pathlib import Path
+
+import typer
+
+
+def prepare(page: Path) -> None:
+    """Raise where no page can be drawn or written."""
+    from bigbatch.pages.page import refuse_target
+    from bigbatch.pages.plots import require_matplotlib
+
+    refuse_target(page)
+    require_matplotlib()
+
+
+def wrote(text: str, page: Path) -> None:
+    """Write a page, and say so where it does not mix with results."""
+    from bigbatch.pages.page import write
+
+    write(text, page)
+    typer.echo(f"Wrote {page}", err=True)

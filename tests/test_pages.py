@@ -1,0 +1,435 @@
+"""Pages of `--html`: all that was found stands on them, nothing is fetched, and no name gets out of its place."""
+
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from bigbatch.cli import app
+from bigbatch.errors import ConfigurationError
+from bigbatch.pages.markup import Html, element, table, together
+from bigbatch.pages.page import refuse_target
+from bigbatch.pages.plan_page import plan_page
+from bigbatch.pages.plots import require_matplotlib
+from bigbatch.pages.verify_page import verify_page
+from bigbatch.planning.report import Plan, Row
+from bigbatch.verifying.verification import Cause, Difference, Verification
+
+pytest.importorskip("matplotlib", reason="pages are drawn with matplotlib, which is not installed")
+
+EVIL = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;$\\alpha$'"</svg></style>日本🙂"""
+GIB = 1 << 30
+
+
+def row(size: int, predicted: float | None, measured: float | None, ms: float | None, *, fits: bool = True) -> Row:
+    """Make a row of a plan for a batch of 256; sizes are in GiB."""
+    told, seen = (None if each is None else int(each * GIB) for each in (predicted, measured))
+    return Row(size, -(-256 // size), told, seen, None if ms is None else ms / 1e3, fits)
+
+
+PLAN = Plan(
+    batch_size=256,
+    size=32,
+    steps=8,
+    peak_bytes=int(18.5 * GIB),
+    budget=24 * GIB,
+    resident_bytes=int(3.3 * GIB),
+    device="a large GPU",
+    measured=True,
+    rows=(
+        row(1, 3.9, 3.92, 21.2),
+        row(8, 7.2, 7.45, 6.4),
+        row(32, 18.6, 18.5, 4.68),
+        row(40, 22.1, 22.3, 4.71),
+        row(64, 33, None, None, fits=False),
+    ),
+    advice=("Time per sample is still falling.",),
+    notes=("Peaks are the whole process's.",),
+)
+TRACED = replace(
+    PLAN, measured=False, rows=(row(1, 3.9, None, None), row(32, 18.5, None, None), row(64, 33, None, None, fits=False))
+)
+NOTHING = replace(TRACED, size=None, steps=None, peak_bytes=None, rows=(row(1, 30, None, None, fits=False),), advice=())
+EASY = replace(PLAN, budget=400 * GIB, size=256, steps=1, rows=(row(1, 0.4, 0.4, 90), row(256, 1, 1.1, 0.01)))
+PLANS = {"measured": PLAN, "traced": TRACED, "nothing fits": NOTHING, "far below the budget": EASY}
+
+RIGHT = Difference("layer.0.weight", (16, 8), 3e-16, 2e-16, 4e-8, 3e-8)
+WRONG = Difference("norm.weight", (8,), 0.21, 2e-16, 0.21, 3e-8)
+CAUSE = Cause("batch-norm", "layer.1.norm", 0.93, "Frozen, 93 % of the difference goes.", "Freeze it:\n    norm.eval()")
+EXACT = Verification(
+    exact=True,
+    differences=tuple(replace(RIGHT, name=f"layer.{n}.weight") for n in range(50)),
+    causes=(),
+    samples=64,
+    samples_proved=64,
+    micro_batches=(16,) * 4,
+    dtype="float32",
+    loss=(2.3, 2.3),
+)
+DIFFERS = replace(
+    EXACT,
+    exact=False,
+    differences=(RIGHT, WRONG, replace(RIGHT, name="bias", exact_difference=0.0)),
+    causes=(CAUSE, replace(CAUSE, kind="wrong-count", where="")),
+    samples_proved=32,
+    micro_batches=(5,) * 7,
+    notes=("The whole batch did not fit.",),
+)
+ODD = replace(
+    DIFFERS,
+    differences=(
+        replace(WRONG, own_difference=math.inf),
+        replace(RIGHT, exact_difference=math.nan, exact_floor=math.nan, own_floor=0.0, own_difference=0.0),
+    ),
+    loss=(math.nan, math.nan),
+)
+EMPTY = replace(EXACT, differences=())
+FOUND = {"exact": EXACT, "differs": DIFFERS, "odd": ODD, "empty": EMPTY}
+
+
+@cache
+def of_plan(plan: Plan, name: str = "train.py") -> str:
+    """Return the page of a plan."""
+    return plan_page(plan, name=name, next_step=(f"bigbatch train {name}", "with micro_batch_size=32 in its Setup"))
+
+
+@cache
+def of_verification(found: Verification, name: str = "train.py") -> str:
+    """Return the page of a verification."""
+    return verify_page(found, name=name)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    **{f"plan, {name}": partial(of_plan, plan) for name, plan in PLANS.items()},
+    **{f"verify, {name}": partial(of_verification, found) for name, found in FOUND.items()},
+}
+
+
+class Seen(HTMLParser):
+    """What a browser would make of a page: its elements, their attributes, its text, and what was left open."""
+
+    EMPTY = frozenset({"meta", "br", "hr", "path", "use", "rect", "line", "circle"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Take note of an element."""
+        self.elements.append((tag, dict(attrs)))
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Take note of an element that closes itself."""
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        """See that it is the one that is open."""
+        if tag not in self.EMPTY:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        """Keep text."""
+        if not self.open or self.open[-1] != "style":
+            self.text.append(data)
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        """Return the attributes of all elements of a name."""
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def words(self) -> str:
+        """All text, with single spaces."""
+        return " ".join(" ".join(self.text).split())
+
+
+@pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
+def test_a_page_is_whole_and_fetches_nothing(make: Callable[[], str]) -> None:
+    """Every element is closed, no id comes twice, and nothing on it has an address elsewhere."""
+    page = make()
+    seen = Seen(page)
+    assert page.startswith("<!doctype html>")
+    assert seen.open == []
+    assert not {"script", "link", "img", "iframe", "object", "image"} & {tag for tag, _ in seen.elements}
+    ids = [attributes["id"] for _, attributes in seen.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for tag, attributes in seen.elements:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in {"href", "xlink:href", "src"}:
+                assert (value or "").startswith("#")
+    assert not re.search(r"https?://|@import|url\((?!#)", page)
+
+
+@pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
+def test_a_page_can_be_read_without_seeing_it(make: Callable[[], str]) -> None:
+    """One title and one first heading, headings in order, plots in words, tables with heads, a language."""
+    seen = Seen(make())
+    levels = [int(tag[1]) for tag, _ in seen.elements if re.fullmatch(r"h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    assert seen.named("html") == [{"lang": "en"}]
+    plots = seen.named("svg")
+    assert len(plots) % 2 == 0
+    assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 40 for plot in plots)
+    heads = seen.named("th")
+    assert all(head.get("scope") in {"col", "row"} for head in heads)
+    assert len(seen.named("table")) == len(seen.named("caption"))
+    assert "main" in {tag for tag, _ in seen.elements}
+
+
+@pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
+def test_plots_follow_the_colours_of_the_page(make: Callable[[], str]) -> None:
+    """No colour of a drawing is its own: light and dark are the page's to say."""
+    for drawing in re.findall(r"<svg.*?</svg>", make(), flags=re.DOTALL):
+        colours = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", drawing))
+        assert any(colour.startswith("var(--") for colour in colours)
+        assert all(colour == "none" or colour.startswith("var(--") for colour in colours), colours
+        style = (Path(__file__).parent.parent / "src/bigbatch/pages/style.css").read_text()
+        named = {colour[4:-1] for colour in colours if colour != "none"}
+        assert all(style.count(f"{name}: #") == 2 for name in named), named  # in light and in dark
+
+
+def luminance(colour: str) -> float:
+    """Return how light a colour is, as WCAG has it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+@pytest.mark.parametrize("ground", ["paper", "card", "wash"])
+def test_words_stand_out(scheme: int, ground: str) -> None:
+    """4.5 to 1 at least, for every colour that words have, on every ground that they stand on."""
+    style = (Path(__file__).parent.parent / "src/bigbatch/pages/style.css").read_text()
+    colours = {
+        name: re.findall(rf"--{name}: (#[0-9a-f]{{6}})", style)[scheme] for name in (ground, *"ink muted".split())
+    }
+    colours |= {name: re.findall(rf"--{name}: (#[0-9a-f]{{6}})", style)[scheme] for name in "accent good bad".split()}
+    below = luminance(colours.pop(ground))
+    for name, colour in colours.items():
+        light, dark = sorted((luminance(colour), below), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5, name
+
+
+def test_a_plan_stands_on_its_page() -> None:
+    """The recommendation, its reason, every row, what to know and what to type."""
+    words = Seen(of_plan(PLAN)).words
+    for part in (
+        "32 × 8 Batch of 256: micro-batches of 32, 8 steps, within 24 GiB on a large GPU.",
+        "18.5 GiB measured, 77% of 24 GiB",
+        "Time per sample is still falling.",
+        "Peaks are the whole process's.",
+        "budget, 24 GiB",
+        "milliseconds per sample",
+        "bigbatch train train.py",
+    ):
+        assert part in words, part
+    rows = [Seen(each) for each in re.findall(r"<tr.*?</tr>", of_plan(PLAN), flags=re.DOTALL)]
+    assert [each.named("tr")[0].get("class") for each in rows] == [None, None, None, "chosen", None, "out"]
+    assert rows[3].words == "32 8 18.6 GiB 18.5 GiB 4.68 take this"
+    assert rows[5].words == "64 4 33 GiB ran out of memory"
+
+
+def test_what_was_not_measured_is_not_on_the_page() -> None:
+    """No times and no measured peaks of a GPU that is not here."""
+    page = of_plan(TRACED)
+    assert "measured peak" not in page
+    assert "Time</h2>" not in page
+    assert "predicted by tracing" in page
+    assert "nothing fits" in of_plan(NOTHING)
+
+
+def test_a_verification_stands_on_its_page() -> None:
+    """The verdict, each cause with its remedy, the parameters, what to know."""
+    words = Seen(of_verification(DIFFERS)).words
+    for part in (
+        "Not exact",
+        "The gradient of 32 of 64 samples in 7 micro-batches differs from the big batch's, by 0.21 at norm.weight.",
+        "1. batch-norm at layer.1.norm 93% of the difference",
+        "Frozen, 93 % of the difference goes. Freeze it: norm.eval()",
+        "2. wrong-count 93% of the difference",
+        "of 5, 5, 5, 5, 5, 5, … samples",
+        "The whole batch did not fit.",
+        "what rounding explains",
+    ):
+        assert part in words, part
+    exact = Seen(of_verification(EXACT)).words
+    assert "Exact The gradient of 64 samples in 4 micro-batches is the big batch's, to 3.0e-16 in float64." in exact
+    assert "Why, and what to do" not in exact
+    assert "38 more, each nearer to the big batch's" in exact
+
+
+def test_the_worst_come_first() -> None:
+    """Whatever their place in the model."""
+    words = Seen(of_verification(DIFFERS)).words
+    table_begins = words.index("Figures")
+    assert words.index("norm.weight", table_begins) < words.index("layer.0.weight", table_begins)
+
+
+# Names that would break out.
+
+
+EVIL_PLAN = replace(PLAN, device=EVIL, advice=(EVIL,), notes=(EVIL,))
+EVIL_FOUND = replace(
+    DIFFERS,
+    differences=(replace(WRONG, name=EVIL), RIGHT),
+    causes=(Cause(EVIL, EVIL, 1.0, EVIL, EVIL),),
+    dtype=EVIL,
+    notes=(EVIL,),
+)
+
+
+@pytest.mark.parametrize("page", [of_plan(EVIL_PLAN, EVIL), of_verification(EVIL_FOUND, EVIL)], ids=["plan", "verify"])
+def test_no_name_is_taken_for_html(page: str) -> None:
+    """Names of files, modules, parameters and devices, and messages, are text wherever they stand."""
+    seen = Seen(page)
+    assert seen.open == []
+    assert not {"script", "img"} & {tag for tag, _ in seen.elements}
+    assert not any(name.startswith("on") for _, attributes in seen.elements for name in attributes)
+    assert "<script" not in page
+    assert "<img" not in page
+    assert EVIL in "".join(seen.text)
+
+
+@given(st.text(), st.text())
+@settings(max_examples=200)
+def test_any_text_comes_out_as_it_went_in(text: str, attribute: str) -> None:
+    """An element holds what it was given, whatever that looks like."""
+    seen = Seen(element("p", text, title=attribute))
+    assert [tag for tag, _ in seen.elements] == ["p"]
+    straight = {"\r\n": "\n", "\r": "\n"}
+
+    def plain(given: str) -> str:
+        for old, new in straight.items():
+            given = given.replace(old, new)
+        return given
+
+    assert plain("".join(seen.text)) == plain(text)
+    assert plain(seen.elements[0][1]["title"] or "") == plain(attribute)
+
+
+def test_html_is_put_in_as_it_is() -> None:
+    """What is known to be HTML is not escaped twice; a sum of texts is text again."""
+    assert together(["<", Html("<b>")]) == "&lt;<b>"
+    assert element("p", Html("<b>x</b>") + "<i>") == "<p>&lt;b&gt;x&lt;/b&gt;&lt;i&gt;</p>"
+    assert element("meta", charset="utf-8", lang=None) == '<meta charset="utf-8">'
+
+
+def test_a_table_has_heads() -> None:
+    """Of its columns and of its rows; a mark is a class of a row."""
+    written = table(["size", "peak"], [["1", "<2"], ["8", "3"]], caption="Sizes", marks=[None, "chosen"])
+    assert '<th scope="col">peak</th>' in written
+    assert '<tr class="chosen"><th scope="row">8</th><td>3</td></tr>' in written
+    assert "<td>&lt;2</td>" in written
+
+
+# The command.
+
+
+FILE = """\
+import torch
+from bigbatch import Setup
+
+def setup():
+    model = torch.nn.Linear(4, 1)
+    data = [(torch.ones(4), torch.ones(1))] * 16
+    return Setup(
+        model=model,
+        loss_fn=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data=data,
+        batch_size=16,
+    )
+"""
+
+
+def run(*arguments: str) -> Result:
+    """One command."""
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file with a setup()."""
+    path = tmp_path / "training.py"
+    path.write_text(FILE)
+    return path
+
+
+def test_plan_writes_a_page_beside_its_table(file: Path) -> None:
+    """The table is on stdout, where the page is on stderr; no path of this machine is on the page."""
+    page = file.parent / "plan.html"
+    done = run("plan", str(file), "--html", str(page))
+    assert done.exit_code == 0, done.output
+    assert "take this" in done.stdout
+    assert f"Wrote {page}" in done.stderr
+    assert "Wrote" not in done.stdout
+    text = page.read_text()
+    assert "training.py" in Seen(text).words
+    assert str(file.parent) not in text
+
+
+def test_json_and_html_go_together(file: Path) -> None:
+    """Data alone is on stdout."""
+    page = file.parent / "plan.html"
+    done = run("plan", str(file), "--json", "--html", str(page))
+    assert json.loads(done.stdout)["batch_size"] == 16
+    assert page.exists()
+
+
+def test_what_fits_nowhere_is_on_a_page_too(file: Path) -> None:
+    """The command fails, as without a page; the page says why."""
+    page = file.parent / "plan.html"
+    done = run("plan", str(file), "--memory", "1MiB", "--html", str(page))
+    assert done.exit_code == 1
+    assert "nothing fits" in page.read_text()
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(file: Path) -> None:
+    """A folder that is not there, or a folder instead of a file."""
+    missing = run("plan", str(file), "--html", str(file.parent / "no" / "plan.html"))
+    assert missing.exit_code == 2
+    assert missing.stdout == ""
+    assert "there is no folder" in missing.stderr
+    assert "mkdir -p" in missing.stderr
+    with pytest.raises(ConfigurationError, match=r"this is a folder.*\n.*page.html"):
+        refuse_target(file.parent)
+
+
+def test_without_matplotlib_the_error_says_what_to_type(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is measured."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigurationError, match="matplotlib, which is not installed"):
+        require_matplotlib()
+    done = run("plan", str(file), "--html", str(file.parent / "plan.html"))
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert "pip install matplotlib" in done.stderr
+    assert "bigbatch[html]" in done.stderr
+
+
+def test_drawing_leaves_matplotlib_as_it_was() -> None:
+    """No setting of a user's is changed, no window system is asked for."""
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    of_plan(PLAN)
+    assert dict(mpl.rcParams) == before

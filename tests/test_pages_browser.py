@@ -1,0 +1,115 @@
+"""Pages in a real browser: no error, no request, both colour schemes, nothing wider than a telephone."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_pages import EVIL, EVIL_FOUND, EVIL_PLAN, PAGES, of_plan, of_verification
+
+playwright: Any = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+)
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
+
+ALL: dict[str, Callable[[], str]] = {
+    **PAGES,
+    "plan, evil": lambda: of_plan(EVIL_PLAN, EVIL),
+    "verify, evil": lambda: of_verification(EVIL_FOUND, EVIL),
+}
+SEEN = ("plan, measured", "plan, nothing fits", "verify, exact", "verify, differs", "plan, evil", "verify, evil")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One browser for all pages."""
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture(scope="module", params=SEEN)
+def page_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page in a file."""
+    path = tmp_path_factory.mktemp("pages") / "page.html"
+    path.write_text(ALL[request.param](), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_a_page_opens_quietly(browser: Any, page_file: Path, width: int, scheme: str) -> None:
+    """No message on the console, no request beside its own, no dialog, nothing wider than the screen."""
+    context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    try:
+        page = context.new_page()
+        said: list[str] = []
+        requests: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: said.append(dialog.message))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(page_file.as_uri())
+        assert said == []
+        assert requests == [page_file.as_uri()]
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate(_WIDER, width) == []
+        shown = page.evaluate(
+            "[...document.querySelectorAll('svg')].filter(e => e.getBoundingClientRect().width).length"
+        )
+        assert shown == page.evaluate("document.querySelectorAll('svg').length") / 2
+    finally:
+        context.close()
+
+
+# What sticks out to the right, and is not inside of something that scrolls by itself.
+_WIDER = """width => [...document.querySelectorAll('body *')]
+    .filter(e => !e.closest('.scrolls') && !e.closest('pre') && !e.closest('svg'))
+    .filter(e => e.getBoundingClientRect().right > width + 0.5).map(e => e.tagName)"""
+
+_COLOURS = """() => {
+    const ink = e => e && getComputedStyle(e);
+    const text = document.querySelector('svg text'), line = document.querySelector('svg path[style*=stroke]');
+    return [ink(document.body).backgroundColor, ink(document.body).color, ink(text)?.fill, ink(line)?.stroke];
+}"""
+
+
+def test_colours_follow_the_scheme(browser: Any, page_file: Path) -> None:
+    """Paper, words and the plots' own colours change when the scheme does, on the open page."""
+    context = browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme="light")
+    try:
+        page = context.new_page()
+        page.goto(page_file.as_uri())
+        light = page.evaluate(_COLOURS)
+        page.emulate_media(color_scheme="dark")
+        dark = page.evaluate(_COLOURS)
+        assert all(a != b for a, b in zip(light, dark, strict=True)), (light, dark)
+        assert None not in light
+    finally:
+        context.close()
+
+
+def test_words_of_a_plot_stay_inside(browser: Any, page_file: Path) -> None:
+    """No label is cut off at the edge of its drawing, wide or narrow."""
+    for width in (400, 1200):
+        context = browser.new_context(viewport={"width": width, "height": 800})
+        try:
+            page = context.new_page()
+            page.goto(page_file.as_uri())
+            cut = page.evaluate(
+                """() => [...document.querySelectorAll('svg')].flatMap(svg => {
+                    const box = svg.getBoundingClientRect();
+                    return [...svg.querySelectorAll('text')].filter(text => {
+                        const own = text.getBoundingClientRect();
+                        return own.width && (own.left < box.left - 4 || own.right > box.right + 4);
+                    }).map(text => text.textContent);
+                })"""
+            )
+            assert cut == []
+        finally:
+            context.close()
