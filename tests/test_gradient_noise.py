@@ -513,9 +513,10 @@ def test_a_scale_that_changes_is_said() -> None:
 @pytest.mark.parametrize("norms", [told[0] for told in TOLD] + [seen(0.5), [], seen(1e6)])
 def test_every_report_can_be_said(norms: list[Norms]) -> None:
     """No sentence stumbles, whatever was seen."""
-    report = reported(norms, {"alone": 1, "sum": 2})
+    report = reported(norms, {"alone": 1, "sum": 200})
     assert isinstance(report, NoiseReport)
-    assert "1 window told nothing" in str(report)
+    assert "200 windows told nothing: a loss that is a sum" in str(report)
+    assert ("1 window told nothing" in str(report)) == (report.windows < 10)  # one of many is not worth a word
     assert "nan" not in str(report)
 
 
@@ -542,7 +543,8 @@ def test_it_goes_on_from_a_checkpoint() -> None:
         ({}, r"not the state_dict\(\) of a GradientNoise"),
         ([], r"not the state_dict\(\) of a GradientNoise"),
         ({"version": 9, "windows": 0, "seen": [], "left_out": {}}, r"has version 9; this bigbatch reads version 1"),
-        ({"version": 1, "windows": 0, "seen": [[1.0]], "left_out": {}}, r"of a window four numbers"),
+        ({"version": 1, "windows": 0, "seen": [[1.0]], "left_out": {}}, r"of each window four numbers"),
+        ({"version": 1, "windows": 0, "seen": [], "left_out": {"odd": 1}}, r"reasons that this bigbatch knows"),
     ],
 )
 def test_a_state_that_does_not_fit_is_refused(state: Any, text: str) -> None:

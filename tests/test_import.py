@@ -62,7 +62,7 @@ def test_the_comparison_would_show_a_change() -> None:
 
 def test_importing_prints_nothing_and_needs_torch_alone() -> None:
     """No output, and none of the libraries that the command line, the tests or the benchmarks use."""
-    others = ("numpy", "typer", "rich", "click", "transformers", "accelerate", "lightning", "pytest", "hypothesis")
+    others = ("numpy", "typer", "rich", "click", "matplotlib", "transformers", "accelerate", "lightning", "hypothesis")
     loaded = run(
         "import torch, sys; torch_had = set(sys.modules)\n" + IMPORTS + "\nprint(sorted(set(sys.modules) - torch_had))"
     )

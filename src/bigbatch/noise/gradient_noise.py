@@ -3,7 +3,7 @@
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -121,8 +121,10 @@ class GradientNoise:
         if state["version"] != STATE_VERSION:
             msg = f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
             raise StateError(msg)
-        if any(len(row) != len(Norms._fields) for row in state["seen"]):
-            msg = "this state_dict does not hold of a window four numbers: it was not made by state_dict()"
+        if any(len(row) != len(Norms._fields) for row in state["seen"]) or state["left_out"].keys() - set(
+            get_args(Reason)
+        ):
+            msg = "this state_dict should hold of each window four numbers, and reasons that this bigbatch knows"
             raise StateError(msg)
         self.reset()
         self._windows = state["windows"]

@@ -8,6 +8,8 @@ from bigbatch.noise.estimating import LEAST
 if TYPE_CHECKING:
     from bigbatch.noise.report import NoiseReport, Reason
 
+_FEW = 0.1  # of the windows that told something: so many may be left out, as at the end of each epoch, without a word
+
 _REASONS: dict["Reason", str] = {
     "alone": "one micro-batch each, which has no other to differ from: take smaller micro-batches, and more of them",
     "sum": (
@@ -56,7 +58,8 @@ def reservations(report: "NoiseReport") -> list[str]:
             "is that of their mixture."
         )
     for why, windows in report.left_out.items():
-        said.append(f"{windows} window{'s' if windows > 1 else ''} told nothing: {_REASONS[why]}.")
+        if windows > _FEW * report.windows:
+            said.append(f"{windows} window{'s' if windows > 1 else ''} told nothing: {_REASONS[why]}.")
     if report.verdict in {"smaller", "right", "larger"}:
         said.append("Take it for an order of magnitude: it leaves curvature, momentum and Adam's scaling out.")
     return said
