@@ -14,6 +14,7 @@ from benchmarks.noise_truth import Regression, holds, loss_of, measured
 from bigbatch import Accumulator, BigStep, GradientNoise, Options
 from bigbatch.errors import ConfigurationError, StateError
 from bigbatch.noise.estimating import LEAST, Norms, Part, correlation_time, estimate, part, student
+from bigbatch.noise.gradient_noise import _norm
 from bigbatch.noise.report import NoiseReport, Verdict, reported
 from tests.emulated_graphs import emulated
 from tests.losses import READABLE, SEVERAL
@@ -173,7 +174,7 @@ def test_sparse_gradients_are_seen_and_left_alone() -> None:
 
 @pytest.mark.parametrize("gradient_dtype", [torch.float32, None])
 def test_low_precision_is_seen_to_its_rounding(gradient_dtype: torch.dtype | None) -> None:
-    """bf16 parameters and a bf16 loss, whose weights are kept apart; norms are not rounded to bf16."""
+    """bf16 parameters and a bf16 loss, whose weights are kept apart."""
     model = PLAIN.model().to(torch.bfloat16)
     accumulator = Accumulator(model, still(trained(model)), steps=3, gradient_dtype=gradient_dtype)
     noise = GradientNoise(accumulator, every=1)
@@ -185,8 +186,13 @@ def test_low_precision_is_seen_to_its_rounding(gradient_dtype: torch.dtype | Non
     for batch in accumulator.over(batches):
         accumulator.backward(PLAIN.loss(model, low(batch)))
     assert_seen(noise, truth(PLAIN, model.double(), batches, 3), tolerance=0.05)
-    seen = [number for row in noise.state_dict()["seen"] for number in (row[0], row[2])]
-    assert any(float(torch.tensor(number).bfloat16()) != number for number in seen)
+
+
+def test_a_norm_of_low_precision_is_not_rounded_to_it() -> None:
+    """It is to be subtracted from another that is nearly as large."""
+    parameter = torch.zeros(1000, dtype=torch.bfloat16, requires_grad=True)
+    parameter.grad = torch.linspace(0.1, 1.0, 1000).bfloat16()
+    assert _norm([parameter]) == pytest.approx(float(parameter.grad.double().norm()), rel=1e-5)
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
