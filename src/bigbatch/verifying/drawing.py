@@ -50,9 +50,10 @@ class Draws(TorchDispatchMode):
 
 
 def _given(func: Any, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by their names."""
-    names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - an operation has no other signature
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    """Return the arguments of an operation by their names, with what it takes where nothing is given."""
+    arguments = func._schema.arguments  # noqa: SLF001 - an operation has no other signature
+    usual = {each.name: each.default_value for each in arguments if each.has_default_value()}
+    return {**usual, **dict(zip((each.name for each in arguments), args, strict=False)), **kwargs}
 
 
 def _replaced(func: Any, args: Any, kwargs: dict[str, Any], name: str, value: float) -> tuple[Any, dict[str, Any]]:
@@ -74,7 +75,7 @@ def _filled(value: Callable[[dict[str, Any]], float]) -> Callable[..., Any]:
 
 
 def _bernoulli(func: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
-    chance = given.get("p", given["self"])
+    chance = given["p"] if given.get("p") is not None else given["self"]
     made = func(*args, **kwargs)
     if isinstance(chance, Tensor):
         return made.copy_(chance if made.is_floating_point() else chance >= 0.5)  # noqa: PLR2004 - the likelier
@@ -108,7 +109,7 @@ def _in_order(func: Any, args: Any, kwargs: Any, given: dict[str, Any]) -> Any:
 
 def _normal(given: dict[str, Any]) -> float:
     # Not the mean itself: what is divided by its own norm would be no number.
-    mean, spread = given.get("mean", 0.0), given.get("std", 1.0)
+    mean, spread = given.get("mean", 0.0), given.get("std", 1.0)  # randn has neither
     plain = not isinstance(mean, Tensor) and not isinstance(spread, Tensor)
     return float(mean) + 0.5 * float(spread) if plain else 0.5
 
@@ -119,13 +120,13 @@ _zero = _filled(lambda given: float(given.get("low") or given.get("from") or 0))
 _MEANS: dict[str, Callable[..., Any]] = {
     "rand": _half,
     "rand_like": _half,
-    "uniform_": _filled(lambda given: (given.get("from", 0.0) + given.get("to", 1.0)) / 2),
+    "uniform_": _filled(lambda given: (given["from"] + given["to"]) / 2),
     "randn": _noise,
     "randn_like": _noise,
     "normal": _noise,
     "normal_": _noise,
-    "log_normal_": _filled(lambda given: math.exp(given.get("mean", 1.0))),
-    "exponential_": _filled(lambda given: 1 / given.get("lambd", 1.0)),
+    "log_normal_": _filled(lambda given: math.exp(given["mean"])),
+    "exponential_": _filled(lambda given: 1 / given["lambd"]),
     "cauchy_": _half,
     "geometric_": _filled(lambda given: 1 / given["p"]),
     "bernoulli": _bernoulli,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from bigbatch.verifying.verification import Cause
 
-_SHOWN = 3
+_SHOWN = 2
 
 
 def listed(names: Sequence[str]) -> str:

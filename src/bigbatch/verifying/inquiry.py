@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
+from bigbatch.micro_steps.survival import is_out_of_memory
 from bigbatch.verifying import looking
 from bigbatch.verifying.evidence import cause, listed
 from bigbatch.verifying.judging import Compared, Judge
@@ -103,21 +104,35 @@ class Inquiry:
         for look in (self._random, self._written):
             seen = look()
             if seen is not None and not self._judge.gone(rest.differences):
-                found.append(seen)
-                off = off.and_off(seen.off)
-                rest = self.compared(off)
+                off, rest = self._tried([seen], found, off, rest)
+        seen_before: set[str] = set()
         for _ in range(_ROUNDS):
             if self._judge.gone(rest.differences):
                 break
-            names = looking.across_samples(self._runs, off, self._judge.loose)
-            seen_across = self._across(names)
-            if not seen_across:
+            names = looking.across_samples(self._runs, off, self._judge.loose, seen_before)
+            if not names:
                 break
-            for each in seen_across:
-                off = off.and_off(each.off)
-            rest = self.compared(off)
-            found += seen_across
+            seen_before.update(names)
+            off, rest = self._tried(self._across(names), found, off, rest)
         return self._helping(found, off, rest)
+
+    def _tried(
+        self, more: Sequence[Candidate], found: list[Candidate], off: Off, rest: Compared
+    ) -> tuple[Off, Compared]:
+        """Turn more off; what cannot be turned off without an error stays as it is."""
+        together = off
+        for each in more:
+            together = together.and_off(each.off)
+        try:
+            compared = self.compared(together)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            for each in more if len(more) > 1 else ():
+                off, rest = self._tried([each], found, off, rest)
+            return off, rest
+        found += more
+        return together, compared
 
     def _helping(self, found: list[Candidate], off: Off, rest: Compared) -> tuple[list[Candidate], Off, Compared]:
         """Leave those out that were better on: a module that only seemed to look across, or that meets the others."""
@@ -167,18 +182,19 @@ class Inquiry:
         self, candidate: Candidate, off: Off, right: Way | None, weights: Sequence[float] | None
     ) -> float | None:
         """Return the difference that this makes with all else off, micro-batches weighed as they should be; or None."""
-        on = off.without(candidate.off)
+        on, met = off.without(candidate.off), isinstance(self._way, OwnWay) and self._way.options.batch_norm == "exact"
         if right is not None:
             found = self.compared(on, right)
-        elif (
-            candidate.kind == "batch-norm" and isinstance(self._way, OwnWay) and self._way.options.batch_norm == "exact"
-        ):
-            return None  # micro-batches meet there
-        else:
-            truth = self._runs.whole(on).gradients
-            plain = weights is None
-            again = self._runs.accumulated(on, Plain()).gradients if plain else self._runs.weighed(weights or (), on)
-            found = Compared.of(again, truth)
+        elif candidate.kind == "batch-norm" and met:
+            return None
+        elif weights is not None:
+            found = Compared.of(self._runs.weighed(weights, on), self._runs.whole(on).gradients)
+        else:  # nobody knows the right weights: see whether it changes anything at all
+            found = Compared.of(self._runs.whole(on).gradients, self._runs.whole(off).gradients)
+            if self._judge.gone(found.differences):
+                plain = Plain()
+                before = self._runs.accumulated(off, plain).gradients
+                found = Compared.of(self._runs.accumulated(on, plain).gradients, before)
         return None if self._judge.gone(found.differences) else found.overall
 
     def _told(self, candidate: Candidate, alone: float, rest: Compared, *, others: bool) -> Cause:

@@ -1,14 +1,16 @@
 """Look at a model while the big batch goes through it: who draws, who writes, who looks from one sample to another."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 
+from bigbatch.batches.writing import PLAIN
 from bigbatch.micro_steps.restoring import Buffers, Randomness
 from bigbatch.micro_steps.survival import is_out_of_memory
 from bigbatch.verifying.drawing import Draws
@@ -57,63 +59,76 @@ def writes(runs: Runs) -> dict[str, str]:
         return found
 
 
-def across_samples(runs: Runs, off: Off, tolerance: float) -> tuple[str, ...]:
-    """Return the innermost modules that give a sample another output when other samples are beside it."""
+def across_samples(runs: Runs, off: Off, tolerance: float, known: Collection[str] = ()) -> tuple[str, ...]:
+    """Return the innermost modules that give a sample another output when other samples are beside it.
+
+    Those that are `known` are passed over, for what is around them.
+    """
     samples = runs.samples.number
     sizes = (samples // 2, samples - samples // 2)
-    stack = Stack()
-    busy = _Busy(stack)
     found: dict[tuple[str, ...], str] = {}
-    pending: list[Any] = []
-
-    def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        del name
-        if not busy.now:
-            pending.append(busy.apart(module, args, kwargs, samples, sizes))
-
-    def after(name: str, output: Any) -> None:
-        if busy.now:
-            return
-        alone = pending.pop()
-        if alone is not None and _differ(alone, output, samples, tolerance):
-            found[tuple(stack.names)] = name
-
-    with runs.standing(off, sizes) as standing, following(standing, stack, before, after), torch.no_grad():
-        runs.call(standing, runs.samples.whole(runs.dtype))
+    with runs.standing(off, sizes) as standing, torch.no_grad():
+        modules, before = standing.modules, [(Buffers([m]), attributes(m)) for m in standing.models]
+        for call in _recorded(runs, standing):
+            for buffers, kept in before:
+                buffers.restore()
+                put_back(kept)
+            name = call.path[-1]
+            if name not in known and name not in off.apart and _looks_across(modules[name], call, sizes, tolerance):
+                found[call.path] = name
     inner = [path for path in found if not any(other[: len(path)] == path and other != path for other in found)]
-    return tuple(dict.fromkeys(found[path] for path in inner if found[path] not in off.apart))
+    return tuple(dict.fromkeys(found[path] for path in inner))
 
 
-class _Busy:
-    """Runs a module on halves of what it is about to get, and leaves no trace of it."""
+class _Call(NamedTuple):
+    """One call of a module, as it was: copies of what it took and gave."""
 
-    def __init__(self, stack: Stack) -> None:
-        self.now, self._stack = False, stack
+    path: tuple[str, ...]  # the modules that ran, the innermost last
+    given: Any
+    output: Any
 
-    def apart(self, module: nn.Module, args: Any, kwargs: Any, samples: int, sizes: Sequence[int]) -> Any:
-        """Return what a module gives for the halves, joined; None where it cannot be said."""
-        if not any(batch_dim(each, samples) is not None for each in tensors((args, kwargs))):
-            return None
-        buffers, kept, depth = Buffers([module]), attributes(module), len(self._stack.names)
-        self.now = True
+
+def _recorded(runs: Runs, standing: Standing) -> list[_Call]:
+    """Run the big batch, and keep what every module took and gave that has samples."""
+    stack, given, calls = Stack(), list[Any](), list[_Call]()
+    samples = runs.samples.number
+
+    def before(_name: str, args: Any, kwargs: Any) -> None:
+        sampled = any(batch_dim(each, samples) is not None for each in tensors((args, kwargs)))
         try:
-            parts = [
-                cut((args, kwargs), samples, start, size) for start, size in zip((0, sizes[0]), sizes, strict=True)
-            ]
-            cloned = [_cloned(part) for part in parts]
-            return put_together([module(*some, **named) for some, named in cloned], sizes)
-        except Exception as error:
+            given.append(_cloned((args, kwargs)) if sampled else None)
+        except Exception as error:  # not everything can be copied
             if is_out_of_memory(error):
                 raise
-            return _FAILED if isinstance(module, Statistics) else None  # it wants more than one sample
-        finally:
-            self.now = False
-            del self._stack.names[depth:]  # modules inside that failed have not left
-            buffers.restore()
-            put_back(kept)
+            given.append(None)
+
+    def after(_name: str, output: Any) -> None:
+        taken, made = given.pop(), list(tensors(output))
+        # What returns a loss is no layer: whether a loss looks across samples is a question of its own.
+        if taken is not None and all(each.dim() for each in made):
+            calls.append(_Call(tuple(stack.names), taken, [each.clone() for each in made]))
+
+    with following(standing, stack, before, after):
+        runs.call(standing, runs.samples.whole(runs.dtype))
+    return calls
 
 
-_FAILED = object()
+def _looks_across(module: nn.Module, call: _Call, sizes: Sequence[int], tolerance: float) -> bool:
+    """Run a module on the halves of what it got, and see whether it gives the same."""
+    samples = sum(sizes)
+    try:
+        halves = [cut(call.given, samples, start, size) for start, size in zip((0, sizes[0]), sizes, strict=True)]
+        alone = put_together([module(*args, **kwargs) for args, kwargs in map(_cloned, halves)], sizes)
+        if not _differ(alone, call.output, samples, tolerance):
+            return False
+        # A module that does not give the same twice for all samples together has told nothing.
+        args, kwargs = _cloned(call.given)
+        again = list(tensors(module(*args, **kwargs)))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return isinstance(module, Statistics)  # it wants more than one sample
+    return not _differ(again, call.output, samples, tolerance)
 
 
 def _cloned(tree: Any) -> Any:
@@ -124,12 +139,10 @@ def _cloned(tree: Any) -> Any:
         return {key: _cloned(each) for key, each in tree.items()}
     if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
         return type(tree)(_cloned(each) for each in tree)
-    return tree
+    return tree if tree is None or isinstance(tree, (*PLAIN, torch.dtype, torch.device)) else copy.deepcopy(tree)
 
 
 def _differ(alone: Any, together: Any, samples: int, tolerance: float) -> bool:
-    if alone is _FAILED:
-        return True
     pairs = zip(tensors(alone), tensors(together), strict=False)
     return any(
         one.shape == other.shape
@@ -149,7 +162,7 @@ def _near(one: Tensor, other: Tensor, tolerance: float) -> bool:
 def following(
     standing: Standing,
     stack: Stack,
-    before: Callable[[str, nn.Module, Any, Any], None] | None = None,
+    before: Callable[[str, Any, Any], None] | None = None,
     after: Callable[[str, Any], Any] | None = None,
 ) -> Iterator[None]:
     """Know which module runs; `after` may return another output in the place of a module's."""
@@ -157,7 +170,7 @@ def following(
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if before is not None:
-            before(names[id(module)], module, args, kwargs)
+            before(names[id(module)], args, kwargs)
         stack.names.append(names[id(module)])
 
     def leave(module: nn.Module, _args: Any, output: Any) -> Any:

@@ -23,6 +23,7 @@ class Mistake:
     repaired: tuple[float, ...]
     alone: float = 0.0  # what the term of parameters alone weighs then
     remedy: str = ""
+    scale: float = 1.0  # what all weights are wrong by
     share: float = 1.0
 
 
@@ -117,7 +118,7 @@ def _scaled(scale: float, taken: Fit, right: Fit) -> Mistake:
         text = times + (f", as if divided by {round(divisor)} instead of {number}" if whole else "")
         remedy = "Divide by what the window really has: the number of its micro-batches, or better its count."
     repaired = tuple(weight / scale for weight in taken.weights)
-    return Mistake(kind, where, text, repaired, taken.alone / scale, remedy)
+    return Mistake(kind, where, text, repaired, taken.alone / scale, remedy, scale)
 
 
 def _scale(used: Sequence[float], should: Sequence[float], kept: Sequence[int]) -> float:

@@ -18,7 +18,7 @@ from bigbatch.verifying.subject import Standing
 from bigbatch.verifying.turning_off import Off
 
 Shape = Literal["separate", "nonlinear", "coupled", "unknown"]
-_PART = 0.4  # of another sample, mixed into one: between the two there is nothing that a loss could not take
+_PART = 0.9  # of another sample, mixed into one: between the two there is nothing that a loss could not take
 
 
 def shape_of_loss(runs: Runs, off: Off, tolerance: float) -> Shape:
@@ -74,24 +74,24 @@ def _scales(rows: int, fewer: int, samples: int) -> bool:
 def _outputs(runs: Runs, off: Off, samples: int) -> dict[int, tuple[int, ...]]:
     """Return the shapes of what layers with weights give, by the number of the call."""
     seen: dict[int, tuple[int, ...]] = {}
-    counter = _Counter()
+    counter = _Counter(off)
     sizes = runs.samples.sizes if samples == runs.samples.number else ()
     with runs.standing(off, sizes) as standing:
         layers = _layers(standing)
 
         def after(name: str, output: Any) -> None:
             number, found = counter.next(), _with_gradient(output)
-            if name in layers and found is not None:
+            if number is not None and name in layers and found is not None:
                 seen[number] = tuple(found.shape)
 
-        with following(standing, Stack(), after=after):
+        with following(standing, counter.stack, after=after):
             runs.call(standing, runs.samples.rows(0, samples, runs.dtype))
     return seen
 
 
 def _returned(runs: Runs, off: Off, place: int, dim: int, *, mix: bool) -> Tensor | None:
     """Return the gradients that come back to the second half of the samples, where the first is mixed or is not."""
-    samples, first, counter = runs.samples.number, _first_half(runs), _Counter()
+    samples, first, counter = runs.samples.number, _first_half(runs), _Counter(off)
     caught: list[Tensor] = []
 
     def after(_name: str, output: Any) -> Any:
@@ -103,12 +103,12 @@ def _returned(runs: Runs, off: Off, place: int, dim: int, *, mix: bool) -> Tenso
         rows = found.detach().movedim(dim, 0)
         half = rows.shape[0] // samples * first
         if mix:
-            rows = torch.cat([(1 - _PART) * rows[:half] + _PART * rows.roll(half, 0)[:half], rows[half:]])
+            rows = torch.cat([(1 - _PART) * rows[:half] + _PART * rows[half : half + 1], rows[half:]])
         caught.append(rows.movedim(0, dim).clone().requires_grad_())
         return _put(output, found, caught[0].clone())  # a leaf may not be written into, as an in-place ReLU does
 
     def around(standing: Standing) -> AbstractContextManager[None]:
-        return following(standing, Stack(), after=after)
+        return following(standing, counter.stack, after=after)
 
     try:
         runs.whole(off, around=around)
@@ -129,10 +129,15 @@ def _first_half(runs: Runs) -> int:
 
 
 class _Counter:
-    def __init__(self) -> None:
-        self._number = -1
+    """Numbers the calls of modules, but for those inside of one that runs several times, for each micro-batch."""
 
-    def next(self) -> int:
+    def __init__(self, off: Off) -> None:
+        self._number, self._apart = -1, frozenset(off.apart)
+        self.stack = Stack()
+
+    def next(self) -> int | None:
+        if self._apart.intersection(self.stack.names):
+            return None
         self._number += 1
         return self._number
 

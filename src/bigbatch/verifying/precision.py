@@ -7,7 +7,6 @@ from torch import Tensor
 
 from bigbatch.verifying.evidence import cause
 from bigbatch.verifying.gradients import Gradients, overall, relative
-from bigbatch.verifying.judging import Judge
 from bigbatch.verifying.places import Places
 from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.table import number
@@ -40,10 +39,8 @@ def lost_in_sums(
     return [cause("low-precision-sums", f"{dtype} gradients", 1 - after / found, text, loop)]
 
 
-def rounded(gradients: Gradients, judge: Judge, differences: Mapping[str, float], *, loop: bool) -> list[Cause]:
+def rounded(gradients: Gradients, differences: Mapping[str, float], *, loop: bool) -> list[Cause]:
     """See whether a float64 model's gradients went through fewer digits: each is a number of a smaller dtype."""
-    if not judge.precise:
-        return []
     for dtype in _LOW:
         every = [g for g in gradients.values() if g is not None and g.numel()]
         if every and all(_is_of(g, dtype) for g in every):

@@ -184,7 +184,8 @@ class Proof:
             causes.append(unlike_itself(runs, apart, min(1.0, apart / (compared.overall or apart)), loop=loop))
         equal = all(each.exact for each in differences)
         if not equal:
-            low = rounded(accumulated.gradients, judge, compared.differences, loop=loop)
+            precise = judge.precise and torch.float64 in {runs.dtype, runs.subject.dtype}
+            low = rounded(accumulated.gradients, compared.differences, loop=loop) if precise else []
             causes += low
             if not low:
                 inquiry = Inquiry(runs, judge, compared)
@@ -199,9 +200,9 @@ class Proof:
             causes += lost_in_sums(runs, truth.gradients, own, floors, loop=loop)
             runs.dtype = torch.float64
         if self.refused is not None and not causes:
-            first = str(self.refused).partition("\n")[0]
-            found = f"BigStep cannot tell what this loss is averaged over: {first}"
-            causes.append(cause("wrong-count", OUTSIDE, 0.0, found, loop=False, count="count"))
+            kind = "coupled-samples" if isinstance(self.refused, CoupledLoss) else "wrong-count"
+            first = str(self.refused).partition("\n")[0].rstrip(".")
+            causes.append(cause(kind, OUTSIDE, 0.0, f"BigStep refuses this loss: {first}", loop=False, count="count"))
         return causes
 
 

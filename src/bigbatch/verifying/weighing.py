@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bigbatch.errors import BigBatchError
 from bigbatch.options import Options
-from bigbatch.verifying.counting import expression_of
+from bigbatch.verifying.counting import Counts
 from bigbatch.verifying.evidence import cause, listed, proportion
 from bigbatch.verifying.gradients import is_finite
 from bigbatch.verifying.judging import Compared, Judge
@@ -103,9 +103,8 @@ class _Weighing:
             return Explained(self._of_several())
         if taken is None:
             return Explained([], right.weights)
-        count = expression_of(left.runs.samples, right.weights)
         wrong = mistakes(taken, right, self._parts.gradients, self._truth, self._alone)
-        return Explained([self._told(each, count) for each in wrong], right.weights)
+        return Explained([self._told(each, right) for each in wrong], right.weights)
 
     def _fit(self, gradient: Mapping[str, Tensor]) -> Fit | None:
         """Return the weights of a gradient, or None where no weights explain it."""
@@ -113,10 +112,16 @@ class _Weighing:
         found = fitted(gradient, parts, self._alone) or supposed(gradient, parts, self._by_samples.weights, self._sizes)
         return found if found.residual <= self._left.tolerance else None
 
-    def _told(self, wrong: Mistake, count: str | None = None) -> Cause:
-        found = wrong.found
+    def _told(self, wrong: Mistake, right: Fit | None = None) -> Cause:
+        found, counts = wrong.found, Counts.of(self._left.runs.samples)
+        count = counts.in_proportion_to(right.weights) if right is not None else None
         if wrong.kind == "wrong-count" and count is not None:
             found += f", in proportion to {count}"
+        if wrong.kind == "wrong-scale" and count is not None:
+            other = counts.larger_by(count, 1 / wrong.scale)
+            if other is not None:
+                here, there = counts.total(other), counts.total(count)
+                found += f", as if divided by {here:g}, {other}, instead of {there:g}, {count}"
         said = {"steps": len(self._sizes), "count": count or "count", "how": wrong.remedy}
         return cause(wrong.kind, wrong.where, self._left.share * wrong.share, found, self._left.loop, **said)
 
@@ -163,7 +168,7 @@ class _Weighing:
         fits: dict[str, Fit] = {}
         for name in self._truth:
             fit = fitted(self._truth, self._parts.gradients, names=[name])
-            if fit is not None and fit.residual <= self._left.tolerance:
+            if fit is not None and fit.residual <= self._left.tolerance and fit.is_mean():
                 fits[name] = fit
         for one, first in fits.items():
             for other, second in fits.items():

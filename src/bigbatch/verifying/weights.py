@@ -18,6 +18,10 @@ class Fit:
     alone: float  # the weight of the term of parameters alone
     residual: float  # of the gradient, relatively: what no weights explain
 
+    def is_mean(self) -> bool:
+        """Whether these can be the weights of a mean: shares of one whole."""
+        return min(self.weights) >= 0 and near(math.fsum(self.weights), 1.0, 1e-3)
+
     def ratio(self, other: "Fit") -> float | None:
         """Return by how much these weights are larger than others, where it is the same for all that are not 0."""
         pairs = [(a, b) for a, b in zip(self.weights, other.weights, strict=True) if not is_zero(a, self.weights)]
