@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from bigbatch import BigStep
 from bigbatch.batches.splitting import leaves, mapped
 from bigbatch.micro_steps.cuda_graph import Captured, Graphs, Recipe
+from bigbatch.reading import reader, reductions
 from bigbatch.reading.terms import Term
 
 
@@ -101,9 +102,17 @@ def _capture(self: Graphs, micro_batch: Any, recipe: Recipe) -> Captured:
     return Captured(tape, inputs, extras, term)  # type: ignore[arg-type]
 
 
+def _counted_on_a_device(node: Any) -> Tensor:
+    """Return a count as a tensor, which a replay counts anew; on a CPU it would be a number, and stay as it was."""
+    total: Tensor = node._saved_total_weight
+    return total.detach()
+
+
 def emulated(step: BigStep, patch: Any) -> Graphs:
     """Let a step on the CPU replay its micro-steps, as with Options(cuda_graph=True) on a GPU; returns its graphs."""
     patch.setattr(Graphs, "_capture", _capture)
+    patch.setattr(reductions, "targets", _counted_on_a_device)
+    patch.setattr(reader, "targets", _counted_on_a_device)
     graphs = step._runner._graphs = Graphs(torch.device("cpu"))
     step._options = replace(step._options, cuda_graph=True)
     return graphs

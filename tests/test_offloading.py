@@ -59,7 +59,7 @@ def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offloading, "torch", _Torch())
     monkeypatch.setattr(offloading, "_WORTH_MOVING", 64)
     monkeypatch.setattr(offloading, "_SLAB", 1 << 14)
-    monkeypatch.setattr(offloading, "_IN_FLIGHT", 1 << 12)
+    monkeypatch.setattr(offloading, "_IN_FLIGHT", 2)
     monkeypatch.setattr(together.Together, "_activations", lambda _, number: "keep" if number == 1 else "offload")
 
 

@@ -8,6 +8,8 @@ from typing import Any
 from bigbatch.batches.packing import Padding, pack, pack_alike, trimmed, width_of
 from bigbatch.batches.splitting import Batch, Indices, balanced
 
+_FEW = 16  # shapes that a left-over group may have: worth to be captured, each
+
 
 @dataclass(frozen=True)
 class Division:
@@ -42,9 +44,10 @@ class Division:
             last, wide = packed[-1]
             full = min(max(budget // wide, 1), most or batch.size)
             if len(packed) > 1 and len(last) < full:
-                # It is launched, which takes the host a while: in the middle the device has enough to do meanwhile.
-                odd = (len(packed) - 1) // 2
-                packed.insert(odd, packed.pop())
+                # If it is new, it takes the host a while: in the middle the device has enough to do meanwhile.
+                place = (len(packed) - 1) // 2
+                packed.insert(place, packed.pop())
+                odd = place if full > _FEW else None
             groups, longest = map(list, zip(*packed, strict=True))
         else:
             groups = pack(lengths, budget, most)

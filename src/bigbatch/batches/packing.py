@@ -70,17 +70,23 @@ def pack(lengths: Sequence[int], budget: int, most: int | None = None) -> list[l
 def pack_alike(lengths: Sequence[int], budget: int, width: int, most: int | None = None) -> list[tuple[list[int], int]]:
     """Group samples so that shapes come again from batch to batch; each group comes with its width.
 
-    A few widths only (see `rounded`), at most `width`, and always as many samples as the budget allows for that width;
-    the last group is smaller.
+    A few widths only (see `rounded`), at most `width`, and always as many samples as the budget allows for that width.
+    What is left over, the last group, is of the longest samples: a group has few of those, so there are few such shapes.
     """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    found, start = [], 0
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    found: list[tuple[list[int], int]] = []
+    start = 0
     while start < len(order):
         wide = min(rounded(lengths[order[start]]), width)
-        number = min(max(budget // wide, 1), most or len(order))
+        while True:
+            number = min(max(budget // wide, 1), most or len(order), len(order) - start)
+            longest = lengths[order[start + number - 1]]
+            if longest <= wide:
+                break
+            wide = min(rounded(wide + 1), width)
         found.append((order[start : start + number], wide))
         start += number
-    return found
+    return [*reversed(found[:-1]), found[-1]]
 
 
 def rounded(length: int) -> int:

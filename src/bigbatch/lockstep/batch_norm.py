@@ -145,6 +145,8 @@ class _BatchNorm(torch.autograd.Function):
         )
         ctx.worker, ctx.number = worker, pooled.number
         ctx.title += f", meeting {worker.meetings}"  # backward must come to the same one of several
+        recipes: Recipes | None = worker.notes.get("recipes")
+        ctx.away = recipes is not None and recipes.in_force  # not a checkpoint's, which can be asked once
         ctx.save_for_backward(x, weight, pooled.mean, pooled.inverse_std)
         return _normalised(x, weight, bias, pooled), pooled
 
@@ -158,7 +160,11 @@ class _BatchNorm(torch.autograd.Function):
         below = None
         if needs_x:
             name = f"the backward of {ctx.title}"
+            if ctx.away:
+                del x  # it comes back: while micro-batches wait they hold as little as they can
             total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), _added)
+            if ctx.away:
+                x = ctx.saved_tensors[0]
             below = _below(above, x, mean, inverse_std, weight, total, with_x, ctx.number)
         own_weight = sums.weight if weight is not None and needs_weight else None
         own_bias = sums.bias if needs_bias else None

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bigbatch.lockstep.crew import current
 from bigbatch.lockstep.renewing import Recipes
 
 _WORTH_MOVING = 1 << 16  # bytes; smaller tensors cost more to copy than to keep
-_IN_FLIGHT = 1 << 28  # bytes that wait to be copied out, or are fetched ahead
+_IN_FLIGHT = 4  # times the largest tensor: what waits to be copied out, or is fetched ahead
 _SLAB = 1 << 28  # bytes of host memory that are pinned at once
 _ALIGNED = 512
-_NEAR = 64  # tensors ahead of the present one that backward may ask for out of turn
+_FAR = 256  # how many questions ahead are looked at
+_ORDERS = 8  # kinds of windows whose backward is remembered
 
 
 class HostMemory:
@@ -75,9 +75,9 @@ class _Out(NamedTuple):
 class Offload:
     """The saved tensors of one window after the other.
 
-    Backward needs them in an order that is known when it begins: what was saved between two meetings, the latest
-    first, and of each such segment the micro-batches in their order. So what comes next is fetched while the present
-    one is used.
+    Backward asks for them in an order that is the same in every window of the same tensors. The first is written down;
+    in those after it, what comes next is fetched while the present one is used, and kept where it is needed once more
+    before long.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,17 +86,16 @@ class Offload:
         self._memory = HostMemory()
         self.recipes = Recipes(self._stored, self._unpacked)
         self._stream = torch.cuda.Stream(device)  # one for all windows: host memory is read before it is written again
+        self._orders: dict[tuple[int, ...], list[int]] = {}
         self._begin()
 
     def _begin(self) -> None:
         self._out: list[_Out] = []
-        self._segments: dict[tuple[int, int], list[int]] = {}  # what a micro-batch saved between two meetings
         self._known: dict[int, tuple[StorageWeakRef, dict[tuple[Any, ...], int]]] = {}
-        self._leaving: deque[tuple[Tensor, torch.cuda.Event, int]] = deque()
-        self._leaving_bytes = 0
-        self._turns: list[int] = []
-        self._turn_of: dict[int, int] = {}
-        self._turn = 0  # of the tensor that backward asked for last, in turn
+        self._leaving: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
+        self._leaving_bytes = self._largest = 0
+        self._asked: list[int] = []  # for which tensors, in backward, so far
+        self._order: list[int] | None = None  # for which it will ask
         self._there: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
 
     @contextmanager
@@ -106,6 +105,7 @@ class Offload:
         self._begin()
         try:
             yield
+            self._learn()
         finally:
             here = torch.cuda.current_stream(self._device)
             here.wait_stream(self._stream)  # what was fetched for nothing is given back after its copy
@@ -120,18 +120,26 @@ class Offload:
         """Say that forward is over, and backward begins."""
         for out in self._out:
             _refuse_changed(out.source, out.version)
-        while self._leaving:
-            self._let_go()
-        places = sorted(self._segments, key=lambda place: (-place[0], place[1]))
-        self._turns = [number for place in places for number in reversed(self._segments[place])]
-        self._turn_of = {number: turn for turn, number in enumerate(self._turns)}
+        # What was saved last is asked for first: it need not come back.
+        self._there = {number: (tensor, event) for number, tensor, event in self._leaving}
+        self._leaving.clear()
+        self._order = self._orders.get(self._kind)
         self._known.clear()
         self.recipes.forget()
 
+    @property
+    def _kind(self) -> tuple[int, ...]:
+        return tuple([out.bytes for out in self._out])
+
+    def _learn(self) -> None:
+        """Remember in which order this window's backward has asked, if that was not known."""
+        if self._asked and self._asked != self._order:
+            self._orders[self._kind] = self._asked
+            while len(self._orders) > _ORDERS:
+                del self._orders[next(iter(self._orders))]
+
     def _stored(self, tensor: Tensor) -> Any:
         """Put a tensor away that the micro-batch at hand has saved."""
-        worker = current()
-        place = (worker.meetings, worker.number) if worker is not None else (0, 0)
         size = tensor.numel() * tensor.element_size()
         whose = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - weight.t()
         is_weight = isinstance(whose, nn.Parameter) or (whose.is_leaf and whose.requires_grad)
@@ -146,7 +154,6 @@ class Offload:
         view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001
         if view not in copies:  # two operations may save the same tensor
             copies[view] = self._copied_out(tensor, size)
-            self._segments.setdefault(place, []).append(copies[view])
         return _Away(copies[view])
 
     def _copied_out(self, tensor: Tensor, size: int) -> int:
@@ -158,42 +165,56 @@ class Offload:
             event.record(self._stream)
         witness = tensor.detach()
         witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        self._leaving.append((len(self._out), tensor.detach(), event))
         self._out.append(_Out(host, size, witness, tensor._version))  # noqa: SLF001
-        self._leaving.append((tensor.detach(), event, size))
         self._leaving_bytes += size
-        while self._leaving_bytes > _IN_FLIGHT:
+        self._largest = max(self._largest, size)
+        while self._leaving_bytes > _IN_FLIGHT * self._largest:
             self._let_go()
         return len(self._out) - 1
 
     def _let_go(self) -> None:
         """Give up the oldest tensor that was copied: whoever gets its memory on this stream waits for the copy."""
-        _, event, size = self._leaving.popleft()
-        self._leaving_bytes -= size
+        number, _, event = self._leaving.popleft()
+        self._leaving_bytes -= self._out[number].bytes
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def _unpacked(self, packed: Any) -> Tensor:
         if isinstance(packed, _Kept):
             _refuse_changed(packed.tensor, packed.version)
             return packed.tensor
-        turn = self._turn_of.get(packed.number, -1)
-        if self._turn <= turn <= self._turn + _NEAR:
-            here = torch.cuda.current_stream(self._device)
-            for past in range(self._turn, turn):
-                gone = self._there.pop(self._turns[past], None)
-                if gone is not None:
-                    here.wait_event(gone[1])  # its memory is given out again: not before it was filled
-            self._turn = turn
-        found, event = self._fetched(packed.number, keep=turn >= self._turn)
-        torch.cuda.current_stream(self._device).wait_event(event)
-        ahead = 0
-        for turn in range(self._turn + 1, len(self._turns)):
-            if ahead > _IN_FLIGHT:
-                break
-            self._fetched(self._turns[turn], keep=True)
-            ahead += self._out[self._turns[turn]].bytes
+        number, here = packed.number, torch.cuda.current_stream(self._device)
+        at = len(self._asked)
+        self._asked.append(number)
+        found, event = self._fetched(number)
+        here.wait_event(event)
+        if self._order is not None and (at >= len(self._order) or self._order[at] != number):
+            self._order = None  # another way this time: one after the other, and nothing ahead
+            for _, fetched in self._there.values():
+                here.wait_event(fetched)  # their memory is given out again: not before it was filled
+            self._there.clear()
+        if self._order is None:
+            self._there.pop(number, None)
+        else:
+            self._fetch_ahead(at, self._order)
         return found
 
-    def _fetched(self, number: int, *, keep: bool) -> tuple[Tensor, torch.cuda.Event]:
+    def _fetch_ahead(self, at: int, order: list[int]) -> None:
+        """Fetch what is asked for next, up to a limit; of what is there keep that alone."""
+        room = _IN_FLIGHT * self._largest
+        soon: dict[int, None] = {}
+        for number in order[at + 1 : at + 1 + _FAR]:
+            if number not in soon:
+                room -= self._out[number].bytes
+                if room < 0:
+                    break
+                soon[number] = None
+        if order[at] not in soon:
+            self._there.pop(order[at], None)
+        for number in soon:
+            self._fetched(number)
+
+    def _fetched(self, number: int) -> tuple[Tensor, torch.cuda.Event]:
         """Bring a tensor back, if it is not there."""
         if number in self._there:
             return self._there[number]
@@ -204,8 +225,7 @@ class Offload:
             there.copy_(host, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
-        if keep:
-            self._there[number] = there, event
+        self._there[number] = there, event
         return there, event
 
 

@@ -48,6 +48,7 @@ class Recipes:
         """Know of none."""
         self.store, self.load = store, load
         self._known: dict[int, tuple[StorageWeakRef, tuple[Any, ...], Recipe]] = {}
+        self._latest: tuple[Recipe, Tensor] | None = None
 
     @contextmanager
     def hooks(self) -> Iterator[None]:
@@ -67,9 +68,20 @@ class Recipes:
         return self.store(tensor) if recipe is None else recipe
 
     def _unpack(self, packed: Any) -> Tensor:
-        return packed.make(self.load(packed.source)) if isinstance(packed, Recipe) else self.load(packed)
+        return self.made(packed) if isinstance(packed, Recipe) else self.load(packed)
 
     _unpack.shows = True  # type: ignore[attr-defined]  # a loss's small tensors are where they were: the reader may look
+
+    def made(self, recipe: Recipe) -> Tensor:
+        """Make a tensor again; the latest is still there: a convolution and the activation below both ask for it."""
+        if self._latest is None or self._latest[0] is not recipe:
+            self._latest = None  # its memory may serve
+            self._latest = recipe, recipe.make(self.load(recipe.source))
+        return self._latest[1]
+
+    def drop(self) -> None:
+        """Let the latest go: another micro-batch's turn comes."""
+        self._latest = None
 
     def add(self, result: Tensor, recipe: Recipe) -> None:
         """Remember how a tensor was made."""
@@ -110,8 +122,9 @@ def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if recipes is None or recipe is None or recipe.activate is not None or arguments:
             return plain(input, *arguments, **named)
         inplace = bool(named.pop("inplace", False))
-        found: Tensor = _Activated.apply(input, partial(plain, **named), inplace, recipes, recipe)  # type: ignore[no-untyped-call]
-        recipes.add(found, replace(recipe, activate=partial(plain, **named)))
+        own = replace(recipe, activate=partial(plain, **named))
+        found: Tensor = _Activated.apply(input, inplace, recipes, recipe, own)  # type: ignore[no-untyped-call]
+        recipes.add(found, own)
         return found
 
     return activation
@@ -124,25 +137,29 @@ class _Activated(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - `apply` takes no names
         ctx: Any,
         x: Tensor,
-        function: Function,
         inplace: bool,  # noqa: FBT001
         recipes: Recipes,
         recipe: Recipe,
+        own: Recipe,
     ) -> Tensor:
-        ctx.function, ctx.recipes, ctx.recipe = function, recipes, recipe
-        result = function(x)
+        ctx.recipes, ctx.recipe, ctx.own = recipes, recipe, own
+        function: Any = own.activate
         if not inplace:
-            return result
+            return function(x)  # type: ignore[no-any-return]
         ctx.mark_dirty(x)
-        return x.copy_(result)
+        return function(x, inplace=True)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("an activation after BatchNorm")
-        recipe: Recipe = ctx.recipe
-        with torch.enable_grad():
-            x = recipe.make(ctx.recipes.load(recipe.source)).detach().requires_grad_()
-            (below,) = torch.autograd.grad(ctx.function(x), x, gradients[0])
+        recipes: Recipes = ctx.recipes
+        function: Any = ctx.own.activate
+        if function.func is _relu:  # the gradient goes where the result is above zero: that is there already
+            below = torch.ops.aten.threshold_backward(gradients[0], recipes.made(ctx.own), 0)
+        else:
+            with torch.enable_grad():
+                x = recipes.made(ctx.recipe).detach().requires_grad_()
+                (below,) = torch.autograd.grad(function(x), x, gradients[0])
         return below, None, None, None, None
 
 
@@ -150,5 +167,6 @@ def _view(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001 - torch's counter of changes
 
 
+_relu = F.relu
 stands_for(_Activated, "Relu")  # pointwise, as that is
 _swaps = [Swap(F, name, _knowing) for name in _ACTIVATIONS]
