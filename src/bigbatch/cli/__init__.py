@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from bigbatch.cli.failures import usage_errors_as_text
 from bigbatch.cli.plan import plan
 from bigbatch.cli.train import train
+from bigbatch.cli.verify import verify
 
 
 class Commands(TyperGroup):
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(verify)
 
 
 def _version(wanted: bool) -> None:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from bigbatch.verifying.verification import Difference, Verification
 
 _ROWS = 10
+_SEEN = 0.005  # of the difference; with less, another cause is so large that it makes none
 
 
 def text(found: "Verification") -> str:
@@ -30,8 +31,16 @@ def headline(found: "Verification") -> str:
     dtype = "float64" if found.in_float64 else found.dtype
     if found.exact:
         return f"Exact: the gradient of {cut} is the big batch's, to {number(far)} in {dtype}."
-    if worst.exact:
-        return f"Exact in float64, not in {found.dtype}: the gradient of {cut} loses more than the big batch's does."
+    if {cause.kind for cause in found.causes} == {"randomness"}:
+        return f"Equal in distribution: the gradient of {cut} differs from the big batch's by its random numbers alone."
+    if worst.exact and found.in_float64:
+        if any(cause.kind == "low-precision-sums" for cause in found.causes):
+            return (
+                f"Exact in float64, not in {found.dtype}: the gradient of {cut} loses more than the big batch's does."
+            )
+        return (
+            f"No proof: the gradient of {cut} came out as the big batch's, to {number(far)} in {dtype}, but see below."
+        )
     return f"Not exact: the gradient of {cut} differs from the big batch's, by {number(far)} at {worst.name}."
 
 
@@ -39,7 +48,9 @@ def cause_text(found: "Verification", place: int) -> str:
     """Say one cause: what it is, where, the evidence and what to type."""
     cause = found.causes[place]
     where = f" at {cause.where}" if cause.where else ""
-    return f"{place + 1}. {cause.kind}{where} ({cause.share:.0%} of the difference)\n{cause.found}\n{cause.remedy}"
+    hidden = cause.share < _SEEN and len(found.causes) > 1
+    share = "hidden behind the others" if hidden else f"{cause.share:.0%} of the difference"
+    return f"{place + 1}. {cause.kind}{where} ({share})\n{cause.found}\n{cause.remedy}"
 
 
 def table(differences: Sequence["Difference"], dtype: str) -> list[str]:

@@ -122,6 +122,7 @@ class _Weighing:
             if other is not None:
                 here, there = counts.total(other), counts.total(count)
                 found += f", as if divided by {here:g}, {other}, instead of {there:g}, {count}"
+                wrong = replace(wrong, remedy=f"Divide by {count} of all micro-batches of the window.")
         said = {"steps": len(self._sizes), "count": count or "count", "how": wrong.remedy}
         return cause(wrong.kind, wrong.where, self._left.share * wrong.share, found, self._left.loop, **said)
 
