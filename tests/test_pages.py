@@ -387,6 +387,25 @@ def test_plan_writes_a_page_beside_its_table(file: Path) -> None:
     assert str(file.parent) not in text
 
 
+def test_verify_writes_a_page_beside_its_table(file: Path) -> None:
+    """Of what is exact and of what is not; the exit status is that of the verdict."""
+    page = file.parent / "verify.html"
+    done = run("verify", str(file), "--html", str(page))
+    assert done.exit_code == 0, done.output
+    assert f"Wrote {page}" in done.stderr
+    assert "Exact The gradient of 16 samples" in Seen(page.read_text()).words
+    file.write_text(FILE + "\ndef train_window(model, micro_batches):\n    for x, y in micro_batches:\n")
+    with file.open("a") as own:
+        own.write("        torch.nn.functional.mse_loss(model(x), y).backward()\n")
+    wrong = run("verify", str(file), "--json", "--html", str(page))
+    assert wrong.exit_code == 1
+    assert json.loads(wrong.stdout)["exact"] is False
+    words = Seen(page.read_text()).words
+    assert "Not exact" in words
+    assert "not-divided" in words
+    assert str(file.parent) not in page.read_text()
+
+
 def test_json_and_html_go_together(file: Path) -> None:
     """Data alone is on stdout."""
     page = file.parent / "plan.html"
@@ -403,9 +422,10 @@ def test_what_fits_nowhere_is_on_a_page_too(file: Path) -> None:
     assert "nothing fits" in page.read_text()
 
 
-def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(file: Path) -> None:
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_a_page_that_cannot_be_written_is_refused_before_anything_is_measured(file: Path, command: str) -> None:
     """A folder that is not there, or a folder instead of a file."""
-    missing = run("plan", str(file), "--html", str(file.parent / "no" / "plan.html"))
+    missing = run(command, str(file), "--html", str(file.parent / "no" / "plan.html"))
     assert missing.exit_code == 2
     assert missing.stdout == ""
     assert "there is no folder" in missing.stderr

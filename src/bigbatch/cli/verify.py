@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigbatch.cli.failures import FAILED, errors_as_text
+from bigbatch.cli.html import prepare, wrote
 from bigbatch.cli.terminal import next_step, paragraph, progress, results
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ _ROWS = 10
 _SHORTEST = 20  # letters of a parameter's name, whatever the terminal
 
 
-def verify(
+def verify(  # noqa: PLR0917 - each is an option of the command
     file: Annotated[Path, typer.Argument(metavar="FILE.py", help="A file with setup(), and perhaps train_window().")],
     batch_size: Annotated[int | None, typer.Option(min=2, metavar="N", help="Instead of the file's own.")] = None,
     micro_batch_size: Annotated[
@@ -36,6 +37,9 @@ def verify(
         typer.Option(metavar="KIND", help="A kind of cause that is no failure, such as randomness; may be repeated."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(metavar="PAGE", help="Write a page with plots, too; needs matplotlib.")
+    ] = None,
 ) -> None:
     """Prove that your file's accumulated gradient is the big batch's, or find out why it is not.
 
@@ -47,11 +51,17 @@ def verify(
     """
     # What their code prints must not stand among the JSON.
     with errors_as_text(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        if html is not None:
+            prepare(html)
         found = _verified(file, batch_size, micro_batch_size)
     if as_json:
         typer.echo(json.dumps({"file": str(file), **found.to_dict()}, indent=2))
     else:
         _print(found, file)
+    if html is not None:
+        from bigbatch.pages.verify_page import verify_page
+
+        wrote(verify_page(found, name=file.name), html)
     kinds = {cause.kind for cause in found.causes}
     if not found.exact and not (kinds and kinds <= set(allow or ())):
         raise typer.Exit(FAILED)
