@@ -71,7 +71,7 @@ def pack_alike(lengths: Sequence[int], budget: int, width: int, most: int | None
     """Group samples so that shapes come again from batch to batch; each group comes with its width.
 
     A few widths only (see `rounded`), at most `width`, and always as many samples as the budget allows for that width.
-    What is left over, the last group, is of the longest samples: a group has few of those, so there are few such shapes.
+    What is left over, the last group, is of the longest samples: a group has few of those, so its shapes are few.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     found: list[tuple[list[int], int]] = []

@@ -24,6 +24,7 @@ from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
 from bigbatch.lockstep.renewing import Recipe, Recipes
 from bigbatch.lockstep.swapping import Swap
 
+_MANY = 8  # micro-batches: with more, even one large tensor of each takes more room than one has in all
 Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of its running mean or its weight
 
 
@@ -146,7 +147,8 @@ class _BatchNorm(torch.autograd.Function):
         ctx.worker, ctx.number = worker, pooled.number
         ctx.title += f", meeting {worker.meetings}"  # backward must come to the same one of several
         recipes: Recipes | None = worker.notes.get("recipes")
-        ctx.away = recipes is not None and recipes.in_force  # not a checkpoint's, which can be asked once
+        # Not a checkpoint's, which can be asked once.
+        ctx.away = recipes is not None and recipes.in_force and worker.size > _MANY
         ctx.save_for_backward(x, weight, pooled.mean, pooled.inverse_std)
         return _normalised(x, weight, bias, pooled), pooled
 

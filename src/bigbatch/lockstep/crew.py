@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from bigbatch.errors import PathsDiffer
 from bigbatch.lockstep.carrying import Carried
-from bigbatch.lockstep.one_core import start_engine, stay_on, this_processor
+from bigbatch.lockstep.one_core import Place, stay_on
 
 _GLANCE = 0.1  # seconds
 Result = TypeVar("Result")
@@ -81,6 +81,7 @@ class Crew:
     def __init__(self) -> None:
         """Have no threads yet."""
         self._seats: list[_Seat] = []
+        self._place = Place()
         self._busy = False
         self._end = weakref.finalize(self, _dismiss, self._seats)
 
@@ -100,7 +101,8 @@ class Crew:
             self._seats.append(_Seat(f"bigbatch-{len(self._seats)}"))
         self._busy = True
         try:
-            return _Round(tasks, self._seats[: len(tasks)], carried, notes or {}).run()
+            processor = self._place.now() if carried.stream is not None and len(tasks) > 1 else None
+            return _Round(tasks, self._seats[: len(tasks)], carried, notes or {}, processor).run()
         finally:
             self._busy = False
 
@@ -124,6 +126,7 @@ class _Seat:
         self.go.acquire()
         self.job: Callable[[], None] | None = None
         self.ended = False
+        self._processor: int | None = None
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self.thread.start()
 
@@ -131,6 +134,12 @@ class _Seat:
         """Let the thread look whether it is its turn; once more does no harm."""
         with suppress(RuntimeError):  # it has been woken, and has not looked yet
             self.go.release()
+
+    def stay_on(self, processor: int | None) -> None:
+        """Have the thread, which is the one that calls this, run there and nowhere else."""
+        if processor is not None and processor != self._processor:
+            self._processor = processor
+            stay_on(processor)
 
     def _serve(self) -> None:
         while not self.ended:
@@ -145,7 +154,12 @@ class _Round:
     """The tasks of one window, from the first baton to the last."""
 
     def __init__(
-        self, tasks: Sequence[Callable[[], Any]], seats: "list[_Seat]", carried: Carried, notes: dict[str, Any]
+        self,
+        tasks: Sequence[Callable[[], Any]],
+        seats: "list[_Seat]",
+        carried: Carried,
+        notes: dict[str, Any],
+        processor: int | None,
     ) -> None:
         self._tasks, self._seats, self._carried = list(tasks), seats, carried
         self.at: list[str | None] = [None] * len(tasks)  # the meeting that each waits at
@@ -157,10 +171,7 @@ class _Round:
         self._failure: BaseException | None = None
         self._alike = True  # whether all that have come are at the same meeting
         self._over = self._begun = False
-        self._processor: int | None = None
-        if carried.stream is not None and len(tasks) > 1:
-            start_engine()
-            self._processor = this_processor()
+        self._processor = processor
         self._turn = -1  # whose it is to run
         self._finished = threading.Lock()
         self._finished.acquire()
@@ -255,7 +266,7 @@ class _Round:
             self._begun = True
             self._seats[number].job = None
             _here.worker = Worker(self, number)
-            stay_on(self._processor)
+            self._seats[number].stay_on(self._processor)
             try:
                 if self._failure is None:
                     with self._carried.there():
