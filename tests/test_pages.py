@@ -349,8 +349,9 @@ import torch
 from bigbatch import Setup
 
 def setup():
+    torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    data = [(torch.ones(4), torch.ones(1))] * 16
+    data = [(torch.randn(4), torch.randn(1)) for _ in range(16)]
     return Setup(
         model=model,
         loss_fn=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
@@ -397,7 +398,7 @@ def test_verify_writes_a_page_beside_its_table(file: Path) -> None:
     file.write_text(FILE + "\ndef train_window(model, micro_batches):\n    for x, y in micro_batches:\n")
     with file.open("a") as own:
         own.write("        torch.nn.functional.mse_loss(model(x), y).backward()\n")
-    wrong = run("verify", str(file), "--json", "--html", str(page))
+    wrong = run("verify", str(file), "--micro-batch-size", "4", "--json", "--html", str(page))
     assert wrong.exit_code == 1
     assert json.loads(wrong.stdout)["exact"] is False
     words = Seen(page.read_text()).words
