@@ -79,7 +79,7 @@ class Compared:
 
 def repeats(runs: Runs, truth: Whole, judge: Judge) -> float:
     """Return how far a second run of the same big batch lies from the first, where that is no rounding; else 0."""
-    small = EXACT if judge.precise and runs.dtype == torch.float64 else _low(runs)
+    small = EXACT if judge.precise and runs.judged_in == torch.float64 else _low(runs)
     if judge.floor <= small:
         return 0.0
     apart = overall(relative(runs.whole().gradients, truth.gradients))
@@ -88,5 +88,5 @@ def repeats(runs: Runs, truth: Whole, judge: Judge) -> float:
 
 def _low(runs: Runs) -> float:
     """Return what kernels that add up in any order may differ by, where some of it runs in less than float64."""
-    dtype = torch.float32 if runs.dtype == torch.float64 else runs.subject.dtype
+    dtype = torch.float32 if runs.judged_in == torch.float64 else runs.judged_in
     return 100 * torch.finfo(dtype).eps

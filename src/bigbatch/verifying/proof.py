@@ -2,207 +2,151 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 
-from bigbatch.errors import BatchNormError, CoupledLoss, LossError
+from bigbatch.errors import BigBatchError, CoupledLoss
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.verifying.evidence import cause
-from bigbatch.verifying.gradients import Gradients, is_finite, relative
+from bigbatch.verifying.gradients import relative
 from bigbatch.verifying.inquiry import Inquiry
 from bigbatch.verifying.judging import Compared, Judge, measured, repeats
 from bigbatch.verifying.looking import OUTSIDE
 from bigbatch.verifying.precision import lost_in_sums, rounded
 from bigbatch.verifying.repeating import unlike_itself
 from bigbatch.verifying.runs import Runs, Whole
+from bigbatch.verifying.settling import Settling
 from bigbatch.verifying.table import number
 from bigbatch.verifying.verification import Cause, Difference, Verification
-from bigbatch.verifying.ways import Accumulated, Loop, OwnWay, Plain
+from bigbatch.verifying.ways import Accumulated, Loop
 
 
-@dataclass
+@dataclass(frozen=True)
+class _Measured:
+    """Both runs in the model's own dtype, and both in the dtype that is judged in: float64, where the model can."""
+
+    own: Whole
+    mine: Accumulated
+    truth: Whole
+    accumulated: Accumulated
+    judge: Judge
+
+    @property
+    def compared(self) -> Compared:
+        return Compared.of(self.accumulated.gradients, self.truth.gradients)
+
+
 class Proof:
     """A proof under way."""
 
-    runs: Runs
-    samples: int  # of the whole batch, of which the runs may have a part
-    notes: list[str] = field(default_factory=list)
-    refused: Exception | None = None
+    def __init__(self, runs: Runs, samples: int) -> None:
+        """Know how many samples the whole batch has, of which the runs may have a part."""
+        self.runs, self._samples = runs, samples
+        self.notes: list[str] = []
+        self._settling = Settling(runs, self.notes)
 
     def verification(self) -> Verification:
         """Run all, and say what came out."""
         runs = self.runs
-        own = self._own()
-        truth = self._truth(own)
-        judge = measured(runs, truth)
-        accumulated = self._accumulated()
-        compared = Compared.of(accumulated.gradients, truth.gradients)
-        differences = self._differences(own, truth, judge, compared)
-        causes = self._causes(truth, judge, compared, accumulated, differences)
-        exact = all(each.exact for each in differences) and not causes and self.refused is None
+        measured = self._measured()
+        compared = measured.compared
+        differences = self._differences(measured, compared)
+        causes = self._causes(measured, compared, differences)
+        exact = all(each.exact for each in differences) and not causes
         if not exact and not causes:
             self.notes.append("No experiment took this difference away: its cause was not found.")
         return Verification(
             exact=exact,
             differences=tuple(differences),
             causes=tuple(causes),
-            samples=self.samples,
+            samples=self._samples,
             samples_proved=runs.samples.number,
-            micro_batches=accumulated.sizes or runs.samples.sizes,
+            micro_batches=measured.accumulated.sizes or runs.samples.sizes,
             dtype=_name(runs.subject.dtype),
-            loss=(truth.loss, accumulated.loss),
+            loss=(measured.truth.loss, measured.accumulated.loss),
             notes=tuple(self.notes),
         )
 
-    def _own(self) -> Whole:
-        """Run the big batch as it is: what fails here is the user's own."""
-        runs = self.runs
+    def _measured(self) -> _Measured:
+        """Run in the model's own dtype first: what fails there is the user's own."""
+        runs, settling = self.runs, self._settling
         runs.dtype = None
-        own = runs.whole()
-        if runs.subject.reached() or not _any(own.gradients):
-            # The loss does not use the model that it is given, but the one it knows: then it is that one we run on.
-            runs.subject.in_place = True
+        own, mine = settling.whole(), settling.accumulated()
+        if runs.autocast is not None:
             own = runs.whole()
-        if not _any(own.gradients):
-            msg = (
-                "no parameter of the model got a gradient from loss_fn(model, batch): the loss does not depend on it.\n"
-                "Use the model that is passed in:  loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])"
-            )
-            raise LossError(msg)
-        if not is_finite(own.gradients) or not math.isfinite(own.loss):
-            msg = (
-                f"the big batch itself has a loss of {own.loss:g} and a gradient that is not finite: there is nothing "
-                "to compare with.\nVerify with samples and weights at which the model trains, as before a first step."
-            )
-            raise LossError(msg)
-        return own
-
-    def _truth(self, own: Whole) -> Whole:
-        """Run the big batch in float64, or say that it cannot be had."""
-        runs = self.runs
-        if runs.subject.dtype == torch.float64:
-            return replace(own, precise=True)
-        runs.dtype = torch.float64
-        try:
-            truth = runs.whole()
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            said = str(error).strip().partition("\n")[0]
-            self.notes.append(
-                f"This model does not run in float64 ({type(error).__name__}: {said}), so it was judged in "
-                f"{_name(runs.subject.dtype)} alone, where small mistakes may hide in rounding."
-            )
-            let_go(error)
-            runs.dtype = None
-            return own
+        truth, accumulated = own, mine
+        if runs.subject.dtype != torch.float64:
+            runs.dtype, way = torch.float64, runs.way
+            try:
+                truth, accumulated = runs.whole(), settling.accumulated()
+            except Exception as error:
+                if is_out_of_memory(error) or isinstance(error, BigBatchError):
+                    raise
+                self._tell_of_own_dtype(error)
+                runs.dtype, truth, accumulated = None, own, mine
+            if runs.way is not way:  # it was settled anew
+                runs.dtype = None
+                mine = settling.accumulated()
+                runs.dtype = torch.float64
         if not truth.precise:
             self.notes.append(
                 "Some of this model computes in less than float64 whatever its weights are, so equality is judged to "
                 "the rounding of that."
             )
-        return truth
+        return _Measured(own, mine, truth, accumulated, measured(runs, truth))
 
-    def _accumulated(self) -> Accumulated:
-        """Accumulate; where this library refuses, say so and go on without it."""
-        runs = self.runs
-        try:
-            found = runs.accumulated()
-        except (LossError, BatchNormError) as error:
-            if not isinstance(runs.way, OwnWay):
-                raise
-            first = self.refused or error
-            how = "each micro-batch weighed by its samples"
-            if runs.way.options.check and isinstance(error, CoupledLoss):
-                runs.way, how = (
-                    replace(runs.way, options=replace(runs.way.options, check=False)),
-                    "as it reads the loss",
-                )
-            else:
-                runs.way = Plain()
-            self.refused = first
-            let_go(error, told=True)
-            self.notes[:] = [note for note in self.notes if not note.startswith("BigStep refuses")]
-            self.notes.append(
-                f"BigStep refuses this: {str(first).partition(chr(10))[0]}\n"
-                f"The figures are those of accumulating anyway, {how}."
-            )
-            return self._accumulated()
-        if not isinstance(runs.way, Loop):
-            return found
-        watched = found.watched
-        if not _any(found.gradients) and not runs.subject.in_place:
-            runs.subject.in_place = True  # the loop has its own hold of the model
-            return self._accumulated()
-        if not _any(found.gradients):
-            msg = (
-                "train_window(model, micro_batches) left no gradient: no optimizer of torch stepped with one, and "
-                ".grad is None everywhere.\n"
-                "Let it train the model that it is given, and leave the gradients in .grad or step an optimizer:\n"
-                "    def train_window(model, micro_batches): ..."
-            )
-            raise LossError(msg)
-        if watched is not None and watched.autocast is not None:
-            runs.autocast = watched.autocast
-        if watched is not None and watched.clipped > max(1, len(watched.stepped)):
-            runs.way = replace(runs.way, clipping=True)
-            return runs.accumulated()
-        if watched is not None and watched.clipped:
-            self.notes.append("The loop clips its gradient; what was compared is the gradient before that.")
-        return found
+    def _tell_of_own_dtype(self, error: Exception) -> None:
+        said = str(error).strip().partition("\n")[0]
+        self.notes.append(
+            f"This does not run in float64 ({type(error).__name__}: {said}), so it was judged in "
+            f"{_name(self.runs.subject.dtype)} alone, where small mistakes may hide in rounding."
+        )
+        let_go(error)
 
-    def _differences(self, own: Whole, truth: Whole, judge: Judge, compared: Compared) -> list[Difference]:
-        runs = self.runs
+    def _differences(self, measured: _Measured, compared: Compared) -> list[Difference]:
+        runs, floors = self.runs, measured.judge.floors
         shapes = {name: tuple(p.shape) for name, p in runs.subject.parameters.items()}
-        wide = torch.float64 in {runs.dtype, runs.subject.dtype}
-        if not wide:
+        if runs.judged_in != torch.float64:
             nothing = dict.fromkeys(shapes, math.nan)
-            return _listed(shapes, nothing, nothing, compared.differences, judge.floors)
+            return _listed(shapes, nothing, nothing, compared.differences, floors)
         if runs.subject.dtype == torch.float64:
-            return _listed(shapes, compared.differences, judge.floors, compared.differences, judge.floors)
-        runs.dtype = None
-        if runs.autocast is not None:
-            own = runs.whole()
-        mine = runs.accumulated()
-        runs.dtype = torch.float64
-        floors = relative(own.gradients, truth.gradients)
-        return _listed(shapes, compared.differences, judge.floors, relative(mine.gradients, truth.gradients), floors)
+            return _listed(shapes, compared.differences, floors, compared.differences, floors)
+        truth = measured.truth.gradients
+        mine, own = (relative(each.gradients, truth) for each in (measured.mine, measured.own))
+        return _listed(shapes, compared.differences, floors, mine, own)
 
-    def _causes(
-        self,
-        truth: Whole,
-        judge: Judge,
-        compared: Compared,
-        accumulated: Accumulated,
-        differences: list[Difference],
-    ) -> list[Cause]:
-        runs, loop = self.runs, isinstance(self.runs.way, Loop)
+    def _causes(self, measured: _Measured, compared: Compared, differences: list[Difference]) -> list[Cause]:
+        runs, truth, judge = self.runs, measured.truth, measured.judge
+        loop, accumulated = isinstance(runs.way, Loop), measured.accumulated
         causes: list[Cause] = []
         apart = repeats(runs, truth, judge)
         if apart:
             causes.append(unlike_itself(runs, apart, min(1.0, apart / (compared.overall or apart)), loop=loop))
-        equal = all(each.exact for each in differences)
-        if not equal:
-            precise = judge.precise and torch.float64 in {runs.dtype, runs.subject.dtype}
+        if not all(each.exact for each in differences):
+            precise = judge.precise and runs.judged_in == torch.float64
             low = rounded(accumulated.gradients, compared.differences, loop=loop) if precise else []
-            causes += low
-            if not low:
-                inquiry = Inquiry(runs, judge, compared)
-                causes += inquiry.causes(accumulated.watched)
-                if inquiry.unexplained and causes:
-                    rest = number(inquiry.unexplained)
-                    self.notes.append(f"With all of these turned off a difference of {rest} is left, unexplained.")
-        elif runs.dtype == torch.float64 and runs.subject.dtype != torch.float64:
+            causes += low or self._asked(judge, compared, accumulated)
+        elif runs.dtype == torch.float64:
             own = {each.name: each.own_difference for each in differences}
             floors = {each.name: each.own_floor for each in differences}
             runs.dtype = None
             causes += lost_in_sums(runs, truth.gradients, own, floors, loop=loop)
             runs.dtype = torch.float64
-        if self.refused is not None and not causes:
-            kind = "coupled-samples" if isinstance(self.refused, CoupledLoss) else "wrong-count"
-            first = str(self.refused).partition("\n")[0].rstrip(".")
+        refused = self._settling.refused
+        if refused is not None and not causes:
+            kind = "coupled-samples" if isinstance(refused, CoupledLoss) else "wrong-count"
+            first = str(refused).partition("\n")[0].rstrip(".")
             causes.append(cause(kind, OUTSIDE, 0.0, f"BigStep refuses this loss: {first}", loop=False, count="count"))
+        return causes
+
+    def _asked(self, judge: Judge, compared: Compared, accumulated: Accumulated) -> list[Cause]:
+        """Ask for the causes by experiment."""
+        inquiry = Inquiry(self.runs, judge, compared)
+        causes = inquiry.causes(accumulated.watched)
+        if inquiry.unexplained and causes:
+            rest = number(inquiry.unexplained)
+            self.notes.append(f"With all of these turned off a difference of {rest} is left, unexplained.")
         return causes
 
 
@@ -217,10 +161,6 @@ def _listed(
         Difference(name, shape, exact[name], exact_floors[name], own[name], own_floors[name])
         for name, shape in shapes.items()
     ]
-
-
-def _any(gradients: Gradients) -> bool:
-    return any(gradient is not None for gradient in gradients.values())
 
 
 def _name(dtype: torch.dtype) -> str:

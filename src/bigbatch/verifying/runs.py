@@ -19,7 +19,7 @@ from bigbatch.verifying.places import Places
 from bigbatch.verifying.samples import Samples
 from bigbatch.verifying.subject import Standing, Subject
 from bigbatch.verifying.turning_off import NOTHING, Off
-from bigbatch.verifying.ways import Accumulated, Way
+from bigbatch.verifying.ways import Accumulated, OwnWay, Way
 from bigbatch.wording import speaking_of
 
 
@@ -59,6 +59,11 @@ class Runs:
         self._loss_fn, self._on_run = loss_fn, on_run
         self.has_loss_fn = loss_fn is not own_loss
 
+    @property
+    def judged_in(self) -> torch.dtype:
+        """The dtype that the model runs in now."""
+        return self.dtype or self.subject.dtype
+
     def whole(
         self,
         off: Off = NOTHING,
@@ -71,15 +76,18 @@ class Runs:
         self._on_run("the big batch")
         with self.standing(off, self.samples.sizes) as standing, (around or _nothing)(standing):
             loss = self.loss(standing.model, self.samples.whole(self.dtype, order))
-            precise = self.dtype != torch.float64 or _is_precise(loss)
+            precise = self.judged_in != torch.float64 or _is_precise(loss)
             loss.backward(torch.full_like(loss, factor))
             return Whole(taken(standing.parameters, 1 / factor), float(loss.detach()), precise)
 
     def accumulated(self, off: Off = NOTHING, way: Way | None = None) -> Accumulated:
         """Run a window, by the way that is put to the proof or by another."""
         self._on_run("accumulated")
+        way = way or self.way
         with self.standing(off) as standing:
-            return (way or self.way).run(standing, self.loss, self.samples, self.dtype)
+            # BigStep looks at a loss by itself, and at first without a graph.
+            loss = self._loss_fn if isinstance(way, OwnWay) else self.loss
+            return way.run(standing, loss, self.samples, self.dtype)
 
     def parts(self, places: Places, off: Off = NOTHING) -> Parts:
         """Run the micro-batches one after the other, as a loop does, and keep each one's gradient apart."""

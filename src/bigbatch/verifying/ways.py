@@ -18,7 +18,7 @@ from bigbatch.verifying.loops import TrainWindow, Watched, watched
 from bigbatch.verifying.samples import Samples, cast
 from bigbatch.verifying.subject import Standing
 
-LossFunction = Callable[[Any, Any], Tensor]
+LossFunction = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class OwnWay:
         found: dict[str, Tensor | None] = {}
         sizes: list[int] = []
 
-        def seen(model: Any, micro_batch: Any) -> Tensor:
+        def seen(model: Any, micro_batch: Any) -> Any:
             sizes.append(Batch.of(micro_batch, shared=samples.batch.shared).size)
             return loss(model, micro_batch)
 

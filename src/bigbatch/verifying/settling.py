@@ -1,0 +1,95 @@
+"""Settle how a window is run: what this library refuses runs plainly, and what a loop does to gradients is seen."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from bigbatch.errors import BatchNormError, CoupledLoss, LossError
+from bigbatch.micro_steps.survival import let_go
+from bigbatch.verifying.gradients import Gradients, is_finite
+from bigbatch.verifying.runs import Runs, Whole
+from bigbatch.verifying.ways import Accumulated, Loop, OwnWay, Plain, Way
+
+_REFUSES = "BigStep refuses this: "
+
+
+@dataclass
+class Settling:
+    """Runs a big batch and a window, and changes how they are run where they cannot be run as they are."""
+
+    runs: Runs
+    notes: list[str] = field(default_factory=list)
+    refused: Exception | None = None
+
+    def whole(self) -> Whole:
+        """Run the big batch as it is: what fails here is the user's own."""
+        runs = self.runs
+        own = runs.whole()
+        if runs.subject.reached() or not _any(own.gradients):
+            # The loss does not use the model that it is given, but the one it knows: then it is that one we run on.
+            runs.subject.in_place = True
+            own = runs.whole()
+        if not _any(own.gradients):
+            msg = (
+                "no parameter of the model got a gradient from loss_fn(model, batch): the loss does not depend on it.\n"
+                "Use the model that is passed in:  loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])"
+            )
+            raise LossError(msg)
+        if not is_finite(own.gradients) or not math.isfinite(own.loss):
+            msg = (
+                f"the big batch itself has a loss of {own.loss:g} and a gradient that is not finite: there is nothing "
+                "to compare with.\nVerify with samples and weights at which the model trains, as before a first step."
+            )
+            raise LossError(msg)
+        return own
+
+    def accumulated(self) -> Accumulated:
+        """Run a window; where this library refuses it, say so and go on without."""
+        try:
+            found = self.runs.accumulated()
+        except (LossError, BatchNormError) as error:
+            way = self.runs.way
+            if not isinstance(way, OwnWay):
+                raise
+            self._go_on(way, error)
+            return self.accumulated()
+        return self._looked_at(found, self.runs.way) if isinstance(self.runs.way, Loop) else found
+
+    def _go_on(self, way: OwnWay, error: Exception) -> None:
+        """Take a way that refuses less."""
+        how, other = "each micro-batch weighed by its samples", Plain()
+        instead: Way = other
+        if way.options.check and isinstance(error, CoupledLoss):
+            instead, how = replace(way, options=replace(way.options, check=False)), "weighed as BigStep reads the loss"
+        self.runs.way, self.refused = instead, self.refused or error
+        let_go(error, told=True)
+        first = str(self.refused).partition("\n")[0]
+        self.notes[:] = [note for note in self.notes if not note.startswith(_REFUSES)]
+        self.notes.append(f"{_REFUSES}{first}\nThe figures are those of accumulating anyway, {how}.")
+
+    def _looked_at(self, found: Accumulated, way: Loop) -> Accumulated:
+        """See what a loop did, and run it again where that asks for it."""
+        runs, watched = self.runs, found.watched
+        if not _any(found.gradients) and not runs.subject.in_place:
+            runs.subject.in_place = True  # the loop has its own hold of the model
+            return self.accumulated()
+        if watched is None or not _any(found.gradients):
+            msg = (
+                "train_window(model, micro_batches) left no gradient: no optimizer of torch stepped with one, and "
+                ".grad is None everywhere.\n"
+                "Let it train the model that it is given, and leave the gradients in .grad or step an optimizer:\n"
+                "    def train_window(model, micro_batches): ..."
+            )
+            raise LossError(msg)
+        runs.autocast = watched.autocast or runs.autocast
+        if way.clipping or not watched.clipped:
+            return found
+        if watched.clipped > max(1, len(watched.stepped)):
+            runs.way = replace(way, clipping=True)
+            return runs.accumulated()
+        note = "The loop clips its gradient; what was compared is the gradient before that."
+        self.notes += [note] if note not in self.notes else []
+        return found
+
+
+def _any(gradients: Gradients) -> bool:
+    return any(gradient is not None for gradient in gradients.values())

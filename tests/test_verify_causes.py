@@ -1,0 +1,210 @@
+"""A mistake is planted in the model, the loss or the loop: each is found by experiment, and named."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Options, Verification, across, counted, verify
+from tests import defects
+from tests.defects import Batch, WithAux, by_samples, mean, network, samples
+
+MICRO = Options(batch_norm="micro")
+UNCHECKED = Options(check=False)
+
+
+def found(verification: Verification) -> dict[str, str]:
+    """Where each kind of cause was found."""
+    return {cause.kind: cause.where for cause in verification.causes}
+
+
+def right_count(model: Any, batch: Batch) -> Tensor:
+    """A masked mean whose count is told."""
+    return counted(defects.masked(model, batch), (batch[1] > 0).sum())
+
+
+def wrong_count(model: Any, batch: Batch) -> Tensor:
+    """A masked mean whose count is told wrong."""
+    return counted(defects.masked(model, batch), len(batch[1]))
+
+
+def bent_right(model: Any, batch: Batch) -> Tensor:
+    """The root of the big batch's mean."""
+    return across.once(across.mean(model(batch[0]).square().mean()).sqrt())
+
+
+CLEAN: dict[str, Callable[[], Verification]] = {
+    "a mean": lambda: verify(network(), mean, samples(), 4),
+    "one sample at a time": lambda: verify(network(), mean, samples(), 1),
+    "a count that is told": lambda: verify(network(), right_count, samples(), 4),
+    "a sum and a regulariser": lambda: verify(network(), defects.sum_with_penalty, samples(), 4),
+    "BatchNorm that meets": lambda: verify(network(nn.BatchNorm1d(8)), mean, samples(), 4),
+    "BatchNorm at rest": lambda: verify(network(nn.BatchNorm1d(8).eval()), mean, samples(), 4, options=MICRO),
+    "dropout at rest": lambda: verify(network(nn.Dropout(0.5)).eval(), mean, samples(), 4),
+    "a root over the batch": lambda: verify(network(), bent_right, samples(), 4),
+    "LayerNorm": lambda: verify(network(nn.LayerNorm(8)), mean, samples(), 4),
+    "an in-place activation": lambda: verify(network(nn.ReLU(inplace=True)), mean, samples(), 4),
+    "float64": lambda: verify(network().double(), mean, (samples()[0].double(), samples()[1]), 4),
+    "a loop that weighs by samples": lambda: verify(network(), mean, samples(), 4, train_window=by_samples(mean)),
+    "a regulariser in a loop": lambda: verify(
+        network(), defects.with_penalty, samples(), 4, train_window=by_samples(defects.with_penalty)
+    ),
+    "the textbook's loop, equal micro-batches": lambda: verify(
+        network(), mean, samples(12), 4, train_window=defects.textbook(mean)
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CLEAN)
+def test_nothing_is_named_where_nothing_is_wrong(case: str) -> None:
+    """Equal to 1e-12 in float64, and no cause."""
+    torch.manual_seed(0)
+    verification = CLEAN[case]()
+    assert verification.exact, str(verification)
+    assert not verification.causes
+    assert all(each.exact_difference <= 1e-12 for each in verification.differences)
+
+
+IN_MODEL: dict[str, tuple[Callable[[], Verification], dict[str, str]]] = {
+    "BatchNorm by the micro-batch": (
+        lambda: verify(network(nn.BatchNorm1d(8)), mean, samples(), 4, options=MICRO),
+        {"batch-norm": "1"},
+    ),
+    "BatchNorm that is refused": (
+        lambda: verify(network(nn.BatchNorm1d(8)), mean, samples(), 4, options=Options(batch_norm="refuse")),
+        {"batch-norm": "1"},
+    ),
+    "BatchNorm without running statistics": (
+        lambda: verify(
+            network(nn.BatchNorm1d(8, track_running_stats=False)), mean, samples(), 4, train_window=by_samples(mean)
+        ),
+        {"batch-norm": "1"},
+    ),
+    "dropout": (lambda: verify(network(nn.Dropout(0.3)), mean, samples(), 4), {"randomness": "1"}),
+    "noise": (lambda: verify(network(defects.Noisy()), mean, samples(), 4), {"randomness": "1"}),
+    "attention across samples": (
+        lambda: verify(network(defects.Attending()), mean, samples(), 4, options=UNCHECKED),
+        {"coupled-samples": "1"},
+    ),
+    "a mean across samples": (
+        lambda: verify(network(defects.Centred()), mean, samples(), 4),
+        {"coupled-samples": "1"},
+    ),
+    "a buffer": (lambda: verify(network(defects.Fading()), mean, samples(), 4), {"buffers-written": "1"}),
+    "a number beside the buffers": (
+        lambda: verify(network(defects.Counting()), mean, samples(), 4, options=UNCHECKED),
+        {"buffers-written": "1"},
+    ),
+    "what cannot be repeated": (
+        lambda: verify(network(defects.Restless()), mean, samples(), 4, options=UNCHECKED),
+        {"nondeterminism": "1"},
+    ),
+    "BatchNorm and dropout": (
+        lambda: verify(network(nn.BatchNorm1d(8), nn.Dropout(0.3)), mean, samples(), 4, options=MICRO),
+        {"batch-norm": "1", "randomness": "2"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_MODEL)
+def test_a_mistake_in_the_model_is_found_where_it_is(case: str) -> None:
+    """The kind and the module, and nothing else."""
+    torch.manual_seed(0)
+    make, expected = IN_MODEL[case]
+    verification = make()
+    assert not verification.exact
+    assert found(verification) == expected, str(verification)
+
+
+IN_LOSS: dict[str, tuple[Callable[[], Verification], set[str]]] = {
+    "a count that the graph cannot tell": (lambda: verify(network(), defects.masked, samples(), 4), {"wrong-count"}),
+    "a count that is told wrong": (
+        lambda: verify(network(), wrong_count, samples(), 4, options=UNCHECKED),
+        {"wrong-count"},
+    ),
+    "the root of a mean": (lambda: verify(network(), defects.root, samples(), 4), {"nonlinear-in-a-mean"}),
+    "the root of a mean, its count told": (
+        lambda: verify(network(), lambda m, b: counted(defects.root(m, b), len(b[1])), samples(), 4),
+        {"nonlinear-in-a-mean"},
+    ),
+    "samples against samples": (lambda: verify(network(), defects.contrastive, samples(), 4), {"coupled-samples"}),
+    "a regulariser in a sum that is told to be one": (
+        lambda: verify(network(), lambda m, b: counted(defects.sum_with_penalty(m, b), "sum"), samples(), 4),
+        {"counted-per-micro-batch"},
+    ),
+    "a head that some micro-batches do not use": (
+        lambda: verify(WithAux(), defects.sometimes, samples(), 4),
+        {"unused-parameters"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_LOSS)
+def test_a_mistake_in_the_loss_is_found(case: str) -> None:
+    """Its kind, and nothing else."""
+    torch.manual_seed(1)
+    make, expected = IN_LOSS[case]
+    verification = make()
+    assert not verification.exact
+    assert set(found(verification)) == expected, str(verification)
+
+
+Case = tuple[Callable[[], nn.Module], defects.Loss, int, defects.Window]
+IN_LOOP: dict[str, tuple[Case, set[str]]] = {
+    "a short last micro-batch": ((network, mean, 11, defects.textbook(mean)), {"wrong-count"}),
+    "a masked mean": ((network, defects.masked, 12, defects.textbook(defects.masked)), {"wrong-count"}),
+    "not divided": ((network, mean, 12, defects.undivided(mean)), {"not-divided"}),
+    "not divided, and a short last one": (
+        (network, mean, 11, defects.undivided(mean)),
+        {"not-divided", "wrong-count"},
+    ),
+    "divided twice": ((network, mean, 12, defects.divided_twice(mean)), {"divided-twice"}),
+    "divided by too many": ((network, mean, 12, defects.scaled(mean, lambda _: 1 / 8)), {"wrong-scale"}),
+    "a loss scale left in": ((network, mean, 12, defects.scaled(mean, lambda n: 65536 / n)), {"wrong-scale"}),
+    "the last one dropped": ((network, mean, 11, defects.without_last(mean)), {"dropped-micro-batch"}),
+    "cleared inside": ((network, mean, 11, defects.zeroing(mean)), {"zeroed-inside"}),
+    "stepped inside": ((network, mean, 11, defects.stepping(mean)), {"stepped-inside"}),
+    "clipped inside": ((network, mean, 11, defects.clipping(mean)), {"clipped-inside"}),
+    "a regulariser each time": (
+        (network, defects.with_penalty, 11, defects.penalty_each_time),
+        {"counted-per-micro-batch"},
+    ),
+    "a sum and a regulariser": (
+        (network, defects.sum_with_penalty, 11, defects.undivided(defects.sum_with_penalty)),
+        {"counted-per-micro-batch"},
+    ),
+    "a sum that is divided": (
+        (
+            network,
+            lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum"),
+            12,
+            defects.textbook(lambda m, b: F.cross_entropy(m(b[0]), b[1], reduction="sum")),
+        ),
+        {"wrong-scale"},
+    ),
+    "the root of a mean": ((network, defects.root, 11, by_samples(defects.root)), {"nonlinear-in-a-mean"}),
+    "samples against samples": (
+        (network, defects.contrastive, 11, by_samples(defects.contrastive)),
+        {"coupled-samples"},
+    ),
+    "two counts": ((WithAux, defects.two_counts, 11, by_samples(defects.two_counts)), {"wrong-count"}),
+    "a head that some do not use": (
+        (WithAux, defects.sometimes, 11, by_samples(defects.sometimes)),
+        {"unused-parameters"},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", IN_LOOP)
+def test_a_mistake_in_a_loop_is_found(case: str) -> None:
+    """Its kind, and nothing else."""
+    torch.manual_seed(1)
+    (make, loss, number, train_window), expected = IN_LOOP[case]
+    verification = verify(make(), loss, samples(number), 4, train_window=train_window)
+    assert not verification.exact
+    assert set(found(verification)) == expected, str(verification)
+    assert all(0 <= cause.share <= 1 for cause in verification.causes)
+    assert all(cause.found.endswith(".") and cause.remedy for cause in verification.causes)
