@@ -1,6 +1,7 @@
 """From a file to its findings."""
 
 import ast
+import re
 from collections.abc import Collection
 
 from bigbatch.lint.finding import Finding
@@ -13,8 +14,7 @@ from bigbatch.lint.rules.rule import Hit, Rule, Script
 from bigbatch.lint.sources import Source
 
 DEFAULT = frozenset(rule.code for rule in RULES.values() if rule.on)
-# A file without any of these words holds no training loop, and is parsed but not read.
-_WORDS = ("backward", "zero_grad", "accumulate_grad_batches", "gradient_accumulation_steps", "training_step", "compute_loss")
+_TRAINING = re.compile(r"zero_grad|def training_step|def compute_loss|Accumulator|\bstep\(")
 
 
 def check(source: Source, chosen: Collection[str] = DEFAULT) -> list[Finding]:
@@ -26,6 +26,13 @@ def check(source: Source, chosen: Collection[str] = DEFAULT) -> list[Finding]:
     return sorted(_not_silenced(source, findings))
 
 
+def _may_train(text: str) -> bool:
+    """Tell whether a file may hold a training loop; one that does not is parsed, but not read."""
+    return ("backward" in text or "_grad" in text or "_loss" in text or "training_step" in text) and bool(
+        _TRAINING.search(text)
+    )
+
+
 def read_script(tree: ast.Module) -> Script:
     """Return a file as the rules see it."""
     program = survey(tree)
@@ -33,7 +40,7 @@ def read_script(tree: ast.Module) -> Script:
 
 
 def _hits(source: Source, chosen: Collection[str]) -> list[tuple[str, Hit]]:
-    if not any(word in source.text for word in _WORDS):
+    if not _may_train(source.text):
         return []
     try:
         script = read_script(source.tree)
@@ -48,17 +55,26 @@ def _finding(source: Source, rule: Rule, hit: Hit) -> Finding:
     last = _last_line(hit.node)
     cell, line = source.place(first)
     return Finding(
-        source.path, cell, line, column, rule.code, rule.slug, rule.severity, hit.message, rule.remedy, line + last - first
+        source.path,
+        cell,
+        line,
+        column,
+        rule.code,
+        rule.slug,
+        rule.severity,
+        hit.message,
+        rule.remedy,
+        line + last - first,
     )
 
 
 def _last_line(node: ast.AST) -> int:
     """Return where a statement ends; of one that holds others, its head."""
-    body = getattr(node, "body", None)
-    if isinstance(body, list) and body:
-        head = getattr(node, "test", None) or getattr(node, "iter", None)
-        return getattr(head, "end_lineno", None) or getattr(node, "lineno", 1)
-    return getattr(node, "end_lineno", None) or getattr(node, "lineno", 1)
+    first: int = getattr(node, "lineno", 1)
+    if isinstance(getattr(node, "body", None), list):
+        node = getattr(node, "test", None) or getattr(node, "iter", None) or ast.Pass()
+    last: int | None = getattr(node, "end_lineno", None)
+    return last or first
 
 
 def _unreadable(source: Source, first: int, column: int, why: str) -> Finding:

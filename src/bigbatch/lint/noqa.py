@@ -1,14 +1,15 @@
 """Comments that silence a finding, as ruff and flake8 read them.
 
-    loss.backward()  # noqa               everything on this line
-    loss.backward()  # noqa: BB201,BB203  these rules, on this line
-    # bigbatch: noqa                      everything in this file
-    # bigbatch: noqa: BB2                 all rules whose code begins so, in this file
+loss.backward()  # noqa               everything on this line
+loss.backward()  # noqa: BB201,BB203  these rules, on this line
+# bigbatch: noqa                      everything in this file
+# bigbatch: noqa: BB2                 all rules whose code begins so, in this file
 """
 
 import io
 import re
 import tokenize
+from contextlib import suppress
 from dataclasses import dataclass
 
 _CODES = r"(?:\s*:\s*(?P<codes>[A-Z]+[0-9]*(?:[\s,]+[A-Z]+[0-9]+)*))?"
@@ -46,14 +47,10 @@ def read_noqa(text: str) -> Silenced:
 
 def _comments(text: str) -> list[tuple[int, str]]:
     """Return the comments, up to where the text stops being Python."""
-    comments: list[tuple[int, str]] = []
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.COMMENT:
-                comments.append((token.start[0], token.string))
-    except (tokenize.TokenError, SyntaxError):
-        pass
-    return comments
+    tokens: list[tokenize.TokenInfo] = []
+    with suppress(tokenize.TokenError, SyntaxError):
+        tokens.extend(tokenize.generate_tokens(io.StringIO(text).readline))
+    return [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
 
 def _codes(found: re.Match[str]) -> tuple[str, ...]:

@@ -56,14 +56,14 @@ def _decoded(data: bytes) -> tuple[str, str]:
     """Return text and no reason, or no text and the reason."""
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
-        text = codecs.decode(data, encoding)
+        text: object = codecs.decode(data, encoding)
     except (SyntaxError, UnicodeDecodeError, LookupError, ValueError) as error:
         return "", f"it is no text: {error}"
     if not isinstance(text, str):  # `coding: hex` and its like decode to bytes
         return "", f"it is no text: its encoding is said to be {encoding}"
     if "\0" in text:
         return "", "it holds a null byte: is it binary?"
-    return text.removeprefix("\ufeff"), ""
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), ""
 
 
 def _notebook(path: str, text: str) -> Source:
@@ -84,7 +84,7 @@ def _parsed(path: str, text: str, notebook: Notebook | None) -> Source:
             warnings.simplefilter("ignore")  # an invalid escape in their string is not our business
             tree = ast.parse(text)
     except SyntaxError as error:
-        return _unreadable(path, text, error.msg, error.lineno or 1, error.offset or 1, notebook)
+        return _unreadable(path, text, error.msg, (error.lineno or 1, error.offset or 1), notebook)
     except RecursionError:
         return _unreadable(path, text, "it is nested too deeply", notebook=notebook)
     except (ValueError, MemoryError) as error:
@@ -93,7 +93,7 @@ def _parsed(path: str, text: str, notebook: Notebook | None) -> Source:
 
 
 def _unreadable(
-    path: str, text: str, why: str, line: int = 1, column: int = 1, notebook: Notebook | None = None
+    path: str, text: str, why: str, at: tuple[int, int] = (1, 1), notebook: Notebook | None = None
 ) -> Source:
     empty = ast.Module(body=[], type_ignores=[])
-    return Source(path, text, empty, notebook, (Unreadable(max(line, 1), max(column, 1), why),))
+    return Source(path, text, empty, notebook, (Unreadable(max(at[0], 1), max(at[1], 1), why),))

@@ -7,7 +7,6 @@ from bigbatch.lint.loops.facts import Fact, Shape, Tail, TrainingLoop
 from bigbatch.lint.loops.windows import Windows, windows_of
 from bigbatch.lint.reading.conditions import Due, Last, Moment, atoms
 from bigbatch.lint.reading.events import Event, Kind, Via
-from bigbatch.lint.reading.frames import Inside
 from bigbatch.lint.reading.places import Loop, LoopKind
 from bigbatch.lint.reading.roots import Story
 from bigbatch.lint.reading.values import Number
@@ -77,8 +76,7 @@ def _inner(event: Event, loop: Loop, windows: Windows) -> Fact:
     frames = event.within(loop) or ()
     around = conditions(frames)
     often = cadence(around, windows.every)
-    prepared = any(isinstance(frame, Inside) and frame.role == "accumulate" for frame in event.frames)
-    held = prepared and event.prepared is not False
+    held = windows.shape is Shape.FRAMEWORK and event.prepared is not False
     if held and often is Cadence.MICRO and event.kind in {Kind.STEP, Kind.ZERO, Kind.SCHEDULER}:
         return Fact(event, Cadence.WINDOW, in_tail=True, at_first=False)  # Accelerate passes over the calls in between
     tail = happens(around, Moment.TAIL, windows.every)
@@ -145,5 +143,3 @@ def _can_be_left_over(loop: Loop, every: Number) -> bool:
     if loop.kind is LoopKind.COUNTED:
         return length is not None and (length.text.startswith("len(") or "batches" in length.text)
     return True
-
-

@@ -47,7 +47,9 @@ class Fact:
     def condition(self) -> ast.AST | None:
         """Return the condition on its rounds that decides whether it happens."""
         for frame in reversed(self.event.frames):
-            if isinstance(frame, Guard) and any(isinstance(atom, Due | Last | Synced) for atom in atoms(frame.condition)):
+            if isinstance(frame, Guard) and any(
+                isinstance(atom, Due | Last | Synced) for atom in atoms(frame.condition)
+            ):
                 return frame.node
         return None
 

@@ -23,9 +23,7 @@ class Windows:
     carried: bool = False  # the count goes on from one pass to the next
 
 
-def windows_of(
-    loop: Loop, inside: list[Event], outside: list[Event], backwards: list[Event]
-) -> Windows | None:
+def windows_of(loop: Loop, inside: list[Event], outside: list[Event], backwards: list[Event]) -> Windows | None:
     """Return what a loop's windows are; None if that cannot be told."""
     framework = _framework(backwards)
     if framework is not None:
@@ -33,15 +31,18 @@ def windows_of(
     steps = [event for event in inside if event.kind is Kind.STEP]
     if not steps:
         return _nested(loop, inside, outside, backwards)
-    if _is_announced(loop, backwards):
-        own = [c for step in steps for c in conditions(step.within(loop) or ())]
-        if not any(isinstance(atom, Due) for c in own for atom in atoms(c)):
-            return Windows(Shape.NESTED, loop.length)
-    dues = _dues(loop, steps) or _dues(loop, [e for e in inside if e.kind in {Kind.ZERO, Kind.CLIP, Kind.UPDATE}])
-    if len({due.every.text for due, _ in dues}) > 1:
-        return None
+    dues = _dues(loop, steps)
+    if not dues and _is_announced(loop, backwards):
+        return Windows(Shape.NESTED, loop.length)
+    dues = dues or _dues(loop, [e for e in inside if e.kind in {Kind.ZERO, Kind.CLIP, Kind.UPDATE}])
     if dues:
-        return _modulo(loop, dues[0], steps, backwards)
+        alike = all(due.every.text == dues[0][0].every.text for due, _ in dues)
+        return _modulo(loop, dues[0], steps, backwards) if alike else None
+    return _plain(loop, steps, backwards)
+
+
+def _plain(loop: Loop, steps: list[Event], backwards: list[Event]) -> Windows | None:
+    """Tell a loop that steps when a framework says so, or in every round; any other is not understood."""
     if any(isinstance(atom, Synced) for step in steps for c in conditions(step.frames) for atom in atoms(c)):
         return Windows(Shape.FRAMEWORK, backwards[0].divides_by)
     often = [cadence(conditions(step.within(loop) or ()), None) for step in steps]
@@ -49,10 +50,10 @@ def windows_of(
 
 
 def _framework(backwards: list[Event]) -> Windows | None:
-    first = backwards[0]
-    accumulated = any(isinstance(frame, Inside) and frame.role == "accumulate" for frame in first.frames)
-    if accumulated or first.via in {Via.LIGHTNING, Via.TRANSFORMERS}:
-        return Windows(Shape.FRAMEWORK, first.divides_by)
+    for event in backwards:
+        accumulated = any(isinstance(frame, Inside) and frame.role == "accumulate" for frame in event.frames)
+        if accumulated or event.via in {Via.LIGHTNING, Via.TRANSFORMERS}:
+            return Windows(Shape.FRAMEWORK, event.divides_by)
     return None
 
 
@@ -136,5 +137,3 @@ def _announced(backwards: list[Event]) -> Number | None:
             if counts_micro_batches(divisor.text) or any(map(counts_micro_batches, divisor.atoms)):
                 return divisor
     return None
-
-

@@ -1,6 +1,8 @@
 """What sums, products, quotients and remainders make of places, amounts and losses."""
 
 import ast
+import operator
+from collections.abc import Callable
 from dataclasses import replace
 
 from bigbatch.lint.reading.places import Place, Quotient, Remainder
@@ -84,9 +86,7 @@ def _multiplied(node: ast.AST, loss: Computed, by: Value, number: Number | None)
     if isinstance(by, Inverse):
         return loss.divided(by.of, node)
     if isinstance(by, Computed):
-        return replace(
-            loss, origins=loss.origins | by.origins, live=loss.live | by.live, rescaled=True, reduction="?"
-        )
+        return replace(loss, origins=loss.origins | by.origins, live=loss.live | by.live, rescaled=True, reduction="?")
     if number is None:  # a mask, or something unknown
         return loss if isinstance(by, Thing) else replace(loss, rescaled=True)
     undone = next((divisor for divisor in loss.most if divisor.same(number)), None)
@@ -138,19 +138,21 @@ def _amount(walk: Walk, node: ast.BinOp | ast.AugAssign, one: Number, other: Num
     return Number(text, fixed=fixed, atoms=atoms)
 
 
+_OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
 def _computed(op: ast.operator, one: float | None, other: float | None) -> float | None:
-    if one is None or other is None:
+    operation = _OPERATIONS.get(type(op))
+    if one is None or other is None or operation is None:
         return None
-    if isinstance(op, ast.Add):
-        return one + other
-    if isinstance(op, ast.Sub):
-        return one - other
-    if isinstance(op, ast.Mult):
-        return one * other
-    if other == 0:
+    try:
+        return operation(one, other)
+    except (ZeroDivisionError, OverflowError):
         return None
-    if isinstance(op, ast.Div):
-        return one / other
-    if isinstance(op, ast.FloorDiv):
-        return one // other
-    return one % other if isinstance(op, ast.Mod) else None

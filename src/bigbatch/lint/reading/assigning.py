@@ -10,6 +10,7 @@ from bigbatch.lint.reading.expressions import value_of
 from bigbatch.lint.reading.places import Place
 from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.things import Computed, Role, Thing
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Inverse, Number, Several, Unknown, Value
 from bigbatch.lint.reading.vocabulary import role_of_name
 from bigbatch.lint.reading.walk import Walk, by_name
@@ -49,14 +50,18 @@ def _named(text: str, value: Value) -> Value:
     """Return a value under its new name; where nothing is known of it, the name may tell."""
     if isinstance(value, Number) and not value.text.startswith("len("):
         atoms = value.atoms | ({value.text} if value.atoms else frozenset()) | {text}
-        return replace(value, text=text, value=value.known, plus=0, atoms=atoms) if value.known is not None or not value.plus else value  # noqa: E501
+        return (
+            replace(value, text=text, value=value.known, plus=0, atoms=atoms)
+            if value.known is not None or not value.plus
+            else value
+        )
     if isinstance(value, Thing):
         return replace(value, text=text) if value.role not in {Role.CONTEXT, Role.GRADIENT} else value
     role = role_of_name(text)
     if role is Role.MASK and isinstance(value, Varies):  # a comparison, element by element
         return Thing(role, text)
     blank = isinstance(value, Unknown) or (isinstance(value, Computed) and value.reduction == "?" and not value.most)
-    if role in _BY_NAME and role is not None and blank:
+    if role is not None and role in _BY_NAME and blank:
         return Thing(role, text)
     if isinstance(value, Unknown) and not value.text:
         return by_name(text) if isinstance(by_name(text), Computed) else Unknown(text)
@@ -67,8 +72,9 @@ def _note_attribute(walk: Walk, target: ast.Attribute, source: ast.expr) -> None
     """Note what setting an attribute does to gradients."""
     if target.attr == "grad":
         cleared = isinstance(source, ast.Constant) and not source.value
-        divided = isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div)
-        factor = walk.number(value_of(walk, source.right), source.right) if divided else None
+        factor = None
+        if isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div):
+            factor = walk.number(value_of(walk, source.right), source.right)
         walk.emit(Kind.ZERO if cleared else Kind.RESCALE, target, subject=dotted(target.value), factor=factor)
     elif target.attr == _SYNC:
         walk.emit(Kind.SYNC, target, subject=dotted(target.value))
@@ -78,7 +84,8 @@ def _note_sum(walk: Walk, target: ast.expr, text: str, value: Value, source: ast
     """Note `total = total + loss`, which keeps the graph of every loss; what is made of it is known by this line."""
     if not isinstance(value, Computed) or not value.live or isinstance(source, ast.Call):
         return value
-    names = {dotted(node) for node in ast.walk(source) if isinstance(node, ast.Name | ast.Attribute)}
+    sums = [node for node in nodes_in(source) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)]
+    names = {dotted(node) for each in sums for node in nodes_in(each) if isinstance(node, ast.Name | ast.Attribute)}
     others = [walk.scope.find(name) for name in names - {text}]
     if text in names and any(isinstance(other, Computed) and other.live & value.live for other in others):
         walk.emit(Kind.KEEP, target, loss=value, subject=text)

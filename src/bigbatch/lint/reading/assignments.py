@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from bigbatch.lint.reading.program import Program, dotted
+from bigbatch.lint.reading.trees import nodes_in
 
 
 def targets_of(target: ast.AST) -> Iterator[str]:
@@ -33,7 +34,7 @@ def _set_by(node: ast.AST) -> Iterator[str]:
 
 def assigned_in(body: Iterable[ast.AST]) -> frozenset[str]:
     """Return all names that are set somewhere in a block."""
-    return frozenset(name for statement in body for node in ast.walk(statement) for name in _set_by(node))
+    return frozenset(name for statement in body for node in nodes_in(statement) for name in _set_by(node))
 
 
 def attributes_set_by_calls(program: Program, body: Iterable[ast.AST]) -> frozenset[str]:
@@ -41,7 +42,7 @@ def attributes_set_by_calls(program: Program, body: Iterable[ast.AST]) -> frozen
     called = {
         node.func.attr
         for statement in body
-        for node in ast.walk(statement)
+        for node in nodes_in(statement)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and dotted(node.func.value) == "self"
     }
     methods = [function for function in program.functions if function.name in called]
@@ -60,10 +61,10 @@ class Counters:
 def counters_in(body: list[ast.stmt]) -> Counters:
     """Find the counters of a loop's body."""
     every_round = set(_increments(_always_run(body)))
-    anywhere = set(_increments(node for statement in body for node in ast.walk(statement)))
+    anywhere = set(_increments(node for statement in body for node in nodes_in(statement)))
     others: dict[str, list[ast.AST]] = {}
     for statement in body:
-        for node in ast.walk(statement):
+        for node in nodes_in(statement):
             for name in _set_by(node):
                 if not (isinstance(node, ast.stmt) and name in set(_increments([node]))):
                     others.setdefault(name, []).append(node)
@@ -94,5 +95,5 @@ def _always_run(body: list[ast.stmt]) -> Iterator[ast.stmt]:
         yield statement
         if isinstance(statement, ast.With | ast.AsyncWith | ast.Try):
             yield from _always_run(statement.body)
-        if isinstance(statement, ast.If) and any(isinstance(each, ast.Continue) for each in ast.walk(statement)):
+        if isinstance(statement, ast.If) and any(isinstance(each, ast.Continue) for each in nodes_in(statement)):
             return

@@ -1,4 +1,4 @@
-"""What a call does and gives: a function of the file is entered, a known one is known, any other gives something new."""
+"""What a call does and gives: the file's own functions are entered, known ones known, others give something new."""
 
 import ast
 

@@ -40,15 +40,18 @@ def compare(walk: Walk, node: ast.Compare, left: Value, right: Value) -> Value:
     found = _of_places(walk, node, op, left, right)
     if found is None:
         found = _of_places(walk, node, _TURNED.get(op, op), right, left, turned=True)
+    if found is None and isinstance(left, Condition) and isinstance(right, Always) and op in {ast.Eq, ast.Is}:
+        found = left if right.holds else Not(left)
     if found is not None:
         return found
-    if _is_mask(node):
-        return Thing(Role.MASK, node=node)
-    if isinstance(left, Condition) and isinstance(right, Always) and op in {ast.Eq, ast.Is}:
-        return left if right.holds else Not(left)
-    sides = [walk.number(side, part) for side, part in ((left, node.left), (right, node.comparators[0]))]
-    if op in {ast.Is, ast.IsNot} and isinstance(left, Thing):
+    return Thing(Role.MASK, node=node) if _is_mask(node) else _of_settings(walk, node, left, right)
+
+
+def _of_settings(walk: Walk, node: ast.Compare, left: Value, right: Value) -> Condition:
+    """Tell settings, such as `scaler is not None` and `steps > 1`, from what changes from round to round."""
+    if isinstance(node.ops[0], ast.Is | ast.IsNot) and isinstance(left, Thing):
         return Fixed(ast.unparse(node))
+    sides = [walk.number(side, part) for side, part in ((left, node.left), (right, node.comparators[0]))]
     if all(side is not None and side.fixed for side in sides) and not walk.varies(node):
         text = ast.unparse(node)
         return Fixed(text, of_steps=counts_micro_batches(text))
@@ -153,5 +156,3 @@ def _is_mask(node: ast.Compare) -> bool:
     return ("-100" in text or "ignore_index" in text or "pad" in text.lower()) and isinstance(
         node.ops[0], ast.NotEq | ast.Gt | ast.GtE
     )
-
-

@@ -14,14 +14,42 @@ _OPTIMIZERS = re.compile(
     r"^\w*(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|Rprop|LBFGS|ASGD|Lion\w*|LAMB|Lamb|LARS|Muon|Adafactor|Sophia\w*|"
     r"Optimizer)$|^(create|build|make|get|configure)_optimi[sz]ers?$"
 )
-_SCHEDULERS = re.compile(r"^\w*(LR|Scheduler|Schedule|WarmRestarts|SequentialLR)$|^get_\w*schedule\w*$|^(create|build|make)_\w*sched\w*$")
+_SCHEDULERS = re.compile(
+    r"^\w*(LR|Scheduler|Schedule|WarmRestarts|SequentialLR)$|^get_\w*schedule\w*$|^(create|build|make)_\w*sched\w*$"
+)
 _WRAPPERS = {"DistributedDataParallel", "DDP"}
-_MODELS = re.compile(r"^(DataParallel|FullyShardedDataParallel|FSDP|fully_shard|create_model|from_pretrained|Sequential|Linear)$")
+_MODELS = re.compile(
+    r"^(DataParallel|FullyShardedDataParallel|FSDP|fully_shard|create_model|from_pretrained|Sequential|Linear)$"
+)
+_BY_NAME = ((Role.OPTIMIZER, _OPTIMIZERS), (Role.SCHEDULER, _SCHEDULERS), (Role.MODEL, _MODELS))
 _SHAPES = {"randn", "rand", "zeros", "ones", "empty", "randint", "arange", "rand_like", "randn_like"}
 _ENDLESS = {"cycle", "repeat", "count"}
 # What cuts a batch, or a loader, into windows.
-_CUTTERS = {"chunk", "split", "tensor_split", "batched", "chunked", "grouper", "ichunked", "islice", "sliced", "array_split"}
-_WRAPS = {"tqdm", "trange", "track", "iter", "list", "cycle", "set_epoch", "prefetch", "log_every", "progress_bar", "tnrange"}
+_CUTTERS = {
+    "chunk",
+    "split",
+    "tensor_split",
+    "batched",
+    "chunked",
+    "grouper",
+    "ichunked",
+    "islice",
+    "sliced",
+    "array_split",
+}
+_WRAPS = {
+    "tqdm",
+    "trange",
+    "track",
+    "iter",
+    "list",
+    "cycle",
+    "set_epoch",
+    "prefetch",
+    "log_every",
+    "progress_bar",
+    "tnrange",
+}
 
 
 _ENDLESS_WORDS = {"endless", "infinite", "repeat", "forever", "loop_forever"}
@@ -34,17 +62,12 @@ def constructed(walk: Walk, called: Called) -> Value | None:
     builder = _BUILDERS.get(called.name)
     if builder is not None:
         return builder(walk, called)
-    if _OPTIMIZERS.search(called.name):
-        return Thing(Role.OPTIMIZER, called.name, called.node)
-    if _SCHEDULERS.search(called.name):
-        return Thing(Role.SCHEDULER, called.name, called.node)
     if called.name.endswith("Loss") and called.name[0].isupper():
         reduction = reduction_of(called.node)
         masked = masked_by(walk, called.node, called.name) if reduction == "mean" else None
         return Thing(Role.CRITERION, called.name, called.node, detail=reduction, masked=masked)
-    if _MODELS.search(called.name):
-        return Thing(Role.MODEL, called.name, called.node)
-    return None
+    role = next((role for role, pattern in _BY_NAME if pattern.search(called.name)), None)
+    return Thing(role, called.name, called.node) if role is not None else None
 
 
 def _accelerator(walk: Walk, called: Called) -> Value:
@@ -104,7 +127,7 @@ def _range(_: Walk, called: Called) -> Value:
     return Rows(len(range(*map(int, known))))
 
 
-def _pieces(_: Walk, called: Called) -> Value:
+def _pieces(_: Walk, __: Called) -> Value:
     return Rows(None, cut=True)
 
 

@@ -4,9 +4,11 @@ import ast
 
 from bigbatch.lint.reading.expressions import value_of
 from bigbatch.lint.reading.joining import join
+from bigbatch.lint.reading.program import Def
 from bigbatch.lint.reading.scopes import Class, Function, Object, Scope
 from bigbatch.lint.reading.statements import run_block
 from bigbatch.lint.reading.things import Role, Thing, computed
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Rows, Unknown, Value
 from bigbatch.lint.reading.walk import DEEP, Walk, by_name
 
@@ -25,7 +27,7 @@ def enter(walk: Walk, function: Function, args: tuple[Value, ...], words: dict[s
         with walk.naming(scope):
             return value_of(walk, node.body)
     if is_generator(node):
-        endless = any(isinstance(each, ast.While) and getattr(each.test, "value", False) for each in ast.walk(node))
+        endless = any(isinstance(each, ast.While) and getattr(each.test, "value", False) for each in nodes_in(node))
         return Rows(None, cut=_gives_windows(node), endless=endless)
     return run_function(walk, node, scope)
 
@@ -85,15 +87,12 @@ def new_object(walk: Walk, of: Class, args: tuple[Value, ...], words: dict[str, 
 
 
 def is_generator(node: ast.AST) -> bool:
-    """Tell whether a function yields; functions inside it may, without making it one."""
-    waiting = list(ast.iter_child_nodes(node))
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, ast.Yield | ast.YieldFrom):
-            return True
-        if not isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
-            waiting += ast.iter_child_nodes(each)
-    return False
+    """Tell whether a function yields; one inside it may, without making it one."""
+    yields = [each for each in nodes_in(node) if isinstance(each, ast.Yield | ast.YieldFrom)]
+    if not yields:
+        return False
+    inner = {id(below) for each in nodes_in(node)[1:] if isinstance(each, Def) for below in nodes_in(each)}
+    return any(id(each) not in inner for each in yields)
 
 
 def _gives_windows(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:

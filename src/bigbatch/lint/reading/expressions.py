@@ -52,20 +52,17 @@ def _name(walk: Walk, node: ast.Name) -> Value:
 def _attribute(walk: Walk, node: ast.Attribute) -> Value:
     text = dotted(node)
     found = walk.scope.find(text) if text else None
-    if found is not None:
-        return found
-    if node.attr in _SYNCED:
-        return Synced()
+    if found is not None or node.attr in _SYNCED:
+        return found or Synced()
     base = value_of(walk, node.value)
-    if isinstance(base, Object):
-        return base.attributes.variables.get(f"self.{node.attr}") or _method(walk, base, node.attr) or by_name(text)
     if node.attr == "grad":
         return Thing(Role.GRADIENT, text)
+    if isinstance(base, Object):
+        return base.attributes.variables.get(f"self.{node.attr}") or _method(walk, base, node.attr) or by_name(text)
     if isinstance(base, Computed):
         return _of_computed(walk, base, node)
-    if isinstance(base, Thing) and node.attr in {"data", "module"}:
-        return base
-    return by_name(text) if text else Unknown()
+    kept = isinstance(base, Thing) and node.attr in {"data", "module"}
+    return base if kept else by_name(text) if text else Unknown()
 
 
 def _method(walk: Walk, owner: Object, name: str) -> Value | None:

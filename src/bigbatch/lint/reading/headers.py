@@ -10,11 +10,13 @@ from bigbatch.lint.reading.places import Loop, LoopKind, Place
 from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.scopes import Class, Function, Object
 from bigbatch.lint.reading.things import Computed, Thing
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Number, Rows, Unknown, Value
 from bigbatch.lint.reading.vocabulary import PIECES, last_part
 from bigbatch.lint.reading.walk import Walk, by_name
 
 ForLoop = ast.For | ast.AsyncFor
+_WITHOUT_STRIDE = 2  # arguments of a range whose numbers count its rounds
 _WINDOWS = {"batched", "chunked", "grouper", "ichunked"}  # they give windows, each of several batches
 
 
@@ -91,7 +93,7 @@ def _start(value: Value | None) -> int | None:
 def _count_in_objects(walk: Walk, loop: Loop, body: Iterable[ast.AST], deep: int = 3) -> None:
     """Find counters that live in an object: `self.calls += 1` in a method that is called in every round."""
     for statement in body if deep else ():
-        for node in ast.walk(statement):
+        for node in nodes_in(statement):
             if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
                 continue
             owner = walk.scope.find(dotted(node.func.value))
@@ -158,19 +160,23 @@ def _kind(walk: Walk, source: _Source, value: Value, text: str) -> tuple[LoopKin
 
 
 def _range_length(walk: Walk, node: ast.Call, value: Value) -> Number | None:
+    """Return how many numbers a range has."""
     if isinstance(value, Rows) and value.count is not None and len(node.args) > 1:
         return Number(ast.unparse(node), value.count)
-    if len(node.args) == 1:
-        return walk.number(value_of(walk, node.args[0]), node.args[0])
-    stop, start = walk.number(value_of(walk, node.args[1]), node.args[1]), _whole(value_of(walk, node.args[0]))
-    return replace(stop, plus=stop.plus - start) if stop is not None and start is not None and len(node.args) == 2 else None  # noqa: E501, PLR2004
+    match node.args:
+        case [stop]:
+            return walk.number(value_of(walk, stop), stop)
+        case [first, stop]:
+            number, start = walk.number(value_of(walk, stop), stop), _whole(value_of(walk, first))
+            return replace(number, plus=number.plus - start) if number is not None and start is not None else None
+    return None
 
 
 def _bind(walk: Walk, target: ast.expr, source: _Source, loop: Loop, value: Value) -> None:
     """Set the names of a loop's head."""
     for name in targets_of(target):
         walk.scope.set(name, value if isinstance(value, Computed) else by_name(name))
-    numbers = source.counted and len(getattr(source.node, "args", ())) < 3  # noqa: PLR2004 - a stride counts no rounds
+    numbers = source.counted and len(getattr(source.node, "args", ())) <= _WITHOUT_STRIDE
     head = target.elts[0] if isinstance(target, ast.Tuple) and target.elts else target
     if isinstance(head, ast.Name) and ((source.numbered and head is not target) or (numbers and not source.numbered)):
         walk.scope.set(head.id, Place(loop, source.start))

@@ -1,12 +1,22 @@
 """A file at a glance: what it imports, which functions call which, and words that tell what its data are like."""
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.vocabulary import PADDED_MODELS
 
 Def = ast.FunctionDef | ast.AsyncFunctionDef
-_PADDING = {"pad_token", "pad_token_id", "DataCollatorForSeq2Seq", "DataCollatorWithPadding", "pad_sequence", "DataCollatorForLanguageModeling"}
+_PADDING = {
+    "pad_token",
+    "pad_token_id",
+    "DataCollatorForSeq2Seq",
+    "DataCollatorWithPadding",
+    "pad_sequence",
+    "DataCollatorForLanguageModeling",
+}
 _IGNORED = 100  # labels of -100 are left out of a cross-entropy
 
 
@@ -61,7 +71,7 @@ class Program:
 def survey(tree: ast.Module) -> Program:
     """Look over a tree once."""
     program = Program(tree)
-    for node in ast.walk(tree):
+    for node in nodes_in(tree):
         looker = _LOOKERS.get(type(node))
         if looker:
             looker(program, node)
@@ -132,7 +142,7 @@ def _look_at_minus(program: Program, node: ast.UnaryOp) -> None:
         program.ignores_labels |= node.operand.value == _IGNORED and isinstance(node.operand.value, int)
 
 
-_LOOKERS = {
+_LOOKERS: dict[type[ast.AST], Callable[[Program, Any], None]] = {
     ast.Call: _look_at_call,
     ast.Import: _look_at_import,
     ast.ImportFrom: _look_at_import_from,

@@ -1,7 +1,7 @@
 """Where reading begins: the module itself, then every function that nothing in the file calls.
 
-A function that the file calls is read where it is called, with what it gets there. A function whose caller is not in the
-file is read as the body of a loop that nobody sees: a framework's, or another file's.
+A function that the file calls is read where it is called, with what it gets there. One whose caller is not in the file
+is read as the body of a loop that nobody sees: a framework's, or another file's.
 """
 
 import ast
@@ -16,10 +16,22 @@ from bigbatch.lint.reading.program import Def, Program
 from bigbatch.lint.reading.scopes import Class, Function, Object, Scope
 from bigbatch.lint.reading.statements import run_block
 from bigbatch.lint.reading.things import Computed
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Number, Several, Value
 from bigbatch.lint.reading.walk import TooLong, Walk, Ways
 
-_NUMBERS = {"batch_idx", "batch_index", "batch_nb", "i", "idx", "step", "iteration", "it", "micro_step", "data_iter_step"}
+_NUMBERS = {
+    "batch_idx",
+    "batch_index",
+    "batch_nb",
+    "i",
+    "idx",
+    "step",
+    "iteration",
+    "it",
+    "micro_step",
+    "data_iter_step",
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +111,7 @@ def _is_manual(owner: ast.ClassDef | None) -> bool:
         and isinstance(node.value, ast.Constant)
         and node.value.value is False
         and any(getattr(target, "attr", "") == "automatic_optimization" for target in node.targets)
-        for node in ast.walk(owner)
+        for node in nodes_in(owner)
     )
 
 
@@ -111,7 +123,7 @@ def _backward_of_framework(walk: Walk, function: Def, framework: str, value: Val
         return
     via = Via.LIGHTNING if framework == "lightning" else Via.TRANSFORMERS
     steps = framework_steps(walk, via)
-    last = next((node for node in reversed(list(ast.walk(function))) if isinstance(node, ast.Return)), function)
+    last = next((node for node in reversed(list(nodes_in(function))) if isinstance(node, ast.Return)), function)
     divides = steps is not None and steps.known != 1
     walk.emit(Kind.BACKWARD, last, via=via, loss=value, divides=divides or None, divides_by=steps)
 

@@ -14,7 +14,8 @@ class Scope:
     def __init__(self, outer: "Scope | None" = None, attributes: "Scope | None" = None) -> None:
         """`attributes` holds what `self.x` is."""
         self.outer = outer
-        self.attributes = attributes if attributes is not None else (outer.attributes if outer else None)
+        inherited: Scope | None = outer.attributes if outer is not None else None
+        self.attributes: Scope | None = attributes if attributes is not None else inherited
         self.variables: Variables = {}
 
     def find(self, name: str) -> Value | None:

@@ -14,6 +14,7 @@ from bigbatch.lint.reading.joining import join_snapshots
 from bigbatch.lint.reading.places import Place
 from bigbatch.lint.reading.scopes import Class, Function, restore
 from bigbatch.lint.reading.things import Role, Thing
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Value
 from bigbatch.lint.reading.walk import Walk
 
@@ -68,18 +69,24 @@ def _if(walk: Walk, node: ast.If) -> Outcome:
         restore(after_first)
         return _rest(second, condition, frames[0])
     join_snapshots(condition, after_first, walk.scope.snapshot())
-    return Outcome(frames=tuple(frame for each in (first, second) for frame in each.frames if isinstance(frame, Inside)))
+    return Outcome(
+        frames=tuple(frame for each in (first, second) for frame in each.frames if isinstance(frame, Inside))
+    )
 
 
 def _note_even(walk: Walk, node: ast.If | ast.Assert, body: Outcome | None) -> None:
     """A script that refuses a number of micro-batches which does not divide has no leftover."""
-    if (body is None or body.ends == "raise") and any(isinstance(each, ast.Mod) for each in ast.walk(node.test)):
+    if (body is None or body.ends == "raise") and _has_remainder(node.test):
         walk.even = True
+
+
+def _has_remainder(node: ast.expr) -> bool:
+    return any(isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mod) for each in nodes_in(node))
 
 
 def _note_stop(walk: Walk, node: ast.If) -> None:
     """A loop that ends after a number of rounds may have been told one that divides."""
-    names = [each.id for each in ast.walk(node.test) if isinstance(each, ast.Name)]
+    names = [each.id for each in nodes_in(node.test) if isinstance(each, ast.Name)]
     walk.stopped |= {place.loop for name in names if isinstance(place := walk.named(name), Place) and place.loop}
 
 

@@ -12,13 +12,16 @@ from bigbatch.lint.reading.things import Computed, Role, Thing, computed
 from bigbatch.lint.reading.values import Inverse, Number, Rows, Unknown, Value
 from bigbatch.lint.reading.walk import Walk
 
-MEAN_LOSSES = {
-    "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
-    "binary_cross_entropy_with_logits", "kl_div", "cosine_embedding_loss", "hinge_embedding_loss", "poisson_nll_loss",
-    "gaussian_nll_loss", "soft_margin_loss", "triplet_margin_loss", "margin_ranking_loss", "ctc_loss", "multi_margin_loss",
-}  # fmt: skip
+MEAN_LOSSES = set(
+    "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits kl_div cosine_embedding_loss hinge_embedding_loss poisson_nll_loss "
+    "gaussian_nll_loss soft_margin_loss triplet_margin_loss margin_ranking_loss ctc_loss multi_margin_loss".split()
+)
 # They leave a value's size and meaning alone.
-_SAME = set("to float double half bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long int bool requires_grad_ items values".split())  # noqa: E501
+_SAME = set(
+    "to float double half bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long int bool "
+    "requires_grad_ items values".split()
+)
 _FEWER = {"clamp", "clamp_min", "clamp_", "maximum", "max"}
 
 

@@ -40,21 +40,22 @@ def _via(called: Called) -> Via:
 def _backward(walk: Walk, called: Called) -> Value | None:
     role, via = _role(called.receiver), _via(called)
     given = called.first()
-    if via is Via.ENGINE or (role is None and not isinstance(called.receiver, Computed) and isinstance(given, Computed)):
-        if not called.full.startswith("torch."):
-            made = isinstance(called.receiver, Thing) and called.receiver.node is not None
-            steps = called.receiver.steps if isinstance(called.receiver, Thing) else None
-            known: dict[str, Any] = {"divides": True if made else None, "divides_by": steps}
-            walk.emit(Kind.BACKWARD, called.node, via=Via.ENGINE, subject=called.on, loss=_loss(given), **known)
-            return Unknown()
-    if via in {Via.ACCELERATE, Via.FABRIC} or called.full.startswith("torch."):
+    of_torch = called.full.startswith("torch.")
+    on_loss = role is None and (isinstance(called.receiver, Computed) or not isinstance(given, Computed))
+    if of_torch or via in {Via.ACCELERATE, Via.FABRIC}:
         divides, by = _accelerator_divides(called.receiver) if via is Via.ACCELERATE else (False, None)
-        walk.emit(Kind.BACKWARD, called.node, via=via, loss=_loss(given), divides=divides, divides_by=by)
-    elif role is not None:
-        walk.emit(Kind.BACKWARD, called.node, via=Via.ENGINE, subject=called.on, divides=None)
-    else:
+        loss = replace(_loss(given), rescaled=True) if len(called.args) > 1 else _loss(given)
+        walk.emit(Kind.BACKWARD, called.node, via=via, loss=loss, divides=divides, divides_by=by)
+    elif on_loss:
         loss = _loss(called.receiver)
+        if called.args or "gradient" in called.words:  # a gradient from outside may be of any size
+            loss = replace(loss, rescaled=True)
         walk.emit(Kind.BACKWARD, called.node, via=Via.SCALER if loss.amp else Via.TORCH, loss=loss)
+    else:
+        made = isinstance(called.receiver, Thing) and via is Via.ENGINE and called.receiver.node is not None
+        steps = called.receiver.steps if isinstance(called.receiver, Thing) else None
+        known: dict[str, Any] = {"divides": True if made else None, "divides_by": steps}
+        walk.emit(Kind.BACKWARD, called.node, via=Via.ENGINE, subject=called.on, loss=_loss(given), **known)
     return Unknown()
 
 

@@ -1,6 +1,7 @@
 """What things are called in training scripts, for where nothing but a name is left to go by."""
 
 import re
+from functools import lru_cache
 
 from bigbatch.lint.reading.things import Role
 
@@ -18,6 +19,8 @@ NORMED_NETWORKS = re.compile(
     r"^(wide_)?res(net|next)\w*$|^densenet\d+$|^mobilenet\w*$|^efficientnet\w*$|^mnasnet\w*$|^shufflenet\w*$|"
     r"^googlenet$|^inception_v3$|^vgg\d+_bn$|^regnet\w*$",
 )
+
+LOSSES = re.compile(r"(^|_)loss(es)?(_?\w{1,3})?$|^loss_|^losses$", re.IGNORECASE)
 
 _ROLES: tuple[tuple[Role, re.Pattern[str]], ...] = (
     (Role.SCALER, re.compile(r"(grad|amp|loss)?_?scaler$", re.IGNORECASE)),
@@ -37,12 +40,14 @@ def last_part(text: str) -> str:
     return text.split("[", 1)[0].rpartition(".")[2]
 
 
+@lru_cache(maxsize=4096)
 def role_of_name(text: str) -> Role | None:
     """Say what something is for by what it is called."""
     name = last_part(text)
     return next((role for role, pattern in _ROLES if pattern.search(name)), None)
 
 
+@lru_cache(maxsize=4096)
 def counts_micro_batches(text: str) -> bool:
     """Tell whether a name announces a window: `accumulation_steps`, `grad_acc`, `update_freq`."""
     return bool(ACCUMULATION.search(text))

@@ -12,20 +12,33 @@ from bigbatch.lint.reading.places import Loop
 from bigbatch.lint.reading.program import Program, dotted
 from bigbatch.lint.reading.scopes import Class, Function, Scope
 from bigbatch.lint.reading.things import Computed, Thing, computed
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Number, Unknown, Value
-from bigbatch.lint.reading.vocabulary import role_of_name
+from bigbatch.lint.reading.vocabulary import LOSSES, last_part, role_of_name
 
 STATEMENTS = 20_000  # of one file, functions counted each time they are called: what is longer is left alone
 DEEP = 6  # calls of the file's own functions inside each other
 # Calls whose answer stays what it is while a loop runs.
 _STEADY = {"isinstance", "hasattr", "getattr", "is_available", "is_initialized", "len", "get_rank", "get_world_size"}
 # Loops over parts of the model or its optimizers, which no micro-batch passes through.
-_PARTS = {"p", "param", "params", "opt", "optimizer", "optim", "name", "group", "param_group", "module", "sched", "scheduler"}
+_PARTS = {
+    "p",
+    "param",
+    "params",
+    "opt",
+    "optimizer",
+    "optim",
+    "name",
+    "group",
+    "param_group",
+    "module",
+    "sched",
+    "scheduler",
+}
 
 
 class TooLong(Exception):
     """The file asks for more steps than the walk will take."""
-
 
 
 @dataclass(frozen=True)
@@ -35,7 +48,6 @@ class Ways:
     enter: Callable[["Walk", Function, tuple[Value, ...], dict[str, Value]], Value]
     make: Callable[["Walk", Class, tuple[Value, ...], dict[str, Value]], Value]
     go_over: Callable[["Walk", ast.comprehension, ast.expr], Loop]
-
 
 
 class Walk:
@@ -110,7 +122,7 @@ class Walk:
         loop = self.loop()
         if loop is None:
             return False
-        for each in ast.walk(node):
+        for each in nodes_in(node):
             text = dotted(each)
             if text and any(text == name or text.startswith((f"{name}.", f"{name}[")) for name in loop.assigned):
                 return True
@@ -135,6 +147,6 @@ def by_name(text: str) -> Value:
     role = role_of_name(text)
     if role is not None:
         return Thing(role, text)
-    if "loss" in text.rpartition(".")[2].lower():
+    if LOSSES.search(last_part(text)):
         return computed(text)
     return Unknown(text)

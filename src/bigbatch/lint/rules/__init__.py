@@ -12,9 +12,7 @@ def _nothing(_: Script) -> Iterator[Hit]:
     yield from ()
 
 
-UNREADABLE = Rule(
-    "BB900", "unreadable", Severity.ERROR, "make it a file that Python, or Jupyter, can read", _nothing
-)
+UNREADABLE = Rule("BB900", "unreadable", Severity.ERROR, "make it a file that Python, or Jupyter, can read", _nothing)
 RULES: dict[str, Rule] = {
     rule.code: rule
     for rule in (

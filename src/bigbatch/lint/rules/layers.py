@@ -4,17 +4,25 @@ import ast
 from collections.abc import Iterator
 
 from bigbatch.lint.finding import Severity
-from bigbatch.lint.loops.facts import Shape
+from bigbatch.lint.loops.facts import Shape, TrainingLoop
+from bigbatch.lint.reading.events import Via
 from bigbatch.lint.reading.program import Program, dotted
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.vocabulary import BATCH_NORMS, NORMED_NETWORKS
 from bigbatch.lint.rules.rule import Hit, Rule, Script
 
 # What takes BatchNorm out of a network, or stops it from normalising by the batch.
-_REPLACED = {"convert_to_groupnorm", "batch_norm_to_group_norm", "freeze_batch_norm", "freeze_bn", "convert_frozen_batchnorm"}
+_REPLACED = {
+    "convert_to_groupnorm",
+    "batch_norm_to_group_norm",
+    "freeze_batch_norm",
+    "freeze_bn",
+    "convert_frozen_batchnorm",
+}
 
 
 def _batch_norm(script: Script) -> Iterator[Hit]:
-    loops = [loop for loop in script.loops if loop.accumulates]
+    loops = [loop for loop in script.loops if loop.accumulates and not _has_engine(loop)]
     if not loops or _is_frozen(script.program):
         return
     if all(loop.shape is Shape.FRAMEWORK and loop.every is None for loop in loops):
@@ -27,6 +35,11 @@ def _batch_norm(script: Script) -> Iterator[Hit]:
                 "accumulation is an approximation here",
             )
             return
+
+
+def _has_engine(loop: TrainingLoop) -> bool:
+    """Tell this library's own loops, which refuse such layers or make them exact, and others that cannot be told."""
+    return any(fact.event.via is Via.ENGINE for fact in loop.facts)
 
 
 def _brings_batch_norm(program: Program, call: ast.Call) -> bool:
@@ -42,11 +55,9 @@ def _is_frozen(program: Program) -> bool:
     """Tell whether the file puts its BatchNorm layers into evaluation mode, or takes others."""
     if program.words & _REPLACED or "FrozenBatchNorm2d" in program.words:
         return True
-    for node in ast.walk(program.tree):
-        # `if isinstance(module, nn.BatchNorm2d): module.eval()`
-        if isinstance(node, ast.If) and "BatchNorm" in ast.unparse(node.test):
-            return True
-    return False
+    # `if isinstance(module, nn.BatchNorm2d): module.eval()`
+    conditions = [node.test for node in nodes_in(program.tree) if isinstance(node, ast.If)]
+    return any("BatchNorm" in ast.unparse(test) for test in conditions)
 
 
 RULES = (

@@ -12,7 +12,12 @@ from bigbatch.lint.reading.vocabulary import counts_micro_batches
 from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
 
 _WORDS = {Via.LIGHTNING: "accumulate_grad_batches", Via.TRANSFORMERS: "gradient_accumulation_steps"}
-_NAMES = {Via.ACCELERATE: "Accelerate", Via.LIGHTNING: "Lightning", Via.TRANSFORMERS: "Trainer", Via.ENGINE: "the engine"}
+_NAMES = {
+    Via.ACCELERATE: "Accelerate",
+    Via.LIGHTNING: "Lightning",
+    Via.TRANSFORMERS: "Trainer",
+    Via.ENGINE: "the engine",
+}
 
 
 def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
@@ -30,7 +35,9 @@ def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
 
 def _is_unscaled(loop: TrainingLoop, loss: Computed) -> bool:
     """Tell whether a mean goes into the sum as it is; a plain number that is not the window's divides nothing here."""
-    others = [number for number in loss.most if number.atoms or not number.fixed or number.involves(loop.every or number)]
+    others = [
+        number for number in loss.most if number.atoms or not number.fixed or number.involves(loop.every or number)
+    ]
     return loss.reduction in {"mean", "?"} and not others and not loss.rescaled
 
 
@@ -51,7 +58,9 @@ def _by_framework(loop: TrainingLoop, fact: Fact, loss: Computed) -> Hit | None:
         announced = any(map(counts_micro_batches, names))
         told = bool(word) and any(name.endswith(word) for name in names)
         if told or (fact.event.divides and (own or announced)) or (loop.shape is Shape.FRAMEWORK and announced):
-            return Hit(node, f"{_NAMES.get(via, 'the framework')} divides by the number of steps as well: divided twice")
+            return Hit(
+                node, f"{_NAMES.get(via, 'the framework')} divides by the number of steps as well: divided twice"
+            )
     return None
 
 

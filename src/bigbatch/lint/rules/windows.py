@@ -82,7 +82,7 @@ def _never_zeroed(script: Script) -> Iterator[Hit]:
         steps = {f.event.subject: f for f in loop.of(Kind.STEP) if f.cadence is not Cadence.AFTER}
         for subject, fact in steps.items():
             # Clearing something else than another optimizer may clear this one's gradients too.
-            if cleared <= steps.keys() - {subject}:
+            if cleared <= steps.keys() - {subject} and subject not in loop.loop.assigned:
                 often = "only outside the loop" if loop.of(Kind.ZERO) else "never"
                 often = "never" if cleared else often
                 yield Hit(fact.node, f"gradients are {often} cleared: every step also takes those of all steps before")
