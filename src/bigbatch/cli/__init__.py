@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from bigbatch.cli.failures import usage_errors_as_text
+from bigbatch.cli.lint import lint
 from bigbatch.cli.plan import plan
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
@@ -40,6 +41,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(lint)
 app.command()(verify)
 
 

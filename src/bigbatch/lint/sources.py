@@ -5,7 +5,7 @@ import codecs
 import io
 import tokenize
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch.lint.notebooks import BadNotebook, Notebook, read_notebook
@@ -29,6 +29,7 @@ class Source:
     tree: ast.Module
     notebook: Notebook | None
     unreadable: tuple[Unreadable, ...]
+    raw: str = ""  # the file as it is, with its own line ends; of a notebook, its JSON
 
     def place(self, line: int) -> tuple[int, int]:
         """Return a line's cell (0 in a plain file) and its number there."""
@@ -44,18 +45,18 @@ def read_source(path: str, data: bytes | None = None) -> Source:
         data = Path(path).read_bytes() if data is None else data
     except OSError as error:
         return _unreadable(path, "", error.strerror or str(error))
-    text, why = _decoded(data)
+    raw, why = _decoded(data)
     if why:
         return _unreadable(path, "", why)
-    if path.endswith(".ipynb"):
-        return _notebook(path, text)
-    return _parsed(path, text, None)
+    text = raw.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    source = _notebook(path, text) if path.endswith(".ipynb") else _parsed(path, text, None)
+    return replace(source, raw=raw)
 
 
 def _decoded(data: bytes) -> tuple[str, str]:
     """Return text and no reason, or no text and the reason."""
     try:
-        encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+        encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0].replace("utf-8-sig", "utf-8")
         text: object = codecs.decode(data, encoding)
     except (SyntaxError, UnicodeDecodeError, LookupError, ValueError) as error:
         return "", f"it is no text: {error}"
@@ -63,7 +64,7 @@ def _decoded(data: bytes) -> tuple[str, str]:
         return "", f"it is no text: its encoding is said to be {encoding}"
     if "\0" in text:
         return "", "it holds a null byte: is it binary?"
-    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), ""
+    return text, ""
 
 
 def _notebook(path: str, text: str) -> Source:

@@ -30,17 +30,20 @@ class Patch:
 
     def diff(self) -> str:
         """Return the change as a patch; nothing if there is none."""
-        lines = unified_diff(
-            self.before.splitlines(keepends=True),
-            self.after.splitlines(keepends=True),
-            f"a/{self.path}",
-            f"b/{self.path}",
-        )
+        name = self.path.removeprefix("/")
+        lines = unified_diff(_lines(self.before), _lines(self.after), f"a/{name}", f"b/{name}")
         return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-def patch(source: Source, raw: str) -> Patch:
-    """Rewrite all loops of a file that accumulate and are simple enough; `raw` is the file as it is on disk."""
+def _lines(text: str) -> list[str]:
+    """Return the lines with their ends; of all that Python calls an end of line, patches know one."""
+    parts = text.split("\n")
+    return [f"{part}\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+
+
+def patch(source: Source) -> Patch:
+    """Rewrite all loops of a file that accumulate and are simple enough."""
+    raw = source.raw
     script = read_script(source.tree)
     parents = {child: node for node in nodes_in(source.tree) for child in ast.iter_child_nodes(node)}
     text = Text(source.text)
