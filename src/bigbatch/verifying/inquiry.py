@@ -8,11 +8,11 @@ Each thing is a cause if the difference comes back when it alone is on.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from bigbatch.micro_steps.survival import is_out_of_memory
 from bigbatch.verifying import looking
 from bigbatch.verifying.evidence import cause, listed
 from bigbatch.verifying.judging import Compared, Judge
@@ -20,10 +20,11 @@ from bigbatch.verifying.loops import Watched
 from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.subject import Standing
 from bigbatch.verifying.table import number
+from bigbatch.verifying.trying import tried
 from bigbatch.verifying.turning_off import NOTHING, Off, with_apart
 from bigbatch.verifying.verification import Cause
 from bigbatch.verifying.ways import Loop, OwnWay, Plain, Way
-from bigbatch.verifying.weighing import Left, explained
+from bigbatch.verifying.weighing import Explained, Left, explained
 
 _ROUNDS = 4  # of looking across samples: what is inside of a module hides what the module itself does
 
@@ -57,10 +58,10 @@ class Inquiry:
         candidates, off, rest = self._candidates()
         left = Left(self._runs, self._judge, off, rest, self._way, self._of_loop, self._before.overall)
         gone = self._judge.gone(rest.differences)
-        later, weights = ([], None) if gone else explained(left)
+        later, weights = Explained([]) if gone else tried(lambda: explained(left), Explained([]))
         self.unexplained = 0.0 if gone or later else rest.overall
         right: Way | None = self._way if gone else None
-        alone = [(c, self._alone(c, off, right, weights)) for c in candidates]
+        alone = [(c, tried(partial(self._alone, c, off, right, weights), None)) for c in candidates]
         confirmed = [(c, each) for c, each in alone if each is not None]
         others = bool(found or later or len(confirmed) > 1)
         found += [self._told(c, each, rest, others=others) for c, each in confirmed]
@@ -102,19 +103,22 @@ class Inquiry:
         found: list[Candidate] = []
         off, rest = NOTHING, self.compared(NOTHING)
         for look in (self._random, self._written):
-            seen = look()
+            seen = tried(look, None)
             if seen is not None and not self._judge.gone(rest.differences):
                 off, rest = self._tried([seen], found, off, rest)
         seen_before: set[str] = set()
         for _ in range(_ROUNDS):
             if self._judge.gone(rest.differences):
                 break
-            names = looking.across_samples(self._runs, off, self._judge.loose, seen_before)
+            names = self._looking_across(off, seen_before)
             if not names:
                 break
             seen_before.update(names)
             off, rest = self._tried(self._across(names), found, off, rest)
         return self._helping(found, off, rest)
+
+    def _looking_across(self, off: Off, known: set[str]) -> tuple[str, ...]:
+        return tried(lambda: looking.across_samples(self._runs, off, self._judge.loose, known), ())
 
     def _tried(
         self, more: Sequence[Candidate], found: list[Candidate], off: Off, rest: Compared
@@ -123,11 +127,8 @@ class Inquiry:
         together = off
         for each in more:
             together = together.and_off(each.off)
-        try:
-            compared = self.compared(together)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
+        compared = tried(lambda: self.compared(together), None)
+        if compared is None:
             for each in more if len(more) > 1 else ():
                 off, rest = self._tried([each], found, off, rest)
             return off, rest

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from bigbatch.micro_steps.survival import is_out_of_memory
 from bigbatch.verifying.looking import Stack, following
 from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.subject import Standing
+from bigbatch.verifying.trying import tried
 from bigbatch.verifying.turning_off import Off
 
 Shape = Literal["separate", "nonlinear", "coupled", "unknown"]
@@ -110,12 +110,7 @@ def _returned(runs: Runs, off: Off, place: int, dim: int, *, mix: bool) -> Tenso
     def around(standing: Standing) -> AbstractContextManager[None]:
         return following(standing, counter.stack, after=after)
 
-    try:
-        runs.whole(off, around=around)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return None
+    tried(lambda: runs.whole(off, around=around), None)
     if not caught or caught[0].grad is None:
         return None
     gradient = caught[0].grad.movedim(dim, 0)

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.verifying.evidence import cause
 from bigbatch.verifying.gradients import Gradients, overall, relative
 from bigbatch.verifying.places import Places
 from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.table import number
+from bigbatch.verifying.trying import tried
 from bigbatch.verifying.verification import Cause
 from bigbatch.verifying.weights import Fit, fitted, supposed
 
@@ -22,10 +24,10 @@ def lost_in_sums(
 ) -> list[Cause]:
     """See whether the same micro-batches, added up in float64, come nearer to the truth. Runs in the model's dtype."""
     found, floor = overall(own), overall(floors)
-    eps = torch.finfo(runs.subject.dtype).eps
-    if not found > max(_MORE * floor, eps):
+    low = runs.subject.dtype in LOW_PRECISION
+    if not low or not found > max(_MORE * floor, torch.finfo(runs.subject.dtype).eps):
         return []
-    weights = _weights(runs, truth)
+    weights = tried(lambda: _weights(runs, truth), None)
     if weights is None:
         return []
     after = overall(relative(runs.weighed(weights), truth))

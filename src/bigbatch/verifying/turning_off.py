@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 
 from bigbatch.batches.writing import PLAIN
-from bigbatch.micro_steps.restoring import Buffers, Randomness, devices_of
+from bigbatch.micro_steps.restoring import Randomness, devices_of
 from bigbatch.verifying.drawing import Draws
 from bigbatch.verifying.subject import Standing
 
@@ -83,16 +83,22 @@ def _resting(models: Sequence[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def _as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Have every forward of a model begin with its buffers, and its numbers, as they are now."""
-    with ExitStack() as stack:
-        for model in models:
-            buffers, written = Buffers([model]), attributes(model)
+    """Have every forward of a module find its buffers, and its numbers, as they are now.
 
-            def restore(*_: object, buffers: Buffers = buffers, written: Written = written) -> None:
-                buffers.restore()
+    Of each module by itself, not of a model when it begins: in lock-step all micro-batches begin before one goes on.
+    """
+    with ExitStack() as stack:
+        for module in dict.fromkeys(module for each in models for module in each.modules()):
+            if isinstance(module, Statistics):  # whose statistics are not read where they are written
+                continue
+            buffers = {name: b.detach().clone() for name, b in module.named_buffers(recurse=False)}
+            written = {module: copied(_own(module))}
+
+            def restore(module: nn.Module, _: object, buffers: Any = buffers, written: Written = written) -> None:
+                module._buffers.update(copied(buffers))  # noqa: SLF001 - there is no other way to put one back
                 put_back(written)
 
-            stack.callback(model.register_forward_pre_hook(restore, prepend=True).remove)
+            stack.callback(module.register_forward_pre_hook(restore, prepend=True).remove)
         yield
 
 

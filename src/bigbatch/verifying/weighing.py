@@ -133,11 +133,11 @@ class _Weighing:
         in_loss = left.runs.has_loss_fn and shape_after_model(left.runs, left.off, left.tolerance) == shape
         wrong: list[Mistake] = []
         if taken is not None:
+            # No weights are right here: a loop is held to what it meant, by samples or all alike.
             number = len(taken.weights)
             equal = replace(self._by_samples, weights=(1 / number,) * number)
-            right = equal if taken.ratio(equal) is not None else self._by_samples
-            every = mistakes(taken, right, self._parts.gradients, self._truth)
-            wrong = [each for each in every if each.kind != "wrong-count"]
+            meant = (mistakes(taken, fit, self._parts.gradients, self._truth) for fit in (self._by_samples, equal))
+            wrong = [each for each in min(meant, key=len) if each.kind != "wrong-count"]
         own = max(0.0, 1 - max((each.share for each in wrong), default=0.0))
         kind = "nonlinear-in-a-mean" if shape == "nonlinear" else "coupled-samples"
         found = f"when some samples are changed, {_BENDS if shape == 'nonlinear' else _COMPARES}"

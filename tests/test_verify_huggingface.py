@@ -1,0 +1,180 @@
+"""Hugging Face models from their configurations: proved as they are, and told what is wrong with what is planted."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bigbatch import Options, Verification, verify
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+WORDS, WIDTH = 50, 7
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
+Batch = dict[str, Tensor]
+
+
+def llama() -> nn.Module:
+    """A Llama of two layers."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)).train()
+
+
+def gpt2(dropout: float = 0.0) -> nn.Module:
+    """A GPT-2 of two layers."""
+    dropouts = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+    shape = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    config = transformers.GPT2Config(**shape, **dropouts, bos_token_id=0, eos_token_id=0)
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def bert(dropout: float = 0.0) -> nn.Module:
+    """A BERT of two layers."""
+    dropouts = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **dropouts)).train()
+
+
+def resnet() -> nn.Module:
+    """A ResNet of two stages, with its BatchNorm."""
+    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 4}
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(**shape)).train()
+
+
+def clip() -> nn.Module:
+    """A CLIP of one layer on each side."""
+    layer = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    words = {**layer, "vocab_size": WORDS, "max_position_embeddings": 16, "eos_token_id": WORDS - 1, "bos_token_id": 1}
+    images = {**layer, "image_size": 16, "patch_size": 8}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(text_config=words, vision_config=images, projection_dim=8)
+    ).train()
+
+
+def mixture() -> nn.Module:
+    """A Mixtral with two experts, and the loss that balances them over all tokens of a batch."""
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "output_router_logits": True}
+    config = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, router_aux_loss_coef=0.5, **experts)
+    return transformers.MixtralForCausalLM(config).train()
+
+
+def text(number: int = 9) -> Batch:
+    """Sentences of unlike length."""
+    words = torch.randint(1, WORDS, (number, WIDTH))
+    mask = (torch.arange(WIDTH) < torch.randint(3, WIDTH + 1, (number, 1))).long()
+    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+
+
+def images(number: int = 9) -> Batch:
+    """Noise of four classes."""
+    return {"pixel_values": torch.randn(number, 3, 16, 16), "labels": torch.randint(0, 4, (number,))}
+
+
+def pairs(number: int = 9) -> Batch:
+    """Sentences beside images."""
+    words = text(number)
+    return {"input_ids": words["input_ids"], "attention_mask": words["attention_mask"], **images(number)}
+
+
+def contrastive(model: Any, batch: Batch) -> Tensor:
+    """CLIP's own loss."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    return model(**given, return_loss=True).loss
+
+
+def textbook(model: Any, micro_batches: list[Batch]) -> None:
+    """Divide by the number of micro-batches."""
+    for batch in micro_batches:
+        (model(**batch).loss / len(micro_batches)).backward()
+
+
+def checkpointed() -> nn.Module:
+    """A GPT-2 with dropout that runs its layers again in backward."""
+    model: Any = gpt2(0.1)
+    model.gradient_checkpointing_enable()
+    return model
+
+
+EXACT: dict[str, Callable[[], Verification]] = {
+    "Llama": lambda: verify(llama(), None, text(), 4),
+    "GPT-2": lambda: verify(gpt2(), None, text(), 4),
+    "GPT-2 in bfloat16": lambda: verify(gpt2().bfloat16(), None, text(), 4),
+    "BERT": lambda: verify(bert(), None, text(), 4),
+    "BERT, as many samples as words": lambda: verify(bert(), None, text(WIDTH), 3),
+    "ResNet": lambda: verify(resnet(), None, images(), 4),
+    "a Llama in float64": lambda: verify(llama().double(), None, text(), 4),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_a_model_as_it_comes_is_proved(name: str) -> None:
+    """No cause is named; those that round to float32 inside say so."""
+    torch.manual_seed(1)
+    found = EXACT[name]()
+    assert found.exact, str(found)
+    assert not found.causes
+
+
+WRONG: dict[str, tuple[Callable[[], Verification], dict[str, str]]] = {
+    "Llama in the textbook's loop": (
+        lambda: verify(llama(), None, text(), 4, train_window=textbook),
+        {"wrong-count": ""},
+    ),
+    "GPT-2 with dropout": (
+        lambda: verify(gpt2(0.1), None, text(), 4),
+        {"randomness": "transformer.drop, transformer.h.0.attn and 5 more"},
+    ),
+    "GPT-2 with dropout and checkpoints": (
+        lambda: verify(checkpointed(), None, text(), 4),
+        {"randomness": "transformer.drop, transformer.h.0.attn and 5 more"},
+    ),
+    "GPT-2 with dropout in the textbook's loop": (
+        lambda: verify(gpt2(0.1), None, text(), 4, train_window=textbook),
+        {"randomness": "transformer.drop, transformer.h.0.attn and 5 more", "wrong-count": ""},
+    ),
+    "BERT with dropout": (
+        lambda: verify(bert(0.1), None, text(), 4),
+        {"randomness": "bert.embeddings.dropout, bert.encoder.layer.0.attention.self and 5 more"},
+    ),
+    "ResNet by the micro-batch": (
+        lambda: verify(resnet(), None, images(), 4, options=Options(batch_norm="micro")),
+        {
+            "batch-norm": "resnet.embedder.embedder.normalization, "
+            "resnet.encoder.stages.0.layers.0.layer.0.normalization and 4 more"
+        },
+    ),
+    "ResNet in a loop": (
+        lambda: verify(resnet(), None, images(8), 4, train_window=textbook),
+        {
+            "batch-norm": "resnet.embedder.embedder.normalization, "
+            "resnet.encoder.stages.0.layers.0.layer.0.normalization and 4 more"
+        },
+    ),
+    "CLIP": (lambda: verify(clip(), contrastive, pairs(), 4), {"coupled-samples": "loss_fn"}),
+    "Mixtral": (lambda: verify(mixture(), None, text(), 4), {"coupled-samples": "MixtralForCausalLM.forward"}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_with_a_model_is_found_where_it_is(name: str) -> None:
+    """The kinds and the places, and nothing else."""
+    torch.manual_seed(1)
+    make, expected = WRONG[name]
+    found = make()
+    assert not found.exact
+    assert {cause.kind: cause.where for cause in found.causes} == expected, str(found)
+
+
+def test_the_count_of_a_language_model_is_named() -> None:
+    """Its labels, shifted by one."""
+    torch.manual_seed(3)
+    found = verify(llama(), None, text(), 4, train_window=textbook)
+    assert "in proportion to (batch['labels'][..., 1:] != -100).sum()" in found.causes[0].found

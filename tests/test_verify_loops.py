@@ -1,0 +1,160 @@
+"""Loops written without this library, and real frameworks: right ones are proved, wrong ones hear what is wrong."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.silence import silence
+from bigbatch import verify
+from tests.defects import Batch, by_samples, mean, network, samples
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+pytest.importorskip("accelerate")
+pytest.importorskip("lightning")
+pytest.importorskip("transformers")
+
+from examples import verify_accelerate, verify_hand_loop, verify_hf_trainer, verify_lightning
+
+EVEN, UNEVEN = 12, 11
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Frameworks advise on workers, batch sizes and precision."""
+    with silence("lightning.pytorch", "lightning.fabric", "transformers", "accelerate"):
+        yield
+
+
+FRAMEWORKS: dict[str, Callable[[Any, list[Any]], None]] = {
+    "a hand-written loop": verify_hand_loop.textbook,
+    "Accelerate": verify_accelerate.train_window,
+    "Lightning's Trainer": verify_lightning.with_trainer,
+    "Lightning Fabric": verify_lightning.with_fabric,
+}
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_is_exact_for_equal_micro_batches(name: str) -> None:
+    """What its optimizer steps with is the big batch's gradient, wherever in the loop that is."""
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(EVEN), 4, train_window=FRAMEWORKS[name])
+    assert found.exact, str(found)
+    assert not found.causes
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_a_framework_weighs_a_short_micro_batch_as_a_full_one(name: str) -> None:
+    """And is told so, with the weights that it used and should have used."""
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(UNEVEN), 4, train_window=FRAMEWORKS[name])
+    assert [cause.kind for cause in found.causes] == ["wrong-count"]
+    assert "weighed 0.333 : 0.333 : 0.333; the big batch weighs them 0.364 : 0.364 : 0.273" in found.causes[0].found
+    assert "in proportion to len(batch[0])" in found.causes[0].found
+
+
+def test_a_hand_written_loop_that_weighs_by_samples_is_exact() -> None:
+    """The second one of the example."""
+    torch.manual_seed(0)
+    assert verify(network(), mean, samples(UNEVEN), 4, train_window=verify_hand_loop.by_samples).exact
+
+
+def test_trainer_counts_the_tokens_of_a_window_where_it_knows_that_labels_are_shifted() -> None:
+    """Exact with a Llama; a GPT-2's gradient is too small, by the first tokens that it counts as well."""
+    torch.manual_seed(0)
+    batch = verify_hf_trainer.samples(10)
+    llama = verify(verify_hf_trainer.llama(), None, batch, 4, train_window=verify_hf_trainer.train_window)
+    assert llama.exact, str(llama)
+    gpt2 = verify(verify_hf_trainer.gpt2(), None, batch, 4, train_window=verify_hf_trainer.train_window)
+    assert [cause.kind for cause in gpt2.causes] == ["wrong-scale"], str(gpt2)
+    tokens, predicted = (int((labels != -100).sum()) for labels in (batch["labels"], batch["labels"][..., 1:]))
+    assert f"the big batch's, as if divided by {tokens}, (batch['labels'] != -100).sum()" in gpt2.causes[0].found
+    assert f"instead of {predicted}, (batch['labels'][..., 1:] != -100).sum()" in gpt2.causes[0].found
+
+
+def test_accelerate_around_a_division_of_ones_own_divides_twice() -> None:
+    """As people write who take the division over into `accumulate`."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(micro_batches))
+        prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in micro_batches:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(mean(prepared, batch) / len(micro_batches))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(EVEN), 4, train_window=train_window)
+    assert [cause.kind for cause in found.causes] == ["divided-twice"]
+
+
+def test_fabric_that_forgets_the_division() -> None:
+    """Fabric leaves it to its user."""
+    from lightning.fabric import Fabric
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in micro_batches:
+            fabric.backward(mean(wrapped, batch))
+        optimizer.step()
+
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(EVEN), 4, train_window=train_window)
+    assert [cause.kind for cause in found.causes] == ["not-divided"]
+
+
+def test_lightning_with_batch_norm_and_a_short_micro_batch() -> None:
+    """Both are found through its Trainer, which puts the model into training mode itself."""
+    torch.manual_seed(0)
+    model = network(nn.BatchNorm1d(8))
+    found = verify(model, mean, samples(UNEVEN), 4, train_window=verify_lightning.with_trainer)
+    assert {cause.kind for cause in found.causes} == {"batch-norm", "wrong-count"}, str(found)
+
+
+def test_several_optimizers_are_read_each_at_its_own_step() -> None:
+    """One window, two optimizers that step once each: no step too many."""
+
+    def train_window(model: Any, micro_batches: list[Batch]) -> None:
+        first, second = (torch.optim.SGD(model[place].parameters(), lr=0.1) for place in (0, 2))
+        by_samples(mean)(model, micro_batches)
+        first.step()
+        second.step()
+        model.zero_grad()
+
+    torch.manual_seed(0)
+    assert verify(network(), mean, samples(UNEVEN), 4, train_window=train_window).exact
+
+
+def test_a_scaler_is_unscaled_before_its_step() -> None:
+    """What the optimizer steps with is what counts."""
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        total = sum(len(labels) for _, labels in micro_batches)
+        for batch in micro_batches:
+            scaled: Tensor = scaler.scale(mean(model, batch) * len(batch[1]) / total)
+            scaled.backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    torch.manual_seed(0)
+    assert verify(network(), mean, samples(UNEVEN), 4, train_window=train_window).exact
+
+
+@pytest.mark.parametrize("example", [verify_hand_loop, verify_accelerate, verify_lightning, verify_hf_trainer])
+def test_the_examples_run(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each prints what it proved, or what is wrong."""
+    example.main()
+    printed = capsys.readouterr().out
+    assert "Exact: the gradient of" in printed or "Not exact: the gradient of" in printed
+    assert "not found" not in printed
