@@ -23,7 +23,7 @@ from benchmarks.workloads import adamw
 NAME = "packing"
 PLANNING = "hand loop, padded per micro-batch"  # with torch's first choice of attention, which plans for every shape
 BAR = Bar(3.0, 4.0, below=False, peak_ratio=1.05)
-WARM_UP = 12  # rounds, each with shapes of its own: kernels are chosen, memory is asked for, graphs are captured
+WARM_UP = 20  # rounds, each with shapes of its own: kernels are chosen, memory is asked for, graphs are captured
 SAME_LOSS = 1e-3  # of the first update, from the same weights
 
 

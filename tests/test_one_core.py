@@ -50,7 +50,7 @@ def test_where_this_thread_runs() -> None:
 
     def stay() -> None:
         one_core.stay_on(max(os.sched_getaffinity(0)))
-        found.append(one_core._this_processor())
+        found.append(one_core.this_processor())
 
     thread = threading.Thread(target=stay, name="a) b (c")
     thread.start()
@@ -61,10 +61,10 @@ def test_where_this_thread_runs() -> None:
 def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """There threads go where they like."""
     monkeypatch.setattr(one_core, "_STAT", tmp_path / "none")
-    assert one_core.Place().now() is None
+    assert one_core.this_processor() is None
     monkeypatch.setattr(one_core, "_STAT", tmp_path / "odd")
     (tmp_path / "odd").write_text("1 (name) S 1 2 3")
-    assert one_core.Place().now() is None
+    assert one_core.this_processor() is None
 
 
 @needs_linux

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from bigbatch.errors import PathsDiffer
 from bigbatch.lockstep.carrying import Carried
-from bigbatch.lockstep.one_core import Place, stay_on
+from bigbatch.lockstep.one_core import stay_on, this_processor
 
 _GLANCE = 0.1  # seconds
 Result = TypeVar("Result")
@@ -81,7 +81,6 @@ class Crew:
     def __init__(self) -> None:
         """Have no threads yet."""
         self._seats: list[_Seat] = []
-        self._place = Place()
         self._busy = False
         self._end = weakref.finalize(self, _dismiss, self._seats)
 
@@ -101,7 +100,7 @@ class Crew:
             self._seats.append(_Seat(f"bigbatch-{len(self._seats)}"))
         self._busy = True
         try:
-            processor = self._place.now() if carried.stream is not None and len(tasks) > 1 else None
+            processor = this_processor() if carried.stream is not None and len(tasks) > 1 else None
             return _Round(tasks, self._seats[: len(tasks)], carried, notes or {}, processor).run()
         finally:
             self._busy = False
