@@ -7,7 +7,7 @@ from collections.abc import Collection
 from bigbatch.lint.finding import Finding
 from bigbatch.lint.loops.assembling import training_loops
 from bigbatch.lint.noqa import read_noqa
-from bigbatch.lint.reading.program import survey
+from bigbatch.lint.reading.program import Program, survey
 from bigbatch.lint.reading.roots import read_program
 from bigbatch.lint.rules import RULES, UNREADABLE
 from bigbatch.lint.rules.rule import Hit, Rule, Script
@@ -36,7 +36,15 @@ def _may_train(text: str) -> bool:
 def read_script(tree: ast.Module) -> Script:
     """Return a file as the rules see it."""
     program = survey(tree)
+    if _is_of_another_library(program):
+        return Script(program, ())
     return Script(program, tuple(loop for story in read_program(program) for loop in training_loops(story)))
+
+
+def _is_of_another_library(program: Program) -> bool:
+    """Tell whether the same words mean something else here."""
+    roots = {name.partition(".")[0] for name in program.imports.values()}
+    return bool(roots & {"paddle", "tensorflow", "jax", "mindspore", "mxnet", "tinygrad"}) and "torch" not in roots
 
 
 def _hits(source: Source, chosen: Collection[str]) -> list[tuple[str, Hit]]:

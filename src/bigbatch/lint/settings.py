@@ -47,12 +47,8 @@ def chosen(select: tuple[str, ...] | None, extend: tuple[str, ...], ignore: tupl
         if code != "ALL" and not any(rule.startswith(code) for rule in RULES):
             msg = f"no rule's code begins with {code!r}.\nThe rules are {', '.join(RULES)}."
             raise SettingsError(msg)
-    return frozenset(
-        code
-        for code, rule in RULES.items()
-        if max(_fit(code, select) if select is not None else (0 if rule.on else -1), _fit(code, extend))
-        > _fit(code, ignore)
-    )
+    wanted = {code: _fit(code, select) if select is not None else rule.on - 1 for code, rule in RULES.items()}
+    return frozenset(code for code in RULES if max(wanted[code], _fit(code, extend)) > _fit(code, ignore))
 
 
 def _fit(code: str, beginnings: Iterable[str]) -> int:

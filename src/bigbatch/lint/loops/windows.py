@@ -73,12 +73,8 @@ def _of_loop(condition: Condition, loop: Loop) -> list[Due]:
 
 def _modulo(loop: Loop, found: tuple[Due, ast.AST], steps: list[Event], backwards: list[Event]) -> Windows | None:
     due, node = found
-    covered = [
-        happens(conditions(event.within(loop) or ()), moment, due.every) is not False
-        for event in backwards
-        for moment in (Moment.START, Moment.MIDDLE)
-    ]
-    if not any(covered):
+    between = [happens(conditions(event.within(loop) or ()), Moment.MIDDLE, due.every) for event in backwards]
+    if all(each is False for each in between):
         return None  # a loop that trains with every n-th batch, and accumulates nothing
     if _alternate(loop, steps, backwards, due.every):
         return None

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from bigbatch.lint.reading.conditions import AllOf, AnyOf, Condition, Not
+from bigbatch.lint.reading.conditions import AllOf, AnyOf, Condition, Fixed, Not
 from bigbatch.lint.reading.places import Place
 from bigbatch.lint.reading.scopes import Scope, Variables
 from bigbatch.lint.reading.things import Computed, Role, Thing
@@ -27,7 +27,7 @@ def join(name: str, first: Value | None, second: Value | None, condition: Condit
     if first is None or second is None or first == second:
         return first or second or Unknown()
     if isinstance(first, Computed) and isinstance(second, Computed):
-        return _computed(first, second)
+        return _computed(first, second, with_steps=isinstance(condition, Fixed) and condition.of_steps)
     if isinstance(first, Number) and isinstance(second, Number):
         return _numbers(name, first, second)
     if isinstance(first, Condition) and isinstance(second, Condition) and condition is not None:
@@ -35,11 +35,12 @@ def join(name: str, first: Value | None, second: Value | None, condition: Condit
     return _things(name, first, second, condition)
 
 
-def _computed(first: Computed, second: Computed) -> Computed:
+def _computed(first: Computed, second: Computed, *, with_steps: bool) -> Computed:
+    """Join two values; after `if steps > 1: loss = loss / steps` it is divided wherever that matters."""
     fewer, more = sorted((first, second), key=lambda each: len(each.most))
     return Computed(
         origins=first.origins | second.origins,
-        least=min(first.least, second.least, key=len),
+        least=more.least if with_steps else min(first.least, second.least, key=len),
         most=more.most,
         reduction=first.reduction if first.reduction == second.reduction else "?",
         masked=first.masked or second.masked,

@@ -86,6 +86,19 @@ def _never_zeroed(script: Script) -> Iterator[Hit]:
                 often = "only outside the loop" if loop.of(Kind.ZERO) else "never"
                 often = "never" if cleared else often
                 yield Hit(fact.node, f"gradients are {often} cleared: every step also takes those of all steps before")
+        if loop.shape is Shape.MODULO and cleared and loop.around:
+            yield from _kept_after_leftover(loop)
+
+
+def _kept_after_leftover(loop: TrainingLoop) -> Iterator[Hit]:
+    """A step for the leftover, behind the loop, needs a clear as well where the loop is gone through again."""
+    steps = [fact for fact in loop.at(Kind.STEP, Cadence.AFTER) if fact.event.within(loop.around[-1]) is not None]
+    later = [fact for fact in loop.at(Kind.ZERO, Cadence.BEFORE, Cadence.AFTER)]
+    if steps and not later:
+        yield Hit(
+            steps[0].node,
+            "the leftover's gradients are not cleared after their step: the next epoch's first window holds them too",
+        )
 
 
 RULES = (
