@@ -19,6 +19,8 @@ def combine(walk: Walk, node: ast.BinOp | ast.AugAssign, left: Value, right: Val
     sides = (node.left, node.right) if isinstance(node, ast.BinOp) else (node.target, node.value)
     numbers = walk.number(left, sides[0]), walk.number(right, sides[1])
     made = _places(node.op, left, right, numbers[0], numbers[1])
+    if made is None and isinstance(node.op, ast.Mod) and numbers[1] is not None and _may_count(walk, numbers[0]):
+        made = Remainder(Place(None, None), numbers[1])
     if made is not None:
         return made
     if isinstance(node.op, ast.Div | ast.FloorDiv) and _is_loss(left, numbers[1]):
@@ -36,11 +38,8 @@ def combine(walk: Walk, node: ast.BinOp | ast.AugAssign, left: Value, right: Val
 
 def _places(op: ast.operator, left: Value, right: Value, one: Number | None, other: Number | None) -> Value | None:
     """Return the place or remainder that it is, if it is one."""
-    if isinstance(op, ast.Mod) and other is not None:
-        if isinstance(left, Place):
-            return Remainder(left, other)
-        if isinstance(left, Unknown) and left.text and (one is None or not one.fixed):
-            return Remainder(Place(None, None), other)
+    if isinstance(op, ast.Mod) and isinstance(left, Place) and other is not None:
+        return Remainder(left, other)
     if isinstance(op, ast.FloorDiv) and isinstance(left, Place) and other is not None:
         return Quotient(left, other)
     if isinstance(op, ast.Add | ast.Sub):
@@ -52,6 +51,13 @@ def _places(op: ast.operator, left: Value, right: Value, one: Number | None, oth
             loop = next(side.loop for side in (left, right) if isinstance(side, Place))
             return Place(loop, None, carried=True)
     return None
+
+
+def _may_count(walk: Walk, number: Number | None) -> bool:
+    """Tell whether a name may be the number of a micro-batch that something unseen counts: `self.iter % n`."""
+    if number is None or number.known is not None or walk.loop() is None:
+        return False
+    return not number.text.startswith("len(") and not counts_micro_batches(number.text)
 
 
 def _moved(place: Place, number: Number, sign: int) -> Place:

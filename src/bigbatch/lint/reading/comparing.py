@@ -4,6 +4,7 @@ import ast
 
 from bigbatch.lint.reading.conditions import Always, Condition, Due, First, Fixed, Last, Not, Varies
 from bigbatch.lint.reading.places import LoopKind, Place, Quotient, Remainder
+from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.things import Role, Thing
 from bigbatch.lint.reading.values import Number, Value
 from bigbatch.lint.reading.vocabulary import LAST, counts_micro_batches
@@ -29,7 +30,7 @@ def truth(walk: Walk, value: Value, node: ast.expr) -> Condition:
 
 def _other(walk: Walk, node: ast.expr) -> Condition:
     text = ast.unparse(node)
-    return Varies() if walk.varies(node) else Fixed(text, of_steps=counts_micro_batches(text))
+    return Varies() if walk.varies(node) else Fixed(text, of_steps=bool(dotted(node)) and counts_micro_batches(text))
 
 
 def compare(walk: Walk, node: ast.Compare, left: Value, right: Value) -> Value:
@@ -53,9 +54,14 @@ def _of_settings(walk: Walk, node: ast.Compare, left: Value, right: Value) -> Co
         return Fixed(ast.unparse(node))
     sides = [walk.number(side, part) for side, part in ((left, node.left), (right, node.comparators[0]))]
     if all(side is not None and side.fixed for side in sides) and not walk.varies(node):
-        text = ast.unparse(node)
-        return Fixed(text, of_steps=counts_micro_batches(text))
+        return Fixed(ast.unparse(node), of_steps=_asks_for_steps(sides))
     return _other(walk, node)
+
+
+def _asks_for_steps(sides: list[Number | None]) -> bool:
+    """Tell `steps > 1`, `steps == 1`: is there any accumulation?"""
+    names = any(side is not None and side.atoms and counts_micro_batches(side.text) for side in sides)
+    return names and any(side is not None and side.known is not None and side.known <= 1 for side in sides)
 
 
 def _of_places(
@@ -137,6 +143,8 @@ def _full(place: Place, number: Number) -> Condition:
             return Due(place.loop, Number(str(number.known), number.known - place.offset + 1), 0, place.carried)
         every = Number(number.text, number.value, fixed=number.fixed, atoms=number.atoms)
         return _due(place, every, number.plus)
+    if place.carried and place.offset is None:
+        return Varies()
     loop = place.loop
     length = loop.length if loop is not None else None
     if length is not None and place.offset is not None:

@@ -93,7 +93,7 @@ def _never_zeroed(script: Script) -> Iterator[Hit]:
 def _kept_after_leftover(loop: TrainingLoop) -> Iterator[Hit]:
     """A step for the leftover, behind the loop, needs a clear as well where the loop is gone through again."""
     steps = [fact for fact in loop.at(Kind.STEP, Cadence.AFTER) if fact.event.within(loop.around[-1]) is not None]
-    later = [fact for fact in loop.at(Kind.ZERO, Cadence.BEFORE, Cadence.AFTER)]
+    later = loop.at(Kind.ZERO, Cadence.BEFORE, Cadence.AFTER)
     if steps and not later:
         yield Hit(
             steps[0].node,
