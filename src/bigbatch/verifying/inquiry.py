@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from bigbatch.verifying import looking
+from bigbatch.verifying.apart import Apart
 from bigbatch.verifying.evidence import cause, listed
 from bigbatch.verifying.judging import Compared, Judge
 from bigbatch.verifying.loops import Watched
@@ -21,7 +22,7 @@ from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.subject import Standing
 from bigbatch.verifying.table import number
 from bigbatch.verifying.trying import tried
-from bigbatch.verifying.turning_off import NOTHING, Off, with_apart
+from bigbatch.verifying.turning_off import NOTHING, Off
 from bigbatch.verifying.verification import Cause
 from bigbatch.verifying.ways import Loop, OwnWay, Plain, Way
 from bigbatch.verifying.weighing import Explained, Left, explained
@@ -110,14 +111,14 @@ class Inquiry:
         for _ in range(_ROUNDS):
             if self._judge.gone(rest.differences):
                 break
-            names = self._looking_across(off, seen_before)
-            if not names:
+            seen_now = self._looking_across(off, seen_before)
+            if not seen_now:
                 break
-            seen_before.update(names)
-            off, rest = self._tried(self._across(names), found, off, rest)
+            seen_before.update(each.name for each in seen_now)
+            off, rest = self._tried(self._across(seen_now), found, off, rest)
         return self._helping(found, off, rest)
 
-    def _looking_across(self, off: Off, known: set[str]) -> tuple[str, ...]:
+    def _looking_across(self, off: Off, known: set[str]) -> tuple[Apart, ...]:
         return tried(lambda: looking.across_samples(self._runs, off, self._judge.loose, known), ())
 
     def _tried(
@@ -163,9 +164,9 @@ class Inquiry:
         told = f"forward writes {listed(list(written))}, which the next micro-batch reads"
         return Candidate("buffers-written", Off(state=True), names, told) if written else None
 
-    def _across(self, names: Sequence[str]) -> list[Candidate]:
+    def _across(self, seen: Sequence[Apart]) -> list[Candidate]:
         """Tell BatchNorm, which can rest, from modules of which no more is known than that they look across."""
-        modules = self._modules()
+        modules, names = self._modules(), [each.name for each in seen]
         norms = tuple(n for n in names if isinstance(m := modules[n], BatchNorm) and m.running_mean is not None)
         found = []
         if norms:
@@ -173,10 +174,11 @@ class Inquiry:
             verb, whom = ("normalise", "them") if len(norms) > 1 else ("normalises", "it")
             told = f"{who} {verb} by the samples in front of {whom}"
             found.append(Candidate("batch-norm", Off(statistics=True), norms, told))
-        for name in (n for n in names if n not in norms):
+        for where in (each for each in seen if each.name not in norms):
+            name = where.name
             kind = "batch-norm" if isinstance(modules[name], BatchNorm) else "coupled-samples"
             told = f"{self._named(name)} gives a sample another output when other samples are beside it"
-            found.append(Candidate(kind, with_apart(NOTHING, [name]), (name,), told))
+            found.append(Candidate(kind, Off(apart=(where,)), (name,), told))
         return found
 
     def _alone(

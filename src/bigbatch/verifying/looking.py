@@ -1,6 +1,5 @@
 """Look at a model while the big batch goes through it: who draws, who writes, who looks from one sample to another."""
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,13 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 
-from bigbatch.batches.writing import PLAIN
 from bigbatch.micro_steps.restoring import Buffers, Randomness
 from bigbatch.micro_steps.survival import is_out_of_memory
+from bigbatch.verifying.apart import Apart, divided, guessed, mapped_tensors, own_copy, put_together, seen, tensors
 from bigbatch.verifying.drawing import Draws
 from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.subject import Standing
-from bigbatch.verifying.turning_off import Off, attributes, batch_dim, cut, put_back, put_together, tensors
+from bigbatch.verifying.trying import tried
+from bigbatch.verifying.turning_off import Off, attributes, put_back
 
 OUTSIDE = "loss_fn"  # where no module runs
 
@@ -35,13 +35,13 @@ class Stack:
 def draws(runs: Runs) -> dict[str, str]:
     """Return who draws random numbers in training, and by which operation."""
     stack = Stack()
-    seen = Draws(stack.innermost)
-    with runs.standing(Off()) as standing, following(standing, stack), seen, torch.no_grad():
+    noted = Draws(stack.innermost)
+    with runs.standing(Off()) as standing, following(standing, stack), noted, torch.no_grad():
         randomness = Randomness(runs.subject.devices)
         runs.call(standing, runs.samples.whole(runs.dtype))
-        if not seen.seen and randomness.drawn():  # by Python or numpy, which no operation shows
-            seen.seen[OUTSIDE] = "random"
-    return seen.seen
+        if not noted.seen and randomness.drawn():  # by Python or numpy, which no operation shows
+            noted.seen[OUTSIDE] = "random"
+    return noted.seen
 
 
 def writes(runs: Runs) -> dict[str, str]:
@@ -59,25 +59,31 @@ def writes(runs: Runs) -> dict[str, str]:
         return found
 
 
-def across_samples(runs: Runs, off: Off, tolerance: float, known: Collection[str] = ()) -> tuple[str, ...]:
+def across_samples(runs: Runs, off: Off, tolerance: float, known: Collection[str] = ()) -> tuple[Apart, ...]:
     """Return the innermost modules that give a sample another output when other samples are beside it.
 
     Those that are `known` are passed over, for what is around them.
     """
     samples = runs.samples.number
-    sizes = (samples // 2, samples - samples // 2)
-    found: dict[tuple[str, ...], str] = {}
+    sizes, passed = (samples // 2, samples - samples // 2), off.apart_names.union(known)
+    found: dict[tuple[str, ...], Apart] = {}
+    less = _shapes(runs, off, sizes[0])
     with runs.standing(off, sizes) as standing, torch.no_grad():
         modules, before = standing.modules, [(Buffers([m]), attributes(m)) for m in standing.models]
-        for call in _recorded(runs, standing):
+        calls = _recorded(runs, standing)
+        alike = [call.path for call in calls] == [path for path, _, _ in less]
+        for place, call in enumerate(calls):
             for buffers, kept in before:
                 buffers.restore()
                 put_back(kept)
-            name = call.path[-1]
-            if name not in known and name not in off.apart and _looks_across(modules[name], call, sizes, tolerance):
-                found[call.path] = name
+            where = _where(call, less[place] if alike else None, samples, sizes[0])
+            if where.name not in passed and _looks_across(modules[where.name], call, where, sizes, tolerance):
+                found[call.path] = where
     inner = [path for path in found if not any(other[: len(path)] == path and other != path for other in found)]
-    return tuple(dict.fromkeys(found[path] for path in inner))
+    return tuple({found[path].name: found[path] for path in inner}.values())
+
+
+_Shapes = tuple[tuple[str, ...], list[tuple[int, ...]], list[tuple[int, ...]]]
 
 
 class _Call(NamedTuple):
@@ -85,27 +91,19 @@ class _Call(NamedTuple):
 
     path: tuple[str, ...]  # the modules that ran, the innermost last
     given: Any
-    output: Any
+    output: list[Tensor]
 
 
 def _recorded(runs: Runs, standing: Standing) -> list[_Call]:
-    """Run the big batch, and keep what every module took and gave that has samples."""
+    """Run the big batch, and keep what every module took and gave."""
     stack, given, calls = Stack(), list[Any](), list[_Call]()
-    samples = runs.samples.number
 
     def before(_name: str, args: Any, kwargs: Any) -> None:
-        sampled = any(batch_dim(each, samples) is not None for each in tensors((args, kwargs)))
-        try:
-            given.append(_cloned((args, kwargs)) if sampled else None)
-        except Exception as error:  # not everything can be copied
-            if is_out_of_memory(error):
-                raise
-            given.append(None)
+        given.append(tried(lambda: _cloned((args, kwargs)), None))  # not everything can be copied
 
     def after(_name: str, output: Any) -> None:
         taken, made = given.pop(), list(tensors(output))
-        # What returns a loss is no layer: whether a loss looks across samples is a question of its own.
-        if taken is not None and all(each.dim() for each in made):
+        if _is_layer(made):
             calls.append(_Call(tuple(stack.names), taken, [each.clone() for each in made]))
 
     with following(standing, stack, before, after):
@@ -113,13 +111,49 @@ def _recorded(runs: Runs, standing: Standing) -> list[_Call]:
     return calls
 
 
-def _looks_across(module: nn.Module, call: _Call, sizes: Sequence[int], tolerance: float) -> bool:
+def _shapes(runs: Runs, off: Off, number: int) -> list[_Shapes]:
+    """Run fewer samples, and keep the shapes of what every module took and gave."""
+    stack, given, calls = Stack(), list[Any](), list[_Shapes]()
+
+    def before(_name: str, args: Any, kwargs: Any) -> None:
+        given.append([tuple(each.shape) for each in tensors((args, kwargs))])
+
+    def after(_name: str, output: Any) -> None:
+        taken, made = given.pop(), list(tensors(output))
+        if _is_layer(made):
+            calls.append((tuple(stack.names), taken, [tuple(each.shape) for each in made]))
+
+    with runs.standing(off) as standing, following(standing, stack, before, after), torch.no_grad():
+        tried(lambda: runs.call(standing, runs.samples.rows(0, number, runs.dtype)), None)
+    return calls
+
+
+def _is_layer(made: Sequence[Tensor]) -> bool:
+    """What returns a loss is no layer: whether a loss looks across samples is a question of its own."""
+    return all(each.dim() for each in made)
+
+
+def _where(call: _Call, less: _Shapes | None, samples: int, fewer: int) -> Apart:
+    """Find out where samples lie in what a module took and gave."""
+    given, name = list(tensors(call.given)), call.path[-1]
+    if less is not None:
+        told = [
+            seen([tuple(t.shape) for t in some], shapes, samples, fewer)
+            for some, shapes in zip((given, call.output), less[1:], strict=True)
+        ]
+        if told[0] is not None and told[1] is not None:
+            return Apart(name, told[0], told[1])
+    return Apart(name, guessed(given, samples), guessed(call.output, samples))
+
+
+def _looks_across(module: nn.Module, call: _Call, where: Apart, sizes: Sequence[int], tolerance: float) -> bool:
     """Run a module on the halves of what it got, and see whether it gives the same."""
-    samples = sum(sizes)
+    if call.given is None or all(dim is None for dim in where.given) or all(dim is None for dim in where.output):
+        return False
     try:
-        halves = [cut(call.given, samples, start, size) for start, size in zip((0, sizes[0]), sizes, strict=True)]
-        alone = put_together([module(*args, **kwargs) for args, kwargs in map(_cloned, halves)], sizes)
-        if not _differ(alone, call.output, samples, tolerance):
+        halves = [_cloned(half) for half in divided(call.given, where.given, sizes)]
+        alone = put_together([module(*args, **kwargs) for args, kwargs in halves], sizes, where.output)
+        if not _differ(list(tensors(alone)), call.output, where, tolerance):
             return False
         # A module that does not give the same twice for all samples together has told nothing.
         args, kwargs = _cloned(call.given)
@@ -128,28 +162,20 @@ def _looks_across(module: nn.Module, call: _Call, sizes: Sequence[int], toleranc
         if is_out_of_memory(error):
             raise
         return isinstance(module, Statistics)  # it wants more than one sample
-    return not _differ(again, call.output, samples, tolerance)
+    return not _differ(again, call.output, where, tolerance)
 
 
 def _cloned(tree: Any) -> Any:
-    """Copy what a module may write into."""
-    if isinstance(tree, Tensor):
-        return tree.clone()
-    if isinstance(tree, dict):
-        return {key: _cloned(each) for key, each in tree.items()}
-    if isinstance(tree, list | tuple) and not hasattr(tree, "_fields"):
-        return type(tree)(_cloned(each) for each in tree)
-    return tree if tree is None or isinstance(tree, (*PLAIN, torch.dtype, torch.device)) else copy.deepcopy(tree)
+    return mapped_tensors(tree, lambda tensor: tensor.clone(), own_copy)
 
 
-def _differ(alone: Any, together: Any, samples: int, tolerance: float) -> bool:
-    pairs = zip(tensors(alone), tensors(together), strict=False)
+def _differ(alone: Sequence[Tensor], together: Sequence[Tensor], where: Apart, tolerance: float) -> bool:
     return any(
-        one.shape == other.shape
+        dim is not None
+        and one.shape == other.shape
         and other.is_floating_point()
-        and batch_dim(other, samples) is not None
         and not _near(one.double(), other.double(), tolerance)
-        for one, other in pairs
+        for one, other, dim in zip(alone, together, where.output, strict=False)
     )
 
 

@@ -127,7 +127,7 @@ class _Counter:
     """Numbers the calls of modules, but for those inside of one that runs several times, for each micro-batch."""
 
     def __init__(self, off: Off) -> None:
-        self._number, self._apart = -1, frozenset(off.apart)
+        self._number, self._apart = -1, off.apart_names
         self.stack = Stack()
 
     def next(self) -> int | None:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from bigbatch.micro_steps.survival import is_out_of_memory
+from bigbatch.verifying.apart import tensors
 from bigbatch.verifying.evidence import cause
 from bigbatch.verifying.gradients import overall, relative
 from bigbatch.verifying.looking import OUTSIDE, Stack, following
 from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.table import number
-from bigbatch.verifying.turning_off import NOTHING, tensors
+from bigbatch.verifying.turning_off import NOTHING
 from bigbatch.verifying.verification import Cause
 
 
@@ -21,7 +22,9 @@ def unlike_itself(runs: Runs, apart: float, share: float, *, loop: bool) -> Caus
     after, refused = _deterministic(runs)
     where = _first_unlike(_outputs(runs), _outputs(runs)) or "backward"
     text = f"two runs of the same big batch with the same random state differ by {number(apart)}"
-    if refused:
+    if "CUBLAS_WORKSPACE_CONFIG" in refused:
+        how = "CUBLAS_WORKSPACE_CONFIG=:4096:8 in the environment, and torch.use_deterministic_algorithms(True)"
+    elif refused:
         text += f"; torch.use_deterministic_algorithms(True) refuses: {refused}"
         how = "Take another operation, which torch.use_deterministic_algorithms(True) accepts; no split is to blame."
     elif after is not None and after < apart / 100:
@@ -45,7 +48,7 @@ def _deterministic(runs: Runs) -> tuple[float | None, str]:
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
-        return None, str(error).partition(".")[0] if "determinis" in str(error) else ""
+        return None, str(error).partition("\n")[0].rstrip(".") if "eterminis" in str(error) else ""
     finally:
         torch.use_deterministic_algorithms(mode=before, warn_only=warns)
     return overall(relative(one.gradients, other.gradients)), ""
