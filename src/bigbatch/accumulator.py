@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -16,6 +17,7 @@ from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
 from bigbatch.lockstep.needing import times_asked
 from bigbatch.over import Listener, Over
+from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, checked_count
 from bigbatch.reading.terms import Term
@@ -59,6 +61,8 @@ class Accumulator:
         counts: a function from a batch to the counts of the loss's terms, for losses with several counts.
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN. Costs one host
             synchronisation per update; none with a fused optimizer and no scheduler.
+        group: the processes that make a big batch together; by default those that the model's
+            DistributedDataParallel was made for.
     """
 
     def __init__(
@@ -74,9 +78,10 @@ class Accumulator:
         batch_norm: Literal["refuse", "micro"] = "refuse",
         counts: Callable[[Any], Any] | None = None,
         skip_nonfinite: bool = False,
+        group: ProcessGroup | None = None,
     ) -> None:
         """Check every argument; nothing is changed yet."""
-        self._models = checks.models(model)
+        self._models = checks.models(model, ranks=True)
         optimizers = checks.optimizers(optimizer, self._models)
         self._steps = checks.steps(steps)
         self._gradient_dtype = checks.gradient_dtype(gradient_dtype)
@@ -87,8 +92,11 @@ class Accumulator:
             scaler=checks.scaler(scaler),
             clip_norm=checks.clip_norm(clip_norm),
             skip_nonfinite=checks.skip_nonfinite(skip_nonfinite),
+            ranks=Ranks.of(self._models, group),
         )
         self._stepper.watch()
+        if self._stepper.ranks is not None:
+            self._stepper.ranks.keep_quiet(self)
         accepting = 'Accumulator(..., batch_norm="micro")'
         self._admission = Admission(self._models, optimizers, checks.batch_norm(batch_norm), accepting)
         self._window: Window | None = None
@@ -100,6 +108,8 @@ class Accumulator:
         self._added = False  # whether the batch that `over` gave out has had its backward
         self._asked = 0  # how often anyone had asked for other micro-batches when it was given out
         self._warned = False
+        self._promised = False  # whether other ranks were told of another window
+        self._others_go_on = False  # whether they have told of one
 
     @property
     def steps(self) -> int:
@@ -180,7 +190,9 @@ class Accumulator:
         return self._close(self._window)
 
     def _close(self, window: Window, *, checked: bool = False) -> Update:
-        update = window.close(checked=checked)
+        self._promised = self._over and not self._last
+        update = window.close(checked=checked, goes_on=self._promised)
+        self._others_go_on = window.others_go_on
         self._forgotten.closed()
         self._window, self._resumed, self._last = None, False, False
         return update
@@ -286,6 +298,7 @@ class Accumulator:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
         self._resumed, self._over, self._added = False, True, True
+        self._promised = True  # those of other ranks that begin, too, expect one window at least
 
     def _refuse_backward_by_hand(self) -> None:
         """A batch went by without our backward: was it loss.backward() that the loop called?"""
@@ -301,7 +314,13 @@ class Accumulator:
         """Hear that all batches were given out; the last one may have made no backward."""
         if not self._added:
             self._refuse_backward_by_hand()
+        self._last = True
         self.flush()
+        while self._stepper.ranks is not None and (self._promised or self._others_go_on):
+            self._last = True
+            # Others have batches left: their windows need this rank, which has none.
+            nothing = None if self._counts is None else ()
+            self._close(Window(self._stepper, self._steps, self._gradient_dtype, nothing))
 
     def _leave(self) -> None:
         """End an `over`, at its end or by `break`."""

@@ -22,8 +22,8 @@ _TERMS_LOOKED_AT = 64
 _BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
 
 
-def models(model: object) -> tuple[nn.Module, ...]:
-    """Accept one module or several."""
+def models(model: object, *, ranks: bool = False) -> tuple[nn.Module, ...]:
+    """Accept one module or several; `ranks` where replicas on several ranks will do."""
     found = tuple(model) if isinstance(model, list | tuple) else (model,)
     for module in found:
         if isinstance(module, Optimizer):
@@ -39,15 +39,15 @@ def models(model: object) -> tuple[nn.Module, ...]:
         msg = "model is an empty sequence; pass at least one nn.Module"
         raise ConfigurationError(msg)
     for module in found:
-        _refuse_ranks(module)
+        _refuse_ranks(module, replicas=not ranks)
     return found
 
 
-def _refuse_ranks(module: nn.Module) -> None:
+def _refuse_ranks(module: nn.Module, *, replicas: bool) -> None:
     """Several ranks would correct one averaged gradient by totals of their own."""
     sharded = any(kind.__name__ in {"FSDPModule", "FullyShardedDataParallel"} for kind in type(module).__mro__)
     several = isinstance(module, DistributedDataParallel) and module.process_group.size() > 1
-    if sharded or several:
+    if sharded or (several and replicas):
         msg = (
             f"{type(module).__name__} over several ranks is not supported yet: counts would have to be summed over "
             "ranks, and each rank would go its own way without.\n"

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.reading.counts import Count, checked_count
+from bigbatch.reading.counts import Count, TotalOfSum, checked_count
 
 Batch = TypeVar("Batch")
 
@@ -113,7 +113,7 @@ def _totals(counted: list[Any]) -> tuple[Count, ...]:
     for column in zip(*rows, strict=True):
         checked = [checked_count(count) for count in column]
         if all(kind == "sum" for kind, _ in checked):
-            totals.append(1.0)
+            totals.append(TotalOfSum(1.0))
         else:
             totals.append(sum((number for _, number in checked[1:]), start=checked[0][1]))
     return tuple(totals)

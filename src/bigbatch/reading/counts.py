@@ -11,6 +11,11 @@ Count: TypeAlias = float | Tensor
 Kind: TypeAlias = Literal["mean", "sum", "once"]
 GivenCount: TypeAlias = float | Tensor | Literal["sum", "once"]
 
+
+class TotalOfSum(float):
+    """The total of a sum, which divides nothing: 1, however many have a part in it."""
+
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 

@@ -77,6 +77,12 @@ class Gradients:
         self._hold()
         self._zeros = {id(p): p.grad._version for p in self._wide if p.grad is not None}  # noqa: SLF001 - torch's counter
 
+    def fill(self, wanted: Sequence[bool]) -> None:
+        """Give those that have no gradient one of zero, where it is wanted."""
+        for p, flag in zip(self.parameters, wanted, strict=True):
+            if flag and p.grad is None:
+                _hand(p, torch.zeros_like(p, dtype=self.dtype_of(p), requires_grad=False))
+
     def drop_unused(self) -> None:
         """Take back gradients of zero that nothing was added to: an optimizer would step with them."""
         for p in self._wide if self._zeros else ():

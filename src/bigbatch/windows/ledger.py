@@ -88,6 +88,9 @@ class Ledger:
     came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
     sure: bool = False  # the totals are sums of what comes: nothing to compare
     over: tuple[str, ...] = ()  # names of the terms over data
+    once: float = 1.0  # this rank's share of a term that counts once
+    shares_once: bool = False  # whether it has been added
+    own_totals: tuple[Count, ...] | None = None  # of `totals`, where others have a part in them
     pending: list[tuple[Tensor, Count]] = field(default_factory=list)  # losses on a device, with their counts
 
     def weigh(self, terms: list[Term]) -> Weights:
@@ -115,12 +118,10 @@ class Ledger:
             return Weights(self._share(data))
         self._keep_names(terms)
         first = self.micro_batches == 0
-        once = tuple(
-            (term.node, 1.0 if first else 0.0) for term in terms if term.kind == "once" and term.node is not None
-        )
-        if not data:
-            return Weights(1.0 if first else 0.0)
-        return Weights(1.0, once)
+        self.shares_once = self.shares_once or len(data) < len(terms)
+        share = self.once if first else 0.0
+        once = tuple((term.node, share) for term in terms if term.kind == "once" and term.node is not None)
+        return Weights(1.0, once) if data else Weights(share)
 
     def weigh_together(self, every: list[list[Term]]) -> list[Weights]:
         """Return the weights of all micro-batches, which are all there: their counts add up to the totals."""
@@ -267,6 +268,13 @@ class Ledger:
         if (unknown or whole) and not _is_zero(rest_weight):
             self.loss = self.loss + _weighed(rest, rest_weight)
 
+    def ratio(self) -> Count:
+        """Return one number for the ratios of several counts to the first: ranks must have the same."""
+        found: Count = 1.0
+        for place, count in enumerate(self.reference[1:], 1):
+            found = found + math.sqrt(place + 1.0) * count / self.reference[0]
+        return found
+
     def counted_anything(self) -> bool:
         """Whether anything was counted; asking of a device waits for it."""
         if self.kind == "mean":
@@ -277,7 +285,8 @@ class Ledger:
         """Raise where the counts that came are not those that were counted in advance; on a device this waits once."""
         if self.sure:
             return
-        for place, (came, total) in enumerate(zip(self.came, self.totals or (), strict=True)):
+        expected = self.totals if self.own_totals is None else self.own_totals
+        for place, (came, total) in enumerate(zip(self.came, expected or (), strict=True)):
             apart = came - total
             if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
                 name = self.over[place] if place < len(self.over) else ""
@@ -390,7 +399,9 @@ class Ledger:
             if term.node is None:
                 return Weights(_ratio(term.count, total))
             weights.append((term.node, 1.0 if term.kind == "sum" else _ratio(term.count, total)))
-        weights += [(term.node, float(first)) for term in terms if term.kind == "once" and term.node is not None]
+        self.shares_once = self.shares_once or len(data) < len(terms)
+        share = self.once if first else 0.0
+        weights += [(term.node, share) for term in terms if term.kind == "once" and term.node is not None]
         _refuse_shared_nodes(terms, weights)
         if len(weights) == 1:
             return Weights(weights[0][1])

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.errors import ConfigurationError, WindowDisturbed
+from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count
 from bigbatch.windows.arrival import Arrival
 from bigbatch.windows.gradients import Gradients
@@ -34,6 +35,7 @@ class Stepper:
     skip_nonfinite: bool = False
     hooks: dict[object, Callable[[], None]] = field(default_factory=dict)
     witness: Witness | None = None  # sees the first gradient of a window and its last
+    ranks: Ranks | None = None  # who makes the big batch together with this process
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window_open: bool = False  # an optimizer stepped by hand while it is raises
@@ -57,6 +59,13 @@ class Stepper:
 
     def observe(self, witness: Witness) -> Callable[[], None]:
         """Show the windows to a witness; returns a function that ends it."""
+        if self.ranks is not None:
+            msg = (
+                "GradientNoise measures one process: the first micro-batch of one rank beside the gradient of all "
+                "ranks tells another thing.\n"
+                "Measure the noise on one device, before you spread the training."
+            )
+            raise ConfigurationError(msg)
         if self.witness is not None:
             msg = (
                 "another GradientNoise measures this already, and one is enough.\n"

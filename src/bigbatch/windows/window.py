@@ -15,6 +15,9 @@ from bigbatch.reading.counts import LOW_PRECISION, Count, wide
 from bigbatch.reading.graph import is_leaf
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
+from bigbatch.ranks.agreeing import agreed
+from bigbatch.ranks.ranks import Ranks
+from bigbatch.windows import together
 from bigbatch.windows.engine import run_backward
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger, Tally, Weights
@@ -39,6 +42,11 @@ class Window:
         self._stepper = stepper
         self._gradients = Gradients(stepper.optimizers, dtype)
         self._ledger = Ledger(steps, small=stepper.scaler is not None, totals=totals)
+        if stepper.ranks is not None:
+            self._ledger.once = 1.0 / stepper.ranks.size
+            if totals is not None:
+                self._ledger.own_totals = totals
+                self._ledger.totals = together.totals(stepper.ranks, totals, self._gradients.device)
         self._residual: Count = 1.0  # what a low-precision loss could not be weighed with; see _low_precision
         self._loss_dtype = torch.float32
         self._held_scale: Tensor | None = None
@@ -46,6 +54,7 @@ class Window:
         self._reached = False  # whether any gradient has come yet
         self._witness = stepper.attending()
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
+        self.others_go_on = False  # whether other ranks have batches for another window
         self._broken: BaseException | None = None
         self._failure = ""  # what it was that failed, and what is true of the window since
         stepper.window_open = True
@@ -196,13 +205,18 @@ class Window:
             raise WindowBroken(msg) from self._broken
         self._gradients.check()
 
-    def close(self, *, checked: bool = False) -> Update:
-        """Correct, clip and step; the parameters are as before the window, but for the step."""
+    def close(self, *, checked: bool = False, goes_on: bool = False) -> Update:
+        """Correct, clip and step; the parameters are as before the window, but for the step.
+
+        `goes_on` tells other ranks whether this one has batches for another window.
+        """
         if not checked:
             self.check()
         ledger = self._ledger
         if ledger.pending:
             ledger.fold()
+        if self._stepper.ranks is not None:
+            return self._close_with(self._stepper.ranks, goes_on=goes_on)
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
         if ledger.totals is not None:
@@ -230,6 +244,41 @@ class Window:
             _dtype=self._loss_dtype,
             _skipped=skipped,
             _loss_known=ledger.loss_known,
+        )
+
+    def _close_with(self, ranks: Ranks, *, goes_on: bool) -> Update:
+        """Do so together with other ranks: agree on what was counted, add up, and make the same step."""
+        ledger, gradients = self._ledger, self._gradients
+        if ledger.totals is not None:
+            ledger.refuse_other_totals()
+        agreement = agreed(ranks, together.statement(ledger, gradients, goes_on=goes_on), gradients.device)
+        self.others_go_on = agreement.others_go_on
+        norm: Tensor | None = None
+        skipped: bool | Tensor = True
+        try:
+            if together.counted(agreement, ledger):
+                together.fill(ranks, gradients, agreement)
+                scale = self._scale(gradients.parameters[0]) if self._stepper.scaler is not None else None
+                correction: Count = self._residual
+                if agreement.kind == "mean":
+                    correction = correction * ((ledger.provisional or 1.0) / agreement.total)
+                if scale is not None and self._stepper.scaler is not None:
+                    correction = correction * self._rescaled(self._stepper.scaler, scale)
+                gradients.scale(correction)
+                ranks.add_up(gradients.dense())
+                norm, skipped = self._stepper.step(gradients, 1.0)
+        except BaseException as error:
+            self._broken, self._failure = error, self._stepper.give_up(error)
+            raise
+        ranks.share_buffers()
+        self.discard()
+        return Update(
+            micro_batches=agreement.micro_batches,
+            count=agreement.total if agreement.kind == "mean" else ledger.count,
+            grad_norm=norm,
+            _loss=together.loss(agreement),
+            _dtype=self._loss_dtype,
+            _skipped=skipped,
         )
 
     def discard(self) -> None:

@@ -1,0 +1,101 @@
+"""What a rank says when its window closes, and what all of them come to."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from bigbatch.errors import LossError, SeveralCounts, WindowError
+from bigbatch.ranks.ranks import Ranks
+from bigbatch.reading.counts import Count
+
+_KINDS = {"": 0.0, "mean": 1.0, "sum": 2.0, "known": 3.0}
+_SAME = 1e-9
+
+
+class Statement(NamedTuple):
+    """One rank's window, in numbers that add up."""
+
+    total: Count = 0.0  # what it counted
+    loss: Count = 0.0  # its value times that
+    micro_batches: int = 0
+    kind: str = ""  # of its terms
+    loss_unknown: Count = 0.0
+    missing: int = 0  # parameters that got no gradient
+    goes_on: bool = False  # whether this rank has batches for another window
+    shares_once: bool = False  # whether it has added its share of a term that counts once
+    ratio: Count = 1.0  # of its several counts to the first
+    several: bool = False  # whether its counts must be known in advance
+
+
+class Agreement(NamedTuple):
+    """All ranks' windows: one big batch."""
+
+    total: float
+    loss: float
+    micro_batches: int
+    kind: str
+    loss_known: bool
+    missing: int
+    others_go_on: bool
+
+
+def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
+    """Make a statement and hear those of all others. This waits: for the slowest rank, and for the device.
+
+    Where ranks cannot make one batch of what they have, all of them raise the same error.
+    """
+    kind, empty = _KINDS[mine.kind], mine.micro_batches == 0
+    numbers: Sequence[Count] = [
+        mine.total,
+        mine.loss,
+        float(mine.micro_batches),
+        kind,
+        kind * kind,
+        mine.loss_unknown,
+        float(mine.missing),
+        float(mine.goes_on),
+        float(mine.shares_once),
+        0.0 if empty else mine.ratio,
+        0.0 if empty else mine.ratio * mine.ratio,
+        float(empty),
+        float(mine.several),
+    ]
+    found: list[float] = ranks.added(numbers, device).tolist()
+    total, loss, micro_batches, kinds, squares, unknown, missing, going, shares, ratios, ratios2, empties, several = (
+        found
+    )
+    there = ranks.size - empties
+    if several:
+        raise SeveralCounts(
+            "the terms of this loss were averaged over different things, on this rank or another: their totals must be "
+            "known in advance.\n"
+            "Give the counts of a batch:  Accumulator(..., counts=lambda batch: (tokens, samples))"
+        )
+    if there and abs(there * squares - kinds * kinds) > _SAME * squares:
+        raise LossError(
+            "the ranks of this window have different losses: a mean here and a sum there. One big batch has one loss; "
+            "compute the same on every rank."
+        )
+    if there and abs(there * ratios2 - ratios * ratios) > _SAME * ratios2:
+        raise SeveralCounts(
+            "the terms of this loss were averaged over different things, and the ratio of their counts is another on "
+            "every rank.\n"
+            "Give the counts of a batch in advance:  Accumulator(..., counts=lambda batch: (tokens, samples))"
+        )
+    if shares and empties:
+        raise WindowError(
+            f"this loss is a sum with a term of parameters alone, which every rank adds its share of, and "
+            f"{empties:g} of {ranks.size} ranks have no micro-batch in this window.\n"
+            "Give every rank a micro-batch, or use a mean over data, whose weights need no share."
+        )
+    code = kinds / there if there else 0.0
+    return Agreement(
+        total,
+        loss,
+        round(micro_batches),
+        next(name for name, number in _KINDS.items() if abs(number - code) < 0.5),  # noqa: PLR2004 - whole numbers
+        not unknown,
+        round(missing),
+        going - float(mine.goes_on) > 0.5,  # noqa: PLR2004
+    )

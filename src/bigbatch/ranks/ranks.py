@@ -1,0 +1,116 @@
+"""The processes that make one big batch together, and the two things they send each other.
+
+Every rank adds up its own micro-batches and says nothing meanwhile. When its window closes it makes a statement: a few
+numbers, added up over all ranks (`agreeing.py`). Then everyone knows what the big batch counted, each rank weighs its
+sum by that, and the gradients cross the wire once.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch.errors import ConfigurationError
+from bigbatch.ranks.wrappers import data_parallel, group_of, keep_quiet, refuse_hidden_wrappers, silence
+
+_BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
+_IN_FLIGHT = 2  # buckets under way while the next one is filled
+
+
+class Ranks:
+    """One group of processes, as one of them sees it."""
+
+    def __init__(self, group: dist.ProcessGroup, wrappers: Sequence[DistributedDataParallel]) -> None:
+        """Belong to a group; `wrappers` are what this process has its models in."""
+        self.group, self._wrappers = group, list(wrappers)
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+
+    @classmethod
+    def of(cls, models: Sequence[nn.Module], group: dist.ProcessGroup | None) -> "Ranks | None":
+        """Find out which processes share the gradients of some models; None where there is only this one."""
+        wrappers = data_parallel(models)
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                msg = (
+                    "group= needs torch.distributed: call torch.distributed.init_process_group() first, under torchrun"
+                )
+                raise ConfigurationError(msg)
+            return None
+        if not wrappers and dist.get_world_size() > 1:
+            refuse_hidden_wrappers(models)
+        found = group if group is not None or not wrappers else group_of(wrappers)
+        return None if found is None or dist.get_world_size(found) == 1 else cls(found, wrappers)
+
+    def keep_quiet(self, owner: object) -> None:
+        """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
+        keep_quiet(owner, self._wrappers)
+
+    def silence(self) -> None:
+        """Have the next forward and backward reduce nothing; somebody's no_sync() may have ended since."""
+        for wrapper in self._wrappers:
+            silence(wrapper)
+
+    def added(self, numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
+        """Add up some numbers over all ranks, in float64 where the device has it."""
+        precise = torch.float32 if device.type == "mps" else torch.float64
+        row = [
+            n.detach().to(device, precise).reshape(())
+            if isinstance(n, Tensor)
+            else torch.full((), n, dtype=precise, device=device)
+            for n in numbers
+        ]
+        found = torch.stack(row)
+        dist.all_reduce(found, group=self.group)
+        return found
+
+    def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """Return of each flag whether any rank has it up."""
+        found = torch.tensor(flags, dtype=torch.uint8, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return [bool(flag) for flag in found.tolist()]
+
+    def add_up(self, gradients: Sequence[Tensor]) -> None:
+        """Add up tensors over all ranks, in place, bucket by bucket."""
+        under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
+        for bucket in _buckets(gradients):
+            if len(under_way) == _IN_FLIGHT:
+                _arrived(*under_way.pop(0))
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            assert work is not None  # noqa: S101 - it is async
+            under_way.append((work, flat, bucket))
+        for each in under_way:
+            _arrived(*each)
+
+    def share_buffers(self) -> None:
+        """Send the first rank's buffers to all, as DDP does where it was told to."""
+        for wrapper in self._wrappers:
+            wanted = getattr(wrapper, "forward_sync_buffers", None)  # broadcast_buffers before torch 2.13
+            if (wrapper.broadcast_buffers if wanted is None else wanted) and wrapper.modules_buffers:
+                wrapper._sync_buffers()  # noqa: SLF001 - as its own forward does
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for group in groups.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for gradient in group:
+            bytes_ = gradient.numel() * gradient.element_size()
+            if bucket and size + bytes_ > _BUCKET:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(gradient)
+            size += bytes_
+        if bucket:
+            yield bucket
+
+
+def _arrived(work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
+    work.wait()
+    pieces = flat.split([gradient.numel() for gradient in bucket])
+    torch._foreach_copy_(bucket, [piece.view_as(g) for piece, g in zip(pieces, bucket, strict=True)])

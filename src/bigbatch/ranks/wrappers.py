@@ -1,0 +1,101 @@
+"""What a model is wrapped in, and which processes share its gradients."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch.errors import ConfigurationError
+
+# Where a graph is said to be static, DDP reduces after its first backward, whatever it was told: unless it has.
+_FIRST = "_static_graph_delay_allreduce_enqueued"
+_REFUSED = {
+    "FullyShardedDataParallel": "FSDP1 is not supported, and torch itself has moved on: shard with "
+    "torch.distributed.fsdp.fully_shard(model)",
+    "DeepSpeedEngine": "a DeepSpeed engine accumulates, clips and steps by itself: train the plain model, wrapped in "
+    "DistributedDataParallel, or sharded with torch.distributed.fsdp.fully_shard",
+    "DataParallel": "nn.DataParallel splits each micro-batch again and adds up in one process: wrap the model in "
+    "DistributedDataParallel and start it with torchrun",
+}
+
+
+def data_parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
+    """Return the DDP wrappers in some models, nested ones too; refuse wrappers that reduce in their own way."""
+    found: dict[int, DistributedDataParallel] = {}
+    for model in models:
+        for name, module in model.named_modules():
+            kind = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _REFUSED), None)
+            if kind is not None:
+                where = f" ({name})" if name else ""
+                raise ConfigurationError(f"this model{where} is wrapped in {kind}: {_REFUSED[kind]}.")
+            if isinstance(module, DistributedDataParallel):
+                found[id(module)] = module
+    for module in found.values():
+        _refuse_hooks(module)
+    return list(found.values())
+
+
+def refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
+    """Raise where a model was given without the DDP wrapper that its forward will be called through."""
+    own = {id(p) for model in models for p in model.parameters()}
+    for each in gc.get_objects():
+        if isinstance(each, DistributedDataParallel) and any(id(p) in own for p in each.parameters()):
+            msg = (
+                "this model's parameters belong to a DistributedDataParallel, and the model was given without it: DDP "
+                "would reduce every micro-batch's gradient by itself.\n"
+                "Give the wrapped one:  Accumulator(ddp_model, optimizer, ...), not ddp_model.module"
+            )
+            raise ConfigurationError(msg)
+
+
+def _refuse_hooks(module: DistributedDataParallel) -> None:
+    if getattr(module, "_comm_hooks", None):
+        msg = (
+            "this DistributedDataParallel has a communication hook, and gradients are reduced without DDP, so it would "
+            "not be called.\n"
+            "Take register_comm_hook(...) out; gradients cross the wire once per update in any case."
+        )
+        raise ConfigurationError(msg)
+
+
+def group_of(wrappers: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
+    """Return the processes that share the gradients of some wrapped models."""
+    groups: list[Any] = [wrapper.process_group for wrapper in wrappers]
+    members = {tuple(sorted(dist.get_process_group_ranks(group))) for group in groups}
+    if len(members) > 1:
+        msg = (
+            "these models are wrapped for different groups of processes, and one window has one big batch.\n"
+            "Wrap all of them for the same group, or use an accumulator for each."
+        )
+        raise ConfigurationError(msg)
+    found: dist.ProcessGroup = groups[0]
+    return found
+
+
+def keep_quiet(owner: object, wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Have DDP reduce nothing by itself, as long as `owner` lives."""
+    for wrapper in wrappers:
+        before = wrapper.require_backward_grad_sync
+        first = getattr(wrapper, _FIRST, False)
+        silence(wrapper)
+        weakref.finalize(owner, _speak, weakref.ref(wrapper), before, first)
+
+
+def silence(wrapper: DistributedDataParallel) -> None:
+    """Have a wrapper's next forward and backward reduce nothing, and its forward send no buffers."""
+    wrapper.require_backward_grad_sync = False
+    wrapper.require_forward_param_sync = False
+    setattr(wrapper, _FIRST, True)
+
+
+def _speak(reference: "weakref.ref[DistributedDataParallel]", before: bool, first: bool) -> None:  # noqa: FBT001
+    """Leave a wrapper as it was."""
+    wrapper = reference()
+    if wrapper is not None:
+        wrapper.require_backward_grad_sync = before
+        wrapper.require_forward_param_sync = before
+        setattr(wrapper, _FIRST, first)

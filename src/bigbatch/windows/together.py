@@ -1,0 +1,79 @@
+"""A window that several ranks close together: what one says of it, and what follows from what all said."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from bigbatch.errors import ConfigurationError
+from bigbatch.ranks.agreeing import Agreement, Statement
+from bigbatch.ranks.ranks import Ranks
+from bigbatch.reading.counts import Count, TotalOfSum
+from bigbatch.windows.gradients import Gradients
+from bigbatch.windows.ledger import Ledger
+
+_TERMS = 16  # with totals that are counted in advance
+
+
+def totals(ranks: Ranks, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
+    """Add up totals that were counted in advance; a rank without a micro-batch has none, and hears those of others."""
+    if len(own) > _TERMS:
+        msg = f"a loss over several ranks can have {_TERMS} terms with counts of their own; counts= gave {len(own)}"
+        raise ConfigurationError(msg)
+    rest = [0.0] * (_TERMS - len(own))
+    sums = [isinstance(each, TotalOfSum) for each in own]
+    counts: list[Count] = [0.0 if is_sum else each for is_sum, each in zip(sums, own, strict=True)]
+    said = [*counts, *rest, *map(float, sums), *rest, float(len(own)), float(bool(own))]
+    found: list[float] = ranks.added(said, device).tolist()
+    terms = round(found[-2] / found[-1]) if found[-1] else 0
+    return tuple(TotalOfSum(1.0) if found[_TERMS + place] else found[place] for place in range(terms))
+
+
+def statement(ledger: Ledger, gradients: Gradients, *, goes_on: bool) -> Statement:
+    """Say what this rank's window came to."""
+    unknown: Count = 1.0 - ledger.loss_known.double() if isinstance(ledger.loss_known, Tensor) else 0.0
+    if not isinstance(ledger.loss_known, Tensor) and not ledger.loss_known:
+        unknown = 1.0
+    lost = ledger.in_ratio is not None and not bool(ledger.in_ratio)
+    return Statement(
+        total=ledger.total if ledger.kind == "mean" else 0.0,
+        loss=ledger.loss,
+        micro_batches=ledger.micro_batches,
+        kind=ledger.kind,
+        loss_unknown=unknown,
+        missing=sum(p.grad is None for p in gradients.parameters),
+        goes_on=goes_on,
+        shares_once=ledger.shares_once and ledger.kind != "mean",
+        ratio=ledger.ratio(),
+        several=lost,
+    )
+
+
+def counted(agreement: Agreement, ledger: Ledger) -> bool:
+    """Whether anything was counted, by any rank; a window without makes no update."""
+    if agreement.kind == "mean":
+        return agreement.total > 0
+    return agreement.micro_batches > 0 and (not ledger.totals or any(bool(total > 0) for total in ledger.totals))
+
+
+def loss(agreement: Agreement) -> float | None:
+    """Return the loss of the batch that all ranks have made."""
+    if not agreement.loss_known:
+        return None
+    if agreement.kind != "mean":
+        return agreement.loss
+    return agreement.loss / agreement.total if agreement.total else math.nan
+
+
+def fill(ranks: Ranks, gradients: Gradients, agreement: Agreement) -> None:
+    """Give parameters that only other ranks have reached a gradient of zero, so that all send the same."""
+    if any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters):
+        msg = (
+            "gradients that are sparse cannot be added up over ranks here.\n"
+            "Make them dense:  nn.Embedding(..., sparse=False)"
+        )
+        raise ConfigurationError(msg)
+    if not agreement.missing:
+        return
+    wanted = ranks.anywhere([p.grad is not None for p in gradients.parameters], gradients.device)
+    gradients.fill(wanted)

@@ -1,0 +1,70 @@
+"""Run a function on several ranks: real processes, a real gloo group, and a limit on how long they may take."""
+
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LIMIT = 60.0  # seconds
+
+
+class RankFailed(AssertionError):
+    """A rank raised, or did not end."""
+
+
+def run_on_ranks(number: int, work: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
+    """Return what `work(rank, ...)` returned on each rank; an exception there is returned in its place."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("fork")
+        processes = [
+            context.Process(target=_run, args=(rank, number, folder, work, arguments), daemon=True)
+            for rank in range(number)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(limit)
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for process in processes:
+            process.kill()
+        if hanging:
+            raise RankFailed(f"ranks {hanging} did not end within {limit:g} s")
+        return [_result(Path(folder) / str(rank)) for rank in range(number)]
+
+
+def _result(path: Path) -> Any:
+    return pickle.loads(path.read_bytes()) if path.exists() else RankFailed("the process died")  # noqa: S301 - ours
+
+
+def _run(rank: int, number: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=number,
+        timeout=timedelta(seconds=20),
+    )
+    try:
+        found = work(rank, *arguments)
+    except Exception as error:  # noqa: BLE001 - told to whoever asked
+        error.args = (*error.args, traceback.format_exc())
+        found = error
+    try:
+        data = pickle.dumps(found)
+    except Exception:  # noqa: BLE001 - an exception that cannot be sent as it is
+        data = pickle.dumps(RankFailed(repr(found)))
+    (Path(folder) / str(rank)).write_bytes(data)
+    if isinstance(found, Exception):
+        os._exit(1)  # as a process that ends by an error: its peers lose their connection
+    dist.barrier()
+    dist.destroy_process_group()
