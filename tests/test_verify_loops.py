@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.silence import silence
-from bigbatch import verify
+from bigbatch import Accumulator, verify
 from tests.defects import Batch, by_samples, mean, network, samples
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -118,6 +118,20 @@ def test_lightning_with_batch_norm_and_a_short_micro_batch() -> None:
     model = network(nn.BatchNorm1d(8))
     found = verify(model, mean, samples(UNEVEN), 4, train_window=verify_lightning.with_trainer)
     assert {cause.kind for cause in found.causes} == {"batch-norm", "wrong-count"}, str(found)
+
+
+def test_an_accumulator_is_proved() -> None:
+    """This library's other entrance is a loop like any other; its random numbers can be turned off, too."""
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        accumulator = Accumulator(model, torch.optim.AdamW(model.parameters()), steps=len(micro_batches))
+        for batch in accumulator.over(micro_batches):
+            accumulator.backward(mean(model, batch))
+
+    torch.manual_seed(0)
+    assert verify(network(), mean, samples(UNEVEN), 4, train_window=train_window).exact
+    dropping = verify(network(nn.Dropout(0.2)), mean, samples(UNEVEN), 4, train_window=train_window)
+    assert [cause.kind for cause in dropping.causes] == ["randomness"]
 
 
 def test_several_optimizers_are_read_each_at_its_own_step() -> None:

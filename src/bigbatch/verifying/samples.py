@@ -43,8 +43,9 @@ class Samples:
         return [self.micro_batch(place, dtype) for place in range(len(self.sizes))]
 
     def in_dtype(self, dtype: torch.dtype | None) -> Any:
-        """Return the batch as it was given, wherever it is, in another dtype."""
-        return self.batch.whole if dtype is None else cast(self.batch.whole, dtype)
+        """Return a copy of the batch as it was given, wherever it is, in another dtype."""
+        whole = mapped(self.batch.whole, lambda _, leaf: _own(leaf))
+        return whole if dtype is None else cast(whole, dtype)
 
     def _there(self, found: Any, dtype: torch.dtype | None) -> Any:
         # A loss may write into its batch: the next run is to find the same samples.
