@@ -358,6 +358,21 @@ def test_a_batch_that_does_not_fit_is_proved_in_part(error: Callable[[], BaseExc
     assert [cause.kind for cause in wrong.causes] == ["wrong-count"]
 
 
+def test_a_model_that_fits_in_its_own_dtype_alone_is_judged_in_that() -> None:
+    """All of the batch, once float64 was given up."""
+    torch.manual_seed(0)
+
+    def small(model: Any, batch: Batch) -> Tensor:
+        if batch[0].dtype == torch.float64:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+        return mean(model, batch)
+
+    found = verify(network(), small, samples(), 4)
+    assert found.exact, str(found)
+    assert (found.samples_proved, found.in_float64) == (11, False)
+    assert found.notes[0].startswith("Not even two samples fit into memory in float64, so it was judged in float32")
+
+
 def test_what_does_not_fit_at_all_is_an_error() -> None:
     """With two samples there is nothing left to halve."""
 

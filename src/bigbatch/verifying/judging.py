@@ -9,6 +9,7 @@ import torch
 
 from bigbatch.verifying.gradients import Gradients, overall, relative
 from bigbatch.verifying.runs import Runs, Whole
+from bigbatch.verifying.trying import tried
 from bigbatch.verifying.verification import EXACT
 
 _THIRD = 1 / 3  # a factor that no dtype holds exactly: every product is rounded anew
@@ -46,10 +47,8 @@ def measured(runs: Runs, truth: Whole) -> Judge:
     scaled = relative(runs.whole(factor=_THIRD).gradients, truth.gradients)
     number = runs.samples.number
     order = [*range(1, number, 2), *range(0, number, 2)][::-1]
-    try:
-        moved = relative(runs.whole(order=order, factor=_SEVENTH).gradients, truth.gradients)
-    except (RuntimeError, ValueError, IndexError):  # a loss that wants its samples in order
-        moved = scaled
+    # A loss may want its samples in order.
+    moved = tried(lambda: relative(runs.whole(order=order, factor=_SEVENTH).gradients, truth.gradients), scaled)
     # Masks of a dropout fall on other samples, and neighbours are others: that is no rounding.
     counts = overall(moved) <= max(_LOOSE, _AS_ROUNDING * overall(scaled))
     floors = {name: max(each, moved[name]) if counts else each for name, each in scaled.items()}

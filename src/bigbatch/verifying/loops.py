@@ -60,7 +60,7 @@ def watched(
     if not found.stepped:
         found.gradients = found.left
     if isinstance(returned, int | float | Tensor) and not (isinstance(returned, Tensor) and returned.numel() != 1):
-        found.returned = float(returned)
+        found.returned = float(returned.detach() if isinstance(returned, Tensor) else returned)
     return found
 
 

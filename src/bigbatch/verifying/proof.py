@@ -40,9 +40,9 @@ class _Measured:
 class Proof:
     """A proof under way."""
 
-    def __init__(self, runs: Runs, samples: int) -> None:
-        """Know how many samples the whole batch has, of which the runs may have a part."""
-        self.runs, self._samples = runs, samples
+    def __init__(self, runs: Runs, samples: int, *, wide: bool = True) -> None:
+        """Know how many samples the whole batch has, of which the runs may have a part; not `wide`: without float64."""
+        self.runs, self._samples, self._wide = runs, samples, wide
         self.notes: list[str] = []
         self._settling = Settling(runs, self.notes)
 
@@ -76,7 +76,7 @@ class Proof:
         if runs.autocast is not None:
             own = runs.whole()
         truth, accumulated = own, mine
-        if runs.subject.dtype != torch.float64:
+        if self._wide and runs.subject.dtype != torch.float64:
             runs.dtype, way = torch.float64, runs.way
             try:
                 truth, accumulated = runs.whole(), settling.accumulated()

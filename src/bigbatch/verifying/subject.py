@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
-from bigbatch.micro_steps.survival import is_out_of_memory
+from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,7 @@ def _has_hooks(p: nn.Parameter) -> bool:
 def _can_be_copied(model: Any) -> bool:
     try:
         copy.deepcopy(model)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        return False
+    except Exception as error:  # noqa: BLE001 - a model may hold anything
+        let_go(error)
+        return is_out_of_memory(error)  # then nothing else can be run, which is said where it is
     return True

@@ -101,30 +101,37 @@ class _Claim:
     options: Options
 
     def proved(self, on_run: Callable[[str], None]) -> Verification:
-        """Prove it on all samples, or after running out of memory on half of them, and so on."""
-        number = self.whole.size
+        """Prove it on all samples, or, out of memory, on half of them, and so on; at last without float64."""
+        number, wide = self.whole.size, True
         while True:
             try:
-                return self._on(number, on_run).verification()
+                return self._on(number, on_run, wide=wide).verification()
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if number <= _FEWEST:
+                if number <= _FEWEST and not wide:
                     let_go(error, told=True)
                     raise OutOfMemory(_too_large(error)) from error
                 let_go(error)
-            number //= 2
+            number, wide = (number // 2, wide) if number > _FEWEST else (self.whole.size, False)
 
-    def _on(self, number: int, on_run: Callable[[str], None]) -> Proof:
+    def _on(self, number: int, on_run: Callable[[str], None], *, wide: bool) -> Proof:
         """Set up a proof on the first samples."""
         total, size = self.whole.size, self.size
         part = self.whole if number == total else self.whole.only(range(number))
         at_once = min(size, number // 2) if number < total else size
         device = next(iter(self.subject.parameters.values())).device
-        own = self.train_window is None
-        sizes = tuple(balanced(number, at_once)) if own else as_a_loader_cuts(number, at_once)
+        cut = as_a_loader_cuts if self.train_window is not None else balanced
+        sizes = tuple(cut(number, at_once))
         way: Way = OwnWay(at_once, self.options) if self.train_window is None else Loop(self.train_window)
-        proof = Proof(Runs(self.subject, self.loss_fn, Samples(part, sizes, device), way, on_run), total)
+        runs = Runs(self.subject, self.loss_fn, Samples(part, sizes, device), way, on_run)
+        proof = Proof(runs, total, wide=wide)
+        if not wide:
+            own = str(self.subject.dtype).removeprefix("torch.")
+            proof.notes.append(
+                f"Not even two samples fit into memory in float64, so it was judged in {own} alone, where small "
+                "mistakes may hide in rounding."
+            )
         if number < total:
             smaller = f", in micro-batches of {at_once:,} instead of {size:,}" if at_once < size else ""
             proof.notes.append(
@@ -136,8 +143,8 @@ class _Claim:
 
 def _too_large(error: BaseException) -> str:
     return (
-        f"out of memory with two samples; {missing(error)}. A proof runs on a copy of the model in float64, with "
-        "gradients. The model is as it was.\n"
+        f"out of memory with two samples; {missing(error)}. A proof runs on a copy of the model, with gradients. "
+        "The model is as it was.\n"
         "Verify a smaller model of the same kind (fewer or narrower layers), or on the CPU:  verify(model.cpu(), ...)"
     )
 
