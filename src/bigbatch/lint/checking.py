@@ -1,7 +1,6 @@
 """From a file to its findings."""
 
 import ast
-import re
 from collections.abc import Collection
 
 from bigbatch.lint.finding import Finding
@@ -14,7 +13,8 @@ from bigbatch.lint.rules.rule import Hit, Rule, Script
 from bigbatch.lint.sources import Source
 
 DEFAULT = frozenset(rule.code for rule in RULES.values() if rule.on)
-_TRAINING = re.compile(r"zero_grad|def training_step|def compute_loss|Accumulator|\bstep\(")
+_GRADIENTS = ("backward", "_grad", "training_step", "compute_loss")
+_STEPS = ("zero_grad", "step(", "Accumulator", "def training_step", "def compute_loss", "clear_grad")
 
 
 def check(source: Source, chosen: Collection[str] = DEFAULT) -> list[Finding]:
@@ -28,9 +28,7 @@ def check(source: Source, chosen: Collection[str] = DEFAULT) -> list[Finding]:
 
 def _may_train(text: str) -> bool:
     """Tell whether a file may hold a training loop; one that does not is parsed, but not read."""
-    return ("backward" in text or "_grad" in text or "_loss" in text or "training_step" in text) and bool(
-        _TRAINING.search(text)
-    )
+    return any(word in text for word in _GRADIENTS) and any(word in text for word in _STEPS)
 
 
 def read_script(tree: ast.Module) -> Script:
