@@ -29,14 +29,21 @@ from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_
 from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
-from bigbatch.reading.counts import Count
+from bigbatch.ranks.ranks import Ranks
+from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.update import Update
 from bigbatch.windows.stepping import Stepper
+from bigbatch.windows.together import tell_of_failure, tell_of_several
 from bigbatch.windows.window import Window
 from bigbatch.windows.witness import Witness
 from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
+_ONE_PROCESS = (
+    "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and over "
+    "several ranks micro-batches do not meet yet.\n"
+    "Train on one process, freeze BatchNorm (layer.eval()), or use GroupNorm."
+)
 
 
 class BigStep:
@@ -87,7 +94,7 @@ class BigStep:
         """Check every argument; nothing is changed yet."""
         self._options = _checked_options(options)
         with speaking_of("BigStep"):
-            self._models = checks.models(model)
+            self._models = checks.models(model, ranks=True)
             optimizers = checks.optimizers(optimizer, self._models)
             self._stepper = Stepper(
                 optimizers,
@@ -95,8 +102,11 @@ class BigStep:
                 scaler=checks.scaler(scaler),
                 clip_norm=checks.clip_norm(clip_norm),
                 skip_nonfinite=self._options.skip_nonfinite,
+                ranks=Ranks.of(self._models, self._options.group),
             )
         self._stepper.watch()
+        if self._stepper.ranks is not None:
+            self._stepper.ranks.keep_quiet(self)
         accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
         self._admission = Admission(self._models, optimizers, self._options.batch_norm, accepting)
         self._devices = devices_of(self._models)
@@ -129,7 +139,33 @@ class BigStep:
         self._stage: tuple[int, Stage] | None = None  # where sizes are tried, within a limit
 
     def __call__(self, batch: Any) -> Update:
-        """Make one update of a whole batch."""
+        """Make one update of a whole batch.
+
+        Over several ranks each gives its own part; None where it has none in this update.
+        """
+        ranks = self._stepper.ranks
+        if ranks is None:
+            return self._step(batch)
+        ranks.spoken = False
+        try:
+            return self._empty() if batch is None else self._step(batch)
+        except Exception:
+            tell_of_failure(ranks, self._mover.device)
+            raise
+
+    def _empty(self) -> Update:
+        """Take part in an update without samples of one's own."""
+        while True:
+            window = Window(self._stepper, 1, self._options.gradient_dtype, () if self._several else None)
+            try:
+                return window.close()
+            except SeveralCounts:
+                window.discard()
+                if self._several:
+                    raise
+                self._several = True
+
+    def _step(self, batch: Any) -> Update:
         whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
         self._shared = whole.shared
         done: _Done | None = None
@@ -149,6 +185,7 @@ class BigStep:
         try:
             self._admission.open()
             self._admission.run_side_by_side(self._asked or self._admission.needs_lock_step())
+            self._refuse_meeting_ranks()
             self._admission.look()
             division = self._divide(whole)
             return self._attempt(division)
@@ -159,6 +196,7 @@ class BigStep:
         except SeveralCounts:
             if self._several:
                 raise
+            tell_of_several(self._stepper.ranks, self._mover.device)
             self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
         except BaseException as error:
             short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
@@ -173,6 +211,10 @@ class BigStep:
             self._runner.forget()
             let_go(error)
         return None
+
+    def _refuse_meeting_ranks(self) -> None:
+        if self._stepper.ranks is not None and self._admission.side_by_side:
+            raise ConfigurationError(_ONE_PROCESS)
 
     @property
     def padding(self) -> Padding | None:
@@ -301,7 +343,8 @@ class BigStep:
             raise LossError(msg)
         columns = [list(column) for column in zip(*rows, strict=True)]
         sums = [sum((count for _, count in column[1:]), start=column[0][1]) for column in columns]
-        return tuple(1.0 if column[0][0] == "sum" else total for column, total in zip(columns, sums, strict=True))
+        pairs = zip(columns, sums, strict=True)
+        return tuple(TotalOfSum(1.0) if column[0][0] == "sum" else total for column, total in pairs)
 
     def _counts(self, micro_batch: Any) -> list[tuple[str, Count]]:
         loss, _ = self._runner.loss(micro_batch)

@@ -14,6 +14,7 @@ BigBatchError
  │    ├── WindowOpen        a window was left open by `break` or an exception
  │    ├── WindowDisturbed   something else stepped, zeroed or added gradients inside the window
  │    └── WindowBroken      a backward or a step failed halfway; its message says which
+ ├── RankFailed             another rank has failed in this window, so it cannot be made       (also a RuntimeError)
  ├── StateError             a state_dict that does not fit                                   (also a ValueError)
  └── GradientsDiffer        verify found another gradient than the big batch's           (also an AssertionError)
 
@@ -75,6 +76,10 @@ class WindowDisturbed(WindowError):
 
 class WindowBroken(WindowError):
     """A backward failed halfway and has added part of its gradients, or a step failed."""
+
+
+class RankFailed(BigBatchError, RuntimeError):
+    """Another rank has failed in this window; the model and the optimizer of this one are as before it."""
 
 
 class StateError(BigBatchError, ValueError):

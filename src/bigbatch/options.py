@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.distributed import ProcessGroup
 
 from bigbatch import checks
 from bigbatch.errors import ConfigurationError
@@ -33,6 +34,8 @@ class Options:
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
         check: on the first step, see that a micro-batch's loss is that of its halves: that samples are not coupled;
             and, with `lengths`, that padding does not change it. False leaves both out, but for padding that counts.
+        group: the processes that make a big batch together; by default those that the model's DistributedDataParallel
+            was made for.
     """
 
     lengths: str | Callable[[Any], Any] | None = None
@@ -44,6 +47,7 @@ class Options:
     gradient_dtype: torch.dtype | None = torch.float32
     skip_nonfinite: bool = False
     check: bool = True
+    group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, when it is written."""

@@ -26,6 +26,7 @@ class Statement(NamedTuple):
     shares_once: bool = False  # whether it has added its share of a term that counts once
     ratio: Count = 1.0  # of its several counts to the first
     several: bool = False  # whether its counts must be known in advance
+    precise: bool = False  # whether its loss is of float64
 
 
 class Agreement(NamedTuple):
@@ -38,6 +39,7 @@ class Agreement(NamedTuple):
     loss_known: bool
     missing: int
     others_go_on: bool
+    precise: bool
 
 
 def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
@@ -60,13 +62,14 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         0.0 if empty else mine.ratio * mine.ratio,
         float(empty),
         float(mine.several),
+        float(mine.precise),
     ]
-    found: list[float] = ranks.added(numbers, device).tolist()
-    total, loss, micro_batches, kinds, squares, unknown, missing, going, shares, ratios, ratios2, empties, several = (
-        found
-    )
+    ranks.spoken = True
+    found = ranks.added(numbers, device)
+    total, loss, micro_batches, kinds, squares, unknown, missing, going, shares, ratios, ratios2, *rest = found
+    empties, several, precise = rest
     there = ranks.size - empties
-    if several:
+    if several and not mine.several:
         raise SeveralCounts(
             "the terms of this loss were averaged over different things, on this rank or another: their totals must be "
             "known in advance.\n"
@@ -98,4 +101,5 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         not unknown,
         round(missing),
         going - float(mine.goes_on) > 0.5,  # noqa: PLR2004
+        precise > 0,
     )

@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import ConfigurationError, RankFailed
 from bigbatch.ranks.wrappers import data_parallel, group_of, keep_quiet, refuse_hidden_wrappers, silence
+from bigbatch.reading.counts import Count
 
 _BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
+_NUMBERS = 40  # in every message: a rank that fails need not know which one the others wait for
 _IN_FLIGHT = 2  # buckets under way while the next one is filled
 
 
@@ -26,6 +28,7 @@ class Ranks:
         """Belong to a group; `wrappers` are what this process has its models in."""
         self.group, self._wrappers = group, list(wrappers)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.spoken = False  # whether this rank has made its statement for the window at hand
 
     @classmethod
     def of(cls, models: Sequence[nn.Module], group: dist.ProcessGroup | None) -> "Ranks | None":
@@ -52,17 +55,30 @@ class Ranks:
         for wrapper in self._wrappers:
             silence(wrapper)
 
-    def added(self, numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
-        """Add up some numbers over all ranks, in float64 where the device has it."""
+    def added(self, numbers: Sequence[Count], device: torch.device) -> list[float]:
+        """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed."""
+        found = self._sum([0.0, *numbers], device)
+        if found[0]:
+            self.spoken = True
+            msg = (
+                f"{found[0]:g} of {self.size} ranks failed in this window, so it cannot be made; nothing was changed "
+                "on this one. The error is in that rank's own output."
+            )
+            raise RankFailed(msg)
+        return found[1 : len(numbers) + 1]
+
+    def fail(self, device: torch.device) -> None:
+        """Tell the others, who wait for this rank's numbers, that there will be none."""
+        self.spoken = True
+        self._sum([1.0], device)
+
+    def _sum(self, numbers: Sequence[Count], device: torch.device) -> list[float]:
         precise = torch.float32 if device.type == "mps" else torch.float64
-        row = [
-            n.detach().to(device, precise).reshape(())
-            if isinstance(n, Tensor)
-            else torch.full((), n, dtype=precise, device=device)
-            for n in numbers
-        ]
-        found = torch.stack(row)
-        dist.all_reduce(found, group=self.group)
+        row = torch.zeros(_NUMBERS, dtype=precise, device=device)
+        for place, number in enumerate(numbers):
+            row[place] = number
+        dist.all_reduce(row, group=self.group)
+        found: list[float] = row.tolist()
         return found
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:

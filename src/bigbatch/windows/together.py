@@ -1,12 +1,13 @@
 """A window that several ranks close together: what one says of it, and what follows from what all said."""
 
 import math
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.ranks.agreeing import Agreement, Statement
+from bigbatch.ranks.agreeing import Agreement, Statement, agreed
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.windows.gradients import Gradients
@@ -24,12 +25,12 @@ def totals(ranks: Ranks, own: tuple[Count, ...], device: torch.device) -> tuple[
     sums = [isinstance(each, TotalOfSum) for each in own]
     counts: list[Count] = [0.0 if is_sum else each for is_sum, each in zip(sums, own, strict=True)]
     said = [*counts, *rest, *map(float, sums), *rest, float(len(own)), float(bool(own))]
-    found: list[float] = ranks.added(said, device).tolist()
+    found = ranks.added(said, device)
     terms = round(found[-2] / found[-1]) if found[-1] else 0
     return tuple(TotalOfSum(1.0) if found[_TERMS + place] else found[place] for place in range(terms))
 
 
-def statement(ledger: Ledger, gradients: Gradients, *, goes_on: bool) -> Statement:
+def statement(ledger: Ledger, gradients: Gradients, *, goes_on: bool, precise: bool) -> Statement:
     """Say what this rank's window came to."""
     unknown: Count = 1.0 - ledger.loss_known.double() if isinstance(ledger.loss_known, Tensor) else 0.0
     if not isinstance(ledger.loss_known, Tensor) and not ledger.loss_known:
@@ -44,9 +45,23 @@ def statement(ledger: Ledger, gradients: Gradients, *, goes_on: bool) -> Stateme
         missing=sum(p.grad is None for p in gradients.parameters),
         goes_on=goes_on,
         shares_once=ledger.shares_once and ledger.kind != "mean",
-        ratio=ledger.ratio(),
+        ratio=ledger.ratio() if ledger.kind == "mean" else 1.0,
         several=lost,
+        precise=precise,
     )
+
+
+def tell_of_failure(ranks: Ranks, device: torch.device) -> None:
+    """Tell other ranks, who wait for this one's statement, that there is none, if they have not heard from it."""
+    if not ranks.spoken:
+        with suppress(Exception):  # they may be gone; what happened here is what is raised
+            ranks.fail(device)
+
+
+def tell_of_several(ranks: Ranks | None, device: torch.device) -> None:
+    """Tell them, where there are any, that counts must be known in advance."""
+    if ranks is not None and not ranks.spoken:
+        agreed(ranks, Statement(several=True), device)
 
 
 def counted(agreement: Agreement, ledger: Ledger) -> bool:

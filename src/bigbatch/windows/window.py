@@ -11,12 +11,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken
+from bigbatch.ranks.agreeing import agreed
+from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import LOW_PRECISION, Count, wide
 from bigbatch.reading.graph import is_leaf
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
-from bigbatch.ranks.agreeing import agreed
-from bigbatch.ranks.ranks import Ranks
 from bigbatch.windows import together
 from bigbatch.windows.engine import run_backward
 from bigbatch.windows.gradients import Gradients
@@ -41,6 +41,8 @@ class Window:
         """Open a window; `totals` are the terms' counts over all of it, where they are known in advance."""
         self._stepper = stepper
         self._gradients = Gradients(stepper.optimizers, dtype)
+        if stepper.ranks is not None:
+            stepper.ranks.spoken = False
         self._ledger = Ledger(steps, small=stepper.scaler is not None, totals=totals)
         if stepper.ranks is not None:
             self._ledger.once = 1.0 / stepper.ranks.size
@@ -251,7 +253,8 @@ class Window:
         ledger, gradients = self._ledger, self._gradients
         if ledger.totals is not None:
             ledger.refuse_other_totals()
-        agreement = agreed(ranks, together.statement(ledger, gradients, goes_on=goes_on), gradients.device)
+        mine = together.statement(ledger, gradients, goes_on=goes_on, precise=self._loss_dtype == torch.float64)
+        agreement = agreed(ranks, mine, gradients.device)
         self.others_go_on = agreement.others_go_on
         norm: Tensor | None = None
         skipped: bool | Tensor = True
@@ -277,7 +280,7 @@ class Window:
             count=agreement.total if agreement.kind == "mean" else ledger.count,
             grad_norm=norm,
             _loss=together.loss(agreement),
-            _dtype=self._loss_dtype,
+            _dtype=torch.float64 if agreement.precise else torch.float32,
             _skipped=skipped,
         )
 
