@@ -54,13 +54,14 @@ def lint(  # noqa: PLR0917 - typer gives them by name
     Settings are read from [tool.bigbatch.lint] in the nearest pyproject.toml: select, extend-select, ignore, exclude.
     """
     from bigbatch.lint.linting import Choice
-    from bigbatch.lint.settings import SettingsError
+    from bigbatch.lint.settings import Settings, SettingsError
 
     if explain is not None:
         _explain(explain.upper())
         return
     choice = Choice(_codes(select), _codes(extend_select), _codes(ignore), _split(exclude), force_exclude)
     try:
+        Settings().codes(choice.select, choice.extend_select, choice.ignore)  # misspelt ones, before anything is read
         checked = _checked(_existing(paths or [Path()]), choice, stdin_filename)
         with _collecting_seldom():
             found = _patch(checked) if diff else _show(checked, Format.JSON if as_json else output)

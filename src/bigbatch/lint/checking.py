@@ -53,7 +53,8 @@ def _hits(source: Source, chosen: Collection[str]) -> list[tuple[str, Hit]]:
         return [(code, hit) for code in chosen for hit in RULES[code].check(script)]
     except RecursionError:
         nowhere = ast.Pass(lineno=1, col_offset=0, end_lineno=1)
-        return [(UNREADABLE.code, Hit(nowhere, "cannot be read: it is nested too deeply"))]
+        deep = Hit(nowhere, "cannot be read: it is nested too deeply")
+        return [(UNREADABLE.code, deep)] if UNREADABLE.code in chosen else []
 
 
 def _finding(source: Source, rule: Rule, hit: Hit) -> Finding:

@@ -1,13 +1,14 @@
 """From paths to findings: which files, which rules for each, what they find."""
 
+import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch.lint.checking import check
 from bigbatch.lint.finding import Finding
 from bigbatch.lint.settings import Nearest
-from bigbatch.lint.sources import Source, read_source
+from bigbatch.lint.sources import Source, Unreadable, read_source
 from bigbatch.lint.walking import EXCLUDED, files_in, is_excluded
 
 
@@ -51,8 +52,13 @@ def lint_text(data: bytes, name: str, choice: Choice) -> Checked:
 
 
 def check_source(source: Source, codes: frozenset[str]) -> Checked:
-    """Check one file."""
-    return Checked(source, tuple(check(source, codes)))
+    """Check one file; if that fails, it is the linter's mistake, and must not hide what is in the other files."""
+    try:
+        return Checked(source, tuple(check(source, codes)))
+    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes a finding
+        why = Unreadable(1, 1, f"bigbatch lint failed on it, please report: {type(error).__name__}: {error}")
+        broken = replace(source, tree=ast.Module(body=[], type_ignores=[]), unreadable=(why,))
+        return Checked(broken, tuple(check(broken, codes & {"BB900"})))
 
 
 def _is_left_out(file: Path, patterns: tuple[str, ...], folder: Path | None) -> bool:

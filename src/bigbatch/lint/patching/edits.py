@@ -10,7 +10,8 @@ class Edit:
 
     start: int
     end: int
-    text: str
+    rank: int = 1  # of two at the same place, the lower one comes first
+    text: str = ""
 
 
 class Text:
@@ -52,22 +53,22 @@ class Text:
 
     def without(self, node: ast.stmt) -> Edit:
         """Take a statement's lines out."""
-        return Edit(self._starts[node.lineno - 1], self._starts[(node.end_lineno or node.lineno)], "")
+        return Edit(self._starts[node.lineno - 1], self._starts[(node.end_lineno or node.lineno)])
 
     def instead(self, node: ast.expr | ast.stmt, text: str) -> Edit:
         """Write something else for a node."""
-        return Edit(*self.span(node), text)
+        return Edit(*self.span(node), text=text)
 
-    def above(self, node: ast.stmt, line: str) -> Edit:
+    def above(self, node: ast.stmt, line: str, rank: int = 1) -> Edit:
         """Put a line above a statement."""
         start = self._starts[node.lineno - 1]
-        return Edit(start, start, f"{line}\n")
+        return Edit(start, start, rank, f"{line}\n")
 
     def below(self, node: ast.stmt, line: str) -> Edit:
         """Put a line below a statement."""
         start = self._starts[(node.end_lineno or node.lineno)]
         start = min(start, len(self.text))
-        return Edit(start, start, f"{line}\n" if self.text[start - 1 : start] == "\n" else f"\n{line}")
+        return Edit(start, start, 0, f"{line}\n" if self.text[start - 1 : start] == "\n" else f"\n{line}")
 
     def after(self, edits: list[Edit]) -> str | None:
         """Return the text with all changes made; None if two of them are about the same place."""

@@ -1,6 +1,7 @@
 """Changed code back in its file: line ends as they were, a notebook's cells in its JSON."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from bigbatch.lint.notebooks import Notebook
@@ -28,7 +29,7 @@ def _notebook(notebook: Notebook, raw: str, text: Text, edits: list[Edit]) -> st
     for cell in notebook.cells:
         start, end = text.offset(cell.first_line, 0), text.offset(cell.first_line + cell.lines - 1, 0)
         end += len(text.lines[cell.first_line + cell.lines - 2])
-        own = [Edit(edit.start - start, edit.end - start, edit.text) for edit in edits if start <= edit.start <= end]
+        own = [replace(e, start=e.start - start, end=e.end - start) for e in edits if start <= e.start <= end]
         if own:
             _change(data["cells"][cell.number - 1], text.text[start:end], own)
     return _written(data, raw)
@@ -41,7 +42,7 @@ def _change(cell: dict[str, Any], code: str, edits: list[Edit]) -> None:
         raise NotSimple("the cell holds lines that are not Python")
     end = len(code)
     # The line end behind a cell's last line is not the cell's.
-    after = Text(code).after([Edit(edit.start, min(edit.end, end), edit.text) for edit in edits])
+    after = Text(code).after([replace(edit, end=min(edit.end, end)) for edit in edits])
     if after is None:
         raise NotSimple("two of its loops would be changed at the same place")
     after = after.rstrip("\n")

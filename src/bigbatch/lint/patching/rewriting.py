@@ -109,7 +109,7 @@ def _head(text: Text, plan: Plan, parents: dict[ast.AST, ast.AST], name: str) ->
     _, end = text.span(source)
     target = text.of(item)
     target = target[1:-1] if isinstance(item, ast.Tuple) and target.startswith("(") and len(item.elts) > 1 else target
-    return Edit(start, end, f"{target} in {name}.over({text.of(inner)})")
+    return Edit(start, end, text=f"{target} in {name}.over({text.of(inner)})")
 
 
 def _made(text: Text, plan: Plan, name: str) -> Edit:
@@ -130,7 +130,7 @@ def importing(text: Text, tree: ast.Module) -> Edit | None:
     if imports:
         return text.below(imports[-1], IMPORT)
     first = next((each for each in tree.body if not _is_docstring(each)), None)
-    return text.above(first, IMPORT) if first is not None else None
+    return text.above(first, IMPORT, rank=0) if first is not None else None
 
 
 def _is_docstring(statement: ast.stmt) -> bool:

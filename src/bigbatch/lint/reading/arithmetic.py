@@ -1,6 +1,7 @@
 """What sums, products, quotients and remainders make of places, amounts and losses."""
 
 import ast
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -159,6 +160,7 @@ def _computed(op: ast.operator, one: float | None, other: float | None) -> float
     if one is None or other is None or operation is None:
         return None
     try:
-        return operation(one, other)
+        result = operation(one, other)
     except (ZeroDivisionError, OverflowError):
         return None
+    return result if math.isfinite(result) else None

@@ -117,7 +117,7 @@ def _due(place: Place, every: Number, remainder: int) -> Due:
     if place.offset is None:
         return Due(place.loop, every, None, place.carried)
     phase = remainder - place.offset + 1
-    if every.known:
+    if every.known is not None and every.known >= 1:
         phase %= int(every.known)
     return Due(place.loop, every, phase, place.carried)
 
@@ -138,13 +138,16 @@ def _of_place(op: type[ast.cmpop], place: Place, number: Number) -> Condition:
 
 def _full(place: Place, number: Number) -> Condition:
     """Say when a count reaches a number: a window's, if it is set back then; or the loop's last."""
-    if place.resets:
-        if number.known is not None and place.offset is not None and not number.atoms:
-            return Due(place.loop, Number(str(number.known), number.known - place.offset + 1), 0, place.carried)
-        every = Number(number.text, number.value, fixed=number.fixed, atoms=number.atoms)
-        return _due(place, every, number.plus)
-    if place.carried and place.offset is None:
-        return Varies()
+    if not place.resets:
+        return Varies() if place.carried and place.offset is None else _last(place, number)
+    if number.known is not None and place.offset is not None and not number.atoms:
+        return Due(place.loop, Number(str(number.known), number.known - place.offset + 1), 0, place.carried)
+    every = Number(number.text, number.value, fixed=number.fixed, atoms=number.atoms)
+    return _due(place, every, number.plus)
+
+
+def _last(place: Place, number: Number) -> Condition:
+    """Say whether a number of rounds is the loop's own: surely, if its length is asked for; or by its name."""
     loop = place.loop
     length = loop.length if loop is not None else None
     if length is not None and place.offset is not None:
@@ -153,9 +156,8 @@ def _full(place: Place, number: Number) -> Condition:
             return Last(loop)
         if number.text == length.text or (reached.known is not None and length.known is not None):
             return Always(holds=False) if reached.plus > length.plus else Varies()
-    if loop is not None and loop.kind is LoopKind.COUNTED and not LAST.search(number.text):
-        return Varies()
-    return Last(loop, sure=False) if number.known is None and number.fixed else Varies()
+    other = loop is not None and loop.kind is LoopKind.COUNTED and not LAST.search(number.text)
+    return Last(loop, sure=False) if number.known is None and number.fixed and not other else Varies()
 
 
 def _is_mask(node: ast.Compare) -> bool:

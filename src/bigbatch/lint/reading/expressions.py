@@ -16,6 +16,7 @@ from bigbatch.lint.reading.things import Computed, Role, Thing
 from bigbatch.lint.reading.values import Number, Rows, Several, Unknown, Value
 from bigbatch.lint.reading.walk import Walk, by_name
 
+_HUGE = 2**53  # beyond, a float is no longer exact
 _SYNCED = {"sync_gradients", "is_gradient_accumulation_boundary"}
 
 
@@ -40,7 +41,7 @@ def condition_of(walk: Walk, node: ast.expr) -> Condition:
 def _constant(_: Walk, node: ast.Constant) -> Value:
     if isinstance(node.value, bool):
         return Always(node.value)
-    if isinstance(node.value, int | float):
+    if isinstance(node.value, int | float) and abs(node.value) < _HUGE:
         return Number(repr(node.value), float(node.value))
     return Unknown()
 
