@@ -6,22 +6,24 @@ GradCache. Gradients leave a model through what it returns; where one takes anot
 put aside, it comes to an operation that has saved nothing, and that is an error, not another gradient.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.batchnorm import _NormBase as Statistics
 
 from bigbatch.batches.splitting import leaves, mapped
 from bigbatch.batches.writing import PLAIN
 from bigbatch.errors import LossError
 from bigbatch.lockstep.crew import Worker
+from bigbatch.lockstep.found_before import FoundBefore, Place
 from bigbatch.lockstep.meeting import refuse_second_derivative
 from bigbatch.lockstep.numbers import Streams
+from bigbatch.reading.counts import LOW_PRECISION
 
 _KINDS = ("cpu", "cuda")
 Places = dict[str, Tensor]
@@ -33,10 +35,10 @@ class CannotRunAgain(RuntimeError):
 
 
 class RunsDiffer(LossError):
-    """A model gave other values the second time."""
+    """A model gave other values the second time, or would."""
 
 
-_SAME = 1e-2  # of the largest value: kernels that add in no fixed order differ by far less
+_SAME = 1e-2  # of the largest value, and less in high precision: kernels that add in no fixed order differ by far less
 _OTHER_VALUES = (
     "the model returned other values when it was run again in backward with the same input. It depends on something "
     "that has changed in between: an attribute that loss_fn sets before it calls the model, or a counter of its own.\n"
@@ -44,10 +46,16 @@ _OTHER_VALUES = (
 )
 
 
-class _Buffer(NamedTuple):
-    module: nn.Module
-    name: str
-    tensor: Tensor | None
+_CHANGES_ITSELF = (
+    "the model changes {what} when it runs, so a second run in backward would be another one.\n"
+    'Do that in loss_fn, after the model has run; or keep activations:  Options(activations="keep")'
+)
+
+
+class _Alias(NamedTuple):
+    """A result that shares its memory with another one, or with an input."""
+
+    witness: Tensor  # without its memory: it knows whether that was changed in place
     version: int
 
 
@@ -55,49 +63,55 @@ class _Buffer(NamedTuple):
 class _Call:
     """One call of a model by one micro-batch."""
 
+    model: nn.Module
     plain: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     inputs: Places
     versions: list[int]
     streams: Streams
     autocast: Autocast
+    buffers: FoundBefore
+    trained: frozenset[int]  # the parameters that got a gradient then
     wanted: Sequence[str] = ()  # where its results that have a gradient are
-    moving: Sequence[_Buffer] = ()  # buffers that a run changes
     drew: list[Tensor] | None = None  # where the random numbers stood before it, if it drew any
     values: Sequence[Tensor] = ()  # what they were, where that is to be compared
 
-    def run(self, worker: Worker) -> Any:
-        """Run the model, now."""
+    def run(self, worker: Worker, given: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Any:
+        """Run the model, now; perhaps with other tensors of the same values."""
+        positional, named = given or self.arguments
         with alone(worker):
-            found = self.plain(*self.arguments[0], **self.arguments[1])
+            found = self.plain(*positional, **named)
         if self.versions != [tensor._version for tensor in self.inputs.values()]:  # noqa: SLF001 - torch's own counter
             raise CannotRunAgain("the model changes its input in place, so it cannot run again")
         return found
 
-    def again(self, worker: Worker) -> list[Tensor]:
+    def again(self, worker: Worker, given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor]:
         """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
-        kept = [(buffer, None if buffer.tensor is None else buffer.tensor.detach().clone()) for buffer in self.moving]
         now = self.streams.state() if self.drew is not None else None
         if self.drew is not None:
             self.streams.go_on(self.drew)
         try:
-            with torch.enable_grad(), _under(self.autocast):
-                found = dict(leaves(self.run(worker)))
+            with torch.enable_grad(), _under(self.autocast), self.buffers.again():
+                found = dict(leaves(self.run(worker, given)))
         finally:
             if now is not None:
                 self.streams.go_on(now)
-            for (module, name, tensor, _), copied in kept:
-                module._buffers[name] = tensor  # noqa: SLF001 - there is no other way to put one back
-                if tensor is not None and copied is not None:
-                    tensor.copy_(copied)
         missing = [place for place in self.wanted if not isinstance(found.get(place), Tensor)]
         if missing:
             raise CannotRunAgain(f"the model returned {missing[0]} the first time, and does not the second")
         results: list[Tensor] = [found[place] for place in self.wanted]
         for first, second in zip(self.values, results, strict=bool(self.values)):
-            if first.shape != second.shape or _distance(first, second.detach()) > _SAME:
+            if first.shape != second.shape or _distance(first, second.detach()) > self._same(first):
                 raise RunsDiffer(_OTHER_VALUES)
         return results
+
+    def _same(self, result: Tensor) -> float:
+        """Return how far two runs may be apart: as much as the lowest precision on the way may make them."""
+        low = any(enabled for _, enabled, _ in self.autocast) or any(
+            p.dtype in LOW_PRECISION for p in self.model.parameters()
+        )
+        exact = result.is_floating_point() or result.is_complex()
+        return _SAME if low or not exact else min(_SAME, torch.finfo(result.dtype).eps ** 0.5)
 
 
 @contextmanager
@@ -117,22 +131,46 @@ class Calls:
     own: Callable[[], tuple[Tensor, ...] | None]  # whose gradients are wanted; None: of all that there are
     parameters: frozenset[int]  # the ids of the optimizers'
     comparing: bool = False  # whether the second run gives what the first gave; this waits for the device
+    moving: dict[int, frozenset[Place]] = field(default_factory=dict)  # buffers of models that a run writes into
+    aliases: list[_Alias] = field(default_factory=list)
 
     def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, *given: Any) -> Any:
         """Call a model for the micro-batch at hand, with positional and named arguments."""
-        if worker.number == 0:  # its backward comes first, while no other holds anything: there is nothing to save
+        with _refusing_changed_parameters(model):
+            if worker.number:
+                return self._twice(model, plain, worker, given)
+            # Its backward comes first, while no other holds anything: there is nothing to save.
+            buffers = FoundBefore(model, frozenset())
             with alone(worker):
-                return plain(*given[0], **given[1])
+                found = plain(*given[0], **given[1])
+            self.moving[id(model)] = self.moving.get(id(model), frozenset()) | buffers.written()
+            return found
+
+    def _twice(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Any) -> Any:
         inputs = _tensors(given)
         versions = [tensor._version for tensor in inputs.values()]  # noqa: SLF001
-        call = _Call(plain, given, inputs, versions, worker.notes["streams"], _autocast())
-        buffers, before = _buffers(model), call.streams.state()
+        buffers = FoundBefore(model, self.moving.get(id(model)))
+        streams: Streams = worker.notes["streams"]
+        call = _Call(model, plain, given, inputs, versions, streams, _autocast(), buffers, self.trained(model))
+        before = streams.state()
         with saved_tensors_hooks(_nothing, _refuse):
             found = call.run(worker)
-        if any(not torch.equal(*pair) for pair in zip(before, call.streams.state(), strict=True)):
+        if any(not torch.equal(*pair) for pair in zip(before, streams.state(), strict=True)):
             call.drew = before
-        call.moving = [buffer for buffer in buffers if _is_moving(buffer)]
+        if not buffers.settle():
+            raise RunsDiffer(_CHANGES_ITSELF.format(what="a buffer for some micro-batches, and not for the first,"))
         return self._standing_for(call, model, worker, found)
+
+    def trained(self, model: nn.Module) -> frozenset[int]:
+        """Return which of the optimizers' parameters a run of a model gives a gradient to, as they are now."""
+        return self.parameters.intersection(id(p) for p in model.parameters() if p.requires_grad)
+
+    def refuse_changed(self) -> None:
+        """Forward is over: raise where a result was changed in place that shares its memory."""
+        for witness, version in self.aliases:
+            if witness._version != version:  # noqa: SLF001
+                raise CannotRunAgain("results that are views of each other, or of an input, were changed in place")
+        self.aliases.clear()
 
     def _standing_for(self, call: _Call, model: nn.Module, worker: Worker, found: Any) -> Any:
         """Return the results of a first run with one node for all of it, in place of a graph that has saved nothing."""
@@ -151,6 +189,7 @@ class Calls:
         values = [results[place].detach() for place in call.wanted]
         call.values = [value.clone() for value in values] if self.comparing else ()
         made = _Again.apply(call, self, worker, values, handle, *with_gradient)  # type: ignore[no-untyped-call]
+        self.aliases.extend(_aliases(made, call.inputs.values()))
         of = dict(zip(call.wanted, made, strict=True))
         return mapped(found, lambda place, leaf: of[same[place]] if place in same else leaf)
 
@@ -178,10 +217,12 @@ class _Again(torch.autograd.Function):
         inputs = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
         fresh = [tensor.detach().requires_grad_() for tensor in inputs]
         of = {id(tensor): new for tensor, new in zip(inputs, fresh, strict=True)}
-        call.arguments = mapped(call.arguments, lambda _, leaf: of.get(id(leaf), leaf))
+        if ctx.calls.trained(call.model) != call.trained:
+            raise CannotRunAgain("parameters were frozen, or not, for one call of the model alone")
+        given = mapped(call.arguments, lambda _, leaf: of.get(id(leaf), leaf))
         pairs = [
             (result, above)
-            for result, above in zip(call.again(ctx.worker), gradients, strict=True)
+            for result, above in zip(call.again(ctx.worker, given), gradients, strict=True)
             if above is not None and result.requires_grad
         ]
         own = ctx.calls.own()
@@ -216,21 +257,31 @@ def _tensors(tree: Any) -> Places:
     return found
 
 
-def _buffers(model: nn.Module) -> list[_Buffer]:
-    return [
-        _Buffer(module, name, tensor, 0 if tensor is None else tensor._version)  # noqa: SLF001
-        for module in model.modules()
-        for name, tensor in module._buffers.items()  # noqa: SLF001 - those that are not saved with the model, too
-    ]
+def _aliases(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[_Alias]:
+    """Yield the results that share memory: what is done to one in place is done to all, and none of them knows."""
+    together = Counter(_memory(each) for each in (*results, *inputs))
+    for each in results:
+        if together[_memory(each)] > 1:
+            witness = each.detach()
+            witness.data = torch.empty(0, dtype=each.dtype, device=each.device)
+            yield _Alias(witness, each._version)  # noqa: SLF001
 
 
-def _is_moving(buffer: _Buffer) -> bool:
-    """Whether a run has changed a buffer, or may have without a new version."""
-    if buffer.module._buffers.get(buffer.name) is not buffer.tensor:  # noqa: SLF001
-        return True
-    if isinstance(buffer.module, Statistics) and buffer.module.training:
-        return True
-    return buffer.tensor is not None and buffer.tensor._version != buffer.version  # noqa: SLF001
+def _memory(tensor: Tensor) -> int:
+    """Return where a tensor's memory is; others than torch's own plain ones may have none, and stand for themselves."""
+    if type(tensor) not in {Tensor, nn.Parameter} or tensor.layout != torch.strided:
+        return -id(tensor)
+    found: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - as torch.multiprocessing has it
+    return found
+
+
+@contextmanager
+def _refusing_changed_parameters(model: nn.Module) -> Iterator[None]:
+    """Raise where a model changes its own parameters as it runs, as an average of others: it would do so twice."""
+    before = [parameter._version for parameter in model.parameters()]  # noqa: SLF001
+    yield
+    if before != [parameter._version for parameter in model.parameters()]:  # noqa: SLF001
+        raise RunsDiffer(_CHANGES_ITSELF.format(what="its own parameters"))
 
 
 def _autocast() -> Autocast:

@@ -1,5 +1,6 @@
 """The micro-batches of a window side by side: forward until all have a loss, then backward, meeting on the way."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -46,6 +47,7 @@ class Together:
         self._recomputed = False  # whether the latest window was to run it again
         self._valued = True  # whether its first run can do without saving anything
         self._compared = False  # whether its second run has been seen to give what the first gave
+        self._settled = self._valued, self._inside  # as they were when a window last went well
         self._tight = False  # whether keeping all activations has been too much
         self._offload: Offload | None = None
         self._waiting: float | None = None  # bytes of a sample's activations
@@ -63,7 +65,9 @@ class Together:
         calls: Calls | None = None
         if self._recomputed and self._valued:
             own = frozenset(map(id, window.gradients.parameters))
-            calls = Calls(lambda: self._runner.wanted(window), own, comparing=not self._compared)
+            # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
+            wanted = partial(self._runner.wanted, weakref.proxy(window))
+            calls = Calls(wanted, own, comparing=not self._compared)
         if self._recomputed:
             around = recomputing(self._models, calls)
         elif offload is not None:
@@ -88,6 +92,8 @@ class Together:
 
         def turn(found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
             _refuse_changes(current())
+            if calls is not None:
+                calls.refuse_changed()
             spared.enter_context(self._runner.sparing_others())  # known to be needed by now
             if offload is not None:
                 offload.turn()
@@ -97,6 +103,7 @@ class Together:
             recipes = offload.recipes if offload is not None else None
             extras = self._side_by_side([task] * len(sizes), sizes, recipes=recipes, leaving=leaving)
         self._compared = self._compared or calls is not None
+        self._settled = self._valued, self._inside
         return extras
 
     def each(
@@ -121,6 +128,12 @@ class Together:
 
     def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
+        again = self._elsewhere(error, out_of_memory=out_of_memory)
+        if not again:  # nothing was to be gained: an error of the user's own says nothing of later windows
+            self._valued, self._inside = self._settled
+        return again
+
+    def _elsewhere(self, error: BaseException, *, out_of_memory: bool) -> bool:
         same_again = isinstance(error, MeetsInside | RunsDiffer)  # torch's own way of running again would find the same
         if self._recomputed and self._valued and not out_of_memory and not same_again:
             self._valued = not isinstance(error, Exception)  # what is the user's own error comes once more
