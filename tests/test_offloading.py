@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options
 from bigbatch.lockstep import offloading, together
@@ -183,3 +184,73 @@ def test_a_batch_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.Monkey
     assert offload is not None
     step._together._waiting = offload.held / 8 * 0.9
     step(images(8, 1))
+
+
+# What may be saved, and how.
+
+Between = Callable[[nn.Module, Tensor], Tensor]
+
+
+def _in_place_by_a_view(_: nn.Module, x: Tensor) -> Tensor:
+    seen = x.view(x.shape)
+    F.silu(seen, inplace=True)
+    return x + seen
+
+
+def _added_in_place(_: nn.Module, x: Tensor) -> Tensor:
+    doubled = x * 2
+    x += doubled
+    return F.relu(x, inplace=True)
+
+
+def _with_its_conjugate(convolution: nn.Module, x: Tensor) -> Tensor:
+    found = torch.fft.fft2(F.relu(x))
+    power: Tensor = convolution((found.conj() * found).real)
+    return power * found.conj().imag
+
+
+BETWEEN: dict[str, Between] = {
+    "an activation in a checkpoint": lambda c, x: checkpoint(lambda x: c(F.relu(x)), x, use_reentrant=False),
+    "an activation in a reentrant checkpoint": lambda c, x: checkpoint(lambda x: c(F.relu(x)), x, use_reentrant=True),
+    "a conjugate": _with_its_conjugate,
+    "in place by a view": _in_place_by_a_view,
+    "added in place": _added_in_place,
+    "two activations of one norm": lambda c, x: c(F.relu(F.relu(x))) + F.silu(x) * x,
+    "turned": lambda c, x: c(F.relu(x.transpose(2, 3))),
+    "not dense": lambda c, x: c(F.elu(x[:, :, ::2, ::2])),
+    "spread": lambda c, x: c(F.hardswish(x * x.mean((2, 3), keepdim=True).expand_as(x))),
+    "channels last": lambda c, x: c(F.mish(x.contiguous(memory_format=torch.channels_last), inplace=True)),
+}
+
+
+class Between2Norms(nn.Module):
+    """Something between two norms."""
+
+    def __init__(self, between: Between) -> None:
+        super().__init__()
+        self.below = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4))
+        self.inner, self.between = nn.Conv2d(4, 4, 3, padding=1), between
+        self.above, self.head = nn.BatchNorm2d(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3, h, w) → (n, 4)."""
+        found: Tensor = self.head(self.above(self.between(self.inner, self.below(x))).mean((2, 3)))
+        return found
+
+
+@pytest.mark.parametrize("size", [3, 1])  # few micro-batches, and more than hold what they need
+@pytest.mark.parametrize("name", BETWEEN)
+def test_whatever_is_saved_between_two_norms(name: str, size: int) -> None:
+    """The big batch's update, from windows whose sizes come again in another order."""
+    torch.manual_seed(0)
+    model = Between2Norms(BETWEEN[name]).double()
+    twin = copy.deepcopy(model)
+    optimizer = sgd(trained(twin))
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=size, options=Options(check=False))
+    for number, samples in enumerate([8, 8, 11, 8, 5, 11]):
+        step(images(samples, number))
+        optimizer.zero_grad()
+        cross_entropy(twin, images(samples, number)).backward()
+        optimizer.step()
+        assert distance(weights(model), weights(twin)) <= 1e-11
+    assert step._together._offload is not None

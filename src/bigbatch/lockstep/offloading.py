@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bigbatch.lockstep.renewing import Recipes
+from bigbatch.lockstep.renewing import Recipes, view_of
 
 _WORTH_MOVING = 1 << 16  # bytes; smaller tensors cost more to copy than to keep
 _IN_FLIGHT = 4  # times the largest tensor: what waits to be copied out, or is fetched ahead
@@ -151,7 +151,7 @@ class Offload:
         if known is None or known[0].expired():
             known = self._known[storage._cdata] = (StorageWeakRef(storage), {})  # noqa: SLF001
         copies = known[1]
-        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001
+        view = view_of(tensor)
         if view not in copies:  # two operations may save the same tensor
             copies[view] = self._copied_out(tensor, size)
         return _Away(copies[view])

@@ -86,14 +86,14 @@ class Recipes:
     def add(self, result: Tensor, recipe: Recipe) -> None:
         """Remember how a tensor was made."""
         storage = result.untyped_storage()
-        self._known[storage._cdata] = (StorageWeakRef(storage), _view(result), recipe)  # noqa: SLF001 - as multiprocessing
+        self._known[storage._cdata] = (StorageWeakRef(storage), view_of(result), recipe)  # noqa: SLF001 - as multiprocessing
 
     def of(self, tensor: Tensor) -> Recipe | None:
         """Return how a tensor was made, if it is as it was then."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:  # others may have no memory of their own
             return None
         known = self._known.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
-        if known is None or known[0].expired() or known[1] != _view(tensor):
+        if known is None or known[0].expired() or known[1] != view_of(tensor):
             return None
         return known[2]
 
@@ -118,7 +118,9 @@ def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def activation(input: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: A002 - torch's name
         worker = current()
         recipes: Recipes | None = worker.notes.get("recipes") if worker is not None else None
-        recipe = recipes.of(input) if recipes is not None and torch.is_grad_enabled() and input.requires_grad else None
+        # Not inside of a checkpoint: there it would be another operation when it runs again.
+        known = recipes is not None and recipes.in_force and torch.is_grad_enabled() and input.requires_grad
+        recipe = recipes.of(input) if recipes is not None and known else None
         if recipes is None or recipe is None or recipe.activate is not None or arguments:
             return plain(input, *arguments, **named)
         inplace = bool(named.pop("inplace", False))
@@ -163,8 +165,11 @@ class _Activated(torch.autograd.Function):
         return below, None, None, None, None
 
 
-def _view(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)  # noqa: SLF001 - torch's counter of changes
+def view_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return how a tensor sees its memory, and as of which change: two of one memory that agree hold the same."""
+    seen = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    turned = (tensor.is_conj(), tensor.is_neg())  # a conjugate is a view that looks like what it is of
+    return *seen, *turned, tensor._version  # noqa: SLF001 - torch's counter of changes
 
 
 _relu = F.relu
