@@ -1,7 +1,6 @@
 """Loops and losses that look right and are not: each is exact or refused with a reason."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -173,22 +172,6 @@ def test_one_scaler_in_two_accumulators_is_exact() -> None:
     sgd(twin).step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
-
-
-def _rank(rank: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-    try:
-        Accumulator(model, sgd(model), steps=2)
-    except errors.ConfigurationError as error:
-        Path(folder, f"rank{rank}").write_text(str(error))
-    torch.distributed.destroy_process_group()
-
-
-def test_several_ranks_are_refused(tmp_path: Path) -> None:
-    """Until counts travel between ranks, each would correct the same gradient by a total of its own."""
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
-    assert all("several ranks" in (tmp_path / f"rank{rank}").read_text() for rank in range(2))
 
 
 def test_discard_forgets_that_a_batch_was_the_last() -> None:

@@ -33,7 +33,7 @@ from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.update import Update
 from bigbatch.windows.stepping import Stepper
-from bigbatch.windows.together import tell_of_failure, tell_of_several
+from bigbatch.windows.together import tell_of_several, telling_of_failure
 from bigbatch.windows.window import Window
 from bigbatch.windows.witness import Witness
 from bigbatch.wording import speaking_of
@@ -143,15 +143,20 @@ class BigStep:
 
         Over several ranks each gives its own part; None where it has none in this update.
         """
-        ranks = self._stepper.ranks
-        if ranks is None:
-            return self._step(batch)
-        ranks.spoken = False
-        try:
-            return self._empty() if batch is None else self._step(batch)
-        except Exception:
-            tell_of_failure(ranks, self._mover.device)
-            raise
+        with telling_of_failure(self._stepper.ranks, self._mover.device):
+            if batch is None and self._stepper.ranks is not None:
+                return self._empty()
+            whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
+            self._shared = whole.shared
+            done: _Done | None = None
+            with speaking_of("BigStep"):
+                while done is None:
+                    done = self._tried(whole)
+        # The optimizer has stepped: what fails from here on must not make the step again.
+        self._mover.settle()
+        self._check.passed(done.seen)
+        self._habits, self._padding = done.buffers.habits(), done.padding
+        return done.update
 
     def _empty(self) -> Update:
         """Take part in an update without samples of one's own."""
@@ -164,19 +169,6 @@ class BigStep:
                 if self._several:
                     raise
                 self._several = True
-
-    def _step(self, batch: Any) -> Update:
-        whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
-        self._shared = whole.shared
-        done: _Done | None = None
-        with speaking_of("BigStep"):
-            while done is None:
-                done = self._tried(whole)
-        # The optimizer has stepped: what fails from here on must not make the step again.
-        self._mover.settle()
-        self._check.passed(done.seen)
-        self._habits, self._padding = done.buffers.habits(), done.padding
-        return done.update
 
     def _tried(self, whole: Batch) -> "_Done | None":
         """Make the update; None where it failed in a way that another try can do better."""

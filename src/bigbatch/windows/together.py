@@ -1,7 +1,8 @@
 """A window that several ranks close together: what one says of it, and what follows from what all said."""
 
 import math
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
@@ -51,11 +52,20 @@ def statement(ledger: Ledger, gradients: Gradients, *, goes_on: bool, precise: b
     )
 
 
-def tell_of_failure(ranks: Ranks, device: torch.device) -> None:
-    """Tell other ranks, who wait for this one's statement, that there is none, if they have not heard from it."""
-    if not ranks.spoken:
-        with suppress(Exception):  # they may be gone; what happened here is what is raised
-            ranks.fail(device)
+@contextmanager
+def telling_of_failure(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
+    """Tell other ranks, who wait for this one's statement, of an error inside, if they have not heard from it."""
+    if ranks is None:
+        yield
+        return
+    ranks.spoken = False
+    try:
+        yield
+    except Exception:
+        if not ranks.spoken:
+            with suppress(Exception):  # they may be gone; what happened here is what is raised
+                ranks.fail(device)
+        raise
 
 
 def tell_of_several(ranks: Ranks | None, device: torch.device) -> None:
