@@ -395,6 +395,76 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
+    "a schedule that is told where it stands": (
+        """
+        for epoch in range(3):
+            for i, (x, y) in enumerate(cycle(loader)):
+                (criterion(model(x), y) / accumulation_steps).backward()
+                if (i + 1) % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                scheduler.step(epoch + i / 1000)
+        """,
+        [],
+    ),
+    "cleared by filling with zeros": (
+        """
+        for x, y in loader:
+            criterion(model(x), y).backward()
+            optimizer.step()
+            for p in model.parameters():
+                p.grad = torch.zeros_like(p)
+        """,
+        [],
+    ),
+    "a sum that keeps no graph": (
+        """
+        total = torch.zeros(())
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            optimizer.step()
+            with torch.no_grad():
+                total += loss
+        """,
+        [],
+    ),
+    "an optimizer that accumulates by itself": (
+        """
+        optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1), accumulate=accumulation_steps)
+        waiting = StepOptimizer(model.parameters(), accumulation_steps=accumulation_steps)
+        for x, y in loader:
+            waiting.zero_grad()
+            (criterion(model(x), y) / accumulation_steps).backward()
+            waiting.step()
+        """,
+        [],
+    ),
+    "a gradient from outside": (
+        """
+        for i, (x, y) in enumerate(cycle(loader)):
+            features = model(x)
+            features.backward(gradient=cached[i])
+            if (i + 1) % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        [],
+    ),
+    "cleared at the first micro-step": (
+        """
+        for update in range(1000):
+            for micro in range(accumulation_steps):
+                if micro == 0:
+                    optimizer.zero_grad()
+                x, y = next(stream)
+                (criterion(model(x), y) / accumulation_steps).backward()
+                if micro == accumulation_steps - 1:
+                    optimizer.step()
+        """,
+        [],
+    ),
     "a GAN whose generator waits": (
         """
         for i, real in enumerate(loader):
@@ -650,6 +720,33 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
             opt.zero_grad()
             crit(net(x), y).backward()
             opt.step()
+        """,
+        [],
+    ),
+    "a method that cannot be seen may clear, and unscale": (
+        """
+        class Mine(Base):
+            def fit(self, loader):
+                for batch in loader:
+                    self.scaler.scale(self.model(batch).mean()).backward()
+                    self.clip_gradients(1.0)
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+                    self.reset_gradients()
+        """,
+        [],
+    ),
+    "a backbone that is only evaluated": (
+        """
+        from torchvision.models import resnet50
+
+        backbone = resnet50(weights="DEFAULT")
+        backbone.eval()
+        for i, (x, y) in enumerate(cycle(loader)):
+            (criterion(head(backbone(x)), y) / accum).backward()
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
         """,
         [],
     ),

@@ -12,7 +12,7 @@ from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.things import Computed, Role, Thing
 from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Inverse, Number, Several, Unknown, Value
-from bigbatch.lint.reading.vocabulary import role_of_name
+from bigbatch.lint.reading.vocabulary import last_part, role_of_name
 from bigbatch.lint.reading.walk import Walk, by_name
 
 _SYNC = "require_backward_grad_sync"
@@ -71,7 +71,8 @@ def _named(text: str, value: Value) -> Value:
 def _note_attribute(walk: Walk, target: ast.Attribute, source: ast.expr) -> None:
     """Note what setting an attribute does to gradients."""
     if target.attr == "grad":
-        cleared = isinstance(source, ast.Constant) and not source.value
+        zeros = isinstance(source, ast.Call) and last_part(dotted(source.func)).startswith("zeros")
+        cleared = zeros or (isinstance(source, ast.Constant) and not source.value)
         factor = None
         if isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div):
             factor = walk.number(value_of(walk, source.right), source.right)

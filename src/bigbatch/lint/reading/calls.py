@@ -1,6 +1,7 @@
 """What a call does and gives: the file's own functions are entered, known ones known, others give something new."""
 
 import ast
+import re
 
 from bigbatch.lint.reading.called import Called, ValueOf
 from bigbatch.lint.reading.constructors import constructed
@@ -14,6 +15,7 @@ from bigbatch.lint.reading.values import Number, Unknown, Value
 from bigbatch.lint.reading.vocabulary import counts_micro_batches, last_part
 from bigbatch.lint.reading.walk import Walk
 
+_TIDIES = re.compile(r"zero|clear|reset|grad|optim|step|clip|update", re.IGNORECASE)
 _HARMLESS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
 
 
@@ -82,6 +84,8 @@ def _unknown(walk: Walk, called: Called) -> Value:
     if any(thing.role is Role.MODEL for thing in things):
         subject = next(thing.text for thing in things if thing.role is Role.MODEL)
         walk.emit(Kind.FORWARD, called.node, subject=subject)
+    if called.on == "self" and _TIDIES.search(called.name):
+        walk.emit(Kind.HANDED_ON, called.node, subject="self")
     # A method that cannot be seen may divide, and so may a function that is told the number of steps.
     hidden = called.on == "self" and not last_part(called.name).endswith(("model", "net", "criterion", "loss_fn"))
     told = any(counts_micro_batches(_text(each)) for each in (*called.args, *called.words.values()))

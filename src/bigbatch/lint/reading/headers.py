@@ -12,7 +12,7 @@ from bigbatch.lint.reading.scopes import Class, Function, Object
 from bigbatch.lint.reading.things import Computed, Thing
 from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Number, Rows, Unknown, Value
-from bigbatch.lint.reading.vocabulary import PIECES, last_part
+from bigbatch.lint.reading.vocabulary import ENDLESS, PIECES, last_part
 from bigbatch.lint.reading.walk import Walk, by_name
 
 ForLoop = ast.For | ast.AsyncFor
@@ -144,7 +144,7 @@ def _kind(walk: Walk, source: _Source, value: Value, text: str) -> tuple[LoopKin
         return LoopKind.COUNTED, _range_length(walk, node, value)
     if isinstance(node, ast.Call) and name == "zip" and node.args:
         return _kind(walk, replace(source, node=node.args[0]), value_of(walk, node.args[0]), ast.unparse(node.args[0]))
-    if isinstance(value, Rows) and value.endless:
+    if (isinstance(value, Rows) and value.endless) or ENDLESS.search(text):
         return LoopKind.ENDLESS, None
     known = value.count if isinstance(value, Rows) else None
     length = Number(f"len({text})", known, fixed=not walk.varies(node))

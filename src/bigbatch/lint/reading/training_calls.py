@@ -13,6 +13,7 @@ from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.scopes import Function
 from bigbatch.lint.reading.things import Computed, Role, Thing, computed
 from bigbatch.lint.reading.values import Inverse, Number, Several, Unknown, Value
+from bigbatch.lint.reading.vocabulary import counts_micro_batches
 from bigbatch.lint.reading.walk import Walk
 
 _VIAS = {Role.SCALER: Via.SCALER, Role.ACCELERATOR: Via.ACCELERATE, Role.FABRIC: Via.FABRIC, Role.ENGINE: Via.ENGINE}
@@ -86,12 +87,21 @@ def _step(walk: Walk, called: Called) -> Value | None:
         closure = called.first()
         if isinstance(closure, Function):
             walk.enter(closure, (), {})
-        walk.emit(Kind.STEP, called.node, via=_via(called), subject=called.on, prepared=_is_prepared(called))
+        via = Via.ENGINE if _accumulates_itself(called.receiver) else _via(called)
+        walk.emit(Kind.STEP, called.node, via=via, subject=called.on, prepared=_is_prepared(called))
     elif role is Role.SCHEDULER:
-        walk.emit(Kind.SCHEDULER, called.node, subject=called.on, prepared=_is_prepared(called))
+        # One that is told where it stands, as by a fraction of an epoch, does not count calls.
+        if not called.args:
+            walk.emit(Kind.SCHEDULER, called.node, subject=called.on, prepared=_is_prepared(called))
     else:
         return None
     return Unknown()
+
+
+def _accumulates_itself(optimizer: Value | None) -> bool:
+    """Tell an optimizer that is made with a number of steps, and waits for them by itself."""
+    made = optimizer.node if isinstance(optimizer, Thing) else None
+    return isinstance(made, ast.Call) and any(counts_micro_batches(word.arg or "") for word in made.keywords)
 
 
 def _is_prepared(called: Called) -> bool | None:
@@ -188,7 +198,7 @@ def _rescaled(walk: Walk, called: Called) -> Value | None:
 
 
 def _zeroed(walk: Walk, called: Called) -> Value | None:
-    if _role(called.receiver) is not Role.GRADIENT:
+    if _role(called.receiver) is not Role.GRADIENT and not called.name.startswith("_foreach"):
         return None
     walk.emit(Kind.ZERO, called.node, subject=called.on)
     return Unknown()
@@ -218,5 +228,6 @@ _HANDLERS: dict[str, Callable[[Walk, Called], Value | None]] = {
     "optimizers": _optimizers,
     "lr_schedulers": _optimizers,
     "zero_": _zeroed,
+    "_foreach_zero_": _zeroed,
     **dict.fromkeys(("div_", "mul_", "_foreach_div_", "_foreach_mul_"), _rescaled),
 }

@@ -11,6 +11,7 @@ ACCUMULATION = re.compile(
     re.IGNORECASE,
 )
 PIECES = re.compile(r"micro|chunk|window|split|group|shard|pieces|(^|_)mbs?$|(^|_)mini_?batch", re.IGNORECASE)
+ENDLESS = re.compile(r"infinite|endless|forever|cycle", re.IGNORECASE)
 LAST = re.compile(r"last|len|num|n_|_n|total|max|end|count|per_epoch|size", re.IGNORECASE)
 MASKS = re.compile(r"mask|(^|_)valid($|_)|not_?pad|non_?pad|(^|_)keep($|_)", re.IGNORECASE)
 PADDED_MODELS = re.compile(r"For(CausalLM|ConditionalGeneration|Seq2SeqLM|MaskedLM|TokenClassification)$|LMHeadModel$")

@@ -6,6 +6,7 @@ from bigbatch.lint.finding import Severity
 from bigbatch.lint.loops.cadence import Cadence
 from bigbatch.lint.loops.facts import Fact, TrainingLoop
 from bigbatch.lint.reading.events import Kind
+from bigbatch.lint.reading.frames import Inside
 from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
 
 
@@ -19,6 +20,8 @@ def _keeps_graph(script: Script) -> Iterator[Hit]:
 
 def _outlives(fact: Fact, backwards: list[frozenset[object]]) -> bool:
     """Tell whether what is kept is the loss of a backward, and is no part of it: a loss made of several terms is."""
+    if any(isinstance(frame, Inside) and frame.role in {"no_grad", "inference_mode"} for frame in fact.event.frames):
+        return False
     kept = fact.event.loss.live if fact.event.loss is not None else frozenset()
     part = any(id(fact.node) in origins or fact.event.subject in origins for origins in backwards)
     return not part and any(kept & origins for origins in backwards)

@@ -27,8 +27,9 @@ def _batch_norm(script: Script) -> Iterator[Hit]:
         return
     if all(loop.shape is Shape.FRAMEWORK and loop.every is None for loop in loops):
         return  # nobody said that there is more than one micro-batch to a window
+    evaluated = _only_evaluated(script.program)
     for call in script.program.calls:
-        if _brings_batch_norm(script.program, call):
+        if call not in evaluated and _brings_batch_norm(script.program, call):
             yield Hit(
                 call,
                 "BatchNorm normalises by each micro-batch's statistics, not by the big batch's: "
@@ -49,6 +50,19 @@ def _brings_batch_norm(program: Program, call: ast.Call) -> bool:
     if name == "create_model" and call.args and isinstance(call.args[0], ast.Constant):
         return bool(NORMED_NETWORKS.search(str(call.args[0].value)))
     return bool(BATCH_NORMS.search(name) or NORMED_NETWORKS.search(name))
+
+
+def _only_evaluated(program: Program) -> set[ast.AST]:
+    """Return what makes models that are put into evaluation mode and never into training mode."""
+    modes = {dotted(call.func) for call in program.calls if isinstance(call.func, ast.Attribute)}
+    return {
+        each
+        for node in nodes_in(program.tree)
+        if isinstance(node, ast.Assign)
+        for name in map(dotted, node.targets)
+        if f"{name}.eval" in modes and f"{name}.train" not in modes
+        for each in nodes_in(node.value)
+    }
 
 
 def _is_frozen(program: Program) -> bool:

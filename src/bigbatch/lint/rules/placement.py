@@ -59,8 +59,14 @@ def _unscale(script: Script) -> Iterator[Hit]:
             yield from _unscales(loop, rhythm)
             for fact in loop.at(Kind.CLIP, rhythm):
                 before = [each for each in loop.of(Kind.UNSCALE) if each.event.order < fact.event.order]
-                if not before and _meets_scaled(fact, scaled):
+                if not before and _meets_scaled(fact, scaled) and not _may_unscale(loop, fact):
                     yield Hit(fact.node, "gradients are clipped while they are still multiplied by the scaler's scale")
+
+
+def _may_unscale(loop: TrainingLoop, clip: Fact) -> bool:
+    """Tell whether something that cannot be seen into may do it: a method that clips, a function with the scaler."""
+    of_torch = clip.event.subject.rpartition(".")[2] in {"", "utils", "nn", "torch", "clip_grad"}
+    return not of_torch or bool(loop.of(Kind.HANDED_ON))
 
 
 def _unscales(loop: TrainingLoop, rhythm: Cadence) -> Iterator[Hit]:
