@@ -6,7 +6,7 @@ are fetched, and which are made again.
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,3 +254,25 @@ def test_whatever_is_saved_between_two_norms(name: str, size: int) -> None:
         optimizer.step()
         assert distance(weights(model), weights(twin)) <= 1e-11
     assert step._together._offload is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_is_left_behind(fails: bool) -> None:
+    """Neither what was made again last nor what was to be made again, also where a forward has failed."""
+
+    class Failing(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            found = super().forward(x)
+            if fails and len(x) == 2:
+                raise ValueError("mine")
+            return found
+
+    torch.manual_seed(0)
+    model = Failing(nn.ReLU).double()
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=3, options=Options(check=False))
+    with pytest.raises(ValueError, match="mine") if fails else nullcontext():
+        step(images(8, 0))
+    offload = step._together._offload
+    assert offload is not None
+    recipes = offload.recipes
+    assert not any([offload._out, offload._there, offload._leaving, recipes._known, recipes._latest])

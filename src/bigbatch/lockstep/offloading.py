@@ -109,6 +109,7 @@ class Offload:
         finally:
             here = torch.cuda.current_stream(self._device)
             here.wait_stream(self._stream)  # what was fetched for nothing is given back after its copy
+            self.recipes.forget()
             self._begin()
 
     @property

@@ -79,10 +79,6 @@ class Recipes:
             self._latest = recipe, recipe.make(self.load(recipe.source))
         return self._latest[1]
 
-    def drop(self) -> None:
-        """Let the latest go: another micro-batch's turn comes."""
-        self._latest = None
-
     def add(self, result: Tensor, recipe: Recipe) -> None:
         """Remember how a tensor was made."""
         storage = result.untyped_storage()
@@ -98,8 +94,9 @@ class Recipes:
         return known[2]
 
     def forget(self) -> None:
-        """Forget all: forward is over."""
+        """Forget all: forward is over, or the window."""
         self._known.clear()
+        self._latest = None
 
 
 @contextmanager
