@@ -58,6 +58,20 @@ def test_groups_that_should_be_alike_are(lengths: list[int], budget: int, extra:
     assert len(last[0]) <= min(max(budget // last[1], 1), allowed)
 
 
+@pytest.mark.parametrize("width", [0, 5, 99])
+def test_a_width_that_is_too_small_cuts_nothing_off(width: int) -> None:
+    """Samples are as wide as they must be, and there is an end to it."""
+    assert pack_alike([10, 100], 64, width) == [([0], 40), ([1], 100)]
+
+
+@given(lengths_lists, budgets, st.one_of(st.none(), st.integers(1, 4)))
+def test_one_shape_for_each_width_and_one_left_over(lengths: list[int], budget: int, most: int | None) -> None:
+    """Whatever the lengths are."""
+    found = pack_alike(lengths, budget, max(*lengths, 1), most)
+    shapes = {(len(group), wide) for group, wide in found}
+    assert len(shapes) <= len({wide for _, wide in found}) + 1
+
+
 def test_few_widths_serve_all_lengths() -> None:
     """Eight for each doubling, so that shapes come again, and none much longer than it must be."""
     widths = {rounded(length) for length in range(1, 1025)}

@@ -74,6 +74,7 @@ def pack_alike(lengths: Sequence[int], budget: int, width: int, most: int | None
     What is left over, the last group, is of the longest samples: a group has few of those, so its shapes are few.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    width = max(width, *lengths, 1)  # nothing is ever cut off
     found: list[tuple[list[int], int]] = []
     start = 0
     while start < len(order):
