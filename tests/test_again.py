@@ -588,3 +588,25 @@ def test_a_backward_that_failed_leaves_nothing() -> None:
     gc.collect()
     assert crew() is None
     assert owner() is None
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="a model's attributes are those of the micro-batch that ran it last: after a meeting that is another one, "
+    "and nothing tells whose a tensor is that needs nothing saved",
+)
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_what_was_put_aside_is_read_after_a_meeting(activations: Any) -> None:
+    """Should be this micro-batch's own, or refused."""
+
+    class Shifted(Features):
+        def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
+            out = super().forward(x, condition)
+            self.aside = x[:, :3] + self.two.bias
+            return out
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        spread = centred(model(x))
+        return across.once(spread + across.mean((x[:, :3] * model.aside).mean()))
+
+    the_big_batch_of(Shifted, loss, activations=activations)
