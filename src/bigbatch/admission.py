@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from bigbatch import checks
 from bigbatch.errors import BatchNormError, BigBatchError
 from bigbatch.lockstep.needing import NeedsLockStep
+from bigbatch.ranks.sharding import sharded
 from bigbatch.reading import refusals
 from bigbatch.reading.frozen import FrozenWeights
 from bigbatch.reading.reader import Reader
@@ -45,7 +46,8 @@ class Admission:
         self.reader = Reader(surroundings)
         self._scans = 0
         self.may_wake = False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
-        self.only_own = True  # gradients go to our optimizers' parameters alone
+        # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
+        self.only_own = not sharded(models)
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""

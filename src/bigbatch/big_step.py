@@ -39,6 +39,11 @@ from bigbatch.windows.witness import Witness
 from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
+_ALL_RANKS_END = (
+    "out of memory in a pass through a sharded model. Every pass is a meeting of all ranks, so this one cannot try "
+    "again alone: the others wait in the midst of it, and end with an error of their own when this process does.\n"
+    "Take a smaller micro_batch_size, or activation checkpointing."
+)
 _ONE_PROCESS = (
     "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and over "
     "several ranks micro-batches do not meet yet.\n"
@@ -128,10 +133,14 @@ class BigStep:
                 "much memory there is.\nChoose the size yourself:  BigStep(..., micro_batch_size=32)"
             )
             raise ConfigurationError(msg)
+        if self._is_sharded:
+            _refuse_for_shards(self._options, size)
         self._sizes = Sizes(size, memory, self._mover.device)
         self._habits = Habits()  # which buffers stay as they are
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
-        self._check = FirstCheck(self._models, self._runner, self._mover, self._options)
+        # Where every pass is a meeting, ranks with batches of other sizes would look another number of times.
+        checked = replace(self._options, check=False) if self._is_sharded else self._options
+        self._check = FirstCheck(self._models, self._runner, self._mover, checked)
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
         self._asked = False  # whether the loss has asked for other micro-batches: then they run side by side
         self._together = Together(self._models, self._runner, self._mover.device, self._options.activations)
@@ -186,7 +195,7 @@ class BigStep:
                 raise
             self._asked = True
         except SeveralCounts:
-            if self._several:
+            if self._several or self._is_sharded:
                 raise
             tell_of_several(self._stepper.ranks, self._mover.device)
             self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
@@ -199,10 +208,16 @@ class BigStep:
                 return None
             if division is None or not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
+            if self._is_sharded:
+                raise OutOfMemory(_ALL_RANKS_END) from error
             self._shrink(division, error)
             self._runner.forget()
             let_go(error)
         return None
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self._stepper.ranks is not None and self._stepper.ranks.sharded
 
     def _refuse_meeting_ranks(self) -> None:
         if self._stepper.ranks is not None and self._admission.side_by_side:
@@ -289,7 +304,9 @@ class BigStep:
                     self._meet_with(division)
                     extras = self._together.run(window, micro_batches, division.sizes)
                 else:
+                    passes = self._passes(division)  # agreed before the first: each is a meeting
                     extras = self._runner.run(window, micro_batches, division)
+                    self._accompany(window, division, passes)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 update = self._closed(window)
         except BaseException:
@@ -299,6 +316,18 @@ class BigStep:
             randomness.restore()
             raise
         return _Done(replace(update, extras=together), seen, buffers, division.padding)
+
+    def _passes(self, division: Division) -> int:
+        """Return how many passes through the model this window takes: as many as the rank makes that has most."""
+        ranks = self._stepper.ranks
+        own = len(division)
+        return own if ranks is None or not ranks.sharded else ranks.most(own, self._mover.device)
+
+    def _accompany(self, window: Window, division: Division, passes: int) -> None:
+        """Make passes that add nothing, until there are as many."""
+        for _ in range(passes - len(division)):
+            loss, _ = self._runner.loss(self._mover.moved(division.micro_batch(0)))
+            window.pass_by(loss)
 
     def _meet_with(self, division: Division) -> None:
         """Make sure that what waits while micro-batches run side by side has room."""
@@ -407,6 +436,25 @@ def _checked_options(options: object) -> Options:
         return options or Options()
     msg = f"options must be an Options, as in BigStep(..., options=Options(cuda_graph=True)); found {options!r}"
     raise ConfigurationError(msg)
+
+
+def _refuse_for_shards(options: Options, size: object) -> None:
+    """Refuse what would take another number of passes on every rank."""
+    wrong = (
+        'micro_batch_size="auto" tries sizes'
+        if size == "auto"
+        else "Options(lengths=...) packs each rank's batch in its own way"
+        if options.lengths is not None
+        else "Options(cuda_graph=True) replays without meeting"
+        if options.cuda_graph
+        else ""
+    )
+    if wrong:
+        msg = (
+            f"every pass through a model that is sharded with fully_shard is a meeting of all ranks, and {wrong}.\n"
+            "Give the size yourself:  BigStep(..., micro_batch_size=8), without it"
+        )
+        raise ConfigurationError(msg)
 
 
 def _checked_size(size: object) -> int | Literal["auto"]:

@@ -45,7 +45,7 @@ def models(model: object, *, ranks: bool = False) -> tuple[nn.Module, ...]:
 
 def _refuse_ranks(module: nn.Module, *, replicas: bool) -> None:
     """Several ranks would correct one averaged gradient by totals of their own."""
-    sharded = any(kind.__name__ in {"FSDPModule", "FullyShardedDataParallel"} for kind in type(module).__mro__)
+    sharded = replicas and any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
     several = isinstance(module, DistributedDataParallel) and module.process_group.size() > 1
     if sharded or (several and replicas):
         msg = (

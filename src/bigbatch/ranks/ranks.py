@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError, RankFailed
+from bigbatch.ranks import sharding
 from bigbatch.ranks.wrappers import data_parallel, group_of, keep_quiet, refuse_hidden_wrappers, silence
 from bigbatch.reading.counts import Count
 
@@ -28,6 +29,7 @@ class Ranks:
         """Belong to a group; `wrappers` are what this process has its models in."""
         self.group, self._wrappers = group, list(wrappers)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.sharded = False  # whether every pass through the model is a meeting, and reduces its gradients itself
         self.spoken = False  # whether this rank has made its statement for the window at hand
 
     @classmethod
@@ -41,10 +43,16 @@ class Ranks:
                 )
                 raise ConfigurationError(msg)
             return None
+        shards = sharding.sharded(models)
+        if shards:
+            found = cls(group or sharding.group_of(models), ())
+            found.sharded = True
+            sharding.sum_only(models)
+            return found
         if not wrappers and dist.get_world_size() > 1:
             refuse_hidden_wrappers(models)
-        found = group if group is not None or not wrappers else group_of(wrappers)
-        return None if found is None or dist.get_world_size(found) == 1 else cls(found, wrappers)
+        chosen = group if group is not None or not wrappers else group_of(wrappers)
+        return None if chosen is None or dist.get_world_size(chosen) == 1 else cls(chosen, wrappers)
 
     def keep_quiet(self, owner: object) -> None:
         """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
@@ -80,6 +88,16 @@ class Ranks:
         dist.all_reduce(row, group=self.group)
         found: list[float] = row.tolist()
         return found
+
+    def most(self, number: int, device: torch.device) -> int:
+        """Return the largest of all ranks' numbers."""
+        found = torch.tensor([float(number)], device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return round(float(found))
+
+    def norm(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the norm of a gradient that is spread over all ranks."""
+        return sharding.norm(parts, self.group, device)
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Return of each flag whether any rank has it up."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
+from bigbatch.ranks.sharding import local
 from bigbatch.reading.counts import LOW_PRECISION, Count
 
 
@@ -158,7 +159,7 @@ class Gradients:
         return torch.nn.utils.get_total_norm(self.dense())
 
     def dense(self) -> list[Tensor]:
-        """Return all gradients that are there; a sparse one by its values."""
+        """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""
         found = []
         for p in self.parameters:
             if p.grad is not None and p.grad.is_sparse:
@@ -166,7 +167,7 @@ class Gradients:
                     p.grad = p.grad.coalesce()
                 found.append(p.grad._values())  # noqa: SLF001 - values() would copy
             elif p.grad is not None:
-                found.append(p.grad)
+                found.append(local(p.grad))
         return found
 
     @property

@@ -88,6 +88,7 @@ class Ledger:
     came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
     sure: bool = False  # the totals are sums of what comes: nothing to compare
     over: tuple[str, ...] = ()  # names of the terms over data
+    in_common: bool = False  # whether other ranks' gradients are added to these before the window ends
     once: float = 1.0  # this rank's share of a term that counts once
     shares_once: bool = False  # whether it has been added
     own_totals: tuple[Count, ...] | None = None  # of `totals`, where others have a part in them
@@ -330,11 +331,12 @@ class Ledger:
         if not count:
             return 0.0
         if self.provisional is None:
-            self.provisional = count * self.steps  # what it will be if all are alike: then nothing is left to correct
+            # What it will be if all are alike: then nothing is left to correct. With others it is the same for all.
+            self.provisional = 1.0 if self.in_common else count * self.steps
         return count / self.provisional
 
     def _share_on_device(self, count: Tensor, about: float) -> Tensor:
-        if self.provisional is None and not self.small:
+        if self.provisional is None and (self.in_common or not self.small):
             self.provisional = 1.0
         elif self.provisional is None:
             self.provisional = about * self.steps if about else count.clamp(min=1.0) * self.steps

@@ -108,7 +108,7 @@ class Stepper:
             for hook in list(self.hooks.values()):
                 hook()
             self._doing = ""
-        norm = gradients.norm() if self.clip_norm is not None or self.skip_nonfinite else None
+        norm = self._norm(gradients) if self.clip_norm is not None or self.skip_nonfinite else None
         factor = correction
         if norm is not None:
             if isinstance(correction, Tensor) or correction != 1.0:
@@ -123,6 +123,11 @@ class Stepper:
             self._schedule(skipped=bool(skipped))
         self._doing = ""
         return (norm if self.clip_norm is not None else None), skipped
+
+    def _norm(self, gradients: Gradients) -> Tensor:
+        if self.ranks is not None and self.ranks.sharded:
+            return self.ranks.norm(gradients.dense(), gradients.device)
+        return gradients.norm()
 
     @property
     def began(self) -> bool:
@@ -192,7 +197,8 @@ class Stepper:
             nonfinite = None
         handed: dict[str, Tensor] = {}
         corrected = isinstance(factor, Tensor) or factor != 1.0
-        if fused and corrected and _all_float32(gradients):  # the kernel divides by it on its way
+        sharded = self.ranks is not None and self.ranks.sharded  # a kernel over shards takes no plain number
+        if fused and corrected and not sharded and _all_float32(gradients):  # the kernel divides by it on its way
             scale = 1.0 / factor
             handed["grad_scale"] = (
                 scale.to(gradients.device, torch.float32)

@@ -45,7 +45,7 @@ class Window:
             stepper.ranks.spoken = False
         self._ledger = Ledger(steps, small=stepper.scaler is not None, totals=totals)
         if stepper.ranks is not None:
-            self._ledger.once = 1.0 / stepper.ranks.size
+            self._ledger.once, self._ledger.in_common = 1.0 / stepper.ranks.size, stepper.ranks.sharded
             if totals is not None:
                 self._ledger.own_totals = totals
                 self._ledger.totals = together.totals(stepper.ranks, totals, self._gradients.device)
@@ -84,7 +84,7 @@ class Window:
         if not self._ledger.micro_batches:
             self._await(terms)
         factors: dict[Node, Tensor] = {}
-        if not weights.nothing:
+        if not weights.nothing or self._ledger.in_common:  # every pass is a meeting
             factors = self._backward(loss, terms, weights, only_own=only_own)
             self._gradients.remember()
             if not self._reached:
@@ -192,6 +192,11 @@ class Window:
         else:
             self.show(weights.whole * self.scale, mean.count)
 
+    def pass_by(self, loss: Tensor) -> None:
+        """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
+        run_backward(loss, torch.zeros_like(loss), None)
+        self._gradients.remember()
+
     def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
         """Take over what replays of a captured micro-step have added up to the gradients of this window."""
         self._loss_dtype = loss_dtype
@@ -260,7 +265,8 @@ class Window:
         skipped: bool | Tensor = True
         try:
             if together.counted(agreement, ledger):
-                together.fill(ranks, gradients, agreement)
+                if not ranks.sharded:
+                    together.fill(ranks, gradients, agreement)
                 scale = self._scale(gradients.parameters[0]) if self._stepper.scaler is not None else None
                 correction: Count = self._residual
                 if agreement.kind == "mean":
@@ -268,7 +274,8 @@ class Window:
                 if scale is not None and self._stepper.scaler is not None:
                     correction = correction * self._rescaled(self._stepper.scaler, scale)
                 gradients.scale(correction)
-                ranks.add_up(gradients.dense())
+                if not ranks.sharded:
+                    ranks.add_up(gradients.dense())
                 norm, skipped = self._stepper.step(gradients, 1.0)
         except BaseException as error:
             self._broken, self._failure = error, self._stepper.give_up(error)

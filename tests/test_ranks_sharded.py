@@ -1,0 +1,137 @@
+"""Models that are sharded with `fully_shard`: the same final weights as one process on the union of the batches."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator, BigStep, Options
+from bigbatch.errors import ConfigurationError
+from tests.ranks import run_on_ranks
+from tests.reference import distance
+from tests.test_ranks import CLASSES, LOSSES, OPTIMIZERS, assert_same, batches_of, micro_batch, truth
+
+
+def model() -> nn.Sequential:
+    """Return the same model on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
+
+
+def shards(network: nn.Module, parts: Sequence[nn.Module] = (), **named: Any) -> nn.Module:
+    """Shard a model over all ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for part in parts:
+        fully_shard(part, mesh=mesh, **named)
+    fully_shard(network, mesh=mesh, **named)
+    return network
+
+
+def whole(network: nn.Module) -> list[Tensor]:
+    """Return the full weights."""
+    found: list[Any] = list(network.parameters())
+    return [p.full_tensor().detach() for p in found]
+
+
+def accumulated(rank: int, sizes: Sequence[Sequence[int]], loss: str, optimizer: str) -> Any:
+    """Train micro-batches on one rank."""
+    plain = model()
+    network = shards(plain, [plain[0], plain[2]])
+    accumulator = Accumulator(network, OPTIMIZERS[optimizer](network.parameters()), steps=2, clip_norm=1.0)
+    updates = []
+    for batch in accumulator.over(batches_of(rank, sizes)):
+        update = accumulator.backward(LOSSES[loss](network, batch))
+        if update is not None:
+            updates.append((float(update.loss), float(update.grad_norm or 0), update.skipped, float(update.count)))  # type: ignore[arg-type]
+    return whole(network), updates
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("loss", ["mean", "summed"])
+def test_sharded_models_are_one_process(loss: str, optimizer: str) -> None:
+    """Uneven micro-batches and counts, clipped by the norm over all shards."""
+    sizes = [[3, 5, 2, 4], [6, 1, 1, 7]]
+    found = run_on_ranks(2, accumulated, sizes, loss, optimizer)
+    assert_same(found, truth(sizes, 2, loss, optimizer))
+
+
+def big_steps(rank: int, sizes: Sequence[Sequence[int]], optimizer: str) -> Any:
+    """Give each batch of this rank as its part of a big batch."""
+    network = shards(model())
+    step = BigStep(
+        network, OPTIMIZERS[optimizer](network.parameters()), LOSSES["mean"], micro_batch_size=2, clip_norm=1.0
+    )
+    updates = []
+    for number, size in enumerate(sizes[rank]):
+        update = step(micro_batch(size, 100 * rank + number))
+        updates.append((float(update.loss), float(update.grad_norm or 0), update.skipped, float(update.count)))  # type: ignore[arg-type]
+    return whole(network), updates
+
+
+@pytest.mark.parametrize("sizes", [[[3, 5, 4], [7, 1, 6]], [[1, 9], [8, 2], [4, 4], [2, 1]]], ids=str)
+def test_big_steps_make_as_many_passes_on_every_rank(sizes: list[list[int]]) -> None:
+    """A rank with fewer micro-batches passes one by with weight zero."""
+    found = run_on_ranks(len(sizes), big_steps, sizes, "adamw")
+    assert_same(found, truth(sizes, 1, "mean", "adamw"))
+
+
+def partly(_: int) -> Any:
+    """Shard a part of a model."""
+    network = model()
+    shards(network[0])
+    return Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+
+
+@pytest.mark.parametrize("options", [{"lengths": len}, {"cuda_graph": True}, None], ids=str)
+def test_what_ranks_would_do_in_their_own_way_is_refused(options: dict[str, Any] | None) -> None:
+    """Trying sizes, packing, replaying."""
+    for error in run_on_ranks(2, in_its_own_way, options):
+        assert isinstance(error, ConfigurationError), error
+        assert "meeting of all ranks" in str(error) or "CUDA" in str(error)
+
+
+def in_its_own_way(_: int, options: dict[str, Any] | None) -> Any:
+    """Make a step whose passes depend on the rank."""
+    network = shards(model())
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    if options is None:
+        return BigStep(network, optimizer, LOSSES["mean"])
+    return BigStep(network, optimizer, LOSSES["mean"], micro_batch_size=2, options=Options(**options))
+
+
+def mixed(rank: int) -> Any:
+    """Train with parameters and reductions of lower precision."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    network = shards(model().float(), mp_policy=policy)
+    accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=0.1), steps=2)
+    for x, y in accumulator.over(batches_of(rank, [[3, 5], [6, 1]])):
+        accumulator.backward(F.cross_entropy(network(x.float()).float(), y))
+    return whole(network)
+
+
+def test_mixed_precision_is_that_of_the_policy() -> None:
+    """Close to float64, as bf16 is."""
+    network = model()
+    sizes = [[3, 5], [6, 1]]
+    every = [batch for rank in range(2) for batch in batches_of(rank, sizes)]
+    F.cross_entropy(network(torch.cat([x for x, _ in every])), torch.cat([y for _, y in every])).backward()
+    torch.optim.SGD(network.parameters(), lr=0.1).step()
+    for each in run_on_ranks(2, mixed):
+        if isinstance(each, BaseException):
+            raise each
+        assert distance([p.double() for p in each], [p.detach() for p in network.parameters()]) <= 2e-3
+
+
+def test_parameters_outside_of_shards_are_refused() -> None:
+    """Nothing would reduce their gradients."""
+    for error in run_on_ranks(2, partly):
+        assert isinstance(error, ConfigurationError), error
+        assert "fully_shard(model)" in str(error)
