@@ -48,6 +48,8 @@ def sum_only(models: Sequence[nn.Module]) -> None:
             raise ConfigurationError(msg)
     for module in sharded(models):
         module.set_gradient_divide_factor(1.0)
+        if hasattr(module, "set_force_sum_reduction_for_comms"):  # other ways of adding up are NCCL's alone
+            module.set_force_sum_reduction_for_comms(True)
         module.set_requires_gradient_sync(True)
 
 
