@@ -77,6 +77,9 @@ def test_random_numbers_can_be_accepted(tmp_path: Path) -> None:
     assert "--allow randomness" in refused.stdout
     assert "1. randomness at 1 (100% of the difference)" in accepted.stdout
     assert run(file, "--allow", "batch-norm").exit_code == 1
+    unknown = run(file, "--allow", "dropout")
+    assert unknown.exit_code == 2
+    assert "found 'dropout'" in " ".join(unknown.stderr.split())
 
 
 def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:

@@ -185,6 +185,16 @@ def test_a_gradient_hook_counts() -> None:
     assert calls
 
 
+def test_a_number_beside_the_buffers_is_put_back_in_place() -> None:
+    """Each run finds it as it was given, so that it is a cause and no riddle."""
+    torch.manual_seed(0)
+    model = network(defects.Counting())
+    next(model.parameters()).register_hook(lambda gradient: gradient)
+    found = verify(model, mean, samples(), 4, options=Options(check=False))
+    assert [cause.kind for cause in found.causes] == ["buffers-written"], str(found)
+    assert vars(model[1])["calls"] == 0
+
+
 def test_several_models() -> None:
     """As loss_fn takes them; parameters are named by the model's number."""
     torch.manual_seed(0)
@@ -574,6 +584,60 @@ def test_a_difference_whose_cause_is_not_found_is_said_to_be_so() -> None:
     assert found.notes[-1] == "No experiment took this difference away: its cause was not found."
 
 
+def test_what_is_left_unexplained_is_not_accepted_with_the_rest() -> None:
+    """Dropout is allowed, and a mistake beside it that no experiment knows is not."""
+    torch.manual_seed(0)
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad = p.grad.sin()
+
+    found = verify(network(nn.Dropout(0.3)), mean, samples(), 4, train_window=train_window)
+    assert [cause.kind for cause in found.causes] == ["randomness"]
+    assert found.unexplained > 1e-3
+    assert "Not exact: " in str(found)
+    with pytest.raises(errors.GradientsDiffer):
+        found.raise_if_wrong(allow={"randomness"})
+
+
+def test_what_big_step_refuses_is_not_accepted_with_its_dropout() -> None:
+    """A step would raise: that the counts are equal by chance is no proof."""
+    torch.manual_seed(0)
+    even = torch.randn(8, 6), torch.tensor([0, 1] * 4)
+    found = verify(network(nn.Dropout(0.3)), defects.masked, even, 4)
+    assert [cause.kind for cause in found.causes] == ["randomness", "wrong-count"]
+    with pytest.raises(errors.GradientsDiffer):
+        found.raise_if_wrong(allow={"randomness"})
+
+
+def test_a_mistake_in_the_own_dtype_alone_is_no_proof() -> None:
+    """As of a kernel that float64 goes around."""
+    torch.manual_seed(0)
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= 1.3 if p.dtype == torch.float32 else 1.0
+
+    found = verify(network(), mean, samples(), 4, train_window=train_window)
+    assert not found.exact
+    assert "No proof: " in str(found)
+    assert found.notes[0].startswith("In float32 the gradient is off by 0.3, where the big batch's own is off by")
+    with pytest.raises(errors.GradientsDiffer):
+        found.raise_if_wrong()
+
+
+@pytest.mark.parametrize(("allow", "said"), [({"dropout"}, "'dropout'"), ("randomness", "'randomness'")])
+def test_a_kind_that_is_none_is_not_allowed(allow: Any, said: str) -> None:
+    """A slip would accept nothing, and not say so; a plain string is one."""
+    with pytest.raises(errors.ConfigurationError, match=f"found {said}") as raised:
+        verification("randomness").raise_if_wrong(allow=allow)
+    assert "batch-norm, randomness, buffers-written" in str(raised.value)
+
+
 def test_a_loop_that_returns_its_loss() -> None:
     """It stands beside the big batch's."""
     torch.manual_seed(0)
@@ -618,7 +682,9 @@ def test_no_hook_is_left_on_optimizers() -> None:
 def test_the_documentation_lists_every_kind() -> None:
     """A kind that is named on a screen can be looked up."""
     from bigbatch.verifying.evidence import REMEDIES
+    from bigbatch.verifying.verification import KINDS
 
+    assert set(KINDS) == set(REMEDIES)
     page = (Path(__file__).parent.parent / "docs" / "verify.md").read_text()
     assert all(f"`{kind}`" in page for kind in REMEDIES)
 

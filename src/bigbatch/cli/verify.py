@@ -51,6 +51,9 @@ def verify(  # noqa: PLR0917 - each is an option of the command
     """
     # What their code prints must not stand among the JSON.
     with errors_as_text(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        from bigbatch.verifying.verification import refuse_unknown
+
+        refuse_unknown(allow or ())
         if html is not None:
             prepare(html)
         found = _verified(file, batch_size, micro_batch_size)
@@ -62,8 +65,7 @@ def verify(  # noqa: PLR0917 - each is an option of the command
         from bigbatch.pages.verify_page import verify_page
 
         wrote(verify_page(found, name=file.name), html)
-    kinds = {cause.kind for cause in found.causes}
-    if not found.exact and not (kinds and kinds <= set(allow or ())):
+    if not found.accepted(allow or ()):
         raise typer.Exit(FAILED)
 
 
@@ -134,7 +136,7 @@ def _next(found: "Verification", file: Path, console: "Console") -> None:
     name = shlex.quote(str(file))
     if found.exact:
         next_step(console, f"train {name}", "with the gradients that were proved")
-    elif {cause.kind for cause in found.causes} == {"randomness"}:
+    elif found.accepted({"randomness"}):
         next_step(console, f"verify {name} --allow randomness", "to accept what is equal in distribution alone")
     else:
         next_step(console, f"verify {name}", "again, after the remedy above")

@@ -9,7 +9,7 @@ import torch
 from bigbatch.errors import BigBatchError, CoupledLoss
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.verifying.evidence import cause
-from bigbatch.verifying.gradients import relative
+from bigbatch.verifying.gradients import overall, relative
 from bigbatch.verifying.inquiry import Inquiry
 from bigbatch.verifying.judging import Compared, Judge, measured, repeats
 from bigbatch.verifying.looking import OUTSIDE
@@ -20,6 +20,9 @@ from bigbatch.verifying.settling import Settling
 from bigbatch.verifying.table import number
 from bigbatch.verifying.verification import Cause, Difference, Verification
 from bigbatch.verifying.ways import Accumulated, Loop
+
+_FAR = 30  # times what the big batch itself loses in the model's own dtype: no rounding any more
+_NO_REFUSAL = frozenset({"randomness", "low-precision-sums"})  # BigStep refuses neither: it meant something else
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,8 @@ class Proof:
         """Know how many samples the whole batch has, of which the runs may have a part; not `wide`: without float64."""
         self.runs, self._samples, self._wide = runs, samples, wide
         self.notes: list[str] = []
+        self._unexplained = 0.0
+        self._astray = False  # in the model's own dtype alone
         self._settling = Settling(runs, self.notes)
 
     def verification(self) -> Verification:
@@ -53,7 +58,7 @@ class Proof:
         compared = measured.compared
         differences = self._differences(measured, compared)
         causes = self._causes(measured, compared, differences)
-        exact = all(each.exact for each in differences) and not causes
+        exact = all(each.exact for each in differences) and not causes and not self._astray
         if not exact and not causes:
             self.notes.append("No experiment took this difference away: its cause was not found.")
         return Verification(
@@ -65,6 +70,7 @@ class Proof:
             micro_batches=measured.accumulated.sizes or runs.samples.sizes,
             dtype=_name(runs.subject.dtype),
             loss=(measured.truth.loss, measured.accumulated.loss),
+            unexplained=self._unexplained,
             notes=tuple(self.notes),
         )
 
@@ -123,7 +129,8 @@ class Proof:
         apart = repeats(runs, truth, judge)
         if apart:
             causes.append(unlike_itself(runs, apart, min(1.0, apart / (compared.overall or apart)), loop=loop))
-        if not all(each.exact for each in differences):
+        steps = accumulated.watched.most_steps if accumulated.watched is not None else 0
+        if steps > 1 or not all(each.exact for each in differences):
             precise = judge.precise and runs.judged_in == torch.float64
             low = rounded(accumulated.gradients, compared.differences, loop=loop) if precise else []
             causes += low or self._asked(judge, compared, accumulated)
@@ -133,17 +140,30 @@ class Proof:
             runs.dtype = None
             causes += lost_in_sums(runs, truth.gradients, own, floors, loop=loop)
             runs.dtype = torch.float64
+            if not causes:
+                self._look_astray(own, floors)
         refused = self._settling.refused
-        if refused is not None and not causes:
+        if refused is not None and {each.kind for each in causes} <= _NO_REFUSAL:
             kind = "coupled-samples" if isinstance(refused, CoupledLoss) else "wrong-count"
             first = str(refused).partition("\n")[0].rstrip(".")
             causes.append(cause(kind, OUTSIDE, 0.0, f"BigStep refuses this loss: {first}", loop=False, count="count"))
         return causes
 
+    def _look_astray(self, own: Mapping[str, float], floors: Mapping[str, float]) -> None:
+        """Rounding in the model's own dtype is as large for both; where it is not, something else runs there."""
+        dtype, found, floor = self.runs.subject.dtype, overall(own), overall(floors)
+        self._astray = not found <= _FAR * max(floor, torch.finfo(dtype).eps)
+        if self._astray:
+            self.notes.append(
+                f"In {_name(dtype)} the gradient is off by {number(found)}, where the big batch's own is off by "
+                f"{number(floor)}: what runs in {_name(dtype)} is not what runs in float64."
+            )
+
     def _asked(self, judge: Judge, compared: Compared, accumulated: Accumulated) -> list[Cause]:
         """Ask for the causes by experiment."""
         inquiry = Inquiry(self.runs, judge, compared)
         causes = inquiry.causes(accumulated.watched)
+        self._unexplained = inquiry.unexplained
         if inquiry.unexplained and causes:
             rest = number(inquiry.unexplained)
             self.notes.append(f"With all of these turned off a difference of {rest} is left, unexplained.")

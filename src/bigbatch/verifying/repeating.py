@@ -1,8 +1,5 @@
 """A model that does not do the same thing twice: where, and whether deterministic kernels would."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -61,15 +58,9 @@ def _outputs(runs: Runs) -> list[tuple[str, tuple[float, ...]]]:
     def after(name: str, output: object) -> None:
         seen.append((name, tuple(_mark(each) for each in tensors(output))))
 
-    with runs.standing(NOTHING) as standing, following(standing, Stack(), after=after), _no_graph():
+    with runs.standing(NOTHING) as standing, following(standing, Stack(), after=after), torch.no_grad():
         runs.call(standing, runs.samples.whole(runs.dtype))
     return seen
-
-
-@contextmanager
-def _no_graph() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def _mark(tensor: Tensor) -> float:

@@ -31,7 +31,7 @@ def headline(found: "Verification") -> str:
     dtype = "float64" if found.in_float64 else found.dtype
     if found.exact:
         return f"Exact: the gradient of {cut} is the big batch's, to {number(far)} in {dtype}."
-    if {cause.kind for cause in found.causes} == {"randomness"}:
+    if found.accepted({"randomness"}):
         return f"Equal in distribution: the gradient of {cut} differs from the big batch's by its random numbers alone."
     if worst.exact and found.in_float64:
         if any(cause.kind == "low-precision-sums" for cause in found.causes):

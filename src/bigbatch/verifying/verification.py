@@ -5,10 +5,29 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bigbatch.errors import GradientsDiffer
+from bigbatch.errors import ConfigurationError, GradientsDiffer
 from bigbatch.verifying.table import text
 
 EXACT = 1e-12  # relative, in float64: what counts as equal whatever the rounding
+KINDS = (
+    "batch-norm",
+    "randomness",
+    "buffers-written",
+    "coupled-samples",
+    "nonlinear-in-a-mean",
+    "wrong-count",
+    "counted-per-micro-batch",
+    "unused-parameters",
+    "low-precision-sums",
+    "nondeterminism",
+    "not-divided",
+    "divided-twice",
+    "wrong-scale",
+    "dropped-micro-batch",
+    "zeroed-inside",
+    "stepped-inside",
+    "clipped-inside",
+)
 FEW = 8  # times the measured rounding: two roundings of one number lie so far apart, hardly ever more
 
 
@@ -68,6 +87,17 @@ class Cause:
     """What to type."""
 
 
+def refuse_unknown(kinds: Collection[str]) -> None:
+    """Refuse what is no set of kinds: a slip would accept nothing, and not say so."""
+    unknown = [kinds] if isinstance(kinds, str) else sorted(set(kinds) - set(KINDS))
+    if unknown:
+        msg = (
+            f"allow takes a set of kinds of causes, such as {{'randomness'}}; found {unknown[0]!r}.\n"
+            f"Take some of these:  {', '.join(KINDS)}"
+        )
+        raise ConfigurationError(msg)
+
+
 @dataclass(frozen=True)
 class Verification:
     """Whether the accumulated gradient is the big batch's, per parameter, and if not, why not.
@@ -90,6 +120,8 @@ class Verification:
     """The model's own, such as "bfloat16"."""
     loss: tuple[float, float]
     """Of the big batch, and as accumulated; NaN where it is not known."""
+    unexplained: float = 0.0
+    """What is left of the difference with all of the causes turned off."""
     notes: tuple[str, ...] = ()
     """What else a reader should know, in sentences: what was left out, what could not be had."""
 
@@ -110,11 +142,17 @@ class Verification:
             verify(model, loss_fn, batch, micro_batch_size=4).raise_if_wrong(allow={"randomness"})  # with its dropout
 
         Args:
-            allow: kinds of causes that are accepted. Where all of the causes are of these, nothing is raised.
+            allow: kinds of causes that are accepted. Where all of the causes are of these, and they explain all of the
+                difference, nothing is raised.
         """
-        kinds = {cause.kind for cause in self.causes}
-        if not self.exact and not (kinds and kinds <= set(allow)):
+        if not self.accepted(allow):
             raise GradientsDiffer(str(self))
+
+    def accepted(self, allow: Collection[str] = ()) -> bool:
+        """Whether the gradients are equal but for causes of these kinds."""
+        refuse_unknown(allow)
+        kinds_found = {cause.kind for cause in self.causes}
+        return self.exact or (bool(kinds_found) and kinds_found <= set(allow) and not self.unexplained)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings and lists, as JSON has them: what is not a finite number is None."""
