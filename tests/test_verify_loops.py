@@ -1,6 +1,8 @@
 """Loops written without this library, and real frameworks: right ones are proved, wrong ones hear what is wrong."""
 
+import copy
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -163,6 +165,130 @@ def test_a_scaler_is_unscaled_before_its_step() -> None:
 
     torch.manual_seed(0)
     assert verify(network(), mean, samples(UNEVEN), 4, train_window=train_window).exact
+
+
+def stepping_twice(model: nn.Module, micro_batches: list[Batch]) -> None:
+    """The right gradient, stepped with once too often."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    by_samples(mean)(model, micro_batches)
+    optimizer.step()
+    optimizer.step()
+
+
+def test_a_second_step_with_the_right_gradient_is_no_proof() -> None:
+    """The first step had it, so the difference is none; the update is twice the big batch's all the same."""
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(UNEVEN), 4, train_window=stepping_twice)
+    assert not found.exact
+    assert [cause.kind for cause in found.causes] == ["stepped-inside"]
+    assert "stepped 2 times in the window: once with the gradient, and on" in found.causes[0].found
+
+
+def test_steps_without_clearing_are_steps_and_nothing_else() -> None:
+    """A gradient that stays for the next step is not counted again, so no weights look wrong."""
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        total = sum(len(labels) for _, labels in micro_batches)
+        for batch in micro_batches:
+            (mean(model, batch) * len(batch[1]) / total).backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(UNEVEN), 4, train_window=train_window)
+    assert [cause.kind for cause in found.causes] == ["stepped-inside"], str(found)
+
+
+def test_parts_of_a_model_may_be_clipped_one_by_one() -> None:
+    """Each once, before the step: that is not inside of the window."""
+
+    def train_window(model: Any, micro_batches: list[Batch]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        by_samples(mean)(model, micro_batches)
+        nn.utils.clip_grad_norm_(model[0].parameters(), 1e-3)
+        nn.utils.clip_grad_norm_(model[-1].parameters(), 1e-3)
+        optimizer.step()
+
+    torch.manual_seed(0)
+    assert verify(network(), mean, samples(UNEVEN), 4, train_window=train_window).exact
+
+
+def test_clipping_at_a_norm_that_is_never_reached_is_not_named() -> None:
+    """Left out, it changes nothing: the cause is another."""
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        for batch in micro_batches:
+            (mean(model, batch) / len(micro_batches)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(UNEVEN), 4, train_window=train_window)
+    assert [cause.kind for cause in found.causes] == ["wrong-count"], str(found)
+
+
+def test_clipping_of_another_model_goes_on() -> None:
+    """It is done as asked, though that of the model in question is left out."""
+    other = nn.Parameter(torch.zeros(3))
+    norms = []
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        other.grad = torch.full((3,), 10.0)
+        nn.utils.clip_grad_norm_([other], 1.0)
+        norms.append(float(other.grad.norm()))
+
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(UNEVEN), 4, train_window=train_window)
+    assert found.exact
+    assert not found.notes
+    assert norms == pytest.approx([1.0] * len(norms), rel=1e-3)
+
+
+def test_a_loop_with_its_own_model_and_optimizer_is_judged_right_and_put_back() -> None:
+    """Training that is under way: its weights, and its optimizer's state and settings, are as before."""
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    mean(model, samples()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def train_window(_: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    weights = [p.detach().clone() for p in model.parameters()]
+    state = copy.deepcopy(optimizer.state_dict())
+    found = verify(model, mean, samples(UNEVEN), 4, train_window=train_window)
+    assert found.exact, str(found)
+    assert found.in_float64
+    assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
+    after = optimizer.state_dict()
+    assert after["param_groups"] == state["param_groups"]
+    for place, kept in state["state"].items():
+        assert all(torch.equal(value, after["state"][place][name]) for name, value in kept.items())
+
+
+def test_another_thread_trains_on() -> None:
+    """Its optimizer keeps its state while a window is watched."""
+    other = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([other], lr=0.1, momentum=0.9)
+
+    def step() -> None:
+        other.grad = torch.ones(3)
+        optimizer.step()
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+        by_samples(mean)(model, micro_batches)
+
+    torch.manual_seed(0)
+    assert verify(network(), mean, samples(UNEVEN), 4, train_window=train_window).exact
+    assert optimizer.state[other]["momentum_buffer"][0] > 1  # of several steps
 
 
 @pytest.mark.parametrize("example", [verify_hand_loop, verify_accelerate, verify_lightning, verify_hf_trainer])

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from bigbatch.verifying import looking
 from bigbatch.verifying.apart import Apart
 from bigbatch.verifying.evidence import cause, listed
+from bigbatch.verifying.gradients import relative
 from bigbatch.verifying.judging import Compared, Judge
 from bigbatch.verifying.loops import Watched
 from bigbatch.verifying.runs import Runs
@@ -83,9 +84,11 @@ class Inquiry:
         before = self._before.overall
         if self._way.clipping:
             self._way = replace(self._way, clipping=False)
-            after = self.compared(NOTHING).overall
+            without = self.compared(NOTHING)
+            after = without.overall
             said = f"gradients were clipped {watched.clipped} times in the window; without it {_goes(before, after)}"
-            found.append(cause("clipped-inside", "clip_grad_norm_", _share(before, after), said, loop=True))
+            if not self._judge.gone(relative(without.found, self._before.found)):  # a norm that is reached
+                found.append(cause("clipped-inside", "clip_grad_norm_", _share(before, after), said, loop=True))
             before = after
         if watched.most_steps > 1:
             self._way = replace(self._way, stepping=False)
@@ -96,6 +99,9 @@ class Inquiry:
             )
             steps = len(self._runs.samples.sizes)
             share = 1.0 if after >= before else _share(before, after)
+            if self._judge.gone(self._before.differences):
+                share = 1.0
+                said = f"the optimizer stepped {watched.most_steps} times in the window: once with the gradient, and on"
             found.append(cause("stepped-inside", "optimizer.step", share, said, loop=True, steps=steps))
         return found
 

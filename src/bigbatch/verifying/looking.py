@@ -12,11 +12,12 @@ from torch.nn.modules.batchnorm import _NormBase as Statistics
 from bigbatch.micro_steps.restoring import Buffers, Randomness
 from bigbatch.micro_steps.survival import is_out_of_memory
 from bigbatch.verifying.apart import Apart, divided, guessed, mapped_tensors, own_copy, put_together, seen, tensors
+from bigbatch.verifying.attributes import attributes, copied, of_module, put_back
 from bigbatch.verifying.drawing import Draws
 from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.subject import Standing
 from bigbatch.verifying.trying import tried
-from bigbatch.verifying.turning_off import Off, attributes, put_back
+from bigbatch.verifying.turning_off import Off
 
 OUTSIDE = "loss_fn"  # where no module runs
 
@@ -214,10 +215,7 @@ def following(
 
 
 def _state(module: nn.Module) -> dict[str, Any]:
-    buffers = {name: b.detach().clone() for name, b in module.named_buffers(recurse=False)}
-    own = {k: v for k, v in vars(module).items() if isinstance(v, int | float | Tensor) and k != "training"}
-    kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in own.items()}
-    return {**kept, **buffers}
+    return copied({**of_module(module), **dict(module.named_buffers(recurse=False))})
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,12 +1,14 @@
 """A loop that somebody else wrote, watched while it runs one window: what its optimizer stepped with, and how often."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,8 +26,7 @@ class Watched:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)  # at the first step, or left in .grad
     stepped: list[dict[str, Tensor | None]] = field(default_factory=list)  # at each step of an optimizer
     most_steps: int = 0  # of one optimizer
-    zeroed: int = 0  # times that gradients were cleared which no optimizer had stepped with
-    clipped: int = 0
+    clipped: int = 0  # times, of one parameter
     autocast: torch.dtype | None = None  # the loop's own, inside the model
     returned: float = float("nan")
 
@@ -53,8 +54,7 @@ def watched(
         for model in standing.models:
             stack.callback(model.register_forward_pre_hook(look, prepend=True).remove)
         stack.enter_context(_steps(found, names, undone=not stepping))
-        stack.enter_context(_clearings(found, names))
-        stack.enter_context(_clips(found, undone=not clipping))
+        stack.enter_context(_clips(found, names, undone=not clipping))
         returned = train_window(standing.model, list(micro_batches))
     found.left = {name: wide(p.grad) for name, p in standing.parameters.items()}
     if not found.stepped:
@@ -67,37 +67,77 @@ def watched(
 @contextmanager
 def _steps(found: Watched, names: dict[int, str], *, undone: bool) -> Iterator[None]:
     """Read the gradients that each optimizer steps with, whichever loop calls it."""
-    reader = _Reader(found, names)
-    before: list[tuple[Tensor, Tensor]] = []
-
-    def reading(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if undone:
-            before[:] = [(p, p.detach().clone()) for p in _of_model(optimizer, names)]
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if not callable(closure):
-            reader.read(optimizer)
-            return None
-
-        # Lightning runs the last micro-batch inside of the step.
-        def then_read() -> Any:
-            loss = closure()
-            reader.read(optimizer)
-            return loss
-
-        return ((args[0], then_read, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_read})
-
-    def undoing(*_: object) -> None:
-        with torch.no_grad():
-            for p, weights in before:
-                p.copy_(weights)
-        before.clear()
-
-    handles = [register_optimizer_step_pre_hook(reading), register_optimizer_step_post_hook(undoing)]
+    watch = _Stepping(found, names, undone=undone)
+    handles = [register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        watch.states.put_back()
+
+
+class _Stepping:
+    """Hears of every step of an optimizer; those of other threads are of another training."""
+
+    def __init__(self, found: Watched, names: dict[int, str], *, undone: bool) -> None:
+        self.states = _States()
+        self._reader, self._names, self._undone, self._thread = _Reader(found, names), names, undone, get_ident()
+        self._weights: list[tuple[Tensor, Tensor]] = []
+
+    def before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Read the gradients, or have them read once a closure has made them."""
+        if get_ident() != self._thread:
+            return None
+        self.states.lend(optimizer)
+        if self._undone:
+            self._weights = [(p, p.detach().clone()) for p in _of_model(optimizer, self._names)]
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if not callable(closure):
+            self._reader.read(optimizer)
+            return None
+
+        # Lightning runs the last micro-batch inside of the step.
+        def then_read() -> Any:
+            loss = closure()
+            self._reader.read(optimizer)
+            return loss
+
+        return ((args[0], then_read, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_read})
+
+    def after(self, *_: object) -> None:
+        """Take the step back, where it is to have no effect."""
+        if get_ident() != self._thread:
+            return
+        with torch.no_grad():
+            for p, weights in self._weights:
+                p.copy_(weights)
+                if p.grad is not None:  # the next step is to tell what has come since
+                    p.grad.zero_()
+        self._weights = []
+
+
+class _States:
+    """The states of optimizers that a loop has made elsewhere: each begins a run without one, and gets it back."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Optimizer, Any, list[dict[str, Any]]]] = {}
+
+    def lend(self, optimizer: Optimizer) -> None:
+        if id(optimizer) not in self._kept:
+            groups = [{name: _own(value) for name, value in group.items()} for group in optimizer.param_groups]
+            self._kept[id(optimizer)] = (optimizer, optimizer.state, groups)
+            optimizer.state = defaultdict(dict)
+
+    def put_back(self) -> None:
+        for optimizer, state, groups in self._kept.values():
+            optimizer.state = state
+            for group, kept in zip(optimizer.param_groups, groups, strict=False):
+                group.update(kept)
+
+
+def _own(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 class _Reader:
@@ -128,28 +168,7 @@ def _of_model(optimizer: Optimizer, names: dict[int, str]) -> list[Tensor]:
 
 
 @contextmanager
-def _clearings(found: Watched, names: dict[int, str]) -> Iterator[None]:
-    """Notice gradients that are cleared before an optimizer has stepped with them."""
-    optimizers_way, modules_way = Optimizer.zero_grad, nn.Module.zero_grad
-
-    def note(parameters: Iterator[Tensor]) -> None:
-        lost = any(id(p) in names and p.grad is not None and bool(p.grad.any()) for p in parameters)
-        found.zeroed += lost and not found.stepped
-
-    def by_optimizer(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        note(p for group in self.param_groups for p in group["params"])
-        optimizers_way(self, *args, **kwargs)
-
-    def by_module(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        note(iter(self.parameters()))
-        modules_way(self, *args, **kwargs)
-
-    with _instead(Optimizer, "zero_grad", by_optimizer), _instead(nn.Module, "zero_grad", by_module):
-        yield
-
-
-@contextmanager
-def _clips(found: Watched, *, undone: bool) -> Iterator[None]:
+def _clips(found: Watched, names: dict[int, str], *, undone: bool) -> Iterator[None]:
     """Notice clipping by norm, and leave it out where the gradient before it is wanted."""
     name = "_clip_grads_with_norm_"
     inner = getattr(clip_grad, name, None)
@@ -157,10 +176,16 @@ def _clips(found: Watched, *, undone: bool) -> Iterator[None]:
         yield
         return
 
-    def clip(*args: Any, **kwargs: Any) -> None:
-        found.clipped += 1
-        if not undone:
-            inner(*args, **kwargs)
+    times: dict[str, int] = {}  # parts of a model may be clipped one by one
+
+    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        own = [names[id(p)] for p in every if id(p) in names]
+        for each in own:
+            times[each] = times.get(each, 0) + 1
+        found.clipped = max(times.values(), default=0)
+        if not (own and undone):  # what is another model's is no affair of this proof
+            inner(every, *args, **kwargs)
 
     with _instead(clip_grad, name, clip):
         yield

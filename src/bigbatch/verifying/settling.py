@@ -26,7 +26,7 @@ class Settling:
         own = runs.whole()
         if runs.subject.reached() or not _any(own.gradients):
             # The loss does not use the model that it is given, but the one it knows: then it is that one we run on.
-            runs.subject.in_place = True
+            runs.subject.lend_itself()
             own = runs.whole()
         if not _any(own.gradients):
             msg = (
@@ -70,7 +70,7 @@ class Settling:
         """See what a loop did, and run it again where that asks for it."""
         runs, watched = self.runs, found.watched
         if not _any(found.gradients) and not runs.subject.in_place:
-            runs.subject.in_place = True  # the loop has its own hold of the model
+            runs.subject.lend_itself()  # the loop has its own hold of the model
             return self.accumulated()
         if watched is None or not _any(found.gradients):
             msg = (

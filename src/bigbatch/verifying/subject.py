@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
+from bigbatch.micro_steps.restoring import Buffers, Randomness, devices_of, untouched
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
+from bigbatch.verifying.attributes import attributes, put_back
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Subject:
         """Find out whether it can be copied."""
         self.model, self.models = model, models
         self.devices = devices_of(models)
+        self._before: _Before | None = None
         self.in_place = any(_has_hooks(p) for each in models for p in each.parameters()) or not _can_be_copied(model)
 
     @property
@@ -56,22 +58,18 @@ class Subject:
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Leave the model itself as it was, whatever happens inside; its gradients are None at the start."""
-        parameters = [p for each in self.models for p in each.parameters()]
-        versions = [p._version for p in parameters]  # noqa: SLF001 - torch's own counter
-        kept = [p.detach().to("cpu", copy=True) for p in parameters]
-        needing = [p.requires_grad for p in parameters]
-        modes = [(module, module.training) for each in self.models for module in each.modules()]
         with untouched(self.models):
+            self._before = _Before(self.models)
             try:
                 yield
             finally:
-                for module, training in modes:
-                    module.training = training
-                for p, version, before, needs in zip(parameters, versions, kept, needing, strict=True):
-                    p.requires_grad_(needs)
-                    if p._version != version:  # noqa: SLF001 - a loop has stepped the model that it had been given
-                        with torch.no_grad():
-                            p.copy_(before)
+                self._before.restore()
+
+    def lend_itself(self) -> None:
+        """Run on the model itself from now on; a run that was to be on a copy may have trained it already."""
+        self.in_place = True
+        if self._before is not None:
+            self._before.restore()
 
     def reached(self) -> bool:
         """Whether a run on a copy has left gradients in the model itself."""
@@ -99,6 +97,7 @@ class Subject:
         parameters = list({id(p): p for each in self.models for p in each.parameters()}.values())
         own = [p.data for p in parameters]
         modes = [(module, module.training) for each in self.models for module in each.modules()]
+        numbers = [attributes(each) for each in self.models]
         with untouched(self.models):
             try:
                 for p in parameters:
@@ -114,6 +113,35 @@ class Subject:
                     p.data = data
                 for module, training in modes:
                     module.training = training
+                for kept in numbers:
+                    put_back(kept)
+
+
+class _Before:
+    """The model itself as it was: weights, buffers, modes, the numbers beside them; gradients are None."""
+
+    def __init__(self, models: tuple[nn.Module, ...]) -> None:
+        self._parameters = [p for each in models for p in each.parameters()]
+        self._weights = [p.detach().to("cpu", copy=True) for p in self._parameters]
+        self._needing = [p.requires_grad for p in self._parameters]
+        self._versions = [p._version for p in self._parameters]  # noqa: SLF001 - torch's own counter
+        self._modes = [(module, module.training) for each in models for module in each.modules()]
+        self._numbers = [attributes(each) for each in models]
+        self._buffers = Buffers(models)
+
+    def restore(self) -> None:
+        for module, training in self._modes:
+            module.training = training
+        for kept in self._numbers:
+            put_back(kept)
+        self._buffers.restore()
+        for place, (p, needs) in enumerate(zip(self._parameters, self._needing, strict=True)):
+            p.grad = None
+            p.requires_grad_(needs)
+            if p._version != self._versions[place]:  # noqa: SLF001 - a loop has stepped the model itself
+                with torch.no_grad():
+                    p.copy_(self._weights[place])
+                self._versions[place] = p._version  # noqa: SLF001
 
 
 def _copied(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -1,19 +1,18 @@
 """What can be turned off in a model, to see whether a difference goes with it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 
 from bigbatch.micro_steps.restoring import Randomness, devices_of
 from bigbatch.verifying.apart import Apart, running_apart
+from bigbatch.verifying.attributes import Written, copied, of_module, put_back
 from bigbatch.verifying.drawing import Draws
 from bigbatch.verifying.subject import Standing
-
-Written = dict[nn.Module, dict[str, Any]]  # numbers and tensors that modules keep as plain attributes
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def _as_it_was(models: Sequence[nn.Module]) -> Iterator[None]:
             if isinstance(module, Statistics):  # whose statistics are not read where they are written
                 continue
             buffers = {name: b.detach().clone() for name, b in module.named_buffers(recurse=False)}
-            written = {module: copied(_own(module))}
+            written = {module: copied(of_module(module))}
 
             def restore(module: nn.Module, _: object, buffers: Any = buffers, written: Written = written) -> None:
                 module._buffers.update(copied(buffers))  # noqa: SLF001 - there is no other way to put one back
@@ -115,31 +114,6 @@ def _drawing_again(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def attributes(model: nn.Module) -> Written:
-    """Return the numbers and tensors that modules keep beside their buffers."""
-    return {module: copied(_own(module)) for module in model.modules()}
-
-
-def put_back(written: Written) -> None:
-    """Put them back as they were; what is new is gone."""
-    for module, kept in written.items():
-        for name in _own(module).keys() - kept.keys():
-            del vars(module)[name]
-        vars(module).update(copied(kept))
-
-
-def copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy what can be written to."""
-    return {name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in values.items()}
-
-
-def _own(module: nn.Module) -> dict[str, Any]:
-    kinds = (int, float, Tensor)
-    return {
-        k: v for k, v in vars(module).items() if isinstance(v, kinds) and k != "training" and not k.startswith("__")
-    }
 
 
 NOTHING = Off()
