@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, Options
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import BatchError, ConfigurationError
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 from tests.test_ranks import CLASSES, LOSSES, OPTIMIZERS, assert_same, batches_of, micro_batch, truth
@@ -59,6 +59,20 @@ def test_sharded_models_are_one_process(loss: str, optimizer: str) -> None:
     sizes = [[3, 5, 2, 4], [6, 1, 1, 7]]
     found = run_on_ranks(2, accumulated, sizes, loss, optimizer)
     assert_same(found, truth(sizes, 2, loss, optimizer))
+
+
+@pytest.mark.parametrize("sizes", [[[3, 5, 2], [6]], [[3], [6, 2, 2, 4, 1]], [[2], [3, 1], [1], [4, 4, 4]]], ids=str)
+def test_ranks_with_fewer_batches_pass_by_with_one(sizes: list[list[int]]) -> None:
+    """It is given out again, adds nothing, and the update is that of all."""
+    found = run_on_ranks(len(sizes), accumulated, sizes, "mean", "sgd")
+    assert_same(found, truth(sizes, 2, "mean", "sgd"))
+
+
+def test_a_rank_without_any_batch_is_refused() -> None:
+    """It has nothing to pass by with."""
+    found = run_on_ranks(2, accumulated, [[3, 5], []], "mean", "sgd")
+    assert isinstance(found[1], BatchError), found[1]
+    assert "one at least" in str(found[1])
 
 
 def big_steps(rank: int, sizes: Sequence[Sequence[int]], optimizer: str) -> Any:

@@ -110,6 +110,7 @@ class Accumulator:
         self._warned = False
         self._promised = False  # whether other ranks were told of another window
         self._others_go_on = False  # whether they have told of one
+        self._repeated = False  # whether the batch was given out before, so that this rank passes by with the others
 
     @property
     def steps(self) -> int:
@@ -146,10 +147,14 @@ class Accumulator:
             exhausted=self._end,  # where the last batch made no backward, what came before must not be lost
             left=self._leave,
             remaining=lambda: self.remaining,
+            anyone=self._anyone if self._stepper.ranks is not None and self._stepper.ranks.sharded else None,
+            repeat=self._repeat,
         )
         return Over(loader, listener, self._counts)
 
-    def backward(self, loss: Tensor, count: GivenCount | None = None) -> Update | None:
+    def backward(  # noqa: C901 - a call less for every micro-batch
+        self, loss: Tensor, count: GivenCount | None = None
+    ) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
 
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
@@ -169,7 +174,9 @@ class Accumulator:
         if admission.reader.fresh or admission.may_wake:
             admission.scan(loss)
         try:
-            if admission.only_own:
+            if self._repeated:
+                self._window.pass_by(loss)
+            elif admission.only_own:
                 self._window.add(loss, terms)
             else:
                 with admission.sparing_others():
@@ -179,7 +186,7 @@ class Accumulator:
                 self.discard()
             raise
         self._added = True
-        if self._last or self._window.micro_batches >= self._steps:
+        if self._last or self._window.passes >= self._steps:
             return self._close(self._window, checked=True)
         return None
 
@@ -316,15 +323,24 @@ class Accumulator:
             self._refuse_backward_by_hand()
         self._last = True
         self.flush()
-        while self._stepper.ranks is not None and (self._promised or self._others_go_on):
+        ranks = self._stepper.ranks
+        while ranks is not None and not ranks.sharded and (self._promised or self._others_go_on):
             self._last = True
             # Others have batches left: their windows need this rank, which has none.
             nothing = None if self._counts is None else ()
             self._close(Window(self._stepper, self._steps, self._gradient_dtype, nothing))
 
+    def _anyone(self, mine: bool) -> bool:  # noqa: FBT001 - called by Over alone
+        ranks = self._stepper.ranks
+        assert ranks is not None  # noqa: S101 - or nobody would ask
+        return ranks.most(int(mine), all_parameters(self._stepper.optimizers)[0].device) > 0
+
+    def _repeat(self, repeated: bool) -> None:  # noqa: FBT001 - called by Over alone
+        self._repeated = repeated
+
     def _leave(self) -> None:
         """End an `over`, at its end or by `break`."""
-        self._over, self._last, self._totals = False, False, None
+        self._over, self._last, self._totals, self._repeated = False, False, None, False
 
     def _announce(self, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - called by Over alone
         """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.reading.counts import Count, TotalOfSum, checked_count
 
 Batch = TypeVar("Batch")
@@ -21,6 +21,8 @@ class Listener:
     exhausted: Callable[[], object]  # all batches were given out
     left: Callable[[], object]  # iteration has ended, for whatever reason
     remaining: Callable[[], int]  # how many micro-batches until the window is full
+    anyone: Callable[[bool], bool] | None = None  # whether any rank has a batch, where each pass is a meeting of all
+    repeat: Callable[[bool], None] = lambda _: None  # the next batch has been given out before, for company
 
 
 class Over(Generic[Batch]):
@@ -62,10 +64,11 @@ class Over(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""
-        announce = self._listener.announce
+        announce, anyone = self._listener.announce, self._listener.anyone
         self._listener.opening()
         try:
-            for batch, last, totals in self._look_ahead():
+            source = self._look_ahead() if anyone is None or self._counts is not None else self._in_company(anyone)
+            for batch, last, totals in source:
                 self.last = last
                 announce(last, totals)
                 yield batch
@@ -87,6 +90,26 @@ class Over(Generic[Batch]):
                 held.append(following)
             if held:
                 yield held.pop(), True, None
+
+    def _in_company(self, anyone: Callable[[bool], bool]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
+        """Go on as long as any rank has batches; who has none left gives out the last one again, for nothing."""
+        source = iter(self._loader)
+        held = list(islice(source, 1))
+        if not anyone(bool(held)):
+            return
+        if not held:
+            msg = (
+                "this rank's loader has no batch, and others have: every pass through a sharded model is a meeting of "
+                "all ranks, so each needs one at least, to pass by with."
+            )
+            raise BatchError(msg)
+        mine = more = True
+        while more:
+            following = list(islice(source, 1)) if mine else []
+            self._listener.repeat(not mine)
+            more = anyone(bool(following))
+            yield held[0], not more, None
+            mine, held = bool(following), following or held
 
     def _window_ahead(self, counts: Callable[[Any], Any]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         source = iter(self._loader)

@@ -56,6 +56,7 @@ class Window:
         self._reached = False  # whether any gradient has come yet
         self._witness = stepper.attending()
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
+        self._passed_by = 0
         self.others_go_on = False  # whether other ranks have batches for another window
         self._broken: BaseException | None = None
         self._failure = ""  # what it was that failed, and what is true of the window since
@@ -72,9 +73,14 @@ class Window:
         return self._ledger.micro_batches
 
     @property
+    def passes(self) -> int:
+        """How many passes through the model it has had, those that added nothing included."""
+        return self._ledger.micro_batches + self._passed_by
+
+    @property
     def untouched(self) -> bool:
         """Whether nothing has been added, not even in part."""
-        return not self._ledger.micro_batches and self._broken is None
+        return not self.passes and self._broken is None
 
     def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
         """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
@@ -196,6 +202,7 @@ class Window:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
         run_backward(loss, torch.zeros_like(loss), None)
         self._gradients.remember()
+        self._passed_by += 1
 
     def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
         """Take over what replays of a captured micro-step have added up to the gradients of this window."""
