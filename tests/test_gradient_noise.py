@@ -13,9 +13,9 @@ from torch.amp.grad_scaler import GradScaler
 from benchmarks.noise_truth import Regression, holds, loss_of, measured
 from bigbatch import Accumulator, BigStep, GradientNoise, Options
 from bigbatch.errors import ConfigurationError, StateError
-from bigbatch.noise.estimating import LEAST, Norms, Part, correlation_time, estimate, part, student
+from bigbatch.noise.estimating import LEAST, Estimate, Norms, Part, correlation_time, estimate, part, student
 from bigbatch.noise.gradient_noise import _norm
-from bigbatch.noise.report import NoiseReport, Verdict, reported
+from bigbatch.noise.report import NoiseReport, Verdict, _verdict, reported
 from tests.emulated_graphs import emulated
 from tests.losses import READABLE, SEVERAL
 from tests.reference import OptimizerFactory, sgd, trained, windows
@@ -340,6 +340,13 @@ def test_a_resumed_window_says_nothing() -> None:
     again.train(batches[1:3])
     assert reasons(noise) == {"resumed": 1}
     assert "resumed from a checkpoint" in str(noise.report())
+    dropped = Training(steps=3)
+    noise = GradientNoise(dropped.accumulator, every=1)
+    dropped.backward(batches[3])
+    dropped.accumulator.discard()
+    dropped.accumulator.load_state_dict(before.accumulator.state_dict())
+    dropped.train(batches[1:3])
+    assert reasons(noise) == {"resumed": 1}  # and is not compared with the first of the one that was dropped
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -524,6 +531,35 @@ def test_every_report_can_be_said(norms: list[Norms]) -> None:
     assert "200 windows told nothing: a loss that is a sum" in str(report)
     assert ("1 window told nothing" in str(report)) == (report.windows < 10)  # one of many is not worth a word
     assert "nan" not in str(report)
+
+
+def around(small: float, large: float) -> list[Norms]:
+    """Windows of these squared norms, with some jitter: a micro-batch of 8 in a batch of 64."""
+    return [Norms(small * (1 + 1e-3 * at), 8.0, large * (1 + 1e-3 * (at % 3)), 64.0) for at in range(20)]
+
+
+def test_gradients_without_noise_can_be_said() -> None:
+    """Where all samples are the same, and where the first ones happen to be smaller: nothing is divided by."""
+    for norms in ([Norms(1.0, 8.0, 1.0, 64.0)] * 20, around(0.9, 1.0)):
+        report = reported(norms, {})
+        assert (report.verdict, report.scale, report.interval) == ("smaller", 0.0, (0.0, 0.0))
+        assert "a micro-batch has the gradient of all of them, so one would do" in str(report)
+
+
+def test_a_true_gradient_below_nothing_tells_nothing() -> None:
+    """Its square came out negative, by chance: the scale has no upper end, and no batch is right."""
+    report = reported(around(20.0, 1.0), {})
+    assert report.scale is None
+    assert math.isinf(report.interval[1])
+    assert report.verdict == "too noisy"
+    assert report.recommended_batch is None
+
+
+def test_a_scale_that_may_be_four_times_the_batch_is_not_about_right() -> None:
+    """Twice the batch could save much; that it cannot be told from the batch's own makes it no better."""
+    assert _verdict(Estimate(4 * 64, 0.95 * 64, 9.4 * 64, 1.0), 64) == "too noisy"
+    assert _verdict(Estimate(1.9 * 64, 0.95 * 64, 9.4 * 64, 1.0), 64) == "right"
+    assert _verdict(Estimate(64 / 4, 0.15 * 64, 1.05 * 64, 1.0), 64) == "too noisy"
 
 
 # Stop and go on; misuse.

@@ -82,9 +82,10 @@ def estimate(parts: Sequence[Part]) -> Estimate:
     noise_signal = spread * sum((p.noise - noise) * (p.signal - signal) for p in parts)
     reach = student(max(number / correlation - 1, 1.0)) ** 2
     # (noise − R signal)² ≤ reach · variance of that:  a R² − 2 b R + c ≤ 0
-    low, high = _between(
-        signal**2 - reach * signal_signal, noise * signal - reach * noise_signal, noise**2 - reach * noise_noise
-    )
+    a = signal**2 - reach * signal_signal
+    if a > 0 and signal < 0:  # a square that is surely negative: by chance, and it tells nothing
+        return Estimate(None, 0.0, math.inf, correlation)
+    low, high = _between(a, noise * signal - reach * noise_signal, noise**2 - reach * noise_noise)
     return Estimate(max(noise, 0.0) / signal if signal > 0 else None, low, high, correlation)
 
 

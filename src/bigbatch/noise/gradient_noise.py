@@ -79,6 +79,7 @@ class GradientNoise:
         if not self._looking:  # or the latest was dropped, and this one is looked at in its place
             self._looking = self._windows % self._every == 0
             self._windows += 1
+        self._first = None
         return self._looking
 
     def first(self, window: Window, start: Count, count: Count) -> None:

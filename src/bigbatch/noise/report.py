@@ -101,7 +101,8 @@ def _verdict(found: Estimate, batch: float) -> Verdict:
         return "larger"
     if found.high < batch and found.scale is not None and found.scale < batch / _NEAR:
         return "smaller"
-    return "right" if found.high <= _TELLING * found.low else "too noisy"
+    near = found.scale is not None and batch / _NEAR <= found.scale <= _NEAR * batch
+    return "right" if near and found.high <= _TELLING * found.low else "too noisy"
 
 
 def _wanted(found: Estimate, verdict: Verdict, batch: float) -> int | None:

@@ -99,6 +99,11 @@ def _larger(report: "NoiseReport") -> str:
 
 def _smaller(report: "NoiseReport") -> str:
     batch, high = report.batch or 0.0, report.interval[1]
+    if not high:
+        return (
+            "The batch is larger than is worth having: a micro-batch has the gradient of all of them, so one would do, "
+            "with a learning rate to match: see scale_lr. If samples differ, see that they are shuffled."
+        )
     end = _worth(report, report.recommended_batch) if report.recommended_batch else f"{number(high)} or less"
     wasted = 1 + batch / (report.scale or high)
     return (
