@@ -392,14 +392,6 @@ def in_other_ratio(rank: int) -> Any:
     return accumulator.backward(loss)
 
 
-def with_batch_norm(_: int) -> Any:
-    """Give BigStep a model whose samples are coupled."""
-    network = DistributedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)))
-    step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), mean, micro_batch_size=2)
-    x, y = micro_batch(4, 0)
-    return step((x.float(), y))
-
-
 def with_sparse_gradients(_: int) -> Any:
     """Train an embedding with sparse gradients."""
     network = DistributedDataParallel(nn.EmbeddingBag(5, CLASSES, sparse=True))
@@ -414,7 +406,6 @@ def with_sparse_gradients(_: int) -> Any:
         (with_a_hook, ConfigurationError, "communication hook"),
         (unlike_losses, LossError, "different losses"),
         (in_other_ratio, SeveralCounts, "counts=lambda batch"),
-        (with_batch_norm, ConfigurationError, "over several ranks micro-batches do not meet yet"),
         (with_sparse_gradients, ConfigurationError, "sparse=False"),
     ],
 )

@@ -67,7 +67,7 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
         return refuse_alone(x, "mean")
     if count is None:
         sizes: tuple[int, ...] = worker.notes["sizes"]
-        total = float(_total(sizes))
+        total = float(worker.notes.get("all samples") or _total(sizes))
         return summed(worker, x * (sizes[worker.number] / total), f"mean{_called_from()}")
     number = torch.as_tensor(count, dtype=torch.float64, device=x.device)
     if number.requires_grad:
@@ -81,13 +81,14 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
 
 
 def offset() -> int:
-    """Return how many samples the micro-batches before this one have: where its rows begin in `gather`."""
+    """Return how many samples come before this micro-batch's, on all ranks: where its rows begin in `gather`."""
     worker = current()
     if worker is None:
         refuse_alone(None, "offset")
         return 0
     sizes: tuple[int, ...] = worker.notes["sizes"]
-    return int(_total(sizes[: worker.number]))
+    before: int = worker.notes.get("samples before", 0)  # those of other ranks
+    return before + int(_total(sizes[: worker.number]))
 
 
 def once(term: Tensor) -> Tensor:

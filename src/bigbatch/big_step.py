@@ -44,10 +44,11 @@ _ALL_RANKS_END = (
     "again alone: the others wait in the midst of it, and end with an error of their own when this process does.\n"
     "Take a smaller micro_batch_size, or activation checkpointing."
 )
-_ONE_PROCESS = (
-    "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and over "
-    "several ranks micro-batches do not meet yet.\n"
-    "Train on one process, freeze BatchNorm (layer.eval()), or use GroupNorm."
+_WHOLE_MODELS = (
+    "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and every "
+    "pass through a model that is sharded with fully_shard is a meeting of all ranks already: micro-batches cannot "
+    "wait for each other in its midst.\n"
+    "Wrap the model in DistributedDataParallel instead, freeze BatchNorm (layer.eval()), or use GroupNorm."
 )
 
 
@@ -220,8 +221,8 @@ class BigStep:
         return self._stepper.ranks is not None and self._stepper.ranks.sharded
 
     def _refuse_meeting_ranks(self) -> None:
-        if self._stepper.ranks is not None and self._admission.side_by_side:
-            raise ConfigurationError(_ONE_PROCESS)
+        if self._is_sharded and self._admission.side_by_side:
+            raise ConfigurationError(_WHOLE_MODELS)
 
     @property
     def padding(self) -> Padding | None:

@@ -23,6 +23,8 @@ from bigbatch.lockstep.crew import Worker, current
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
 from bigbatch.lockstep.renewing import Recipe, Recipes
 from bigbatch.lockstep.swapping import Swap
+from bigbatch.ranks import meeting
+from bigbatch.ranks.ranks import Ranks
 
 _MANY = 8  # micro-batches: with more, even one large tensor of each takes more room than one has in all
 Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of its running mean or its weight
@@ -62,7 +64,8 @@ def _met(  # noqa: PLR0917 - torch's own signature
     """Take the place of `F.batch_norm`."""
     worker = current()
     rehearsing = worker is not None and worker.notes.get("rehearsing")  # one of many, alone for once
-    if worker is None or not training or (worker.size == 1 and not rehearsing):
+    alone = worker is not None and worker.size == 1 and not rehearsing and worker.notes.get("ranks") is None
+    if worker is None or not training or alone:
         found: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return found
     norms: Norms = worker.notes["norms"]
@@ -141,9 +144,7 @@ class _BatchNorm(torch.autograd.Function):
         gradient = " with gradient" if any(ctx.needs_input_grad) else ""
         ctx.title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
         local = _local(x, running)
-        pooled: _Pooled = meet_in_forward(
-            worker, ctx.title, local, lambda parts: _pool(parts, eps, alone=worker.size == 1)
-        )
+        pooled: _Pooled = meet_in_forward(worker, ctx.title, local, lambda parts: _pool(parts, eps, worker))
         ctx.worker, ctx.number = worker, pooled.number
         ctx.title += f", meeting {worker.meetings}"  # backward must come to the same one of several
         recipes: Recipes | None = worker.notes.get("recipes")
@@ -164,7 +165,8 @@ class _BatchNorm(torch.autograd.Function):
             name = f"the backward of {ctx.title}"
             if ctx.away:
                 del x  # it comes back: while micro-batches wait they hold as little as they can
-            total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), _added)
+            ranks: Ranks | None = ctx.worker.notes.get("ranks")
+            total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
             if ctx.away:
                 x = ctx.saved_tensors[0]
             below = _below(above, x, mean, inverse_std, weight, total, with_x, ctx.number)
@@ -190,10 +192,11 @@ def _local(x: Tensor, running: _Running | None) -> _Local:
     return _Local(mean, variance, number, running)
 
 
-def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
+def _pool(parts: list[_Local], eps: float, worker: Worker) -> _Pooled:
     """Make one of all micro-batches' statistics, and take them into the running ones, once."""
     number = sum(part.number for part in parts)
-    if number <= 1 and not alone:
+    ranks: Ranks | None = worker.notes.get("ranks")
+    if number <= 1 and worker.size > 1 and ranks is None:
         msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
         raise ValueError(msg)
     used = [part for part in parts if part.number]
@@ -205,12 +208,23 @@ def _pool(parts: list[_Local], eps: float, *, alone: bool) -> _Pooled:
     shares = _shares(tuple(part.number for part in used), means.device)
     mean = (shares * means).sum(0)
     variance = (shares * (variances + (means - mean).square())).sum(0)
+    if ranks is not None:
+        number, mean, variance = _pool_ranks(ranks, number, mean, variance)
     dtype = parts[0].mean.dtype
     first = parts[0].running
     if first is not None:
         last = parts[-1].running or first
         _update(first, mean, variance * (number / max(number - 1, 1)), counted=last.version - first.version)
     return _Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
+
+
+def _pool_ranks(ranks: Ranks, number: int, mean: Tensor, variance: Tensor) -> tuple[int, Tensor, Tensor]:
+    """Make one of all ranks' statistics."""
+    numbers = meeting.numbers(ranks, number, mean.device)
+    every = meeting.each(ranks, torch.stack([mean, variance]))
+    shares = _shares(tuple(numbers), mean.device)
+    pooled = (shares * every[:, 0]).sum(0)
+    return sum(numbers), pooled, (shares * (every[:, 1] + (every[:, 0] - pooled).square())).sum(0)
 
 
 @lru_cache(maxsize=256)
@@ -276,9 +290,11 @@ def _below(  # noqa: PLR0917 - a formula
     return result.to(above.dtype)
 
 
-def _added(values: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def _added(values: list[tuple[Tensor, Tensor]], ranks: Ranks | None) -> tuple[Tensor, Tensor]:
     """Add up all at once: a few kernels for a meeting, instead of some for each micro-batch."""
     first, second = (torch.stack(column).sum(0) for column in zip(*values, strict=True))
+    if ranks is not None:
+        first, second = meeting.summed(ranks, torch.stack([first, second])).unbind()
     return first, second
 
 

@@ -4,6 +4,8 @@ A gathered or summed value goes into every micro-batch's loss, so its gradient i
 meeting, too.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch import Tensor
 
 from bigbatch.lockstep.crew import Worker
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
+from bigbatch.ranks import meeting
+from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.reading.graph import remember_shared, shared_by_all
 
@@ -57,7 +61,8 @@ def add(one: Tensor, other: Tensor) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
-        together, starts = meet_in_forward(worker, name, x.detach(), _concatenated)
+        ranks: Ranks | None = worker.notes.get("ranks")
+        together, starts = meet_in_forward(worker, name, x.detach(), partial(_concatenated, ranks=ranks))
         worker.notes.setdefault("shared", []).append((together, name))
         # By its number, too: backward must come to the same one of several that look alike.
         ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
@@ -69,7 +74,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
-        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _only, add)
+        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _over_ranks(ctx.worker), add)
         start, rows = ctx.rows
         return total.narrow(0, start, rows).to(gradients[0].dtype), None, None
 
@@ -77,11 +82,11 @@ class _Gather(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
-        together = meet_in_forward(worker, name, x.detach(), _only, add)
+        together = meet_in_forward(worker, name, x.detach(), _over_ranks(worker), add)
         worker.notes.setdefault("shared", []).append((together, name))
         # By its number, too: backward must come to the same one of several that look alike.
         ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
-        if worker.size == 1:
+        if worker.size == 1 and worker.notes.get("ranks") is None:
             return x.clone()
         return together.to(x.dtype) if together.dtype != x.dtype else together.detach()
 
@@ -89,15 +94,25 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
-        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _only, add)
+        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _over_ranks(ctx.worker), add)
         return total.to(gradients[0].dtype), None, None
 
 
-def _concatenated(pieces: list[Tensor]) -> tuple[Tensor, list[int]]:
+def _concatenated(pieces: list[Tensor], ranks: Ranks | None) -> tuple[Tensor, list[int]]:
     starts = [0]
     for piece in pieces[:-1]:
         starts.append(starts[-1] + piece.shape[0])
-    return torch.cat(pieces), starts
+    together = torch.cat(pieces)
+    if ranks is None:
+        return together, starts
+    every, mine = meeting.gathered(ranks, together)
+    return every, [mine + start for start in starts]
+
+
+def _over_ranks(worker: Worker) -> Callable[[list[Tensor]], Tensor]:
+    """Return what makes one tensor of those that micro-batches have added up, and other ranks theirs."""
+    ranks: Ranks | None = worker.notes.get("ranks")
+    return _only if ranks is None else lambda values: meeting.summed(ranks, values[0])
 
 
 def _only(values: list[Tensor]) -> Tensor:

@@ -26,6 +26,8 @@ from bigbatch.memory.budget import human
 from bigbatch.memory.host import host_available, resident
 from bigbatch.micro_steps.restoring import devices_of, untouched
 from bigbatch.micro_steps.running import Runner
+from bigbatch.ranks import meeting
+from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.terms import Term
 from bigbatch.windows.window import Window
 
@@ -101,7 +103,8 @@ class Together:
 
         with around, ExitStack() as spared:
             recipes = offload.recipes if offload is not None else None
-            extras = self._side_by_side([task] * len(sizes), sizes, recipes=recipes, leaving=leaving)
+            beside = {"recipes": recipes, "leaving": leaving, **_of_ranks(window.ranks, sizes, self._device)}
+            extras = self._side_by_side([task] * len(sizes), sizes, beside)
         self._compared = self._compared or calls is not None
         self._settled = self._valued, self._inside
         return extras
@@ -209,17 +212,15 @@ class Together:
         self,
         tasks: Sequence[Callable[[], Result]],
         sizes: Sequence[int],
-        *,
-        recipes: Recipes | None = None,
-        leaving: Callable[[], None] | None = None,
+        beside: dict[str, Any] | None = None,
     ) -> list[Result]:
         notes: dict[str, Any] = {
             "sizes": tuple(sizes),
             "seen once": self._seen_once,
             "norms": norms_of(self._models),
-            "recipes": recipes,
-            "leaving": leaving,
+            **(beside or {}),
         }
+        recipes: Recipes | None = notes.get("recipes")
         if len(tasks) == 1:
             with batch_norm_met():
                 return self._crew.run(tasks, Carried.here(self._device), notes)
@@ -254,3 +255,11 @@ def _end_of_drawing(worker: Worker | None) -> None:
     streams: Streams | None = worker.notes.get("streams") if worker is not None else None
     if worker is not None and streams is not None:
         streams.end(worker.number)
+
+
+def _of_ranks(ranks: Ranks | None, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """Learn how many samples other ranks have, before micro-batches meet those."""
+    if ranks is None:
+        return {}
+    every = meeting.numbers(ranks, sum(sizes), device)
+    return {"ranks": ranks, "all samples": sum(every), "samples before": sum(every[: ranks.rank])}

@@ -9,6 +9,7 @@ On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError
 from bigbatch.reading import refusals
-from bigbatch.reading.counts import Count, Kind
+from bigbatch.reading.counts import Count, Kind, TotalOfSum
 from bigbatch.reading.terms import Term
 from bigbatch.windows.disagreements import listed, other_total, several
 
@@ -124,8 +125,13 @@ class Ledger:
         once = tuple((term.node, share) for term in terms if term.kind == "once" and term.node is not None)
         return Weights(1.0, once) if data else Weights(share)
 
-    def weigh_together(self, every: list[list[Term]]) -> list[Weights]:
-        """Return the weights of all micro-batches, which are all there: their counts add up to the totals."""
+    def weigh_together(
+        self, every: list[list[Term]], of_all: Callable[[tuple[Count, ...]], tuple[Count, ...]] | None = None
+    ) -> list[Weights]:
+        """Return the weights of all micro-batches, which are all there: their counts add up to the totals.
+
+        `of_all` makes those of all ranks of them, where there are others.
+        """
         rows = [_over_data(terms) for terms in every]
         for terms, data in zip(every, rows, strict=True):
             if _names(terms) != _names(every[0]):
@@ -138,9 +144,11 @@ class Ledger:
             self._keep_factors(data)
             self.factors = [term.factors for term in data]
         self.totals = tuple(
-            1.0 if column[0].kind == "sum" else _added([term.count for term in column])
+            TotalOfSum(1.0) if column[0].kind == "sum" else _added([term.count for term in column])
             for column in zip(*rows, strict=True)
         )
+        if of_all is not None:
+            self.totals = of_all(self.totals)
         self.sure = True
         pairs = list(zip(every, rows, strict=True))
         return [

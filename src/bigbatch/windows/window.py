@@ -106,7 +106,9 @@ class Window:
         They may wait for each other inside, so none is left out, though it may count nothing.
         """
         every = [terms for _, terms in found]
-        weights = self._ledger.weigh_together(every)
+        ranks, device = self._stepper.ranks, self._gradients.device
+        of_all = None if ranks is None else partial(together.totals, ranks, device=device)
+        weights = self._ledger.weigh_together(every, of_all)
         _refuse_rounded_weights([loss for loss, _ in found], weights)
         self._gradients.widen()
         left = len(found)
@@ -161,6 +163,11 @@ class Window:
                 "torch.no_grad() cut it off on its way."
             )
             raise LossError(msg)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Who makes the big batch together with this process."""
+        return self._stepper.ranks
 
     @property
     def gradients(self) -> Gradients:

@@ -1,0 +1,132 @@
+"""Coupled samples over several ranks: BatchNorm and `across` see all micro-batches of all ranks."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch import BigStep, Options, across
+from tests.ranks import run_on_ranks
+from tests.reference import distance
+from tests.test_ranks import CLASSES, OPTIMIZERS, micro_batch
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Normalised(nn.Module):
+    """BatchNorm between two layers, used twice, and a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norm, self.two = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+        self.log_scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 5) → (n, classes)."""
+        found: Tensor = self.two(torch.tanh(self.norm(self.one(x))) + self.norm(self.one(-x)))
+        return found
+
+
+class Plain(Normalised):
+    """Without it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 5) → (n, classes)."""
+        found: Tensor = self.two(torch.tanh(self.one(x)))
+        return found
+
+
+def made(kind: type[Normalised]) -> Normalised:
+    """Return the same model everywhere."""
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def cross_entropy(model: Any, batch: Batch) -> Tensor:
+    """A mean over samples that have a target."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def contrastive(model: Any, batch: Batch) -> Tensor:
+    """Every sample against all others, by a learned temperature."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    mine, other = F.normalize(model(batch[0])), F.normalize(model(batch[0].flip(1)))
+    pair = across.offset() + torch.arange(len(mine))
+    return F.cross_entropy(inner.log_scale.exp() * mine @ across.gather(other).T, pair)
+
+
+def root(model: Any, batch: Batch) -> Tensor:
+    """Of a mean over all samples."""
+    return across.once(across.mean(model(batch[0]).pow(2).mean()).sqrt())
+
+
+def spread(model: Any, batch: Batch) -> Tensor:
+    """A mean over samples of what depends on the mean of all."""
+    out = model(batch[0])
+    return (out - across.mean(out.mean(0))).pow(2).mean()
+
+
+CASES: dict[str, tuple[type[Normalised], Callable[[Any, Batch], Tensor]]] = {
+    "batch norm": (Normalised, cross_entropy),
+    "contrastive": (Plain, contrastive),
+    "contrastive with batch norm": (Normalised, contrastive),
+    "root": (Plain, root),
+    "spread": (Plain, spread),
+}
+STATISTICS = ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked")
+
+
+def train(rank: int, sizes: Sequence[Sequence[int]], name: str, activations: Any) -> Any:
+    """Make each batch of this rank a part of a big one."""
+    kind, loss = CASES[name]
+    network = DistributedDataParallel(made(kind), find_unused_parameters=True)
+    options = Options(activations=activations)
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    step = BigStep(network, optimizer, loss, micro_batch_size=2, clip_norm=1.0, options=options)
+    losses = []
+    for number, size in enumerate(sizes[rank]):
+        losses.append(float(step(micro_batch(size, 100 * rank + number)).loss))
+    state = network.module.state_dict()
+    return [p.detach() for p in network.parameters()], losses, [state[each].double() for each in STATISTICS]
+
+
+@pytest.mark.parametrize("sizes", [[[3, 5, 4], [7, 4, 2]], [[2, 5], [6, 2], [4, 4]]], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batches_of_all_ranks_meet(name: str, sizes: list[list[int]]) -> None:
+    """Weights, losses and running statistics are those of one process; some ranks have one micro-batch."""
+    kind, loss = CASES[name]
+    network = made(kind)
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    losses = []
+    for number in range(len(sizes[0])):
+        parts = [micro_batch(own[number], 100 * rank + number) for rank, own in enumerate(sizes)]
+        optimizer.zero_grad()
+        value = loss(network, (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])))
+        value.backward()
+        nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(value.detach()))
+    state = network.state_dict()
+    for each in run_on_ranks(len(sizes), train, sizes, name, "auto"):
+        if isinstance(each, BaseException):
+            raise each
+        assert distance(each[0], [p.detach() for p in network.parameters()]) <= 1e-12
+        assert each[1] == pytest.approx(losses, rel=1e-12)
+        assert distance(each[2], [state[name].double() for name in STATISTICS]) <= 1e-12
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_however_activations_wait(activations: str) -> None:
+    """A model that runs again meets no one on the way."""
+    sizes = [[5, 4], [6, 3]]
+    one, other = run_on_ranks(2, train, sizes, "contrastive", activations)
+    again, _ = run_on_ranks(2, train, sizes, "contrastive", "auto")
+    for each in (one, other, again):
+        if isinstance(each, BaseException):
+            raise each
+    assert distance(one[0], other[0]) == 0
+    assert distance(one[0], again[0]) <= 1e-12
