@@ -1,5 +1,6 @@
 """Pages of `--html`: all that was found stands on them, nothing is fetched, and no name gets out of its place."""
 
+import dataclasses
 import json
 import math
 import re
@@ -271,6 +272,8 @@ def test_a_verification_stands_on_its_page() -> None:
         "what rounding explains",
     ):
         assert part in words, part
+    behind = dataclasses.replace(DIFFERS, causes=(CAUSE, dataclasses.replace(CAUSE, share=0.0)))
+    assert "2. batch-norm at layer.1.norm hidden behind the others" in Seen(of_verification(behind)).words
     exact = Seen(of_verification(EXACT)).words
     assert "Exact The gradient of 64 samples in 4 micro-batches is the big batch's, to 3.0e-16 in float64." in exact
     assert "Why, and what to do" not in exact

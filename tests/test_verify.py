@@ -689,6 +689,49 @@ def test_the_documentation_lists_every_kind() -> None:
     assert all(f"`{kind}`" in page for kind in REMEDIES)
 
 
+def test_numbers_of_python_are_placed_where_they_are_drawn() -> None:
+    """No operation shows them: the module that runs while a generator moves is the one."""
+
+    class Drawing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * random.random()  # noqa: S311 - no secret
+
+    torch.manual_seed(0)
+    inside = verify(network(nn.Identity(), Drawing()), mean, samples(), 4)
+    assert [(cause.kind, cause.where) for cause in inside.causes] == [("randomness", "2")], str(inside)
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        return mean(model, batch) * (1 + random.random())  # noqa: S311
+
+    outside = verify(network(), loss_fn, samples(), 4, train_window=by_samples(loss_fn))
+    assert [(cause.kind, cause.where) for cause in outside.causes] == [("randomness", "loss_fn")], str(outside)
+
+
+@pytest.mark.parametrize(
+    ("layers", "loop", "least", "most"),
+    [
+        ((), None, 6, 8),
+        ((), by_samples, 6, 6),
+        ((), defects.textbook, 14, 16),
+        ((nn.BatchNorm1d(8), nn.Dropout(0.3), defects.Attending(), defects.Fading()), defects.undivided, 20, 43),
+    ],
+    ids=["exact", "a loop that is exact", "one cause", "six causes"],
+)
+def test_what_a_proof_costs(layers: tuple[nn.Module, ...], loop: Any, least: int, most: int) -> None:
+    """How often all samples go through the model, as the documentation has it."""
+    torch.manual_seed(0)
+    passed = 0
+
+    def counting(model: Any, batch: Batch) -> Tensor:
+        nonlocal passed
+        passed += len(batch[1])
+        return mean(model, batch)
+
+    window = None if loop is None else loop(counting)
+    verify(network(*layers), counting, samples(), 4, train_window=window)
+    assert least * 11 <= passed <= most * 11
+
+
 def test_a_copy_of_the_model_is_what_runs() -> None:
     """A model that notes what it was given has heard nothing."""
 

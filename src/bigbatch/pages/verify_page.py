@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bigbatch.pages.markup import Html, element, paragraphs, table
 from bigbatch.pages.page import figures, opening, page, section
 from bigbatch.pages.plots import ACCENT, BAD, INK, MUTED, SHADE, decades, figure, legend
-from bigbatch.verifying.table import header, headline, number, row
+from bigbatch.verifying.table import header, headline, number, row, share_text
 from bigbatch.verifying.verification import Difference, Verification
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _sizes(sizes: Sequence[int]) -> str:
 def _cause(found: Verification, at: int) -> Html:
     cause = found.causes[at]
     where = (" at ", element("span", cause.where, class_="where")) if cause.where else ()
-    share = element("span", f" {cause.share:.0%} of the difference", class_="share")
+    share = element("span", f" {share_text(found, at)}", class_="share")
     return element(
         "article",
         element("h3", f"{at + 1}. {cause.kind}", *where, share),

@@ -37,11 +37,16 @@ def draws(runs: Runs) -> dict[str, str]:
     """Return who draws random numbers in training, and by which operation."""
     stack = Stack()
     noted = Draws(stack.innermost)
-    with runs.standing(Off()) as standing, following(standing, stack), noted, torch.no_grad():
+    with runs.standing(Off()) as standing:
         randomness = Randomness(runs.subject.devices)
-        runs.call(standing, runs.samples.whole(runs.dtype))
-        if not noted.seen and randomness.drawn():  # by Python or numpy, which no operation shows
-            noted.seen[OUTSIDE] = "random"
+
+        def look(*_: object) -> None:  # whenever another module begins to run
+            if not noted.seen and randomness.drawn():  # by Python or numpy, which no operation shows
+                noted.seen[stack.innermost()] = "random"
+
+        with following(standing, stack, look, look), noted, torch.no_grad():
+            runs.call(standing, runs.samples.whole(runs.dtype))
+            look()
     return noted.seen
 
 

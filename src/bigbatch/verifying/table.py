@@ -48,9 +48,13 @@ def cause_text(found: "Verification", place: int) -> str:
     """Say one cause: what it is, where, the evidence and what to type."""
     cause = found.causes[place]
     where = f" at {cause.where}" if cause.where else ""
-    hidden = cause.share < _SEEN and len(found.causes) > 1
-    share = "hidden behind the others" if hidden else f"{cause.share:.0%} of the difference"
-    return f"{place + 1}. {cause.kind}{where} ({share})\n{cause.found}\n{cause.remedy}"
+    return f"{place + 1}. {cause.kind}{where} ({share_text(found, place)})\n{cause.found}\n{cause.remedy}"
+
+
+def share_text(found: "Verification", place: int) -> str:
+    """Say how much of the difference one cause makes."""
+    share = found.causes[place].share
+    return "hidden behind the others" if share < _SEEN and len(found.causes) > 1 else f"{share:.0%} of the difference"
 
 
 def table(differences: Sequence["Difference"], dtype: str) -> list[str]:
