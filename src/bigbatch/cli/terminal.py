@@ -58,8 +58,8 @@ def typed(arguments: str) -> str:
     return f"bigbatch {arguments}"
 
 
-def progress() -> Progress:
-    """A bar on stderr that leaves nothing behind, and is not there where stderr is no terminal."""
+def progress(*, quiet: bool = False) -> Progress:
+    """A bar on stderr that leaves nothing behind; there is none where stderr is no terminal, or it is to be `quiet`."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -68,5 +68,5 @@ def progress() -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=quiet or not console.is_terminal,
     )

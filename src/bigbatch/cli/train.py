@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigbatch.cli.failures import errors_as_text, fail
+from bigbatch.cli.several import one_of_several
 from bigbatch.cli.terminal import progress, results
 
 if TYPE_CHECKING:
+    from bigbatch.recipes.launching import Place
     from bigbatch.recipes.recipe import Recipe
 
 DEFAULT_SEEDS = 5
@@ -41,23 +42,33 @@ def train(  # noqa: PLR0917 - typer calls it, by name
 
     adamw: their second example, AdamW with clipping, batches of 32 accumulated 4 times.
 
-    FILE.py: your own, a file whose function setup() returns a bigbatch.Setup.
+    FILE.py: your own, a file whose function setup() returns a bigbatch.Setup. On several devices:
+    torchrun --nproc-per-node 2 -m bigbatch train FILE.py
     """
-    if clip is not None and not (math.isfinite(clip) and clip > 0):
-        fail(f"--clip {clip:g}: the largest norm of a gradient is a positive number", "--clip 1.0 is the usual one")
-    with errors_as_text():
+    from bigbatch.errors import ConfigurationError
+
+    with one_of_several(seed or 0) as place:
+        if clip is not None and not (math.isfinite(clip) and clip > 0):
+            raise ConfigurationError(
+                f"--clip {clip:g}: the largest norm of a gradient is a positive number\n--clip 1.0 is the usual one"
+            )
         if _is_file(what):
             if seeds is not None:
-                fail(
-                    "--seeds is for recipes; a file is trained once",
-                    f"`bigbatch train {what} --seed {seeds}` trains it with another seed",
+                raise ConfigurationError(
+                    "--seeds is for recipes; a file is trained once\n"
+                    f"`bigbatch train {what} --seed {seeds}` trains it with another seed"
                 )
-            _train_file(Path(what), clip, epochs, seed or 0, as_json)
+            _train_file(Path(what), clip, epochs, seed or 0, as_json, place)
         else:
             if seed is not None:
-                fail(
-                    "--seed is for files; a recipe runs seeds 0, 1, 2, ...",
-                    f"`bigbatch train {what} --seeds 5` runs the first five",
+                raise ConfigurationError(
+                    "--seed is for files; a recipe runs seeds 0, 1, 2, ...\n"
+                    f"`bigbatch train {what} --seeds 5` runs the first five"
+                )
+            if place is not None:
+                raise ConfigurationError(
+                    f"a recipe is trained by one process, and here are {place.size}\n"
+                    f"Without torchrun:  bigbatch train {what}"
                 )
             _train_recipe(_recipe(what), clip, epochs, seeds or DEFAULT_SEEDS, as_json)
 
@@ -73,14 +84,15 @@ def _is_file(what: str) -> bool:
 def _recipe(name: str) -> "Recipe":
     """The recipe of this name."""
     from bigbatch.cli.setup_file import suggested
+    from bigbatch.errors import ConfigurationError
     from bigbatch.recipes.catalog import RECIPES
 
     if name not in RECIPES:
         known = [*RECIPES, *(path.name for path in Path().glob("*.py"))]
-        fail(
-            f"no recipe is called {name!r}",
+        raise ConfigurationError(
+            f"no recipe is called {name!r}\n"
             f"{suggested(known, name)}The recipes are {', '.join(RECIPES)}; your own training goes by its file: "
-            "`bigbatch train FILE.py`.",
+            "`bigbatch train FILE.py`."
         )
     return RECIPES[name]
 
@@ -105,8 +117,10 @@ def _train_recipe(recipe: "Recipe", clip: float | None, epochs: int | None, seed
         print_comparison(comparison, results(), clipped=clip is not None)
 
 
-def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, as_json: bool) -> None:
-    """Train what the file's setup() returns, under a progress bar, then report."""
+def _train_file(  # noqa: PLR0917 - what was typed, in its order
+    path: Path, clip: float | None, epochs: int | None, seed: int, as_json: bool, place: "Place | None"
+) -> None:
+    """Train what the file's setup() returns, under a progress bar, then report; of several processes, the first."""
     import torch
 
     from bigbatch.cli.setup_file import read_setup
@@ -118,13 +132,15 @@ def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, a
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         setup = read_setup(path)
         setup = dataclasses.replace(setup, epochs=epochs or setup.epochs, clip_norm=clip or setup.clip_norm)
-        with progress() as bar:
+        with progress(quiet=place is not None and not place.speaks) as bar:
             task = bar.add_task(path.name, total=expected_updates(setup))
 
             def on_update(epoch: int) -> None:
                 bar.update(task, advance=1, description=f"epoch {epoch} of {setup.epochs}")
 
-            training = train_setup(setup, on_update=on_update)
+            training = train_setup(setup, on_update=on_update, place=place)
+    if place is not None and not place.speaks:
+        return
     if as_json:
         _print_json({"file": str(path), "seed": seed, **dataclasses.asdict(training)})
     else:

@@ -29,8 +29,11 @@ def print_training(training: Training, path: Path, seed: int, console: Console) 
             f"{1e3 * epoch.seconds / max(epoch.updates, 1):.2f}",
         )
     steps = f"{training.micro_batch_size} × {training.steps}"
+    if training.micro_batch_size * training.steps * training.ranks != training.batch_size:
+        steps = f"up to {steps}"
     clipped = f", clipped at {training.clip_norm:g}" if training.clip_norm is not None else ""
-    paragraph(console, f"{path.name}: batch {training.batch_size} = {steps}{clipped}, seed {seed}")
+    ranks = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
+    paragraph(console, f"{path.name}: batch {training.batch_size} = {steps}{ranks}{clipped}, seed {seed}")
     console.print()
     console.print(table)
     console.print()

@@ -1,4 +1,4 @@
-"""Train a user's `Setup` with an `Accumulator`."""
+"""Train a user's `Setup` with an `Accumulator`, alone or as one of several processes."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -10,6 +10,8 @@ import torch
 
 from bigbatch.accumulator import Accumulator
 from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.recipes.launching import Place
+from bigbatch.recipes.sharing import Share
 from bigbatch.recipes.user_code import calling, in_a_setups_words
 from bigbatch.setup import Setup
 from bigbatch.update import Update
@@ -42,13 +44,23 @@ class Training:
     epochs: tuple[Epoch, ...]
     peak_bytes: int | None
     """Peak of CUDA memory, where the model is there."""
+    ranks: int = 1
+    """Processes that have trained together; sizes, steps and memory are then those of the first."""
 
 
-def train_setup(setup: Setup, *, on_update: Callable[[int], None] = lambda epoch: None) -> Training:  # noqa: ARG005
+def train_setup(
+    setup: Setup,
+    *,
+    on_update: Callable[[int], None] = lambda epoch: None,  # noqa: ARG005
+    place: Place | None = None,
+) -> Training:
     """Train for `setup.epochs`; `on_update(epoch)` is told of every update, epochs counted from 1.
 
-    What the user's own code raises comes out as a `UserCodeError` that says which call it was.
+    At a `place` among several processes each trains on its part of every batch, to the weights that one process would
+    have come to. What the user's own code raises comes out as a `UserCodeError` that says which call it was.
     """
+    share = None if place is None else Share(setup, place)
+    steps = setup.steps if share is None else share.steps
     device = next((parameter.device for parameter in setup.model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -56,7 +68,7 @@ def train_setup(setup: Setup, *, on_update: Callable[[int], None] = lambda epoch
         accumulator = Accumulator(
             setup.model,
             setup.optimizer,
-            steps=setup.steps,
+            steps=steps,
             clip_norm=setup.clip_norm,
             scheduler=setup.scheduler,
             scaler=setup.scaler,
@@ -64,18 +76,24 @@ def train_setup(setup: Setup, *, on_update: Callable[[int], None] = lambda epoch
             batch_norm=setup.batch_norm,
             counts=_counts(setup),
             skip_nonfinite=setup.skip_nonfinite,
+            group=None if share is None else share.group,
         )
     if not setup.model.training:  # as from_pretrained() returns it; else layers frozen by .eval() stay so
         setup.model.train()
     numbers = range(1, setup.epochs + 1)
-    epochs = tuple(_one_epoch(setup, accumulator, epoch, partial(on_update, epoch)) for epoch in numbers)
+    try:
+        epochs = tuple(_one_epoch(setup, accumulator, epoch, partial(on_update, epoch), share) for epoch in numbers)
+    except BaseException:
+        accumulator.discard()  # what ended here is no window that somebody forgot
+        raise
     return Training(
         batch_size=setup.batch_size,
-        micro_batch_size=setup.micro_batch_size or setup.batch_size,
-        steps=setup.steps,
+        micro_batch_size=(setup.micro_batch_size or setup.batch_size) if share is None else share.micro_batch_size,
+        steps=steps,
         clip_norm=setup.clip_norm,
         epochs=epochs,
         peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        ranks=1 if place is None else place.size,
     )
 
 
@@ -88,12 +106,14 @@ def expected_updates(setup: Setup) -> int | None:
     return setup.epochs * -(-micro_batches // setup.steps)
 
 
-def _one_epoch(setup: Setup, accumulator: Accumulator, number: int, on_update: Callable[[], None]) -> Epoch:
-    """One pass: train, then evaluate."""
+def _one_epoch(
+    setup: Setup, accumulator: Accumulator, number: int, on_update: Callable[[], None], share: Share | None
+) -> Epoch:
+    """One pass: train, then evaluate; of several ranks the first alone, for which the others wait."""
     updates: list[Update] = []
     micro_batches = 0
     started = time.perf_counter()
-    for batch in accumulator.over(_batches(setup, number)):
+    for batch in accumulator.over(_batches(setup, number, share)):
         micro_batches += 1
         when = f"in epoch {number}, micro-batch {micro_batches}"
         with calling("model(**batch).loss" if setup.loss_fn is None else "loss_fn", when):
@@ -103,7 +123,8 @@ def _one_epoch(setup: Setup, accumulator: Accumulator, number: int, on_update: C
         if update is not None:
             updates.append(update)
             on_update()
-    if not micro_batches:
+    first = share is None or share.place.speaks
+    if not micro_batches and first:  # which has a sample of every batch
         raise ConfigurationError(
             f"Setup(data={type(setup.data).__name__}): it gave no sample in epoch {number}.\n"
             "An IterableDataset must begin anew each time that it is asked for its __iter__()."
@@ -113,14 +134,16 @@ def _one_epoch(setup: Setup, accumulator: Accumulator, number: int, on_update: C
     clipped = None if setup.clip_norm is None else _larger_than(setup.clip_norm, done)
     mean_loss = _mean_loss(done)
     seconds = time.perf_counter() - started
-    metrics = _evaluated(setup, number)
+    if share is not None:
+        share.end_epoch()
+    metrics = _evaluated(setup, number) if first else {}
     return Epoch(len(done), len(updates) - len(done), clipped, mean_loss, metrics, seconds)
 
 
-def _batches(setup: Setup, epoch: int) -> Iterator[Any]:
+def _batches(setup: Setup, epoch: int, share: Share | None) -> Iterator[Any]:
     """The micro-batches of one pass."""
     with calling("making a batch of data", f"in epoch {epoch}"):
-        yield from setup.micro_batches()
+        yield from setup.micro_batches() if share is None else share.micro_batches()
 
 
 def _counts(setup: Setup) -> Callable[[Any], Any] | None:
