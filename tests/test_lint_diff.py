@@ -298,7 +298,10 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert Path("windows.py").read_bytes() == Path("good.py").read_bytes().replace(b"\n", b"\r\n")
     assert Path("hard.py").read_text() == hard
     again = run("--diff", "good.py")
-    assert (again.exit_code, again.stdout) == (0, "")
+    assert (again.exit_code, again.stdout, again.stderr) == (0, "", "All checks passed: nothing to change.\n")
+    hopeless = run("--diff", "hard.py")
+    assert hopeless.exit_code == 0
+    assert hopeless.stderr.endswith("\nNo loop is simple enough to change.\n")
 
 
 def test_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

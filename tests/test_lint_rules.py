@@ -465,6 +465,32 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
+    "a counter that goes on from epoch to epoch": (
+        """
+        step = 0
+        for epoch in range(3):
+            for x, y in loader:
+                (criterion(model(x), y) / max(1, accumulation_steps)).backward()
+                step += 1
+                if step % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        [],
+    ),
+    "the same, set to 0 with each epoch": (
+        """
+        for epoch in range(3):
+            step = 0
+            for x, y in loader:
+                (criterion(model(x), y) / max(1, accumulation_steps)).backward()
+                step += 1
+                if step % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        ["BB103"],
+    ),
     "a GAN whose generator waits": (
         """
         for i, real in enumerate(loader):

@@ -146,8 +146,9 @@ def _patch(checked: "Iterator[Checked]") -> bool:
     """Print the patch of all files with findings; tell whether there is one."""
     from bigbatch.lint.patching.diffs import patch
 
-    patched = 0
+    patched, found = 0, 0
     for each in checked:
+        found += len(each.findings)
         if not each.findings or each.source.unreadable:
             continue
         made = patch(each.source)
@@ -157,5 +158,6 @@ def _patch(checked: "Iterator[Checked]") -> bool:
         for line, why in made.refused:
             sys.stderr.write(f"{each.source.path}:{line}: left as it is: {why}\n")
     plural = "" if patched == 1 else "s"
-    sys.stderr.write(f"Would change {patched} file{plural}.\n" if patched else "No loop is simple enough to change.\n")
+    nothing = "No loop is simple enough to change." if found else "All checks passed: nothing to change."
+    sys.stderr.write(f"Would change {patched} file{plural}.\n" if patched else f"{nothing}\n")
     return patched > 0

@@ -119,7 +119,7 @@ def _tail(story: Story, loop: Loop, windows: Windows, facts: list[Fact]) -> tupl
     if stepped:
         sure = all(fact.in_tail for fact in stepped)
         return (Tail.STEPPED if sure else Tail.UNKNOWN), stepped[0].condition() or stepped[0].node
-    if loop in story.stopped or not _can_be_left_over(loop, windows.every) or not steps:
+    if windows.carried or loop in story.stopped or not _can_be_left_over(loop, windows.every) or not steps:
         return Tail.UNKNOWN, None
     return Tail.DROPPED, windows.node or steps[0].node
 

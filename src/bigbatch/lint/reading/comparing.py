@@ -157,7 +157,7 @@ def _last(place: Place, number: Number) -> Condition:
         if number.text == length.text or (reached.known is not None and length.known is not None):
             return Always(holds=False) if reached.plus > length.plus else Varies()
     other = loop is not None and loop.kind is LoopKind.COUNTED and not LAST.search(number.text)
-    return Last(loop, sure=False) if number.known is None and number.fixed and not other else Varies()
+    return Last(loop) if number.known is None and number.fixed and not other else Varies()
 
 
 def _is_mask(node: ast.Compare) -> bool:

@@ -36,10 +36,9 @@ class Due(Value):
 
 @dataclass(frozen=True)
 class Last(Value):
-    """True at the loop's last round; `sure` where its length was compared, not a name that may be anything."""
+    """True at the loop's last round."""
 
     loop: Loop | None
-    sure: bool = True
 
 
 @dataclass(frozen=True)

@@ -90,9 +90,17 @@ def _mean(_: Walk, called: Called) -> Value | None:
     return replace(called.receiver, reduction="mean")
 
 
-def _at_least(_: Walk, called: Called) -> Value | None:
+def _at_least(walk: Walk, called: Called) -> Value | None:
+    """Look through `mask.sum().clamp(min=1)` and `max(1, steps)`, which only keep from dividing by 0."""
     given = (called.receiver, *called.args)
-    return next((each for each in given if isinstance(each, Thing) and each.role is Role.COUNT), None)
+    count = next((each for each in given if isinstance(each, Thing) and each.role is Role.COUNT), None)
+    if count is not None or isinstance(called.node.func, ast.Attribute):
+        return count
+    numbers = [walk.number(each, node) for each, node in zip(called.args, called.node.args, strict=True)]
+    match numbers:
+        case [Number(value=1), Number() as other] | [Number() as other, Number(value=1)]:
+            return other
+    return None
 
 
 def _divided(walk: Walk, called: Called) -> Value | None:
