@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options, counted
-from bigbatch.errors import ConfigurationError, LossError, RankFailed, SeveralCounts
+from bigbatch.errors import ConfigurationError, LossError, RankFailed, SeveralCounts, WindowError
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 
@@ -492,3 +492,106 @@ def test_a_group_without_ranks_is_refused() -> None:
     network = model()
     with pytest.raises(ConfigurationError, match="init_process_group"):
         Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1, group=group)
+
+
+# DDP's own reduction, in the last backward.
+
+
+def overlapped(rank: int, sizes: Sequence[Sequence[int]], by_hand: bool, ddp: dict[str, Any]) -> Any:
+    """Train with DDP's reducer; returns weights, updates and how often it has reduced."""
+    network = DistributedDataParallel(model(), **ddp)
+    reduced: list[int] = []
+
+    def counting(_, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202 - torch reads annotations
+        reduced.append(bucket.index())
+        work: Any = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    network.register_comm_hook(None, counting)
+    optimizer = OPTIMIZERS["adamw"](network.parameters())
+    accumulator = Accumulator(network, optimizer, steps=2, clip_norm=1.0, overlap=True)
+    updates = []
+    batches = batches_of(rank, sizes)
+    for batch in batches if by_hand else accumulator.over(batches):
+        update = accumulator.backward(mean(network, batch))
+        if update is not None:
+            updates.append((float(update.loss), float(update.grad_norm or 0), update.skipped, float(update.count)))  # type: ignore[arg-type]
+    return [p.detach() for p in network.parameters()], updates, len(reduced)
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("ddp", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
+def test_ddp_reduces_once_in_the_last_backward(ddp: dict[str, Any], by_hand: bool) -> None:
+    """The same weights, and one reduction of one bucket for each update."""
+    sizes = [[3, 5, 2, 4], [6, 1, 1, 7]]
+    found = run_on_ranks(2, overlapped, sizes, by_hand, ddp)
+    assert_same([each[:2] if isinstance(each, tuple) else each for each in found], truth(sizes, 2, "mean", "adamw"))
+    assert [each[2] for each in found] == [2, 2]
+
+
+def test_ddp_reduces_windows_of_other_lengths() -> None:
+    """Ranks need as many windows, and not as many micro-batches."""
+    sizes = [[3, 5, 2], [6, 1, 1, 7]]
+    found = run_on_ranks(2, overlapped, sizes, False, {})
+    assert_same([each[:2] if isinstance(each, tuple) else each for each in found], truth(sizes, 2, "mean", "adamw"))
+
+
+def first_alone(rank: int) -> Any:
+    """Use a head in the first micro-batch of a window only."""
+    network = DistributedDataParallel(two_heads())
+    for parameter in network.module.unused.parameters():
+        parameter.requires_grad_(False)
+    network = DistributedDataParallel(network.module)
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+    for number, (x, y) in enumerate(accumulator.over(batches_of(rank, [[3, 5], [6, 1]]))):
+        accumulator.backward(F.cross_entropy(network(x, number), y))
+
+
+def with_unused(_: int) -> Any:
+    """Have DDP look for unused parameters."""
+    network = DistributedDataParallel(model(), find_unused_parameters=True)
+    return Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+
+
+def without_ddp(_: int) -> Any:
+    """Have nobody who could."""
+    network = model()
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    return Accumulator(network, optimizer, steps=2, overlap=True, group=dist.group.WORLD)
+
+
+def of_some(_: int) -> Any:
+    """Train some of the parameters."""
+    network = DistributedDataParallel(model())
+    return Accumulator(network, OPTIMIZERS["sgd"](list(network.parameters())[:2]), steps=2, overlap=True)
+
+
+def in_low_precision(_: int) -> Any:
+    """Train bf16 parameters."""
+    network = DistributedDataParallel(model().bfloat16())
+    return Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("work", "kind", "message"),
+    [
+        (first_alone, LossError, "came in earlier micro-batches"),
+        (with_unused, ConfigurationError, "find_unused_parameters=True"),
+        (without_ddp, ConfigurationError, "there is none"),
+        (of_some, ConfigurationError, "in no optimizer here"),
+        (in_low_precision, ConfigurationError, "add up in float32"),
+    ],
+)
+def test_what_ddp_would_leave_out_is_refused(work: Any, kind: type[Exception], message: str) -> None:
+    """On every rank."""
+    for error in run_on_ranks(2, work):
+        assert isinstance(error, kind), error
+        assert message in str(error)
+
+
+def test_other_numbers_of_windows_are_refused() -> None:
+    """Before anything hangs."""
+    found = run_on_ranks(2, overlapped, [[3, 5, 2], [6, 1]], False, {})
+    for error in found:
+        assert isinstance(error, WindowError), error
+        assert "overlap=True out" in str(error)

@@ -63,6 +63,8 @@ class Accumulator:
             synchronisation per update; none with a fused optimizer and no scheduler.
         group: the processes that make a big batch together; by default those that the model's
             DistributedDataParallel was made for.
+        overlap: have DDP reduce in each window's last backward, beside the computation, instead of after it. All
+            ranks then need as many windows, and each parameter a gradient in the last micro-batch.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Accumulator:
         counts: Callable[[Any], Any] | None = None,
         skip_nonfinite: bool = False,
         group: ProcessGroup | None = None,
+        overlap: bool = False,
     ) -> None:
         """Check every argument; nothing is changed yet."""
         self._models = checks.models(model, ranks=True)
@@ -92,11 +95,12 @@ class Accumulator:
             scaler=checks.scaler(scaler),
             clip_norm=checks.clip_norm(clip_norm),
             skip_nonfinite=checks.skip_nonfinite(skip_nonfinite),
-            ranks=Ranks.of(self._models, group),
+            ranks=Ranks.of(self._models, group, overlap=checks.overlap(overlap, self._models, optimizers)),
         )
         self._stepper.watch()
         if self._stepper.ranks is not None:
             self._stepper.ranks.keep_quiet(self)
+            self._stepper.ranks.prepare(last=self._steps == 1)
         accepting = 'Accumulator(..., batch_norm="micro")'
         self._admission = Admission(self._models, optimizers, checks.batch_norm(batch_norm), accepting)
         self._window: Window | None = None
@@ -188,6 +192,7 @@ class Accumulator:
         self._added = True
         if self._last or self._window.passes >= self._steps:
             return self._close(self._window, checked=True)
+        self._prepare()
         return None
 
     def flush(self) -> Update | None:
@@ -202,7 +207,13 @@ class Accumulator:
         self._others_go_on = window.others_go_on
         self._forgotten.closed()
         self._window, self._resumed, self._last = None, False, False
+        self._prepare()
         return update
+
+    def _prepare(self) -> None:
+        """Tell DDP whether the next micro-batch is its window's last, before its forward."""
+        if self._stepper.ranks is not None:
+            self._stepper.ranks.prepare(last=self._last or self.remaining == 1)
 
     def discard(self) -> None:
         """Drop the open window and its gradients; the model and the optimizer are as before it."""
@@ -347,4 +358,5 @@ class Accumulator:
         if not self._added:
             self._refuse_backward_by_hand()
         self._last, self._totals, self._added = last, totals, False
+        self._prepare()
         self._asked = times_asked()

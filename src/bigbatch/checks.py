@@ -56,6 +56,23 @@ def _refuse_ranks(module: nn.Module, *, replicas: bool) -> None:
         raise ConfigurationError(msg)
 
 
+def overlap(wanted: object, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
+    """Accept a yes or no; a yes only where every gradient that DDP waits for will come."""
+    if not isinstance(wanted, bool):
+        msg = f"overlap must be True or False; found {wanted!r}"
+        raise ConfigurationError(msg)
+    held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    missing = sum(p.requires_grad and id(p) not in held for module in modules for p in module.parameters())
+    if wanted and missing:
+        msg = (
+            f"overlap=True has DDP reduce in a window's last backward, which waits for every gradient, and {missing} "
+            "trainable parameters of the model are in no optimizer here, so they get none.\n"
+            "Freeze them before DDP is made (parameter.requires_grad_(False)), or take overlap=True out."
+        )
+        raise ConfigurationError(msg)
+    return wanted
+
+
 def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimizer, ...]:
     """Accept one optimizer or several, each with parameters of the models."""
     found = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)

@@ -27,6 +27,8 @@ class Statement(NamedTuple):
     ratio: Count = 1.0  # of its several counts to the first
     several: bool = False  # whether its counts must be known in advance
     precise: bool = False  # whether its loss is of float64
+    left_out: int = 0  # gradients that DDP has not reduced in the last backward, though it should have
+    overlapped: bool = False  # whether it has reduced there
 
 
 class Agreement(NamedTuple):
@@ -63,11 +65,25 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         float(empty),
         float(mine.several),
         float(mine.precise),
+        float(mine.left_out),
+        float(mine.overlapped),
     ]
     ranks.spoken = True
     found = ranks.added(numbers, device)
     total, loss, micro_batches, kinds, squares, unknown, missing, going, shares, ratios, ratios2, *rest = found
-    empties, several, precise = rest
+    empties, several, precise, left_out, overlapped = rest
+    if left_out:
+        raise LossError(
+            f"{left_out:g} gradients came in earlier micro-batches of this window and not in its last one, on this "
+            "rank or another, so DDP has not reduced them. Nothing was stepped.\n"
+            "Take overlap=True out:  Accumulator(...) reduces all of them after the last backward."
+        )
+    if overlapped and (overlapped != ranks.size or 0 < going < ranks.size):
+        raise WindowError(
+            f"{ranks.size - overlapped:g} of {ranks.size} ranks have not reduced in their last backward, or have no "
+            "window after this one, and overlap=True needs all of them.\n"
+            "Take overlap=True out: ranks may then have any number of micro-batches, or none."
+        )
     there = ranks.size - empties
     if several and not mine.several:
         raise SeveralCounts(

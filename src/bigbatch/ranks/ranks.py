@@ -14,8 +14,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError, RankFailed
 from bigbatch.ranks import sharding
-from bigbatch.ranks.wrappers import data_parallel, group_of, keep_quiet, refuse_hidden_wrappers, silence
-from bigbatch.reading.counts import Count
+from bigbatch.ranks.wrappers import (
+    data_parallel,
+    group_of,
+    keep_quiet,
+    let_speak,
+    refuse_hidden_wrappers,
+    refuse_hooks,
+    refuse_overlap,
+    silence,
+)
+from bigbatch.reading.counts import LOW_PRECISION, Count
 
 _BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
 _NUMBERS = 40  # in every message: a rank that fails need not know which one the others wait for
@@ -30,11 +39,18 @@ class Ranks:
         self.group, self._wrappers = group, list(wrappers)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.sharded = False  # whether every pass through the model is a meeting, and reduces its gradients itself
+        self.overlap = False  # whether DDP reduces in a window's last backward
+        self.reduced = False  # whether it has
         self.spoken = False  # whether this rank has made its statement for the window at hand
 
     @classmethod
-    def of(cls, models: Sequence[nn.Module], group: dist.ProcessGroup | None) -> "Ranks | None":
-        """Find out which processes share the gradients of some models; None where there is only this one."""
+    def of(
+        cls, models: Sequence[nn.Module], group: dist.ProcessGroup | None, *, overlap: bool = False
+    ) -> "Ranks | None":
+        """Find out which processes share the gradients of some models; None where there is only this one.
+
+        `overlap` has DDP reduce in the last backward of a window.
+        """
         wrappers = data_parallel(models)
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None:
@@ -52,16 +68,26 @@ class Ranks:
         if not wrappers and dist.get_world_size() > 1:
             refuse_hidden_wrappers(models)
         chosen = group if group is not None or not wrappers else group_of(wrappers)
-        return None if chosen is None or dist.get_world_size(chosen) == 1 else cls(chosen, wrappers)
+        if overlap:
+            narrow = any(p.dtype in LOW_PRECISION for model in models for p in model.parameters() if p.requires_grad)
+            refuse_overlap(wrappers, narrow)
+        else:
+            refuse_hooks(wrappers)
+        if chosen is None or dist.get_world_size(chosen) == 1:
+            return None
+        made = cls(chosen, wrappers)
+        made.overlap = bool(overlap)
+        return made
 
     def keep_quiet(self, owner: object) -> None:
         """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
         keep_quiet(owner, self._wrappers)
 
-    def silence(self) -> None:
-        """Have the next forward and backward reduce nothing; somebody's no_sync() may have ended since."""
+    def prepare(self, *, last: bool) -> None:
+        """Before a forward: have DDP reduce in its backward if it is the window's last, and only where it should."""
+        self.reduced = self.overlap and last
         for wrapper in self._wrappers:
-            silence(wrapper)
+            (let_speak if self.reduced else silence)(wrapper)
 
     def added(self, numbers: Sequence[Count], device: torch.device) -> list[float]:
         """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed."""

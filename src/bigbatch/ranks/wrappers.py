@@ -34,8 +34,6 @@ def data_parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
                 raise ConfigurationError(f"this model{where} is wrapped in {kind}: {_REFUSED[kind]}.")
             if isinstance(module, DistributedDataParallel):
                 found[id(module)] = module
-    for module in found.values():
-        _refuse_hooks(module)
     return list(found.values())
 
 
@@ -53,12 +51,33 @@ def refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
             raise ConfigurationError(msg)
 
 
-def _refuse_hooks(module: DistributedDataParallel) -> None:
-    if getattr(module, "_comm_hooks", None):
+def refuse_hooks(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Raise where DDP was given a way to reduce that would not be taken."""
+    if any(getattr(module, "_comm_hooks", None) for module in wrappers):
         msg = (
             "this DistributedDataParallel has a communication hook, and gradients are reduced without DDP, so it would "
             "not be called.\n"
-            "Take register_comm_hook(...) out; gradients cross the wire once per update in any case."
+            "Take register_comm_hook(...) out; or have DDP reduce in a window's last backward:  "
+            "Accumulator(..., overlap=True)"
+        )
+        raise ConfigurationError(msg)
+
+
+def refuse_overlap(wrappers: Sequence[DistributedDataParallel], low_precision: bool) -> None:  # noqa: FBT001
+    """Raise where DDP's own reduction in a window's last backward would miss something."""
+    found = (
+        "it needs a DistributedDataParallel to do so, and there is none"
+        if not wrappers
+        else "with find_unused_parameters=True DDP leaves out what the last micro-batch does not use, though others did"
+        if any(wrapper.find_unused_parameters for wrapper in wrappers)
+        else "bf16 and fp16 parameters add up in float32 here, which DDP's buckets do not hold"
+        if low_precision
+        else ""
+    )
+    if found:
+        msg = (
+            f"overlap=True has DDP reduce the gradients in a window's last backward, and {found}.\n"
+            "Take overlap=True out: all else is the same, and gradients cross the wire once per update, too."
         )
         raise ConfigurationError(msg)
 
@@ -91,6 +110,12 @@ def silence(wrapper: DistributedDataParallel) -> None:
     wrapper.require_backward_grad_sync = False
     wrapper.require_forward_param_sync = False
     setattr(wrapper, _FIRST, True)
+
+
+def let_speak(wrapper: DistributedDataParallel) -> None:
+    """Have its next backward reduce what has been added up until then."""
+    wrapper.require_backward_grad_sync = True
+    setattr(wrapper, _FIRST, False)
 
 
 def _speak(reference: "weakref.ref[DistributedDataParallel]", before: bool, first: bool) -> None:  # noqa: FBT001

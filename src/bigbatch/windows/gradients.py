@@ -104,6 +104,11 @@ class Gradients:
             self._narrow = waiting
         self._hold()
 
+    def unchanged(self) -> int:
+        """Return how many gradients are as we last saw them."""
+        every = zip(self.parameters, self._held, self._versions, strict=True)
+        return sum(g is not None and p.grad is g and g._version == version for p, g, version in every)  # noqa: SLF001
+
     def came(self) -> bool:
         """Whether any gradient was there when we last looked."""
         for gradient in self._held:  # noqa: SIM110 - on the way of every window, and a generator takes twice as long

@@ -31,7 +31,9 @@ def totals(ranks: Ranks, own: tuple[Count, ...], device: torch.device) -> tuple[
     return tuple(TotalOfSum(1.0) if found[_TERMS + place] else found[place] for place in range(terms))
 
 
-def statement(ledger: Ledger, gradients: Gradients, *, goes_on: bool, precise: bool) -> Statement:
+def statement(
+    ledger: Ledger, gradients: Gradients, ranks: Ranks, *, goes_on: bool, precise: bool, left_out: int
+) -> Statement:
     """Say what this rank's window came to."""
     unknown: Count = 1.0 - ledger.loss_known.double() if isinstance(ledger.loss_known, Tensor) else 0.0
     if not isinstance(ledger.loss_known, Tensor) and not ledger.loss_known:
@@ -49,6 +51,8 @@ def statement(ledger: Ledger, gradients: Gradients, *, goes_on: bool, precise: b
         ratio=ledger.ratio() if ledger.kind == "mean" else 1.0,
         several=lost,
         precise=precise,
+        left_out=left_out if ranks.reduced else 0,
+        overlapped=ranks.reduced and ledger.micro_batches > 0,
     )
 
 

@@ -45,7 +45,8 @@ class Window:
             stepper.ranks.spoken = False
         self._ledger = Ledger(steps, small=stepper.scaler is not None, totals=totals)
         if stepper.ranks is not None:
-            self._ledger.once, self._ledger.in_common = 1.0 / stepper.ranks.size, stepper.ranks.sharded
+            self._ledger.once = 1.0 / stepper.ranks.size
+            self._ledger.in_common = stepper.ranks.sharded or stepper.ranks.overlap
             if totals is not None:
                 self._ledger.own_totals = totals
                 self._ledger.totals = together.totals(stepper.ranks, totals, self._gradients.device)
@@ -57,6 +58,7 @@ class Window:
         self._witness = stepper.attending()
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self._passed_by = 0
+        self._left_out = 0  # gradients that the latest backward has not added to
         self.others_go_on = False  # whether other ranks have batches for another window
         self._broken: BaseException | None = None
         self._failure = ""  # what it was that failed, and what is true of the window since
@@ -92,6 +94,8 @@ class Window:
         factors: dict[Node, Tensor] = {}
         if not weights.nothing or self._ledger.in_common:  # every pass is a meeting
             factors = self._backward(loss, terms, weights, only_own=only_own)
+            if self._ledger.in_common:
+                self._left_out = self._gradients.unchanged()
             self._gradients.remember()
             if not self._reached:
                 self._refuse_unreached()
@@ -272,14 +276,16 @@ class Window:
         ledger, gradients = self._ledger, self._gradients
         if ledger.totals is not None:
             ledger.refuse_other_totals()
-        mine = together.statement(ledger, gradients, goes_on=goes_on, precise=self._loss_dtype == torch.float64)
+        precise = self._loss_dtype == torch.float64
+        mine = together.statement(ledger, gradients, ranks, goes_on=goes_on, precise=precise, left_out=self._left_out)
         agreement = agreed(ranks, mine, gradients.device)
         self.others_go_on = agreement.others_go_on
         norm: Tensor | None = None
         skipped: bool | Tensor = True
         try:
             if together.counted(agreement, ledger):
-                if not ranks.sharded:
+                by_us = not ranks.sharded and not ranks.reduced
+                if by_us:
                     together.fill(ranks, gradients, agreement)
                 scale = self._scale(gradients.parameters[0]) if self._stepper.scaler is not None else None
                 correction: Count = self._residual
@@ -287,8 +293,10 @@ class Window:
                     correction = correction * ((ledger.provisional or 1.0) / agreement.total)
                 if scale is not None and self._stepper.scaler is not None:
                     correction = correction * self._rescaled(self._stepper.scaler, scale)
+                if ranks.reduced:
+                    correction = correction * ranks.size  # DDP has averaged
                 gradients.scale(correction)
-                if not ranks.sharded:
+                if by_us:
                     ranks.add_up(gradients.dense())
                 norm, skipped = self._stepper.step(gradients, 1.0)
         except BaseException as error:
