@@ -243,7 +243,15 @@ class Accumulator:
         """Return the open window, if any: its gradients and totals, in mid-window too.
 
         Not in it: the model, the optimizer, the scheduler, the scaler and the loader's position. Save those beside it.
+        Over several ranks a window is not saved: save between two updates.
         """
+        if self._window is not None and self._stepper.ranks is not None:
+            msg = (
+                f"a window is open, with {self._window.micro_batches} micro-batches on this rank, and its gradients "
+                "are this rank's own: another number of ranks could not go on with it.\n"
+                "Save between two updates, when accumulator.backward(loss) has returned one, or flush() first."
+            )
+            raise StateError(msg)
         window = None if self._window is None else self._window.state_dict()
         self._forgotten.saved()
         return {"version": STATE_VERSION, "steps": self._steps, "window": window}
