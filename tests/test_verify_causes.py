@@ -1,7 +1,7 @@
 """A mistake is planted in the model, the loss or the loop: each is found by experiment, and named."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -150,6 +150,102 @@ def test_a_mistake_in_the_loss_is_found(case: str) -> None:
     verification = make()
     assert not verification.exact
     assert set(found(verification)) == expected, str(verification)
+
+
+NOTHING_COUNTED = torch.tensor([1, 2, 0, 1, 0, 0, 0, 0, 1, 2, 1])  # of the second micro-batch
+
+
+def clamped(model: Any, batch: Batch) -> Tensor:
+    """What the remedy says."""
+    mask = (batch[1] > 0).to(batch[0].dtype)
+    loss = (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * mask).sum() / mask.sum().clamp(min=1)
+    return counted(loss, mask.sum())
+
+
+def test_a_masked_mean_over_nothing_is_told_what_helps() -> None:
+    """No weight makes a NaN nothing: its remedy does, and is proved."""
+    torch.manual_seed(1)
+    batch = samples()[0], NOTHING_COUNTED
+    for window in (None, defects.textbook(defects.masked)):
+        verification = verify(network(), defects.masked, batch, 4, train_window=window)
+        assert set(found(verification)) == {"wrong-count"}
+        assert "Micro-batch 2 of 3 has a loss of nan by itself" in verification.causes[0].found
+        assert "loss.sum() / count.clamp(min=1); then weigh by count:  counted(loss, count)" in str(verification)
+    assert verify(network(), clamped, batch, 4).exact
+
+
+def test_a_micro_batch_that_counts_nothing_has_no_weight() -> None:
+    """One term, one count: it is not taken for several."""
+    torch.manual_seed(1)
+
+    def ignoring(model: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], ignore_index=0)
+
+    batch = torch.randn(12, 6), torch.tensor([1, 2, 0, 1, 0, 0, 0, 0, 1, 2, 1, 2])
+    verification = verify(network(), ignoring, batch, 4, train_window=defects.textbook(ignoring))
+    assert set(found(verification)) == {"wrong-count"}, str(verification)
+    told = verification.causes[0].found
+    assert "the big batch weighs them 0.429 : 0 : 0.571, in proportion to (batch[1] != 0).sum()" in told
+    assert verify(network(), ignoring, batch, 4).exact
+
+
+def test_terms_that_share_all_parameters_are_told_apart_by_their_counts() -> None:
+    """No weight per micro-batch is right; weighing each term by its own count is."""
+    torch.manual_seed(1)
+
+    def two_terms(model: Any, batch: Batch) -> Tensor:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1], ignore_index=0) + 0.5 * logits.square().mean()
+
+    verification = verify(network(), two_terms, samples(), 4, train_window=by_samples(two_terms))
+    assert set(found(verification)) == {"wrong-count"}, str(verification)
+    assert "Weighing each term by its own count, as BigStep does" in verification.causes[0].found
+
+
+class Named(NamedTuple):
+    """What a model returns."""
+
+    logits: Tensor
+
+
+class Naming(nn.Module):
+    """A model that ends in an operation of its own, and returns a named tuple or a plain one."""
+
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.scale, self.kind = network(), nn.Parameter(torch.ones(3)), kind
+
+    def forward(self, x: Tensor) -> Any:
+        """Scale what the network gives."""
+        return self.kind(self.inner(x) * self.scale)
+
+
+@pytest.mark.parametrize("kind", [Named, lambda logits: (logits,), lambda logits: {0: logits}])
+def test_a_bent_mean_is_in_the_loss_whatever_the_model_returns(kind: Callable[[Tensor], Any]) -> None:
+    """Samples are changed inside of it, too."""
+    torch.manual_seed(1)
+
+    def root(model: Any, batch: Batch) -> Tensor:
+        logits: Tensor = model(batch[0])[0]
+        return logits.square().mean().sqrt()
+
+    verification = verify(Naming(kind), root, samples(), 4, train_window=by_samples(root))
+    assert found(verification) == {"nonlinear-in-a-mean": "loss_fn"}, str(verification)
+
+
+@pytest.mark.parametrize("number", [11, 12])
+@pytest.mark.parametrize("loop", [by_samples, defects.textbook])
+def test_one_that_is_left_out_is_all_of_it_where_the_others_are_averaged(loop: Any, number: int) -> None:
+    """The weights of those that are left add up to one, and still the difference is that of the one."""
+    torch.manual_seed(1)
+
+    def train_window(model: Any, micro_batches: list[Batch]) -> None:
+        loop(mean)(model, [micro_batches[0], micro_batches[2]])
+
+    verification = verify(network(), mean, samples(number), 4, train_window=train_window)
+    assert verification.causes[0].kind == "dropped-micro-batch", str(verification)
+    assert verification.causes[0].where == "micro-batch 2"
+    assert verification.causes[0].share > 0.99
 
 
 Case = tuple[Callable[[], nn.Module], defects.Loss, int, defects.Window]

@@ -50,12 +50,14 @@ def _told(taken: Fit, right: Fit, *, counts_alone: bool) -> Iterator[Mistake]:
     number = len(used)
     left_out = [i for i in range(number) if is_zero(used[i], used) and not is_zero(should[i], should)]
     kept = [i for i in range(number) if i not in left_out]
-    if left_out and kept:
-        yield _left_out(taken, right, left_out, kept)
     ratio = taken.ratio(right)
     scale = ratio if ratio is not None else _scale(used, should, kept)
-    if left_out and near(scale, number / len(kept), 1e-3):
-        scale = 1.0  # averaged over those that were left
+    shares = math.fsum(should[i] for i in kept) / (math.fsum(should) or 1.0)
+    averaged = bool(left_out) and (near(scale, number / len(kept), 1e-3) or near(scale * shares, 1.0, 1e-3))
+    if left_out and kept:
+        yield _left_out(taken, right, left_out, kept, averaged=averaged)
+    if averaged:  # over those that were left
+        scale = 1.0
     if not near(scale, 1.0, 1e-3):
         yield _scaled(scale, taken, right)
     if ratio is None:
@@ -80,13 +82,15 @@ def _told(taken: Fit, right: Fit, *, counts_alone: bool) -> Iterator[Mistake]:
             )
 
 
-def _left_out(taken: Fit, right: Fit, left_out: Sequence[int], kept: Sequence[int]) -> Mistake:
+def _left_out(taken: Fit, right: Fit, left_out: Sequence[int], kept: Sequence[int], *, averaged: bool) -> Mistake:
     """Some micro-batches do not count: the first ones were cleared away, others never came to the step."""
     used, number, ratio = taken.weights, len(taken.weights), taken.ratio(right)
     repaired = tuple(
         weight if i in kept else used[kept[0]] if ratio is None else ratio * right.weights[i]
         for i, weight in enumerate(used)
     )
+    if averaged:
+        repaired = right.weights
     if max(left_out) < min(kept):
         which = f"only the last {len(kept)}" if len(kept) > 1 else "only the last"
         text = f"{which} of {number} micro-batches counts: gradients from before it were cleared inside the window"
@@ -124,10 +128,11 @@ def _scaled(scale: float, taken: Fit, right: Fit) -> Mistake:
 def _scale(used: Sequence[float], should: Sequence[float], kept: Sequence[int]) -> float:
     """Return the factor that all weights together are wrong by, where each is wrong by its own."""
     total = math.fsum(should[i] for i in kept)
-    even = all(near(used[i], used[kept[0]]) for i in kept) if kept else False
+    known = [i for i in kept if not is_zero(should[i], should)]  # what counts nothing does not show its weight
+    even = all(near(used[i], used[known[0]]) for i in known) if known else False
     number = len(used)
     if even:  # one weight for all: is it 1/n, as a mean has it, or 1, or 1/n twice?
-        return used[kept[0]] * number
+        return used[known[0]] * number
     return math.fsum(used[i] for i in kept) / total if total else 1.0
 
 

@@ -150,8 +150,9 @@ def _with_gradient(output: Any) -> Tensor | None:
 def _put(output: Any, found: Tensor, instead: Tensor) -> Any:
     if output is found:
         return instead
-    if isinstance(output, tuple) and not hasattr(output, "_fields"):
-        return tuple(instead if each is found else each for each in output)
+    if isinstance(output, tuple):
+        made = [instead if each is found else each for each in output]
+        return type(output)(*made) if hasattr(output, "_fields") else tuple(made)
     if isinstance(output, dict):
         for key, value in output.items():
             if value is found:

@@ -25,6 +25,10 @@ from bigbatch.verifying.ways import OwnWay, Way
 from bigbatch.verifying.weights import Fit, fitted, near, supposed
 
 _OWN = "its own count"
+_CLAMP = (
+    "Divide by no less than one, inside the loss, since no weight makes a NaN nothing:  "
+    "loss.sum() / count.clamp(min=1); then weigh by count:  counted(loss, count)"
+)
 _BENDS = "the gradients that come back to all others change by one factor: the loss bends the mean of all samples"
 _COMPARES = "the gradients that come back to the others change, too: the loss compares samples with each other"
 
@@ -77,7 +81,7 @@ def _of_nothing(left: Left, empty: Sequence[int], parts: Parts) -> Cause:
         f"micro-batch {which} of {len(parts.losses)} has a loss of {parts.losses[empty[0]]} by itself: nothing in it "
         "is counted, and a mean over nothing is no number"
     )
-    return cause("wrong-count", OUTSIDE, 1.0, found, left.loop, count="count.clamp(min=1)")
+    return replace(cause("wrong-count", OUTSIDE, 1.0, found, left.loop), remedy=_CLAMP)
 
 
 class _Weighing:

@@ -49,7 +49,12 @@ def fitted(
     names: Sequence[str] | None = None,
 ) -> Fit | None:
     """Find the weights; None where the micro-batches' gradients are too much alike to tell them."""
-    columns = [_joined(part, names) for part in parts] + ([] if alone is None else [_joined(alone, names)])
+    every = [_joined(part, names) for part in parts]
+    # A micro-batch that counts nothing, as where all targets are ignored, has no gradient and weighs nothing.
+    telling = [place for place, each in enumerate(every) if names is not None or bool(each.any())]
+    columns = [every[place] for place in telling] + ([] if alone is None else [_joined(alone, names)])
+    if not columns:
+        return None
     target = _joined(gradient, names)
     scales = torch.stack([column.norm() for column in columns])
     size = float(target.norm())
@@ -63,8 +68,10 @@ def fitted(
         return None
     found = right.mT @ ((left.mT @ target) / values)
     residual = float((matrix @ found - target).norm()) / size
-    weights = [float(each) for each in found / scales]
-    return Fit(tuple(weights[: len(parts)]), 0.0 if alone is None else weights[-1], residual)
+    values_found = [float(each) for each in found / scales]
+    weights = dict(zip(telling, values_found, strict=False))
+    of_alone = 0.0 if alone is None else values_found[-1]
+    return Fit(tuple(weights.get(place, 0.0) for place in range(len(parts))), of_alone, residual)
 
 
 def supposed(
