@@ -630,6 +630,18 @@ def test_a_mistake_in_the_own_dtype_alone_is_no_proof() -> None:
         found.raise_if_wrong()
 
 
+def test_rounding_to_few_digits_inside_is_no_mistake_in_the_own_dtype() -> None:
+    """It is the same in float32 and in float64 for the big batch, and another one for its parts."""
+
+    class Coarse(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.bfloat16().tanh().to(x.dtype)
+
+    torch.manual_seed(0)
+    found = verify(network(Coarse()), mean, samples(), 4)
+    assert found.exact, str(found)
+
+
 @pytest.mark.parametrize(("allow", "said"), [({"dropout"}, "'dropout'"), ("randomness", "'randomness'")])
 def test_a_kind_that_is_none_is_not_allowed(allow: Any, said: str) -> None:
     """A slip would accept nothing, and not say so; a plain string is one."""

@@ -271,6 +271,30 @@ def test_a_loop_with_its_own_model_and_optimizer_is_judged_right_and_put_back() 
         assert all(torch.equal(value, after["state"][place][name]) for name, value in kept.items())
 
 
+def test_an_interrupted_loop_leaves_nothing_behind() -> None:
+    """Neither its step in the model and the optimizer that it has, nor hooks in torch."""
+    from torch.optim import optimizer as of_torch
+
+    torch.manual_seed(0)
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    clip = nn.utils.clip_grad._clip_grads_with_norm_
+
+    def train_window(_: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        optimizer.step()
+        raise KeyboardInterrupt
+
+    weights = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(KeyboardInterrupt):
+        verify(model, mean, samples(UNEVEN), 4, train_window=train_window)
+    assert all(torch.equal(p, before) for p, before in zip(model.parameters(), weights, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    assert not optimizer.state
+    assert not of_torch._global_optimizer_pre_hooks
+    assert nn.utils.clip_grad._clip_grads_with_norm_ is clip
+
+
 def test_another_thread_trains_on() -> None:
     """Its optimizer keeps its state while a window is watched."""
     other = nn.Parameter(torch.ones(3))

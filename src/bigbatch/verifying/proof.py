@@ -141,7 +141,7 @@ class Proof:
             causes += lost_in_sums(runs, truth.gradients, own, floors, loop=loop)
             runs.dtype = torch.float64
             if not causes:
-                self._look_astray(own, floors)
+                self._look_astray(differences)
         refused = self._settling.refused
         if refused is not None and {each.kind for each in causes} <= _NO_REFUSAL:
             kind = "coupled-samples" if isinstance(refused, CoupledLoss) else "wrong-count"
@@ -149,9 +149,11 @@ class Proof:
             causes.append(cause(kind, OUTSIDE, 0.0, f"BigStep refuses this loss: {first}", loop=False, count="count"))
         return causes
 
-    def _look_astray(self, own: Mapping[str, float], floors: Mapping[str, float]) -> None:
+    def _look_astray(self, differences: list[Difference]) -> None:
         """Rounding in the model's own dtype is as large for both; where it is not, something else runs there."""
-        dtype, found, floor = self.runs.subject.dtype, overall(own), overall(floors)
+        dtype, found = self.runs.subject.dtype, overall(each.own_difference for each in differences)
+        # What rounds to few digits inside rounds alike in both dtypes: the other rounding shows that it does.
+        floor = max(overall(each.own_floor for each in differences), overall(each.exact_floor for each in differences))
         self._astray = not found <= _FAR * max(floor, torch.finfo(dtype).eps)
         if self._astray:
             self.notes.append(
