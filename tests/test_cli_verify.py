@@ -123,6 +123,20 @@ def test_more_is_asked_for_than_there_is(tmp_path: Path) -> None:
     assert "The file's data has 64 samples in all: no batch of 100 can be made." in " ".join(result.stdout.split())
 
 
+def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the results, which are not lost with it."""
+    pytest.importorskip("matplotlib")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("bigbatch.pages.page.write", full)
+    result = run(written(tmp_path), "--html", str(tmp_path / "page.html"))
+    assert result.exit_code == 1
+    assert "Exact: " in result.stdout
+    assert "this could not be written (No space left on device)" in " ".join(result.stderr.split())
+
+
 def test_what_cannot_work_says_what_to_type(tmp_path: Path) -> None:
     """As every other command."""
     whole = run(written(tmp_path), "--micro-batch-size", "16")

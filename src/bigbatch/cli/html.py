@@ -4,6 +4,8 @@ from pathlib import Path
 
 import typer
 
+from bigbatch.cli.failures import FAILED, fail
+
 
 def prepare(page: Path) -> None:
     """Raise where no page can be drawn or written."""
@@ -18,5 +20,8 @@ def wrote(text: str, page: Path) -> None:
     """Write a page, and say so where it does not mix with results."""
     from bigbatch.pages.page import write
 
-    write(text, page)
+    try:
+        write(text, page)
+    except OSError as error:
+        fail(f"--html {page}: this could not be written ({error.strerror or error}).", "Name another file.", FAILED)
     typer.echo(f"Wrote {page}", err=True)
