@@ -21,12 +21,15 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, CLASSES)).double()
 
 
-def shards(network: nn.Module, parts: Sequence[nn.Module] = (), **named: Any) -> nn.Module:
-    """Shard a model over all ranks."""
+def shards(
+    network: nn.Module, parts: Sequence[nn.Module] = (), shape: tuple[int, ...] | None = None, **named: Any
+) -> nn.Module:
+    """Shard a model over all ranks; `shape` is that of their mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    shape = shape or (torch.distributed.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     for part in parts:
         fully_shard(part, mesh=mesh, **named)
     fully_shard(network, mesh=mesh, **named)
@@ -39,11 +42,14 @@ def whole(network: nn.Module) -> list[Tensor]:
     return [p.full_tensor().detach() for p in found]
 
 
-def accumulated(rank: int, sizes: Sequence[Sequence[int]], loss: str, optimizer: str) -> Any:
+def accumulated(  # noqa: PLR0917 - what the ranks are sent
+    rank: int, sizes: Sequence[Sequence[int]], loss: str, optimizer: str, overlap: bool = False, shape: Any = None
+) -> Any:
     """Train micro-batches on one rank."""
     plain = model()
-    network = shards(plain, [plain[0], plain[2]])
-    accumulator = Accumulator(network, OPTIMIZERS[optimizer](network.parameters()), steps=2, clip_norm=1.0)
+    network = shards(plain, [plain[0], plain[2]], shape)
+    chosen = OPTIMIZERS[optimizer](network.parameters())
+    accumulator = Accumulator(network, chosen, steps=2, clip_norm=1.0, overlap=overlap)
     updates = []
     for batch in accumulator.over(batches_of(rank, sizes)):
         update = accumulator.backward(LOSSES[loss](network, batch))
@@ -73,6 +79,21 @@ def test_a_rank_without_any_batch_is_refused() -> None:
     found = run_on_ranks(2, accumulated, [[3, 5], []], "mean", "sgd")
     assert isinstance(found[1], BatchError), found[1]
     assert "one at least" in str(found[1])
+
+
+@pytest.mark.parametrize("sizes", [[[3, 5, 2, 4], [6, 1, 1, 7]], [[3, 5, 2], [6]]], ids=str)
+def test_gradients_are_reduced_once_per_update_where_that_is_wanted(sizes: list[list[int]]) -> None:
+    """They stay whole until the last backward of a window."""
+    found = run_on_ranks(2, accumulated, sizes, "mean", "adamw", True)
+    assert_same(found, truth(sizes, 2, "mean", "adamw"))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_replicas_of_shards(overlap: bool) -> None:
+    """HSDP: two times two ranks, each with samples of its own; the norm counts every shard once."""
+    sizes = [[3, 5], [6, 1], [2, 2], [4, 3]]
+    found = run_on_ranks(4, accumulated, sizes, "mean", "sgd", overlap, (2, 2))
+    assert_same(found, truth(sizes, 2, "mean", "sgd"))
 
 
 def big_steps(rank: int, sizes: Sequence[Sequence[int]], optimizer: str) -> Any:

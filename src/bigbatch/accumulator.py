@@ -213,7 +213,8 @@ class Accumulator:
     def _prepare(self) -> None:
         """Tell DDP whether the next micro-batch is its window's last, before its forward."""
         if self._stepper.ranks is not None:
-            self._stepper.ranks.prepare(last=self._last or self.remaining == 1)
+            passes = self._window.passes if self._window is not None else 0
+            self._stepper.ranks.prepare(last=self._last or passes + 1 == self._steps)
 
     def discard(self) -> None:
         """Drop the open window and its gradients; the model and the optimizer are as before it."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError, RankFailed
 from bigbatch.ranks import sharding
+from bigbatch.ranks.sharding import Shards
 from bigbatch.ranks.wrappers import (
     data_parallel,
     group_of,
@@ -38,7 +39,7 @@ class Ranks:
         """Belong to a group; `wrappers` are what this process has its models in."""
         self.group, self._wrappers = group, list(wrappers)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.sharded = False  # whether every pass through the model is a meeting, and reduces its gradients itself
+        self.shards: Shards | None = None  # where every pass through the model is a meeting, and reduces by itself
         self.overlap = False  # whether DDP reduces in a window's last backward
         self.reduced = False  # whether it has
         self.spoken = False  # whether this rank has made its statement for the window at hand
@@ -61,9 +62,10 @@ class Ranks:
             return None
         shards = sharding.sharded(models)
         if shards:
-            found = cls(group or sharding.group_of(models), ())
-            found.sharded = True
             sharding.sum_only(models)
+            spread = Shards(models, shards, group)
+            found = cls(spread.group, ())
+            found.shards, found.overlap = spread, overlap
             return found
         if not wrappers and dist.get_world_size() > 1:
             refuse_hidden_wrappers(models)
@@ -79,6 +81,11 @@ class Ranks:
         made.overlap = bool(overlap)
         return made
 
+    @property
+    def sharded(self) -> bool:
+        """Whether every pass through the model is a meeting of all ranks."""
+        return self.shards is not None
+
     def keep_quiet(self, owner: object) -> None:
         """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
         keep_quiet(owner, self._wrappers)
@@ -88,6 +95,8 @@ class Ranks:
         self.reduced = self.overlap and last
         for wrapper in self._wrappers:
             (let_speak if self.reduced else silence)(wrapper)
+        if self.shards is not None and self.overlap:
+            self.shards.reduce(now=last)
 
     def added(self, numbers: Sequence[Count], device: torch.device) -> list[float]:
         """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed."""
@@ -123,7 +132,8 @@ class Ranks:
 
     def norm(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the norm of a gradient that is spread over all ranks."""
-        return sharding.norm(parts, self.group, device)
+        assert self.shards is not None  # noqa: S101 - or it would be on every rank
+        return self.shards.norm(parts, device)
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Return of each flag whether any rank has it up."""

@@ -20,19 +20,44 @@ def sharded(models: Sequence[nn.Module]) -> list[Any]:
     return [module for module in every if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)]
 
 
-def group_of(models: Sequence[nn.Module]) -> dist.ProcessGroup:
-    """Return the ranks that a model is sharded over."""
-    meshes: set[Any] = {getattr(p, "device_mesh", None) for model in models for p in model.parameters()} - {None}
-    if len(meshes) != 1 or next(iter(meshes)).ndim != 1:
-        shown = ", ".join(str(mesh) for mesh in meshes)
-        msg = (
-            f"this model is sharded over {shown or 'nothing'}, which does not tell which ranks have samples of their "
-            "own.\n"
-            "Say it:  group=mesh['data'].get_group()"
-        )
-        raise ConfigurationError(msg)
-    found: dist.ProcessGroup = next(iter(meshes)).get_group()
-    return found
+class Shards:
+    """The parts of a model that are sharded, and the ranks over which they are."""
+
+    def __init__(self, models: Sequence[nn.Module], parts: Sequence[Any], group: dist.ProcessGroup | None) -> None:
+        """Find out who has samples of its own (`group`), and over whom each gradient is spread (`spread`)."""
+        self.parts = parts
+        every: list[Any] = [p for model in models for p in model.parameters() if hasattr(p, "device_mesh")]
+        found: dict[Any, Any] = {parameter.device_mesh: parameter for parameter in every}
+        if len(found) != 1:
+            shown = " and ".join(str(mesh) for mesh in found) or "nothing"
+            raise ConfigurationError(f"this model is sharded over {shown}: shard all of it over one mesh.")
+        ((mesh, parameter),) = found.items()
+        if mesh.ndim == 1:
+            self.spread: dist.ProcessGroup = mesh.get_group()
+            self.group = group or self.spread
+        elif mesh.ndim == 2 and parameter.placements[0].is_replicate():  # noqa: PLR2004 - replicas of shards, HSDP
+            self.spread = mesh.get_group(1)
+            whole = dist.group.WORLD if mesh.size() == dist.get_world_size() else None
+            self.group = group or whole or mesh._flatten().get_group()  # noqa: SLF001 - no public name
+        else:
+            msg = (
+                f"this model is sharded over {mesh} in more than one way, as with tensor parallelism, which is not "
+                "supported yet: its norm and its counts would have to know which way is which.\n"
+                "Shard over one dimension, or two with replicas:  fully_shard(model, mesh=init_device_mesh(kind, (n,)))"
+            )
+            raise ConfigurationError(msg)
+
+    def reduce(self, *, now: bool) -> None:
+        """Have the next backward reduce gradients, or keep them whole and add up."""
+        for part in self.parts:
+            part.set_requires_gradient_sync(now)
+
+    def norm(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the norm of a gradient from this rank's part of it."""
+        found = torch.nn.utils.get_total_norm(parts) if parts else torch.zeros((), device=device)
+        total = found.square()
+        dist.all_reduce(total, group=self.spread)
+        return total.sqrt()
 
 
 def sum_only(models: Sequence[nn.Module]) -> None:
@@ -57,11 +82,3 @@ def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, in its own memory."""
     whole: Any = tensor
     return whole.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def norm(parts: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> Tensor:
-    """Return the norm over all ranks' parts."""
-    found = torch.nn.utils.get_total_norm(parts) if parts else torch.zeros((), device=device)
-    total = found.square()
-    dist.all_reduce(total, group=group)
-    return total.sqrt()

@@ -51,8 +51,8 @@ def statement(
         ratio=ledger.ratio() if ledger.kind == "mean" else 1.0,
         several=lost,
         precise=precise,
-        left_out=left_out if ranks.reduced else 0,
-        overlapped=ranks.reduced and ledger.micro_batches > 0,
+        left_out=left_out if ranks.reduced and not ranks.sharded else 0,
+        overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
     )
 
 

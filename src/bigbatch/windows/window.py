@@ -97,7 +97,7 @@ class Window:
             if self._ledger.in_common:
                 self._left_out = self._gradients.unchanged()
             self._gradients.remember()
-            if not self._reached:
+            if not self._reached and not self._awaits_reduction():
                 self._refuse_unreached()
             if not self._shown:
                 self._show(terms, weights)
@@ -155,6 +155,11 @@ class Window:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _awaits_reduction(self) -> bool:
+        """Whether gradients are still whole, elsewhere: they are sharded in the last backward of the window."""
+        ranks = self._stepper.ranks
+        return ranks is not None and ranks.sharded and ranks.overlap and not ranks.reduced
 
     def _refuse_unreached(self) -> None:
         """A first backward that gave no gradient at all is a mistake: the update would change nothing."""
@@ -293,7 +298,7 @@ class Window:
                     correction = correction * ((ledger.provisional or 1.0) / agreement.total)
                 if scale is not None and self._stepper.scaler is not None:
                     correction = correction * self._rescaled(self._stepper.scaler, scale)
-                if ranks.reduced:
+                if ranks.reduced and not ranks.sharded:
                     correction = correction * ranks.size  # DDP has averaged
                 gradients.scale(correction)
                 if by_us:
