@@ -175,6 +175,19 @@ def test_ranks_draw_masks_of_their_own_and_one_order() -> None:
     assert sorted(seen + others_seen) == sorted(list(range(21)) * 3)
 
 
+def wrapped(_: int) -> Any:
+    """Give a Setup what a loop of one's own would have."""
+    setup = make()
+    return make(model=nn.parallel.DistributedDataParallel(setup.model), optimizer=setup.optimizer)
+
+
+def test_a_setup_has_a_plain_model() -> None:
+    """It says which."""
+    for error in run_on_ranks(2, wrapped):
+        assert isinstance(error, ConfigurationError), error
+        assert "Setup(model=model.module, ...)" in str(error)
+
+
 def unlike(rank: int, what: str) -> Any:
     """Have something that another rank has not."""
     data: dict[str, Any] = {

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -30,6 +31,11 @@ def model(found: object) -> None:
         raise ConfigurationError(
             f"Setup(model={_shown(found)}): model is an nn.Module; this is {_kind(found)}.\n"
             "For example:  model=nn.Linear(10, 2)"
+        )
+    if isinstance(found, DistributedDataParallel) and found.process_group.size() > 1:
+        raise ConfigurationError(
+            "Setup(model=DistributedDataParallel(...)): under torchrun, gradients are shared between the ranks here, "
+            "without a wrapper.\nGive the plain model, as for one process:  Setup(model=model.module, ...)"
         )
     checks.models(found)
 
