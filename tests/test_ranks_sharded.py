@@ -170,3 +170,45 @@ def test_parameters_outside_of_shards_are_refused() -> None:
     for error in run_on_ranks(2, partly):
         assert isinstance(error, ConfigurationError), error
         assert "fully_shard(model)" in str(error)
+
+
+def offloaded(rank: int, sizes: Sequence[Sequence[int]]) -> Any:
+    """Train a model whose shards stay in the host's memory."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    network = shards(model(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, clip_norm=1.0)
+    for batch in accumulator.over(batches_of(rank, sizes)):
+        accumulator.backward(LOSSES["mean"](network, batch))
+    return whole(network), []
+
+
+def test_shards_in_the_hosts_memory() -> None:
+    """Are as good as any."""
+    sizes = [[3, 5, 2, 4], [6, 1, 1, 7]]
+    assert_same(run_on_ranks(2, offloaded, sizes), truth(sizes, 2, "mean", "sgd"), all_updates=False)
+
+
+def infinite_on_one_rank(rank: int) -> Any:
+    """Have one rank's loss overflow in the second window."""
+    network = shards(model())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1, scaler=scaler)
+    skipped = []
+    for number, (x, y) in enumerate(accumulator.over(batches_of(rank, [[3, 5, 2], [6, 1, 2]]))):
+        loss = F.cross_entropy(network(x), y.clamp(min=0))
+        update = accumulator.backward(loss * float("inf") if (rank, number) == (1, 1) else loss)
+        assert update is not None
+        skipped.append(update.skipped)
+    return whole(network), skipped, scaler.get_scale()
+
+
+def test_an_inf_on_one_rank_skips_on_all() -> None:
+    """And all go on with the same scale."""
+    one, other = run_on_ranks(2, infinite_on_one_rank)
+    for each in (one, other):
+        if isinstance(each, BaseException):
+            raise each
+    assert one[1] == other[1] == [False, True, False]
+    assert one[2] == other[2] == 2.0**7
+    assert distance(one[0], other[0]) == 0
