@@ -117,8 +117,9 @@ def made(settings: dict[str, Any]) -> Setup:
     return make(**{"epochs": 2, **settings, "model": setup.model, "optimizer": torch.optim.AdamW(inner, lr=0.05)})
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize(
+    ("name", "ranks"), [*((name, 3) for name in SETUPS), ("whole micro-batches", 2), ("a stream", 2)]
+)
 def test_ranks_train_to_the_weights_of_one_process(name: str, ranks: int) -> None:
     """And tell the same of it."""
     setup = made(SETUPS[name])
