@@ -58,7 +58,9 @@ def executed(script: str) -> torch.Tensor:
     return weights(found["model"])
 
 
-def true(*, clip: float | None = None, schedule: bool = False, windows: int | None = None) -> torch.Tensor:
+def true(
+    *, clip: float | None = None, schedule: bool = False, windows: int | None = None, weight: float = 1.0
+) -> torch.Tensor:
     """Return the weights after training with the big batches themselves."""
     found = names()
     loader, model, optimizer = found["loader"], found["model"], found["optimizer"]
@@ -66,7 +68,7 @@ def true(*, clip: float | None = None, schedule: bool = False, windows: int | No
     for _ in range(EPOCHS):
         for window in cut:
             x, y = torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])
-            F.cross_entropy(model(x), y).backward()
+            (weight * F.cross_entropy(model(x), y)).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -177,6 +179,20 @@ LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
         """,
         {"clip": 0.1},
     ),
+    "a weight of its own beside the steps": (
+        """
+        steps, criterion = 4, nn.CrossEntropyLoss()
+        for epoch in range(epochs):
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y) / 2
+                loss = loss / steps
+                loss.backward()
+                if (i + 1) % steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        {"weight": 0.5},
+    ),
     "an inner loop, whole windows": (
         """
         for epoch in range(epochs):
@@ -253,6 +269,49 @@ def test_what_is_not_simple_is_left_alone(inside: str, why: str) -> None:
     made = patched(LOOP.format(above="norms = []", inside=inside))
     assert made.diff() == ""
     assert made.refused == ((3, why),)
+
+
+OWN_MEANS = {
+    "by a mask's sum": (
+        """each = F.cross_entropy(model(x), y, reduction="none")
+        loss = (each * batch["mask"]).sum() / batch["mask"].sum()
+        loss = loss / steps""",
+        "with count=",
+    ),
+    "by the number of samples": (
+        """loss = F.cross_entropy(model(x), y, reduction="sum") / len(y)
+        loss = loss / steps""",
+        "its loss is divided by len(y) too: Accumulator needs to be told, with count=",
+    ),
+    "by a batch size that is as large as the window": (
+        """loss = F.cross_entropy(model(x), y, reduction="sum") / 4
+        loss = loss / 4""",
+        "its loss is divided by 4 too",
+    ),
+    "by a name that happens to hold as much": (
+        """loss = own_loss(model(x), y) / batch_size
+        loss = loss / steps""",
+        "its loss is divided by batch_size too",
+    ),
+    "by ranks as well": (
+        """loss = criterion(model(x), y) / (steps * ranks)""",
+        "its loss is divided by steps * ranks too",
+    ),
+    "and multiplied by something unknown": (
+        """loss = criterion(model(x), y) * scale_of(x)
+        loss = loss / steps""",
+        "what its loss is multiplied or divided by cannot be told",
+    ),
+}
+
+
+@pytest.mark.parametrize(("lines", "why"), OWN_MEANS.values(), ids=OWN_MEANS)
+def test_a_loss_that_has_its_own_mean_is_left_alone(lines: str, why: str) -> None:
+    """Only the division by the steps is ours to take out; where it is not the only one, nothing is."""
+    loop = LOOP.format(above="steps, batch_size = 4, 4", inside="pass")
+    made = patched(loop.replace("loss = criterion(model(x), y) / steps", lines))
+    assert made.diff() == ""
+    assert why in made.refused[0][1]
 
 
 def test_the_patch_of_a_loop() -> None:

@@ -82,6 +82,32 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
+    "a masked mean, the mask by its key": (
+        """
+        for i, batch in enumerate(loader):
+            each = F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+            loss = (each * batch["mask"]).sum() / batch["mask"].sum().clamp(min=1)
+            loss = loss / accumulation_steps
+            loss.backward()
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        ["BB104", "BB203"],
+    ),
+    "a loss that is called mask": (
+        """
+        for i, batch in enumerate(loader):
+            losses = model(batch["x"], batch["y"])
+            loss = losses["loss_mask"] + losses["mask"].sum()
+            loss = loss / size_of_window(i)
+            loss.backward()
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        [],
+    ),
     "several losses in a loop of their own": (
         """
         for x, y in loader:

@@ -15,6 +15,8 @@ from bigbatch.lint.reading.places import LoopKind
 from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.things import Computed
 from bigbatch.lint.reading.trees import nodes_in
+from bigbatch.lint.reading.values import Number
+from bigbatch.lint.reading.vocabulary import counts_micro_batches, last_part
 from bigbatch.lint.rules.rule import Script
 
 _REMOVED = {Kind.STEP, Kind.ZERO, Kind.CLIP, Kind.UNSCALE, Kind.UPDATE, Kind.SCHEDULER}
@@ -65,7 +67,7 @@ def plan(script: Script, loop: TrainingLoop, parents: dict[ast.AST, ast.AST]) ->
         over=loop.shape is Shape.MODULO,
         backward=backward,
         loss=_loss_of(backward),
-        divisions=_divisions(loss, parents),
+        divisions=_divisions(loop, loss, parents),
         removed=removed,
         arguments=arguments,
         names=names,
@@ -154,15 +156,37 @@ def _loss_of(backward: ast.Call) -> ast.expr:
     return receiver
 
 
-def _divisions(loss: Computed, parents: dict[ast.AST, ast.AST]) -> tuple[ast.BinOp | ast.AugAssign, ...]:
+def _divisions(
+    loop: TrainingLoop, loss: Computed, parents: dict[ast.AST, ast.AST]
+) -> tuple[ast.BinOp | ast.AugAssign, ...]:
+    """Return the divisions by the number of steps, which go; what else a loss is divided by is its own."""
+    if loss.rescaled or len(loss.most) != len(loss.divided_at):
+        raise NotSimple("what its loss is multiplied or divided by cannot be told")
     found: list[ast.BinOp | ast.AugAssign] = []
-    for node in loss.divided_at:
+    for number, node in zip(loss.most, loss.divided_at, strict=True):
+        if loss.reduction == "mean" and _is_factor(loop, number):
+            continue
+        if loss.reduction not in {"mean", "?"} or not _is_steps(loop, number):
+            raise NotSimple(f"its loss is divided by {number.text} too: Accumulator needs to be told, with count=")
         whole = isinstance(parents.get(node), ast.Assign | ast.Attribute | ast.Call | ast.AnnAssign)
         plain = isinstance(node, ast.AugAssign) or (isinstance(node, ast.BinOp) and whole)
         if not plain or not isinstance(node, ast.BinOp | ast.AugAssign) or not isinstance(node.op, ast.Div):
             raise NotSimple("its loss is divided inside a longer expression")
         found.append(node)
     return tuple(found)
+
+
+def _is_factor(loop: TrainingLoop, number: Number) -> bool:
+    """Tell a plain number that is not that of the steps: a weight of the loss, which stays where it is."""
+    every = loop.every.known if loop.every is not None else None
+    return number.known is not None and not number.atoms and every is not None and number.known != every
+
+
+def _is_steps(loop: TrainingLoop, number: Number) -> bool:
+    """Tell the number of steps, by its name or as a plain number; another name may happen to hold as much."""
+    if loop.every is None or not number.same(loop.every):
+        return False
+    return not number.atoms or counts_micro_batches(number.text) or last_part(number.text) == last_part(loop.every.text)
 
 
 def _check_other_uses(steps: ast.expr, node: ast.For, loss: Computed) -> None:

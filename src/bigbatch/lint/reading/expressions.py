@@ -14,6 +14,7 @@ from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.scopes import Function, Object
 from bigbatch.lint.reading.things import Computed, Role, Thing
 from bigbatch.lint.reading.values import Number, Rows, Several, Unknown, Value
+from bigbatch.lint.reading.vocabulary import names_mask
 from bigbatch.lint.reading.walk import Walk, by_name
 
 _HUGE = 2**53  # beyond, a float is no longer exact
@@ -84,8 +85,8 @@ def _of_computed(walk: Walk, base: Computed, node: ast.Attribute) -> Value:
 def _subscript(walk: Walk, node: ast.Subscript) -> Value:
     text = dotted(node)
     found = walk.scope.find(text) if text else None
-    if found is not None:
-        return found
+    if found is not None or names_mask(text):
+        return found or Thing(Role.MASK, text)
     base, index = value_of(walk, node.value), value_of(walk, node.slice)
     if isinstance(base, Several) and isinstance(index, Number) and index.known is not None:
         place = int(index.known)

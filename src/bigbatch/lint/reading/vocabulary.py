@@ -48,6 +48,16 @@ def role_of_name(text: str) -> Role | None:
     return next((role for role, pattern in _ROLES if pattern.search(name)), None)
 
 
+_KEYS = re.compile(r"(^|\.)(batch|data|inputs?|samples?|items?|examples?|mb|micro_?batch)\w*\[['\"](\w+)['\"]\]$")
+
+
+@lru_cache(maxsize=4096)
+def names_mask(text: str) -> bool:
+    """Tell `batch['mask']`, a part of the data, from a loss or prediction that is called so."""
+    found = _KEYS.search(text)
+    return found is not None and bool(MASKS.search(found[3])) and (found[3] == "loss_mask" or "loss" not in found[3])
+
+
 @lru_cache(maxsize=4096)
 def counts_micro_batches(text: str) -> bool:
     """Tell whether a name announces a window: `accumulation_steps`, `grad_acc`, `update_freq`."""
