@@ -108,6 +108,49 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
+    "a mean times its count, gradients divided by all of them in another file": (
+        """
+        from training import scale_grads
+
+        tokens = 0
+        for i, (x, y) in enumerate(loader):
+            n = (y != -100).sum()
+            tokens += n
+            loss = F.cross_entropy(model(x), y) * n
+            loss.backward()
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                scale_grads(model, 1 / tokens)
+                optimizer.step()
+                optimizer.zero_grad()
+                tokens = 0
+        """,
+        [],
+    ),
+    "a mean times its count, divided by a count that is known before": (
+        """
+        for batch in loader:
+            total = (batch["labels"] != -100).sum()
+            for x, y in micro_batches(batch):
+                n = (y != -100).sum()
+                (F.cross_entropy(model(x), y) * n / total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        [],
+    ),
+    "gradients divided in another file": (
+        """
+        import training
+
+        for i, (x, y) in enumerate(loader):
+            criterion(model(x), y).backward()
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                training.scale_grads(model, 1 / (i % accumulation_steps + 1))
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        [],
+    ),
     "several losses in a loop of their own": (
         """
         for x, y in loader:

@@ -16,6 +16,8 @@ from bigbatch.lint.reading.vocabulary import counts_micro_batches, last_part
 from bigbatch.lint.reading.walk import Walk
 
 _TIDIES = re.compile(r"zero|clear|reset|grad|optim|step|clip|update", re.IGNORECASE)
+# A helper from elsewhere that gets the model, as torchtune's `scale_grads(model, 1 / tokens)`.
+_RESCALES = re.compile(r"^_*((re)?scale|normali[sz]e|div(ide)?)_(\w+_)?grad", re.IGNORECASE)
 _HARMLESS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
 
 
@@ -81,7 +83,9 @@ def _unknown(walk: Walk, called: Called) -> Value:
         for thing in things:
             if thing.role in {Role.OPTIMIZER, Role.SCALER}:
                 walk.emit(Kind.HANDED_ON, called.node, subject=thing.text)
-    if any(thing.role is Role.MODEL for thing in things):
+    if things and _RESCALES.search(called.name):
+        walk.emit(Kind.RESCALE, called.node)
+    elif any(thing.role is Role.MODEL for thing in things):
         subject = next(thing.text for thing in things if thing.role is Role.MODEL)
         walk.emit(Kind.FORWARD, called.node, subject=subject)
     if called.on == "self" and _TIDIES.search(called.name):
