@@ -781,17 +781,81 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
-    "Trainer, divided again": (
+    "Trainer, divided again, by a model that takes no loss arguments": (
         """
-        from transformers import Trainer, TrainingArguments
+        from torch import nn
+        from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+        class Net(nn.Module):
+            def forward(self, x, labels):
+                return Output(self.net(x), labels)
 
         class Mine(Trainer):
             def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
                 outputs = model(**inputs)
                 loss = outputs.loss / self.args.gradient_accumulation_steps
                 return (loss, outputs) if return_outputs else loss
+
+        model = Net()
+        Mine(model, TrainingArguments("out", gradient_accumulation_steps=8)).train()
         """,
         ["BB202"],
+    ),
+    "Trainer, divided by hand for a model that takes loss arguments": (
+        """
+        from torch import nn
+        from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+        class Net(nn.Module):
+            def forward(self, x, labels, **kwargs):
+                return Output(self.net(x), labels)
+
+        class Mine(Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                outputs = model(**inputs)
+                loss = outputs.loss / self.args.gradient_accumulation_steps
+                return (loss, outputs) if return_outputs else loss
+
+        model = Net()
+        Mine(model, TrainingArguments("out", gradient_accumulation_steps=8)).train()
+        """,
+        [],
+    ),
+    "Trainer, divided by hand for a language model, for which it does not divide": (
+        """
+        from torch import nn
+        from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+        class Mine(Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                outputs = model(**inputs)
+                loss = outputs.loss / self.args.gradient_accumulation_steps
+                return (loss, outputs) if return_outputs else loss
+
+        model = AutoModelForCausalLM.from_pretrained("gpt2")
+        Mine(model, TrainingArguments("out", gradient_accumulation_steps=8)).train()
+        """,
+        [],
+    ),
+    "Trainer, told that the loss is divided": (
+        """
+        from torch import nn
+        from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+        class Net(nn.Module):
+            def forward(self, x, labels):
+                return Output(self.net(x), labels)
+
+        class Mine(Trainer):
+            def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+                outputs = model(**inputs)
+                loss = outputs.loss / self.args.gradient_accumulation_steps
+                return (loss, outputs) if return_outputs else loss
+
+        model = Net()
+        Mine(model, TrainingArguments("out", gradient_accumulation_steps=8), compute_loss_func=mean).train()
+        """,
+        [],
     ),
     "BatchNorm in an accumulating loop": (
         """

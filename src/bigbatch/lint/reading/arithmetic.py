@@ -94,10 +94,9 @@ def _multiplied(node: ast.AST, loss: Computed, by: Value, number: Number | None)
         return loss.divided(by.of, node)
     if isinstance(by, Computed):
         return replace(loss, origins=loss.origins | by.origins, live=loss.live | by.live, rescaled=True, reduction="?")
-    if isinstance(by, Thing) and by.role is Role.COUNT:  # a mean times its count: a sum, to be divided later
-        return replace(loss, rescaled=True, reduction="sum" if loss.reduction == "mean" else "?", masked=None)
-    if number is None:  # a mask, or something unknown
-        return loss if isinstance(by, Thing) else replace(loss, rescaled=True)
+    if number is None:  # a mask, a count, or something unknown
+        masks = isinstance(by, Thing) and by.role is not Role.COUNT
+        return loss if masks else replace(loss, rescaled=True, masked=None)
     undone = next((divisor for divisor in loss.most if divisor.same(number)), None)
     if undone is not None:
         without = tuple(d for d in loss.most if d is not undone)

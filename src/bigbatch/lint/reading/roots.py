@@ -16,6 +16,7 @@ from bigbatch.lint.reading.program import Def, Program
 from bigbatch.lint.reading.scopes import Class, Function, Object, Scope
 from bigbatch.lint.reading.statements import run_block
 from bigbatch.lint.reading.things import Computed
+from bigbatch.lint.reading.trainer import surely_divides
 from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Number, Several, Value
 from bigbatch.lint.reading.walk import TooLong, Walk, Ways
@@ -91,7 +92,8 @@ def _read_function(walk: Walk, function: Def, owner: ast.ClassDef | None) -> Non
             start_rounds(walk, loop, function.body)
         value = run_function(walk, function, scope)
         if framework in {"lightning", "transformers"} and not _is_manual(owner):
-            _backward_of_framework(walk, function, framework, value)
+            sure = framework == "lightning" or surely_divides(walk.program)
+            _backward_of_framework(walk, function, framework, value, sure=sure)
 
 
 def _framework(program: Program, function: Def, owner: ast.ClassDef | None) -> str:
@@ -115,8 +117,8 @@ def _is_manual(owner: ast.ClassDef | None) -> bool:
     )
 
 
-def _backward_of_framework(walk: Walk, function: Def, framework: str, value: Value) -> None:
-    """Note that the framework calls backward on what the method returns, divided by its own number of steps."""
+def _backward_of_framework(walk: Walk, function: Def, framework: str, value: Value, *, sure: bool) -> None:
+    """Note that the framework calls backward on what the method returns, divided by its own number of steps if sure."""
     if isinstance(value, Several) and value.items:
         value = value.items[0]
     if not isinstance(value, Computed):
@@ -124,8 +126,8 @@ def _backward_of_framework(walk: Walk, function: Def, framework: str, value: Val
     via = Via.LIGHTNING if framework == "lightning" else Via.TRANSFORMERS
     steps = framework_steps(walk, via)
     last = next((node for node in reversed(list(nodes_in(function))) if isinstance(node, ast.Return)), function)
-    divides = steps is not None and steps.known != 1
-    walk.emit(Kind.BACKWARD, last, via=via, loss=value, divides=divides or None, divides_by=steps)
+    several = steps.known != 1 if steps is not None else via is Via.TRANSFORMERS
+    walk.emit(Kind.BACKWARD, last, via=via, loss=value, divides=(sure and several) or None, divides_by=steps)
 
 
 def framework_steps(walk: Walk, via: Via) -> Number | None:

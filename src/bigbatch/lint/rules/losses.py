@@ -57,6 +57,7 @@ def _by_framework(loop: TrainingLoop, fact: Fact, loss: Computed) -> Hit | None:
         own = fact.event.divides_by is not None and number.involves(fact.event.divides_by)
         announced = any(map(counts_micro_batches, names))
         told = bool(word) and any(name.endswith(word) for name in names)
+        told = told and (via is Via.LIGHTNING or fact.event.divides is True)  # Trainer does not always divide
         # `accumulate` is there to accumulate, also where the number of steps cannot be seen.
         divides = fact.event.divides or (via is Via.ACCELERATE and loop.shape is Shape.FRAMEWORK)
         if told or (fact.event.divides and own) or (divides and announced):
