@@ -100,6 +100,27 @@ def test_github(script: str) -> None:
     assert len(lines) == 2
 
 
+def test_github_on_a_notebook(script: str) -> None:
+    """A cell's line is none of the file's: it is said in words."""
+    source = Path(script).read_text()
+    Path("a.ipynb").write_text(json.dumps({"cells": [{"cell_type": "code", "source": source}]}))
+    lines = run("a.ipynb", "--format", "github").stdout.splitlines()
+    assert lines[0].startswith("::error file=a.ipynb,title=BB106 never-zeroed (cell 1%2C line 4)::gradients are never")
+
+
+def test_a_long_line_is_cut(script: str) -> None:
+    """A file without line ends does not fill the terminal."""
+    Path(script).write_text("x = (" + "1, " * 20_000)
+    shown = run(script).stdout.splitlines()
+    assert shown[1] == "    x = (" + "1, " * 51 + "1…"
+    assert max(map(len, shown)) < 200
+
+
+def test_json_said_twice_is_json(script: str) -> None:
+    """The two agree."""
+    assert json.loads(run(script, "--json", "--format", "json").stdout)
+
+
 def test_select_takes_lists_and_several_options(script: str) -> None:
     """With commas, again, in small letters."""
     assert "BB501" not in run(script, "--select", "BB106,BB103").stdout
@@ -140,6 +161,8 @@ def test_explain_every_rule() -> None:
         (["--select", "E501", "."], "error: no rule's code begins with 'E501'."),
         (["--explain", "BB999"], "error: there is no rule BB999"),
         (["--format", "xml"], "error: Invalid value"),
+        (["--json", "--format", "text"], "error: --json and --format text ask for different things"),
+        (["--format", "github", "--json"], "hint: Leave one of them out."),
     ],
 )
 def test_what_cannot_be_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], text: str) -> None:

@@ -59,18 +59,22 @@ def test_a_file(comment: str, left: list[str]) -> None:
 
 
 def test_a_statement_over_several_lines() -> None:
-    """At its first line."""
+    """At its first line, or where its head ends; a comment in its body is about something else."""
     loop = """
     for i, x in enumerate(loader):
         (net(x) / 4).backward()
         if ({}
             (i + 1) % 4 == 0
-        ):
+        ):{}
+            {}
             opt.step()
             opt.zero_grad()
     """
-    assert codes(loop.format("")) == ["BB103"]
-    assert codes(loop.format("  # noqa: BB103")) == []
+    noqa = "# noqa: BB103"
+    assert codes(loop.format("", "", "")) == ["BB103"]
+    assert codes(loop.format(noqa, "", "")) == []
+    assert codes(loop.format("", noqa, "")) == []
+    assert codes(loop.format("", "", noqa)) == ["BB103"]
 
 
 def test_in_a_notebook() -> None:

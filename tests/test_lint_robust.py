@@ -221,3 +221,13 @@ def test_a_file_that_is_not_there_and_a_folder(tmp_path: Path) -> None:
     checked = list(lint([missing, good], Choice()))
     assert [[finding.code for finding in each.findings] for each in checked] == [["BB900"], []]
     assert "No such file" in checked[0].findings[0].message
+
+
+def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
+    """It cannot be opened, and is a finding like any other that cannot."""
+    (tmp_path / "loop.py").symlink_to("loop.py")
+    (tmp_path / "good.py").write_text("x = 1\n")
+    for choice in (Choice(), Choice(force_exclude=True)):
+        checked = list(lint([tmp_path], choice))
+        assert [[finding.code for finding in each.findings] for each in checked] == [[], ["BB900"]]
+        assert "symbolic links" in checked[1].findings[0].message

@@ -37,7 +37,9 @@ def lint(  # noqa: PLR0917 - typer gives them by name
     ignore: Annotated[list[str] | None, typer.Option(metavar="CODES", help="Not these rules.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(metavar="PATTERNS", help="Not these files or folders.")] = None,
     force_exclude: Annotated[bool, typer.Option("--force-exclude", help="Exclude also files that are named.")] = False,
-    output: Annotated[Format, typer.Option("--format", help="How to show findings.")] = Format.TEXT,
+    output: Annotated[
+        Format | None, typer.Option("--format", help="How to show findings.", show_default="text")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     diff: Annotated[
         bool,
@@ -59,17 +61,24 @@ def lint(  # noqa: PLR0917 - typer gives them by name
     if explain is not None:
         _explain(explain.upper())
         return
+    shown = _format(output, as_json=as_json)
     choice = Choice(_codes(select), _codes(extend_select), _codes(ignore), _split(exclude), force_exclude)
     try:
         Settings().codes(choice.select, choice.extend_select, choice.ignore)  # misspelt ones, before anything is read
         checked = _checked(_existing(paths or [Path()]), choice, stdin_filename)
         with _collecting_seldom():
-            found = _patch(checked) if diff else _show(checked, Format.JSON if as_json else output)
+            found = _patch(checked) if diff else _show(checked, shown)
     except SettingsError as error:
         message, _, hint = str(error).partition("\n")
         fail(message, hint, MISUSED)
     if found and not exit_zero:
         raise typer.Exit(FAILED)
+
+
+def _format(output: Format | None, *, as_json: bool) -> Format:
+    if as_json and output not in {None, Format.JSON}:
+        fail(f"--json and --format {output.value if output else ''} ask for different things", "Leave one of them out.")
+    return Format.JSON if as_json else output or Format.TEXT
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from bigbatch.lint.finding import Finding, Severity
 from bigbatch.lint.linting import Checked
 
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
+_LONGEST = 160  # characters of a line that are shown
 _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
 
 
@@ -36,7 +37,8 @@ def _line(checked: Checked, finding: Finding) -> str:
         first = next((cell.first_line for cell in source.notebook.cells if cell.number == finding.cell), 1)
     lines = source.text.split("\n")
     place = first + finding.line - 2
-    return lines[place].strip() if place < len(lines) else ""
+    line = lines[place].strip() if place < len(lines) else ""
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
 def summary(findings: list[Finding], files: int) -> str:
@@ -59,9 +61,12 @@ def as_json(findings: list[Finding]) -> str:
 
 def as_github(finding: Finding) -> str:
     """Return a finding as GitHub's runners turn it into an annotation."""
-    cell = f" (cell {finding.cell})" if finding.cell else ""
-    place = f"file={_escaped(finding.path)},line={finding.line},endLine={finding.end_line},col={finding.column}"
-    title = f"{finding.code} {finding.slug}{cell}"
+    place = f"file={_escaped(finding.path)}"
+    title = f"{finding.code} {finding.slug}"
+    if finding.cell:  # its line is the cell's, and GitHub would look for it in the JSON
+        title += f" (cell {finding.cell}, line {finding.line})"
+    else:
+        place += f",line={finding.line},endLine={finding.end_line},col={finding.column}"
     message = _escaped(f"{finding.message}; fix: {finding.remedy}", of_message=True)
     return f"::{_LEVELS[finding.severity]} {place},title={_escaped(title)}::{message}"
 

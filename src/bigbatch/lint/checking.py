@@ -1,6 +1,7 @@
 """From a file to its findings."""
 
 import ast
+import re
 from collections.abc import Collection
 
 from bigbatch.lint.finding import Finding
@@ -14,6 +15,7 @@ from bigbatch.lint.sources import Source
 
 DEFAULT = frozenset(rule.code for rule in RULES.values() if rule.on)
 _GRADIENTS = ("backward", "_grad", "training_step", "compute_loss")
+_CLOSED = re.compile(r":\s*(#.*)?$")  # the end of a head
 _STEPS = ("zero_grad", "step(", "Accumulator", "def training_step", "def compute_loss", "clear_grad")
 
 
@@ -59,7 +61,7 @@ def _hits(source: Source, chosen: Collection[str]) -> list[tuple[str, Hit]]:
 
 def _finding(source: Source, rule: Rule, hit: Hit) -> Finding:
     first, column = getattr(hit.node, "lineno", 1), getattr(hit.node, "col_offset", 0) + 1
-    last = _last_line(hit.node)
+    last = _last_line(source, hit.node)
     cell, line = source.place(first)
     return Finding(
         source.path,
@@ -75,13 +77,17 @@ def _finding(source: Source, rule: Rule, hit: Hit) -> Finding:
     )
 
 
-def _last_line(node: ast.AST) -> int:
+def _last_line(source: Source, node: ast.AST) -> int:
     """Return where a statement ends; of one that holds others, its head."""
     first: int = getattr(node, "lineno", 1)
-    if isinstance(getattr(node, "body", None), list):
-        node = getattr(node, "test", None) or getattr(node, "iter", None) or ast.Pass()
-    last: int | None = getattr(node, "end_lineno", None)
-    return last or first
+    body = getattr(node, "body", None)
+    if not isinstance(body, list):
+        return getattr(node, "end_lineno", None) or first
+    head = getattr(node, "test", None) or getattr(node, "iter", None) or ast.Pass()
+    last: int = getattr(head, "end_lineno", None) or first
+    lines = source.text.split("\n")[last - 1 : body[0].lineno - 1] if body else []
+    # `):` may stand on a line of its own.
+    return next((last + more for more, line in enumerate(lines) if _CLOSED.search(line)), last)
 
 
 def _unreadable(source: Source, first: int, column: int, why: str) -> Finding:

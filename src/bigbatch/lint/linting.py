@@ -1,6 +1,7 @@
 """From paths to findings: which files, which rules for each, what they find."""
 
 import ast
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,5 +65,5 @@ def check_source(source: Source, codes: frozenset[str]) -> Checked:
 def _is_left_out(file: Path, patterns: tuple[str, ...], folder: Path | None) -> bool:
     """Tell whether a pattern fits a file or a folder it is in."""
     base = folder if folder is not None else Path.cwd()
-    whole = file.resolve()
+    whole = Path(os.path.realpath(file))  # Path.resolve fails on a link that leads to itself
     return any(is_excluded(each, base, patterns) for each in (whole, *whole.parents) if each != base)

@@ -7,6 +7,7 @@ ignore = ["BB5"]
 exclude = ["legacy", "*_old.py"]
 """
 
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,7 +67,8 @@ class Nearest:
 
     def of(self, file: Path) -> Settings:
         """Return what the nearest pyproject.toml with a [tool.bigbatch.lint] says to a file."""
-        return self._of_folder(file.resolve().parent)
+        # Unlike Path.resolve, this takes a link that leads to itself for what it is.
+        return self._of_folder(Path(os.path.realpath(file)).parent)
 
     def _of_folder(self, folder: Path) -> Settings:
         if folder not in self._known:
