@@ -263,7 +263,8 @@ def test_a_verification_stands_on_its_page() -> None:
     words = Seen(of_verification(DIFFERS)).words
     for part in (
         "Not exact",
-        "The gradient of 32 of 64 samples in 7 micro-batches differs from the big batch's, by 0.21 at norm.weight.",
+        "The gradient of 32 of 64 samples in 7 micro-batches, as BigStep accumulates them",
+        "differs from the big batch's, by 0.21 at norm.weight.",
         "1. batch-norm at layer.1.norm 93% of the difference",
         "Frozen, 93 % of the difference goes. Freeze it: norm.eval()",
         "2. wrong-count 93% of the difference",
@@ -274,8 +275,9 @@ def test_a_verification_stands_on_its_page() -> None:
         assert part in words, part
     behind = dataclasses.replace(DIFFERS, causes=(CAUSE, dataclasses.replace(CAUSE, share=0.0)))
     assert "2. batch-norm at layer.1.norm hidden behind the others" in Seen(of_verification(behind)).words
-    exact = Seen(of_verification(EXACT)).words
-    assert "Exact The gradient of 64 samples in 4 micro-batches is the big batch's, to 3.0e-16 in float64." in exact
+    exact = Seen(of_verification(replace(EXACT, accumulated_by="train_window"))).words
+    said = "in 4 micro-batches, as your train_window accumulates them, is the big batch's, to 3.0e-16 in float64."
+    assert f"Exact The gradient of 64 samples {said}" in exact
     assert "Why, and what to do" not in exact
     assert "38 more, each nearer to the big batch's" in exact
 

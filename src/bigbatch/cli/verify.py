@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,8 @@ from bigbatch.cli.html import prepare, wrote
 from bigbatch.cli.terminal import next_step, paragraph, progress, results
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from rich.console import Console
     from rich.table import Table
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from bigbatch.verifying.verification import Difference, Verification
 
 _ROWS = 10
+_NEAR = 0.65  # of 1: a name as near as this to train_window may be a slip
 _SHORTEST = 20  # letters of a parameter's name, whatever the terminal
 
 
@@ -77,7 +81,8 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
     from bigbatch.verifying.verify import make_verification
 
     setup = read_setup(file, "verify")
-    train_window = getattr(sys.modules["bigbatch_setup_file"], "train_window", None)
+    names = vars(sys.modules["bigbatch_setup_file"])
+    train_window = names.get("train_window")
     whole = dataclasses.replace(setup, batch_size=batch_size or setup.batch_size, micro_batch_size=None)
     with calling("making a batch of data"):
         batch = next(iter(whole.micro_batches()))
@@ -97,11 +102,21 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
                 options=Options(batch_norm=norm, gradient_dtype=setup.gradient_dtype),  # type: ignore[arg-type]
                 on_run=lambda what: bar.update(task, advance=1, description=what),
             )
-    return _with_notes(found, setup, whole.batch_size)
+    return _with_notes(found, setup, whole.batch_size, [] if train_window is not None else _misspelt(names))
 
 
-def _with_notes(found: "Verification", setup: "Setup", asked: int) -> "Verification":
-    notes = []
+def _misspelt(names: "Mapping[str, object]") -> list[str]:
+    """Name functions that may have been meant as train_window: BigStep was proved in the place of one."""
+    lower = {name.lower(): name for name, value in names.items() if callable(value)}
+    near = [lower[name] for name in get_close_matches("train_window", lower, cutoff=_NEAR)]
+    return [
+        f"The file's {name}() was not put to the proof: your own loop is called train_window. Rename it:  "
+        "def train_window(model, micro_batches): ..."
+        for name in near[:1]
+    ]
+
+
+def _with_notes(found: "Verification", setup: "Setup", asked: int, notes: list[str]) -> "Verification":
     if found.samples < asked:
         notes.append(f"The file's data has {found.samples:,} samples in all: no batch of {asked:,} can be made.")
     if setup.counts is not None:

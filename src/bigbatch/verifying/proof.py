@@ -70,6 +70,7 @@ class Proof:
             micro_batches=measured.accumulated.sizes or runs.samples.sizes,
             dtype=_name(runs.subject.dtype),
             loss=(measured.truth.loss, measured.accumulated.loss),
+            accumulated_by=runs.way.name,
             unexplained=self._unexplained,
             notes=tuple(self.notes),
         )

@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from bigbatch.verifying.verification import Difference, Verification
 
 _ROWS = 10
+_BY = {
+    "BigStep": ", as BigStep accumulates them,",
+    "train_window": ", as your train_window accumulates them,",
+    "samples": ", weighed by their samples,",
+}
 _SEEN = 0.005  # of the difference; with less, another cause is so large that it makes none
 
 
@@ -23,10 +28,10 @@ def headline(found: "Verification") -> str:
     samples = f"{found.samples_proved:,} samples"
     if found.samples_proved < found.samples:
         samples = f"{found.samples_proved:,} of {found.samples:,} samples"
-    cut = f"{samples} in {len(found.micro_batches):,} micro-batches"
+    cut = f"{samples} in {len(found.micro_batches):,} micro-batches{_BY[found.accumulated_by]}"
     worst = found.worst
     if worst is None:
-        return f"Nothing to compare: no parameter is trained ({cut})."
+        return f"Nothing to compare: no parameter is trained ({cut.rstrip(',')})."
     far = worst.own_difference if math.isnan(worst.exact_difference) else worst.exact_difference
     dtype = "float64" if found.in_float64 else found.dtype
     if found.exact:

@@ -120,6 +120,8 @@ class Verification:
     """The model's own, such as "bfloat16"."""
     loss: tuple[float, float]
     """Of the big batch, and as accumulated; NaN where it is not known."""
+    accumulated_by: str = "BigStep"
+    """What was put to the proof: "BigStep", your own "train_window", or, where BigStep refuses, "samples"."""
     unexplained: float = 0.0
     """What is left of the difference with all of the causes turned off."""
     notes: tuple[str, ...] = ()

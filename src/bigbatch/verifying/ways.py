@@ -34,6 +34,11 @@ class Accumulated:
 class Way(Protocol):
     """A way to accumulate."""
 
+    @property
+    def name(self) -> str:
+        """Return what a verification calls it."""
+        ...
+
     def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
         """Accumulate the gradients of all samples."""
         ...
@@ -45,6 +50,7 @@ class OwnWay:
 
     size: int
     options: Options
+    name: str = "BigStep"
 
     def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
         """Make one update, with a rate of nothing."""
@@ -86,6 +92,8 @@ class OwnWay:
 class Plain:
     """One backward per micro-batch, each weighed by its samples: what is left where `BigStep` refuses."""
 
+    name: str = "samples"
+
     def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
         """Add up."""
         total = 0.0
@@ -104,6 +112,7 @@ class Loop:
     train_window: TrainWindow
     clipping: bool = False
     stepping: bool = True
+    name: str = "train_window"
 
     def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
         """Run its window, and read what it steps with."""
