@@ -78,6 +78,30 @@ def test_what_was_proved_is_named(tmp_path: Path) -> None:
         assert json.loads(run(file, "--json").stdout)["accumulated_by"] == by
 
 
+def test_equal_micro_batches_are_no_proof_of_a_loops_counts(tmp_path: Path) -> None:
+    """The textbook's division is exact for them: a size that shows it is what to type next, and it shows it."""
+    loop = LOOP.replace("labels).backward()", "labels).div(len(micro_batches)).backward()")
+    file = written(tmp_path, loop=loop, more="micro_batch_size=4,")
+    even = run(file)
+    assert even.exit_code == 0
+    text = " ".join(even.stdout.split())
+    assert "All 4 micro-batches count the same, which hides a loop that weighs them wrong." in text
+    assert "micro_batch_size=3" in text
+    assert f"Next: bigbatch verify {file} --micro-batch-size 3 (with a short last micro-batch)" in text
+    assert "with the gradients that were proved" not in text
+    uneven = run(file, "--micro-batch-size", "3")
+    assert uneven.exit_code == 1
+    assert "wrong-count" in uneven.stdout
+
+
+def test_after_a_loops_proof_nothing_else_is_called_proved(tmp_path: Path) -> None:
+    """`bigbatch train` runs BigStep, not the loop."""
+    right = LOOP.replace("labels).backward()", "labels).mul(len(labels) / 16).backward()")
+    text = " ".join(run(written(tmp_path, loop=right)).stdout.split())
+    assert "count the same" not in text
+    assert "Next: bigbatch plan" in text
+
+
 @pytest.mark.parametrize("name", ["train_windows", "Train_Window", "training_window", "window"])
 def test_a_loop_whose_name_is_misspelt_is_asked_about(tmp_path: Path, name: str) -> None:
     """BigStep is what was proved then, and that is said."""

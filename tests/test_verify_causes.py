@@ -68,6 +68,29 @@ def test_nothing_is_named_where_nothing_is_wrong(case: str) -> None:
     assert all(each.exact_difference <= 1e-12 for each in verification.differences)
 
 
+def test_equal_micro_batches_hide_wrong_weights_and_that_is_said() -> None:
+    """Of a loop alone, and where nothing in the batch counts differently."""
+    torch.manual_seed(0)
+    textbook = defects.textbook(mean)
+    note = (
+        "All 3 micro-batches count the same, which hides a loop that weighs them wrong. Take a size that does not "
+        "divide the batch as well:  micro_batch_size=5"
+    )
+    assert verify(network(), mean, samples(12), 4, train_window=textbook).notes == (note,)
+    assert not verify(network(), mean, samples(12), 4).notes
+    assert not verify(network(), mean, samples(), 4, train_window=by_samples(mean)).notes
+    inputs, labels = samples(12)
+    labels[:3] = -100
+
+    def counting(model: Any, micro_batches: list[Batch]) -> None:
+        for inputs, labels in micro_batches:
+            (F.cross_entropy(model(inputs), labels, reduction="sum") / 9).backward()
+
+    masked = verify(network(), mean, (inputs, labels), 4, train_window=counting)
+    assert masked.exact
+    assert not masked.notes
+
+
 IN_MODEL: dict[str, tuple[Callable[[], Verification], dict[str, str]]] = {
     "BatchNorm by the micro-batch": (
         lambda: verify(network(nn.BatchNorm1d(8)), mean, samples(), 4, options=MICRO),

@@ -148,9 +148,16 @@ def _print(found: "Verification", file: Path) -> None:
 
 
 def _next(found: "Verification", file: Path, console: "Console") -> None:
+    from bigbatch.verifying.samples import uneven
+
     name = shlex.quote(str(file))
-    if found.exact:
+    other = uneven(found.samples, max(found.micro_batches))
+    if found.exact and found.accumulated_by == "BigStep":
         next_step(console, f"train {name}", "with the gradients that were proved")
+    elif found.exact and len(set(found.micro_batches)) == 1 and other is not None:
+        next_step(console, f"verify {name} --micro-batch-size {other}", "with a short last micro-batch")
+    elif found.exact:  # `train` has a loop of its own
+        next_step(console, f"plan {name}", "for the micro-batch size that fits into memory")
     elif found.accepted({"randomness"}):
         next_step(console, f"verify {name} --allow randomness", "to accept what is equal in distribution alone")
     else:

@@ -44,6 +44,12 @@ class Counts:
         others = (each for each in self.rows[0] if each != right)
         return next((each for each in others if math.isclose(self.total(each), wanted, rel_tol=1e-4)), None)
 
+    @property
+    def alike(self) -> bool:
+        """Whether all micro-batches count the same: as many samples, targets that are not ignored, ones of a mask."""
+        telling = [expression for expression in self.rows[0] if not expression.endswith("!= 0).sum()")]  # or a class
+        return all(row.get(each) == self.rows[0][each] for row in self.rows for each in telling)
+
     def total(self, expression: str) -> float:
         """Add up over all micro-batches."""
         return math.fsum(row.get(expression, math.nan) for row in self.rows)

@@ -1,13 +1,14 @@
 """One proof on samples that fit: run both, compare, and ask for causes where they differ."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from bigbatch.errors import BigBatchError, CoupledLoss
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
+from bigbatch.verifying.counting import Counts
 from bigbatch.verifying.evidence import cause
 from bigbatch.verifying.gradients import overall, relative
 from bigbatch.verifying.inquiry import Inquiry
@@ -16,6 +17,7 @@ from bigbatch.verifying.looking import OUTSIDE
 from bigbatch.verifying.precision import lost_in_sums, rounded
 from bigbatch.verifying.repeating import unlike_itself
 from bigbatch.verifying.runs import Runs, Whole
+from bigbatch.verifying.samples import uneven
 from bigbatch.verifying.settling import Settling
 from bigbatch.verifying.table import number
 from bigbatch.verifying.verification import Cause, Difference, Verification
@@ -61,6 +63,8 @@ class Proof:
         exact = all(each.exact for each in differences) and not causes and not self._astray
         if not exact and not causes:
             self.notes.append("No experiment took this difference away: its cause was not found.")
+        if exact and isinstance(runs.way, Loop) and Counts.of(runs.samples).alike:
+            self.notes.append(_all_alike(runs.samples.sizes))
         return Verification(
             exact=exact,
             differences=tuple(differences),
@@ -184,6 +188,14 @@ def _listed(
         Difference(name, shape, exact[name], exact_floors[name], own[name], own_floors[name])
         for name, shape in shapes.items()
     ]
+
+
+def _all_alike(sizes: Sequence[int]) -> str:
+    """Say what micro-batches that count the same cannot show, and which size would."""
+    other = uneven(sum(sizes), sizes[0])
+    return f"All {len(sizes):,} micro-batches count the same, which hides a loop that weighs them wrong." + (
+        f" Take a size that does not divide the batch as well:  micro_batch_size={other}" if other is not None else ""
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -69,3 +69,9 @@ def _own(leaf: Any) -> Any:
 def as_a_loader_cuts(total: int, size: int) -> tuple[int, ...]:
     """Return full micro-batches and a short last one."""
     return (size,) * (total // size) + ((total % size,) if total % size else ())
+
+
+def uneven(total: int, size: int) -> int | None:
+    """Return the nearest size that leaves a short last micro-batch; None where none does."""
+    others = [each for each in range(2, total) if total % each]
+    return min(others, key=lambda each: (abs(each - size), each), default=None)
