@@ -272,6 +272,29 @@ def test_one_that_is_left_out_is_all_of_it_where_the_others_are_averaged(loop: A
 
 
 Case = tuple[Callable[[], nn.Module], defects.Loss, int, defects.Window]
+
+
+def test_a_regulariser_that_is_left_out_is_not_called_counted_too_often() -> None:
+    """It is missing, and is to be added."""
+    torch.manual_seed(0)
+    forgotten = verify(network(), defects.with_penalty, samples(), 4, train_window=by_samples(mean))
+    (cause,) = forgotten.causes
+    assert (cause.kind, cause.where) == ("missing-term", "a term of parameters alone")
+    assert cause.found == "A term that no sample is in counts in the big batch, and not in the window."
+    assert "Add it to the window's loss, once" in cause.remedy
+
+    def halved(model: Any, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        (defects.penalty(model) / 2).backward()
+
+    (cause,) = verify(network(), defects.with_penalty, samples(), 4, train_window=halved).causes
+    assert cause.found == ("A term that no sample is in counts 0.5 times in the window, and 1 times in the big batch.")
+    each = verify(network(), defects.with_penalty, samples(), 4, train_window=defects.penalty_each_time)
+    assert each.causes[0].found.endswith(
+        "counts 3 times in the window, and 1 times in the big batch: it was added for each micro-batch."
+    )
+
+
 IN_LOOP: dict[str, tuple[Case, set[str]]] = {
     "a short last micro-batch": ((network, mean, 11, defects.textbook(mean)), {"wrong-count"}),
     "a masked mean": ((network, defects.masked, 12, defects.textbook(defects.masked)), {"wrong-count"}),

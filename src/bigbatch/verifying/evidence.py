@@ -83,6 +83,10 @@ REMEDIES: Mapping[str, tuple[str, str]] = {
         "Say that it counts once in a window:  counted(loss, ...) + counted(penalty, 'once')",
         "Add it once in a window, outside the loop over micro-batches; or accumulator.backward(loss), which does.",
     ),
+    "missing-term": (
+        "Return it with the loss for every micro-batch:  counted(loss, ...) + counted(penalty, 'once')",
+        "Add it to the window's loss, once:  penalty.backward(), outside the loop over micro-batches.",
+    ),
     "unused-parameters": (
         f"{_EVERY_TERM}, with its own count:  counted(aux, mask.sum())",
         f"{_EVERY_TERM}, and divide its sum by the window's total, not by the number of micro-batches.",

@@ -10,6 +10,7 @@ from torch import Tensor
 from bigbatch.verifying.evidence import listed, proportion
 from bigbatch.verifying.weights import Fit, is_zero, near
 
+_NEVER = 1e-6  # of once: no more than rounding
 _SCALES = 256.0  # a loss scale is a power of two, and at least this
 
 
@@ -72,14 +73,18 @@ def _told(taken: Fit, right: Fit, *, counts_alone: bool) -> Iterator[Mistake]:
         times = (math.fsum(used) + taken.alone) / scale
         once = math.fsum(should) + right.alone
         if not near(times, once, 1e-3):
-            yield Mistake(
-                "counted-per-micro-batch",
-                "a term of parameters alone",
-                f"a term that no sample is in counts {times:.3g} times in the window, and {once:.3g} times in the big "
-                "batch: it was added for each micro-batch",
-                used,
-                taken.alone + scale * (once - times),
-            )
+            kind, text = _of_alone(times, once, number)
+            repaired = taken.alone + scale * (once - times)
+            yield Mistake(kind, "a term of parameters alone", text, used, repaired)
+
+
+def _of_alone(times: float, once: float, number: int) -> tuple[str, str]:
+    """Say how often a term that no sample is in counts: a regulariser may be left out, too."""
+    if abs(times) <= _NEVER * abs(once):
+        return "missing-term", "a term that no sample is in counts in the big batch, and not in the window"
+    text = f"a term that no sample is in counts {times:.3g} times in the window, and {once:.3g} times in the big batch"
+    each = near(times, number * once, 1e-3)
+    return "counted-per-micro-batch", text + (": it was added for each micro-batch" if each else "")
 
 
 def _left_out(taken: Fit, right: Fit, left_out: Sequence[int], kept: Sequence[int], *, averaged: bool) -> Mistake:

@@ -17,6 +17,7 @@ KINDS = (
     "nonlinear-in-a-mean",
     "wrong-count",
     "counted-per-micro-batch",
+    "missing-term",
     "unused-parameters",
     "low-precision-sums",
     "nondeterminism",
