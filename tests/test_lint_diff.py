@@ -193,6 +193,19 @@ LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
         """,
         {"weight": 0.5},
     ),
+    "a numbered progress bar with a name": (
+        """
+        for epoch in range(epochs):
+            rounds = list(enumerate(loader))
+            for i, (x, y) in rounds:
+                loss = criterion(model(x), y) / steps
+                loss.backward()
+                if (i + 1) % steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        {},
+    ),
     "an inner loop, whole windows": (
         """
         for epoch in range(epochs):

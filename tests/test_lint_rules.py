@@ -151,6 +151,50 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
+    "a numbered progress bar with a name": (
+        """
+        from tqdm import tqdm
+
+        for epoch in range(3):
+            bar = tqdm(enumerate(loader), total=len(loader))
+            for i, (x, y) in bar:
+                (criterion(model(x), y) / accumulation_steps).backward()
+                if i % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                bar.set_description(f"{epoch}")
+        """,
+        ["BB103", "BB105"],
+    ),
+    "a numbered progress bar named in the head": (
+        """
+        from tqdm import tqdm
+
+        for epoch in range(3):
+            for i, (x, y) in (bar := tqdm(enumerate(loader))):
+                (criterion(model(x), y) / accumulation_steps).backward()
+                if i % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        ["BB103", "BB105"],
+    ),
+    "a progress bar around a numbered loader, if wanted": (
+        """
+        from tqdm import tqdm
+
+        for epoch in range(3):
+            rounds = enumerate(loader)
+            if shown:
+                rounds = tqdm(rounds)
+            for i, (x, y) in rounds:
+                (criterion(model(x), y) / accumulation_steps).backward()
+                if i % accumulation_steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        ["BB103", "BB105"],
+    ),
     "several losses in a loop of their own": (
         """
         for x, y in loader:

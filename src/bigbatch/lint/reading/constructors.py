@@ -7,7 +7,7 @@ from collections.abc import Callable
 from bigbatch.lint.reading.called import Called
 from bigbatch.lint.reading.tensor_calls import masked_by, reduction_of
 from bigbatch.lint.reading.things import Role, Thing, computed
-from bigbatch.lint.reading.values import Number, Rows, Several, Unknown, Value
+from bigbatch.lint.reading.values import Number, Numbered, Rows, Several, Unknown, Value
 from bigbatch.lint.reading.walk import Walk
 
 _OPTIMIZERS = re.compile(
@@ -136,7 +136,11 @@ def _endless(_: Walk, __: Called) -> Value:
 
 
 def _same(_: Walk, called: Called) -> Value | None:
-    return called.first() if isinstance(called.first(), Rows) else None
+    return called.first() if isinstance(called.first(), Rows | Numbered) else None
+
+
+def _numbered(_: Walk, called: Called) -> Value:
+    return Numbered(called.node)
 
 
 def _compiled(_: Walk, called: Called) -> Value | None:
@@ -178,6 +182,7 @@ _BUILDERS: dict[str, Callable[[Walk, Called], Value | None]] = {
     "DataLoader": _loader,
     "TensorDataset": _dataset,
     "range": _range,
+    "enumerate": _numbered,
     **dict.fromkeys(_WRAPPERS, _wrapped),
     **dict.fromkeys(_SHAPES, _shape),
     **dict.fromkeys(_CUTTERS, _pieces),

@@ -11,7 +11,7 @@ from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.scopes import Class, Function, Object
 from bigbatch.lint.reading.things import Computed, Thing
 from bigbatch.lint.reading.trees import nodes_in
-from bigbatch.lint.reading.values import Number, Rows, Unknown, Value
+from bigbatch.lint.reading.values import Number, Numbered, Rows, Unknown, Value
 from bigbatch.lint.reading.vocabulary import ENDLESS, PIECES, last_part
 from bigbatch.lint.reading.walk import Walk, by_name
 
@@ -111,6 +111,7 @@ def _count_in_objects(walk: Walk, loop: Loop, body: Iterable[ast.AST], deep: int
 
 def _unwrapped(walk: Walk, node: ast.expr) -> _Source:
     """Look through enumerate, progress bars and whatever else takes an iterable first and gives it back."""
+    node = _meant(walk, node)
     if not isinstance(node, ast.Call) or not node.args:
         return _Source(node)
     name = walk.program.full_name(dotted(node.func)).rpartition(".")[2] or last_part(ast.unparse(node.func))
@@ -125,6 +126,15 @@ def _unwrapped(walk: Walk, node: ast.expr) -> _Source:
     if name in {"tqdm", "track", "trange", "progress_bar", "iter", "list", "notebook_tqdm"} or _takes_enumerate(node):
         return _unwrapped(walk, node.args[0])
     return _Source(node)
+
+
+def _meant(walk: Walk, node: ast.expr) -> ast.expr:
+    """Look through names: `bar = tqdm(enumerate(loader))` above the loop, or `(bar := ...)` in its head."""
+    if isinstance(node, ast.NamedExpr):
+        value_of(walk, node)
+        return node.value
+    named = walk.scope.find(dotted(node)) if dotted(node) else None
+    return named.call if isinstance(named, Numbered) else node
 
 
 def _takes_enumerate(node: ast.Call) -> bool:

@@ -1,5 +1,6 @@
 """What a name may stand for, as far as it can be told without running anything; here, the plain ones."""
 
+import ast
 from dataclasses import dataclass
 
 
@@ -59,6 +60,13 @@ class Rows(Value):
     count: int | None
     cut: bool = False  # it holds the pieces of something larger
     endless: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Numbered(Value):
+    """What `enumerate` gives, also inside a progress bar: the call is read again by the loop that goes over it."""
+
+    call: ast.Call
 
 
 @dataclass(frozen=True)
