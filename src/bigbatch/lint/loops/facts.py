@@ -94,8 +94,9 @@ class TrainingLoop:
         return not isinstance(self.loop.node, ast.FunctionDef | ast.AsyncFunctionDef)
 
     def losses(self) -> list[tuple[Fact, Computed]]:
-        """Return each backward with what it is called on."""
-        return [(fact, fact.event.loss) for fact in self.of(Kind.BACKWARD) if fact.event.loss is not None]
+        """Return each backward of a micro-batch with what it is called on; one beside the loop is none of these."""
+        inside = [fact for fact in self.of(Kind.BACKWARD) if fact.event.within(self.loop) is not None]
+        return [(fact, fact.event.loss) for fact in inside if fact.event.loss is not None]
 
     def scaling(self, loss: Computed) -> list[Number]:
         """Return what a loss is divided by, on every way, that is the number of steps or made of it."""
@@ -106,4 +107,7 @@ class TrainingLoop:
         if self.every is None:
             return "n"
         known = self.every.known
-        return str(int(known)) if known is not None and float(known).is_integer() else self.every.text
+        if known is not None and float(known).is_integer():
+            return str(int(known))
+        plus = self.every.plus
+        return f"{self.every.text} {'+' if plus > 0 else '-'} {abs(plus)}" if plus else self.every.text

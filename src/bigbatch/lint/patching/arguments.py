@@ -21,7 +21,7 @@ def arguments_of(loop: TrainingLoop, steps: ast.expr) -> str:
     if len(models) != 1 or not min(models):
         raise NotSimple("which model is trained cannot be told")
     parts = [*models, loop.of(Kind.STEP)[0].event.subject, f"steps={ast.unparse(steps)}"]
-    parts += [f"clip_norm={ast.unparse(norm)}" for norm in _clip_norm(loop)]
+    parts += [f"clip_norm={ast.unparse(norm)}" for norm in _clip_norm(loop, min(models))]
     parts += [f"scheduler={scheduler}" for scheduler in _schedulers(loop)]
     parts += [f"scaler={fact.event.subject}" for fact in loop.of(Kind.UPDATE)[:1]]
     if any(fact.event.via is Via.SCALER for fact in loop.of(Kind.BACKWARD)) and not loop.of(Kind.UPDATE):
@@ -59,7 +59,7 @@ def _schedulers(loop: TrainingLoop) -> set[str]:
     return found
 
 
-def _clip_norm(loop: TrainingLoop) -> list[ast.expr]:
+def _clip_norm(loop: TrainingLoop, model: str) -> list[ast.expr]:
     """Return the largest norm that gradients are clipped to; any other clipping is not ours to copy."""
     found: list[ast.expr] = []
     for fact in loop.of(Kind.CLIP):
@@ -70,5 +70,8 @@ def _clip_norm(loop: TrainingLoop) -> list[ast.expr]:
         more = {word.arg for word in call.keywords} - {"max_norm", "parameters"}
         if len(given) != 1 or more or len(call.args) > _PARAMETERS_AND_NORM:
             raise NotSimple("it clips in its own way")
+        clipped = [*call.args[:1], *(word.value for word in call.keywords if word.arg == "parameters")]
+        if [ast.unparse(each) for each in clipped] != [f"{model}.parameters()"]:
+            raise NotSimple(f"what it clips is not {model}.parameters()")
         found += given
     return found[:1]

@@ -103,7 +103,7 @@ def _head(text: Text, plan: Plan, parents: dict[ast.AST, ast.AST], name: str) ->
         for statement in plan.loop.body
         for each in nodes_in(statement)
     )
-    if used or len(source.args) > 1 or source.keywords:
+    if used:
         return text.instead(inner, f"{name}.over({text.of(inner)})")
     start, _ = text.span(plan.loop.target)
     _, end = text.span(source)

@@ -49,6 +49,7 @@ def plan(script: Script, loop: TrainingLoop, parents: dict[ast.AST, ast.AST]) ->
     backward = fact.event.node
     if not isinstance(backward, ast.Call) or not isinstance(parents.get(backward), ast.Expr):
         raise NotSimple("its backward is not a statement of its own")
+    _check_hidden_scale(node, _loss_of(backward))
     removed = _removed(loop, node, parents)
     steps = steps_as_written(loop, node)
     arguments = arguments_of(loop, steps)
@@ -154,6 +155,15 @@ def _loss_of(backward: ast.Call) -> ast.expr:
     if isinstance(receiver, ast.Call) and isinstance(receiver.func, ast.Attribute) and receiver.func.attr == "scale":
         return receiver.args[0]
     return receiver
+
+
+def _check_hidden_scale(node: ast.For, loss: ast.expr) -> None:
+    """A loss that a `with` gives, as Apex's scale_loss does, is scaled until the block ends: no step may come in it."""
+    given = {
+        dotted(each.optional_vars) for each in nodes_in(node) if isinstance(each, ast.withitem) and each.optional_vars
+    }
+    if dotted(loss) in given:
+        raise NotSimple(f"its loss is what a with statement makes of it: {dotted(loss)}")
 
 
 def _divisions(

@@ -55,7 +55,7 @@ class Counters:
 
     here: frozenset[str]
     below: frozenset[str]  # in a loop inside, or only sometimes
-    set_back: frozenset[str]
+    set_back: dict[str, int]  # and to what
 
 
 def counters_in(body: list[ast.stmt]) -> Counters:
@@ -69,9 +69,8 @@ def counters_in(body: list[ast.stmt]) -> Counters:
                 if not (isinstance(node, ast.stmt) and name in set(_increments([node]))):
                     others.setdefault(name, []).append(node)
     plain = {name for name in anywhere if all(_is_start(node) for node in others.get(name, []))}
-    return Counters(
-        frozenset(every_round & plain), frozenset((anywhere - every_round) & plain), frozenset(plain & set(others))
-    )
+    set_back = {name: _start(others[name][-1]) for name in plain & set(others)}
+    return Counters(frozenset(every_round & plain), frozenset((anywhere - every_round) & plain), set_back)
 
 
 def _increments(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -87,6 +86,10 @@ def _increments(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 def _is_start(node: ast.AST) -> bool:
     return isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value in {0, 1}
+
+
+def _start(node: ast.AST) -> int:
+    return int(bool(node.value.value)) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) else 0
 
 
 def _always_run(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -1,8 +1,9 @@
 """What a comparison says about a micro-batch's place, or about settings."""
 
 import ast
+from dataclasses import replace
 
-from bigbatch.lint.reading.conditions import Always, Condition, Due, First, Fixed, Last, Not, Varies
+from bigbatch.lint.reading.conditions import AllOf, Always, Condition, Due, First, Fixed, Last, Not, Varies
 from bigbatch.lint.reading.places import LoopKind, Place, Quotient, Remainder
 from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.things import Role, Thing
@@ -18,7 +19,7 @@ def truth(walk: Walk, value: Value, node: ast.expr) -> Condition:
     match value:
         case Remainder(place, of):
             return Not(_due(place, of, 0))
-        case Place(loop=loop, offset=0, resets=False):
+        case Place(loop=loop, offset=0, resets=None):
             return Not(First(loop))
         case Number(value=known) if known is not None:
             return Fixed(value.text) if value.atoms or not value.text.isdigit() else Always(bool(value.known))
@@ -124,7 +125,7 @@ def _due(place: Place, every: Number, remainder: int) -> Due:
 
 def _of_place(op: type[ast.cmpop], place: Place, number: Number) -> Condition:
     """Read `i > 0`, `i == len(loader) - 1`, `count == n`."""
-    if number.known is not None and place.offset is not None and not place.resets:
+    if number.known is not None and place.offset is not None and place.resets is None:
         ahead = number.known - place.offset  # how many came before
         for asked, when in ((0, {ast.Eq: 1, ast.LtE: 1, ast.Gt: 0, ast.NotEq: 0}), (1, {ast.Lt: 1, ast.GtE: 0})):
             if ahead == asked and op in when:
@@ -138,12 +139,15 @@ def _of_place(op: type[ast.cmpop], place: Place, number: Number) -> Condition:
 
 def _full(place: Place, number: Number) -> Condition:
     """Say when a count reaches a number: a window's, if it is set back then; or the loop's last."""
-    if not place.resets:
+    if place.resets is None:
         return Varies() if place.carried and place.offset is None else _last(place, number)
-    if number.known is not None and place.offset is not None and not number.atoms:
-        return Due(place.loop, Number(str(number.known), number.known - place.offset + 1), 0, place.carried)
-    every = Number(number.text, number.value, fixed=number.fixed, atoms=number.atoms)
-    return _due(place, every, number.plus)
+    # Between setting it back and the next question it grows by one, whichever of the two is written first.
+    every = replace(number, plus=number.plus - place.resets)
+    if place.offset is None:
+        return Due(place.loop, every, None, place.carried)
+    longer = place.resets + 1 - place.offset  # the first window, which nothing was set back before
+    due = Due(place.loop, every, longer, place.carried)
+    return AllOf((due, Not(First(place.loop)))) if longer == 1 else due
 
 
 def _last(place: Place, number: Number) -> Condition:

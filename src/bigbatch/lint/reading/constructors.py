@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from bigbatch.lint.reading.called import Called
 from bigbatch.lint.reading.tensor_calls import masked_by, reduction_of
-from bigbatch.lint.reading.things import Role, Thing, computed
+from bigbatch.lint.reading.things import Computed, Role, Thing, computed
 from bigbatch.lint.reading.values import Number, Numbered, Rows, Several, Unknown, Value
 from bigbatch.lint.reading.walk import Walk
 
@@ -57,6 +57,8 @@ _ENDLESS_WORDS = {"endless", "infinite", "repeat", "forever", "loop_forever"}
 
 def constructed(walk: Walk, called: Called) -> Value | None:
     """Return the object that a call makes; None if the name tells nothing."""
+    if called.name == "repeat" and isinstance(called.receiver, Computed):  # `loss.repeat(2)` makes no stream
+        return None
     if any(word.arg in _ENDLESS_WORDS and getattr(word.value, "value", False) is True for word in called.node.keywords):
         return Rows(None, endless=True)
     builder = _BUILDERS.get(called.name)

@@ -8,17 +8,18 @@ from bigbatch.lint.reading.arithmetic import combine
 from bigbatch.lint.reading.called import reads
 from bigbatch.lint.reading.calls import call
 from bigbatch.lint.reading.comparing import compare, truth
-from bigbatch.lint.reading.conditions import AllOf, Always, AnyOf, Condition, Not, Synced
+from bigbatch.lint.reading.conditions import AllOf, Always, AnyOf, Condition, Last, Not, Synced
 from bigbatch.lint.reading.joining import join
 from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.scopes import Function, Object
 from bigbatch.lint.reading.things import Computed, Role, Thing
 from bigbatch.lint.reading.values import Number, Rows, Several, Unknown, Value
-from bigbatch.lint.reading.vocabulary import names_mask
+from bigbatch.lint.reading.vocabulary import last_part, names_mask
 from bigbatch.lint.reading.walk import Walk, by_name
 
 _HUGE = 2**53  # beyond, a float is no longer exact
 _SYNCED = {"sync_gradients", "is_gradient_accumulation_boundary"}
+_PROPERTIES = {"property", "cached_property"}
 
 
 def value_of(walk: Walk, node: ast.expr | None) -> Value:
@@ -56,6 +57,8 @@ def _attribute(walk: Walk, node: ast.Attribute) -> Value:
     found = walk.scope.find(text) if text else None
     if found is not None or node.attr in _SYNCED:
         return found or Synced()
+    if node.attr == "is_last_batch":  # Lightning's
+        return Last(None)
     base = value_of(walk, node.value)
     if node.attr == "grad":
         return Thing(Role.GRADIENT, text)
@@ -69,7 +72,11 @@ def _attribute(walk: Walk, node: ast.Attribute) -> Value:
 
 def _method(walk: Walk, owner: Object, name: str) -> Value | None:
     found = walk.program.method(owner.node, name)
-    return Function(found, walk.module, owner) if found is not None else None
+    if found is None:
+        return None
+    method = Function(found, walk.module, owner)
+    asked = any(last_part(dotted(decorator)) in _PROPERTIES for decorator in found.decorator_list)
+    return walk.enter(method, (), {}) if asked else method
 
 
 def _of_computed(walk: Walk, base: Computed, node: ast.Attribute) -> Value:

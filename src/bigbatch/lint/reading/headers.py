@@ -76,7 +76,7 @@ def start_rounds(walk: Walk, loop: Loop, body: list[ast.stmt]) -> None:
         if isinstance(before, Place) and before.loop is loop:
             continue
         if name in counters.here:
-            walk.scope.set(name, Place(loop, _start(before), name in walk.carried, name in counters.set_back))
+            walk.scope.set(name, Place(loop, _start(before), name in walk.carried, counters.set_back.get(name)))
         elif name in counters.below:
             walk.carried.add(name)
         elif isinstance(before, Number):
@@ -102,9 +102,11 @@ def _count_in_objects(walk: Walk, loop: Loop, body: Iterable[ast.AST], deep: int
                 continue
             counters, attributes = counters_in(method.body), owner.attributes.variables
             for name in counters.here & attributes.keys():
-                if not isinstance(attributes[name], Place):
-                    start = _start(attributes[name])
-                    attributes[name] = Place(loop, start, carried=True, resets=name in counters.set_back)
+                before = attributes[name]
+                if not (isinstance(before, Place) and before.loop is loop):
+                    # One that a loop outside has claimed counts the rounds of this one: the call stands in both.
+                    start = before.offset if isinstance(before, Place) else _start(before)
+                    attributes[name] = Place(loop, start, carried=True, resets=counters.set_back.get(name))
             if dotted(node.func.value) == "self":
                 _count_in_objects(walk, loop, method.body, deep - 1)
 

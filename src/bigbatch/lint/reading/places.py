@@ -37,7 +37,7 @@ class Place(Value):
     loop: Loop | None
     offset: int | None
     carried: bool = False  # it goes on from one pass over the loader to the next
-    resets: bool = False  # it is set back when a window is complete
+    resets: int | None = None  # what it is set back to when a window is complete
 
     def shifted(self, by: int) -> "Place":
         """Return it plus a number."""

@@ -20,7 +20,7 @@ MEAN_LOSSES = set(
 # They leave a value's size and meaning alone.
 _SAME = set(
     "to float double half bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long int bool "
-    "requires_grad_ items values".split()
+    "requires_grad_ items values repeat expand".split()
 )
 _FEWER = {"clamp", "clamp_min", "clamp_", "maximum", "max"}
 

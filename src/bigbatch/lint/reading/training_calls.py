@@ -181,6 +181,14 @@ def _prepared(_: Walk, called: Called) -> Value | None:
     return given[0] if len(given) == 1 else Several(given)
 
 
+def _gathered(_: Walk, called: Called) -> Value | None:
+    """`accelerator.gather(loss)` is the loss of all ranks, for looking at."""
+    value = called.first()
+    if _role(called.receiver) not in {Role.ACCELERATOR, Role.FABRIC} or not isinstance(value, Computed):
+        return None
+    return replace(value, live=frozenset())
+
+
 def _optimizers(_: Walk, called: Called) -> Value | None:
     role = Role.OPTIMIZER if called.name == "optimizers" else Role.SCHEDULER
     return Thing(role, f"{called.on}.{called.name}()")
@@ -225,6 +233,7 @@ _HANDLERS: dict[str, Callable[[Walk, Called], Value | None]] = {
     "setup": _prepared,
     "setup_module": _prepared,
     "setup_optimizers": _prepared,
+    **dict.fromkeys(("gather", "gather_for_metrics", "all_gather", "all_reduce", "reduce"), _gathered),
     "optimizers": _optimizers,
     "lr_schedulers": _optimizers,
     "zero_": _zeroed,

@@ -57,7 +57,7 @@ def _unscale(script: Script) -> Iterator[Hit]:
         rhythm = _rhythm(loop)
         if scaled and rhythm is not None:
             yield from _unscales(loop, rhythm)
-            for fact in loop.at(Kind.CLIP, rhythm):
+            for fact in loop.at(Kind.CLIP, rhythm, *_OFTEN):
                 before = [each for each in loop.of(Kind.UNSCALE) if each.event.order < fact.event.order]
                 if not before and _meets_scaled(fact, scaled) and not _may_unscale(loop, fact):
                     yield Hit(fact.node, "gradients are clipped while they are still multiplied by the scaler's scale")

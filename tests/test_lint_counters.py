@@ -1,0 +1,196 @@
+"""What a script asks about its rounds: counters set back or living in objects, properties, a framework's word."""
+
+import pytest
+
+from bigbatch.lint.patching.diffs import patch
+from bigbatch.lint.sources import read_source
+from tests.linting import HEAD, codes, findings, of_loop
+
+SET_BACK = """
+count = {start}
+for x, y in loader:
+    (criterion(model(x), y) / {steps}).backward()
+    {first}
+    if count == {steps}:
+        optimizer.step()
+        optimizer.zero_grad()
+        count = {back}
+    {last}
+"""
+
+
+@pytest.mark.parametrize("steps", ["4", "accumulation_steps"])
+@pytest.mark.parametrize(
+    ("start", "back", "counted_first", "found"),
+    [
+        (0, 0, True, ["BB103"]),  # windows of 4, 4, 4
+        (1, 0, False, ["BB103"]),  # 4, 4, 4
+        (0, 0, False, ["BB103", "BB105"]),  # 5, 4, 4: the first is one too long
+    ],
+)
+def test_a_counter_that_is_set_back(
+    steps: str, start: int, back: int, *, counted_first: bool, found: list[str]
+) -> None:
+    """Between setting it back and the next question it grows by one, whichever is written first."""
+    first, last = ("count += 1", "") if counted_first else ("", "count += 1")
+    loop = SET_BACK.format(steps=steps, start=start, back=back, first=first, last=last)
+    assert of_loop(loop) == found
+
+
+def test_a_first_window_that_is_too_long_is_called_so() -> None:
+    """The message says which way round it is."""
+    loop = SET_BACK.format(steps=4, start=0, back=0, first="", last="count += 1")
+    (message,) = [each.message for each in findings(HEAD + loop) if each.code == "BB105"]
+    assert message.endswith("the first window is one too long")
+
+
+OBJECT = """
+class Trainer:
+    def __init__(self, model, optimizer, scheduler, accum_steps):
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self.accum_steps = accum_steps
+        self.counter = 0
+
+    {decorator}
+    def at_boundary(self):
+        return self.counter % self.accum_steps == 0
+
+    def step(self, batch):
+        (self.model.loss(batch) / self.accum_steps).backward()
+        self.counter += 1
+        if {due}:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            {back}
+        {after}
+
+    def run(self, stream):
+        for epoch in range(10):
+            for batch in stream:
+                self.step(batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("due", "decorator", "back"),
+    [
+        ("self.counter == self.accum_steps", "", "self.counter = 0"),
+        ("self.at_boundary", "@property", "pass"),
+        ("self.at_boundary()", "", "pass"),
+    ],
+)
+def test_a_counter_in_an_object_counts_the_innermost_loop(due: str, decorator: str, back: str) -> None:
+    """The loop over epochs, and the function, stand around the call as well, and it is not theirs."""
+    script = OBJECT.format(due=due, decorator=decorator, back=back, after="{after}")
+    assert codes(script.format(after="pass")) == []
+    assert codes(script.format(after="self.scheduler.step()")) == ["BB304"]
+
+
+def test_lightning_says_which_batch_is_the_last() -> None:
+    """`is_last_batch` steps the leftover, divided as if it were whole."""
+    script = """
+    import lightning as L
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            self.manual_backward(self.net(batch).mean() / 4)
+            if (batch_idx + 1) % 4 == 0 or self.trainer.is_last_batch:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+    assert codes(script) == ["BB104"]
+
+
+def test_a_backward_beside_the_loop_is_no_micro_batch() -> None:
+    """As with a gradient cache: the loss is of the whole batch, and the chunks get its gradients."""
+    script = """
+    import torch
+
+    def step(model, optimizer, chunks):
+        with torch.no_grad():
+            whole = torch.cat([model(chunk) for chunk in chunks])
+        whole.requires_grad_()
+        loss = contrast(whole)
+        loss.backward()
+        for chunk, gradient in zip(chunks, whole.grad.split(8)):
+            model(chunk).backward(gradient=gradient)
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+    assert codes(script) == []
+
+
+def test_clipping_every_micro_batch_may_clip_scaled_gradients_too() -> None:
+    """Both are true: it is in the wrong place, and nothing was unscaled before."""
+    loop = """
+    scaler = torch.amp.GradScaler()
+    for i in range(4000):
+        x, y = next(stream)
+        scaler.scale(criterion(model(x), y) / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if (i + 1) % 4 == 0:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    """
+    assert of_loop(loop) == ["BB301", "BB302"]
+
+
+def test_a_loss_gathered_from_all_ranks_is_still_read() -> None:
+    """`accelerator.gather(loss.repeat(n)).mean().item()` waits for the device."""
+    script = """
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            mean = accelerator.gather(loss.repeat(8)).mean()
+            total += mean.item()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    assert codes(script) == ["BB502"]
+
+
+PATCHED = """
+for i, (x, y) in enumerate(loader, 1):
+    loss = criterion(model(x), y) / 4
+    {backward}
+    if i % 4 == 0:
+        nn.utils.clip_grad_norm_({clipped}, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backward", "clipped", "why"),
+    [
+        (
+            "with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()",
+            "model.parameters()",
+            "its loss is what a with statement makes of it: scaled",
+        ),
+        ("loss.backward()", "amp.master_params(optimizer)", "what it clips is not model.parameters()"),
+        ("loss.backward()", "model.head.parameters()", "what it clips is not model.parameters()"),
+    ],
+)
+def test_scales_and_parameters_that_a_patch_would_lose(backward: str, clipped: str, why: str) -> None:
+    """Such loops are left alone, with the reason."""
+    made = patch(read_source("train.py", (HEAD + PATCHED.format(backward=backward, clipped=clipped)).encode()))
+    assert made.after == made.before
+    assert [each for _, each in made.refused] == [why]
+
+
+def test_a_number_that_nothing_needs_any_more_goes_wherever_it_starts() -> None:
+    """`enumerate(loader, 1)` was there for the condition alone."""
+    script = HEAD + PATCHED.format(backward="loss.backward()", clipped="model.parameters()")
+    assert "for x, y in accumulator.over(loader):" in patch(read_source("train.py", script.encode())).after
