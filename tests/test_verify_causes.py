@@ -295,6 +295,44 @@ def test_a_regulariser_that_is_left_out_is_not_called_counted_too_often() -> Non
     )
 
 
+def without_first(model: Any, micro_batches: list[Batch]) -> None:
+    """A loop that begins too late."""
+    total = sum(len(labels) for _, labels in micro_batches)
+    for batch in micro_batches[1:]:
+        (mean(model, batch) * len(batch[1]) / total).backward()
+
+
+def only_last(model: Any, micro_batches: list[Batch]) -> None:
+    """A backward that was meant to be inside."""
+    losses = [mean(model, batch) for batch in micro_batches]
+    losses[-1].backward()
+
+
+def test_clearing_is_blamed_only_where_something_was_cleared() -> None:
+    """More backwards came to the model than are left; else the others never came."""
+    torch.manual_seed(0)
+    (first,) = verify(network(), mean, samples(), 4, train_window=without_first).causes
+    assert (first.kind, first.where) == ("dropped-micro-batch", "micro-batch 1")
+    assert first.found.endswith("does not count: its gradient did not come to the step, and nothing was cleared.")
+    assert first.remedy.startswith("Call backward for every micro-batch")
+    last = verify(network(), mean, samples(), 4, train_window=only_last).causes[0]
+    assert (last.kind, last.where) == ("dropped-micro-batch", "micro-batch 1, 2")
+    cleared = verify(network(), mean, samples(), 4, train_window=defects.zeroing(mean)).causes[0]
+    assert cleared.kind == "zeroed-inside"
+    assert "cleared inside the window" in cleared.found
+
+    def by_hand(model: Any, micro_batches: list[Batch]) -> None:
+        for place, batch in enumerate(micro_batches):
+            if place == 1:
+                for p in model.parameters():
+                    p.grad = None
+            (mean(model, batch) * len(batch[1]) / 11).backward()
+
+    (late,) = verify(network(), mean, samples(), 4, train_window=by_hand).causes
+    assert late.kind == "zeroed-inside"
+    assert "Only the last 2 of 3 micro-batches count: gradients from before them were cleared" in late.found
+
+
 IN_LOOP: dict[str, tuple[Case, set[str]]] = {
     "a short last micro-batch": ((network, mean, 11, defects.textbook(mean)), {"wrong-count"}),
     "a masked mean": ((network, defects.masked, 12, defects.textbook(defects.masked)), {"wrong-count"}),

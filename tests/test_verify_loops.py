@@ -226,6 +226,20 @@ def test_clipping_at_a_norm_that_is_never_reached_is_not_named() -> None:
     assert [cause.kind for cause in found.causes] == ["wrong-count"], str(found)
 
 
+def test_a_loop_finds_no_hooks_on_its_parameters() -> None:
+    """Training may take another path where there are some, and the proof would be of that one."""
+    seen = []
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+        seen.extend(getattr(p, name, None) for p in model.parameters() for name in names)
+        by_samples(mean)(model, micro_batches)
+
+    assert verify(network(), mean, samples(UNEVEN), 4, train_window=train_window).exact
+    assert seen
+    assert not any(seen)
+
+
 def test_clipping_of_another_model_goes_on() -> None:
     """It is done as asked, though that of the model in question is left out."""
     other = nn.Parameter(torch.zeros(3))

@@ -105,13 +105,7 @@ REMEDIES: Mapping[str, tuple[str, str]] = {
     ),
     "divided-twice": (_AS_IT_IS, "Take one of the two divisions out: {how}"),
     "wrong-scale": (_AS_IT_IS, "{how}"),
-    "dropped-micro-batch": (
-        _AS_IT_IS,
-        (
-            "Step after the last micro-batch, too:  if (i + 1) % steps == 0 or i + 1 == len(loader), and divide by how "
-            "many there really are; or  for batch in accumulator.over(loader), which loses none."
-        ),
-    ),
+    "dropped-micro-batch": (_AS_IT_IS, "{how}"),
     "zeroed-inside": (
         "Leave gradients alone in loss_fn and in hooks.",
         "Clear gradients once in a window, right after optimizer.step(), not before each backward.",

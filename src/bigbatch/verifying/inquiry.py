@@ -58,7 +58,8 @@ class Inquiry:
         """Find them, the largest first."""
         found = self._of_stepping(watched)
         candidates, off, rest = self._candidates()
-        left = Left(self._runs, self._judge, off, rest, self._way, self._of_loop, self._before.overall)
+        came = watched.backwards if watched is not None else None
+        left = Left(self._runs, self._judge, off, rest, self._way, self._of_loop, self._before.overall, came)
         gone = self._judge.gone(rest.differences)
         later, weights = Explained([]) if gone else tried(lambda: explained(left), Explained([]))
         self.unexplained = 0.0 if gone or later else rest.overall

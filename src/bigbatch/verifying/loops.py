@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -26,6 +27,7 @@ class Watched:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)  # at the first step, or left in .grad
     stepped: list[dict[str, Tensor | None]] = field(default_factory=list)  # at each step of an optimizer
     most_steps: int = 0  # of one optimizer
+    backwards: int = 0  # that came to one parameter
     clipped: int = 0  # times, of one parameter
     autocast: torch.dtype | None = None  # the loop's own, inside the model
     returned: float = float("nan")
@@ -53,6 +55,7 @@ def watched(
     with ExitStack() as stack:
         for model in standing.models:
             stack.callback(model.register_forward_pre_hook(look, prepend=True).remove)
+        stack.enter_context(_backwards(found, standing))
         stack.enter_context(_steps(found, names, undone=not stepping))
         stack.enter_context(_clips(found, names, undone=not clipping))
         returned = train_window(standing.model, list(micro_batches))
@@ -62,6 +65,30 @@ def watched(
     if isinstance(returned, int | float | Tensor) and not (isinstance(returned, Tensor) and returned.numel() != 1):
         found.returned = float(returned.detach() if isinstance(returned, Tensor) else returned)
     return found
+
+
+@contextmanager
+def _backwards(found: Watched, standing: Standing) -> Iterator[None]:
+    """Count how often a gradient comes to a parameter: what then is not there was cleared.
+
+    The graph is listened to, not the parameter: training may take another path where a parameter has a hook.
+    """
+    times: dict[str, int] = {}
+
+    def counting(name: str) -> Callable[[Any, Any], None]:
+        def came(_inputs: Any, _outputs: Any) -> None:
+            times[name] = times.get(name, 0) + 1
+            found.backwards = max(found.backwards, times[name])
+
+        return came
+
+    nodes = {name: get_gradient_edge(p).node for name, p in standing.parameters.items()}  # which live while held
+    handles = [node.register_hook(counting(name)) for name, node in nodes.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

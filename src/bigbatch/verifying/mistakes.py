@@ -13,6 +13,12 @@ from bigbatch.verifying.weights import Fit, is_zero, near
 _NEVER = 1e-6  # of once: no more than rounding
 _SCALES = 256.0  # a loss scale is a power of two, and at least this
 
+_EVERY = "Call backward for every micro-batch of the window, from its first one on:  for batch in micro_batches: ..."
+_LAST = (
+    "Step after the last micro-batch, too:  if (i + 1) % steps == 0 or i + 1 == len(loader), and divide by how many "
+    "there really are; or  for batch in accumulator.over(loader), which loses none."
+)
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -34,9 +40,20 @@ def mistakes(
     parts: Sequence[Mapping[str, Tensor]],
     truth: Mapping[str, Tensor],
     alone: Mapping[str, Tensor] | None = None,
+    *,
+    backwards: int | None = None,
 ) -> list[Mistake]:
-    """Tell the mistakes apart, each with how much of the difference goes without it."""
-    found = list(_told(taken, right, counts_alone=alone is not None))
+    """Tell the mistakes apart, each with how much of the difference goes without it.
+
+    Args:
+        taken: by which weights the micro-batches were added up.
+        right: by which they should have been.
+        parts: the gradient of each.
+        truth: the big batch's.
+        alone: that of a term of parameters alone.
+        backwards: how many came to the model in the window, where that is known.
+    """
+    found = list(_told(taken, right, backwards, counts_alone=alone is not None))
     columns = [*parts, alone] if alone is not None else list(parts)
 
     def apart(weights: Sequence[float], of_alone: float) -> float:
@@ -46,7 +63,7 @@ def mistakes(
     return [replace(each, share=_less(before, apart(each.repaired, each.alone))) for each in found]
 
 
-def _told(taken: Fit, right: Fit, *, counts_alone: bool) -> Iterator[Mistake]:
+def _told(taken: Fit, right: Fit, backwards: int | None, *, counts_alone: bool) -> Iterator[Mistake]:
     used, should = taken.weights, right.weights
     number = len(used)
     left_out = [i for i in range(number) if is_zero(used[i], used) and not is_zero(should[i], should)]
@@ -56,7 +73,8 @@ def _told(taken: Fit, right: Fit, *, counts_alone: bool) -> Iterator[Mistake]:
     shares = math.fsum(should[i] for i in kept) / (math.fsum(should) or 1.0)
     averaged = bool(left_out) and (near(scale, number / len(kept), 1e-3) or near(scale * shares, 1.0, 1e-3))
     if left_out and kept:
-        yield _left_out(taken, right, left_out, kept, averaged=averaged)
+        cleared = backwards is None or backwards > len(kept)  # more came than are left
+        yield _left_out(taken, right, left_out, kept, averaged=averaged, cleared=cleared)
     if averaged:  # over those that were left
         scale = 1.0
     if not near(scale, 1.0, 1e-3):
@@ -87,8 +105,10 @@ def _of_alone(times: float, once: float, number: int) -> tuple[str, str]:
     return "counted-per-micro-batch", text + (": it was added for each micro-batch" if each else "")
 
 
-def _left_out(taken: Fit, right: Fit, left_out: Sequence[int], kept: Sequence[int], *, averaged: bool) -> Mistake:
-    """Some micro-batches do not count: the first ones were cleared away, others never came to the step."""
+def _left_out(
+    taken: Fit, right: Fit, left_out: Sequence[int], kept: Sequence[int], *, averaged: bool, cleared: bool
+) -> Mistake:
+    """Some micro-batches do not count: the first ones may have been cleared away, others never came to the step."""
     used, number, ratio = taken.weights, len(taken.weights), taken.ratio(right)
     repaired = tuple(
         weight if i in kept else used[kept[0]] if ratio is None else ratio * right.weights[i]
@@ -96,13 +116,18 @@ def _left_out(taken: Fit, right: Fit, left_out: Sequence[int], kept: Sequence[in
     )
     if averaged:
         repaired = right.weights
-    if max(left_out) < min(kept):
-        which = f"only the last {len(kept)}" if len(kept) > 1 else "only the last"
-        text = f"{which} of {number} micro-batches counts: gradients from before it were cleared inside the window"
-        return Mistake("zeroed-inside", "zero_grad", text, repaired, taken.alone)
+    first = max(left_out) < min(kept)
+    if first and cleared:
+        which, verb, it = (f"last {len(kept)}", "count", "them") if len(kept) > 1 else ("last", "counts", "it")
+        text = f"only the {which} of {number} micro-batches {verb}: gradients from before {it} were cleared inside"
+        return Mistake("zeroed-inside", "zero_grad", f"{text} the window", repaired, taken.alone)
     which = listed([str(i + 1) for i in left_out])
-    text = f"micro-batch {which} of {number} does not count: its gradient did not come to the step"
-    return Mistake("dropped-micro-batch", f"micro-batch {which}", text, repaired, taken.alone)
+    verb, its = ("does", "its gradient") if len(left_out) == 1 else ("do", "their gradients")
+    text = f"micro-batch {which} of {number} {verb} not count: {its} did not come to the step"
+    if not cleared:
+        text += ", and nothing was cleared"
+    remedy = _EVERY if first else _LAST
+    return Mistake("dropped-micro-batch", f"micro-batch {which}", text, repaired, taken.alone, remedy)
 
 
 def _scaled(scale: float, taken: Fit, right: Fit) -> Mistake:

@@ -44,6 +44,7 @@ class Left:
     way: Way
     loop: bool
     before: float  # the difference with nothing turned off
+    backwards: int | None = None  # of a loop: how many came to the model
 
     @property
     def tolerance(self) -> float:
@@ -107,7 +108,7 @@ class _Weighing:
             return Explained(self._of_several())
         if taken is None:
             return Explained([], right.weights)
-        wrong = mistakes(taken, right, self._parts.gradients, self._truth, self._alone)
+        wrong = mistakes(taken, right, self._parts.gradients, self._truth, self._alone, backwards=left.backwards)
         return Explained([self._told(each, right) for each in wrong], right.weights)
 
     def _fit(self, gradient: Mapping[str, Tensor]) -> Fit | None:
@@ -140,7 +141,10 @@ class _Weighing:
             # No weights are right here: a loop is held to what it meant, by samples or all alike.
             number = len(taken.weights)
             equal = replace(self._by_samples, weights=(1 / number,) * number)
-            meant = (mistakes(taken, fit, self._parts.gradients, self._truth) for fit in (self._by_samples, equal))
+            meant = (
+                mistakes(taken, fit, self._parts.gradients, self._truth, backwards=left.backwards)
+                for fit in (self._by_samples, equal)
+            )
             wrong = [each for each in min(meant, key=len) if each.kind != "wrong-count"]
         own = max(0.0, 1 - max((each.share for each in wrong), default=0.0))
         kind = "nonlinear-in-a-mean" if shape == "nonlinear" else "coupled-samples"
