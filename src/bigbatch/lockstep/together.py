@@ -261,5 +261,7 @@ def _of_ranks(ranks: Ranks | None, sizes: Sequence[int], device: torch.device) -
     """Learn how many samples other ranks have, before micro-batches meet those."""
     if ranks is None:
         return {}
+    ranks.added([], device, "meeting")  # or another rank is somewhere else
+    ranks.elsewhere = True
     every = meeting.numbers(ranks, sum(sizes), device)
     return {"ranks": ranks, "all samples": sum(every), "samples before": sum(every[: ranks.rank])}

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from bigbatch.errors import LossError, SeveralCounts, WindowError
-from bigbatch.ranks.ranks import Ranks
+from bigbatch.ranks.ranks import Ranks, alike
 from bigbatch.reading.counts import Count
 
 _KINDS = {"": 0.0, "mean": 1.0, "sum": 2.0, "known": 3.0}
@@ -24,11 +24,14 @@ class Statement(NamedTuple):
     missing: int = 0  # parameters that got no gradient
     goes_on: bool = False  # whether this rank has batches for another window
     shares_once: bool = False  # whether it has added its share of a term that counts once
-    ratio: Count = 1.0  # of its several counts to the first
+    ratio: Count | None = None  # of its several counts to the first, where it has counted anything
     several: bool = False  # whether its counts must be known in advance
     precise: bool = False  # whether its loss is of float64
     left_out: int = 0  # gradients that DDP has not reduced in the last backward, though it should have
     overlapped: bool = False  # whether it has reduced there
+    windows: int = 0  # made until now
+    parameters: int = 0  # a number of those that are trained
+    weights: Count = 0.0  # one of their values, before the first window
 
 
 class Agreement(NamedTuple):
@@ -60,22 +63,27 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         float(mine.missing),
         float(mine.goes_on),
         float(mine.shares_once),
-        0.0 if empty else mine.ratio,
-        0.0 if empty else mine.ratio * mine.ratio,
+        0.0 if mine.ratio is None else mine.ratio,
+        0.0 if mine.ratio is None else mine.ratio * mine.ratio,
+        float(mine.ratio is not None),
         float(empty),
         float(mine.several),
         float(mine.precise),
         float(mine.left_out),
         float(mine.overlapped),
+        *(number for each in (mine.windows, mine.parameters, mine.weights) for number in (each, each * each)),
     ]
     ranks.spoken = True
-    found = ranks.added(numbers, device)
-    total, loss, micro_batches, kinds, squares, unknown, missing, going, shares, ratios, ratios2, *rest = found
-    empties, several, precise, left_out, overlapped = rest
+    found = ranks.added(numbers, device, "statement")
+    total, loss, micro_batches, kinds, squares, unknown, missing, going, shares, ratios, ratios2, with_ratio, *rest = (
+        found
+    )
+    empties, several, precise, left_out, overlapped, *same = rest
     if left_out:
         raise LossError(
-            f"{left_out:g} gradients came in earlier micro-batches of this window and not in its last one, on this "
-            "rank or another, so DDP has not reduced them. Nothing was stepped.\n"
+            "DDP has not reduced all gradients in the last backward of this window, on this rank or another: some came "
+            "in earlier micro-batches alone or in none, or a forward was not that of DDP, or under its no_sync(). "
+            "Nothing was stepped.\n"
             "Take overlap=True out:  Accumulator(...) reduces all of them after the last backward."
         )
     if overlapped and (overlapped != ranks.size or 0 < going < ranks.size):
@@ -91,12 +99,14 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
             "known in advance.\n"
             "Give the counts of a batch:  Accumulator(..., counts=lambda batch: (tokens, samples))"
         )
+    if not several:
+        _refuse_unlike(ranks, same)
     if there and abs(there * squares - kinds * kinds) > _SAME * squares:
         raise LossError(
             "the ranks of this window have different losses: a mean here and a sum there. One big batch has one loss; "
             "compute the same on every rank."
         )
-    if there and abs(there * ratios2 - ratios * ratios) > _SAME * ratios2:
+    if abs(with_ratio * ratios2 - ratios * ratios) > _SAME * ratios2:
         raise SeveralCounts(
             "the terms of this loss were averaged over different things, and the ratio of their counts is another on "
             "every rank.\n"
@@ -119,3 +129,26 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         going - float(mine.goes_on) > 0.5,  # noqa: PLR2004
         precise > 0,
     )
+
+
+_APART = (
+    "the ranks of this window have made different numbers of windows together: one of them failed in its step, and "
+    "went on, so their weights may differ.\n"
+    "End the training where a step fails, and load the model and the optimizer from a checkpoint."
+)
+_OTHER_PARAMETERS = (
+    "the ranks of this window train different parameters, so their gradients cannot be added up.\n"
+    "Make the same model on every rank, freeze the same of its parameters, and give all of them to the optimizer."
+)
+_OTHER_WEIGHTS = (
+    "the ranks of this window began with different weights, so each would train a model of its own.\n"
+    "Call torch.manual_seed(0) before the model is made, load the same checkpoint on every rank, or wrap the model in "
+    "DistributedDataParallel, which sends the first rank's weights to all."
+)
+
+
+def _refuse_unlike(ranks: Ranks, same: Sequence[float]) -> None:
+    """Raise where ranks have something else that they should have in common."""
+    for place, why in enumerate((_APART, _OTHER_PARAMETERS, _OTHER_WEIGHTS)):
+        if not alike(ranks.size, same[2 * place], same[2 * place + 1]):
+            raise WindowError(why)

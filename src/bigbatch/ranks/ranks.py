@@ -6,18 +6,21 @@ sum by that, and the gradients cross the wire once.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.errors import ConfigurationError, RankFailed
+from bigbatch.errors import ConfigurationError, RankFailed, WindowError
 from bigbatch.ranks import sharding
 from bigbatch.ranks.sharding import Shards
 from bigbatch.ranks.wrappers import (
     data_parallel,
     group_of,
+    has_reduced,
     keep_quiet,
     let_speak,
     refuse_hidden_wrappers,
@@ -30,6 +33,10 @@ from bigbatch.reading.counts import LOW_PRECISION, Count
 _BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
 _NUMBERS = 40  # in every message: a rank that fails need not know which one the others wait for
 _IN_FLIGHT = 2  # buckets under way while the next one is filled
+_MESSAGES = ("statement", "totals", "passes", "meeting")
+_SAME = 1e-12
+_made = count(1)
+Message = Literal["statement", "totals", "passes", "meeting"]
 
 
 class Ranks:
@@ -43,6 +50,9 @@ class Ranks:
         self.overlap = False  # whether DDP reduces in a window's last backward
         self.reduced = False  # whether it has
         self.spoken = False  # whether this rank has made its statement for the window at hand
+        self.elsewhere = False  # whether others wait for it inside a model or a loss, where no statement is heard
+        self.windows = 0  # made together until now
+        self._number = next(_made)  # of all that this process has part in: the same on every rank
 
     @classmethod
     def of(
@@ -70,6 +80,13 @@ class Ranks:
         if not wrappers and dist.get_world_size() > 1:
             refuse_hidden_wrappers(models)
         chosen = group if group is not None or not wrappers else group_of(wrappers)
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER
+        if chosen is not None and chosen == outside:
+            msg = (
+                "this process is not in the group of group=: new_group(...) has returned no group here.\n"
+                "Give each process the group that it belongs to; one that trains alone needs none:  group=None"
+            )
+            raise ConfigurationError(msg)
         if overlap:
             narrow = any(p.dtype in LOW_PRECISION for model in models for p in model.parameters() if p.requires_grad)
             refuse_overlap(wrappers, narrow)
@@ -98,9 +115,21 @@ class Ranks:
         if self.shards is not None and self.overlap:
             self.shards.reduce(now=last)
 
-    def added(self, numbers: Sequence[Count], device: torch.device) -> list[float]:
+    @property
+    def left_by_ddp(self) -> int:
+        """How many wrappers were to reduce in the last backward, and have not."""
+        return sum(not has_reduced(wrapper) for wrapper in self._wrappers) if self.reduced else 0
+
+    def added(self, numbers: Sequence[Count], device: torch.device, about: Message) -> list[float]:
         """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed."""
-        found = self._sum([0.0, *numbers], device)
+        place = float(self._number * len(_MESSAGES) + _MESSAGES.index(about))
+        found = self._sum([0.0, place, place * place, *numbers], device)
+        self._refuse_failure(found)
+        if not alike(self.size, found[1], found[2]):
+            raise WindowError(_ELSEWHERE)
+        return found[3 : len(numbers) + 3]
+
+    def _refuse_failure(self, found: list[float]) -> None:
         if found[0]:
             self.spoken = True
             msg = (
@@ -108,27 +137,29 @@ class Ranks:
                 "on this one. The error is in that rank's own output."
             )
             raise RankFailed(msg)
-        return found[1 : len(numbers) + 1]
 
     def fail(self, device: torch.device) -> None:
         """Tell the others, who wait for this rank's numbers, that there will be none."""
         self.spoken = True
         self._sum([1.0], device)
 
-    def _sum(self, numbers: Sequence[Count], device: torch.device) -> list[float]:
+    def _sum(
+        self, numbers: Sequence[Count], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> list[float]:
         precise = torch.float32 if device.type == "mps" else torch.float64
         row = torch.zeros(_NUMBERS, dtype=precise, device=device)
         for place, number in enumerate(numbers):
             row[place] = number
-        dist.all_reduce(row, group=self.group)
+        dist.all_reduce(row, op=op, group=self.group)
         found: list[float] = row.tolist()
         return found
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""
-        found = torch.tensor([float(number)], device=device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return round(float(found))
+        # One that fails adds up instead: what it says of itself is heard in either way.
+        found = self._sum([0.0, float(number)], device, dist.ReduceOp.MAX)
+        self._refuse_failure(found)
+        return round(found[1])
 
     def norm(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the norm of a gradient that is spread over all ranks."""
@@ -160,6 +191,18 @@ class Ranks:
             wanted = getattr(wrapper, "forward_sync_buffers", None)  # broadcast_buffers before torch 2.13
             if (wrapper.broadcast_buffers if wanted is None else wanted) and wrapper.modules_buffers:
                 wrapper._sync_buffers()  # noqa: SLF001 - as its own forward does
+
+
+_ELSEWHERE = (
+    "the ranks are at different places: one closes a window that another has not come to, or has no part in.\n"
+    "Have every rank close the same windows in the same order. Where one accumulator's `over` is inside another's, "
+    "every rank needs as many batches; where samples are coupled, every rank needs samples in each update."
+)
+
+
+def alike(ranks: int, total: float, squares: float) -> bool:
+    """Whether a number is the same on all ranks, by its sum over them and that of its squares."""
+    return abs(ranks * squares - total * total) <= _SAME * ranks * squares
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

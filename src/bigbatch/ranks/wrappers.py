@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -96,13 +97,25 @@ def group_of(wrappers: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
     return found
 
 
+@dataclass
+class _Quiet:
+    """A wrapper that is kept quiet: by how many, and how it was before the first of them."""
+
+    syncs: bool
+    first: bool
+    owners: int = 0
+
+
+_quiet: "weakref.WeakKeyDictionary[DistributedDataParallel, _Quiet]" = weakref.WeakKeyDictionary()
+
+
 def keep_quiet(owner: object, wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Have DDP reduce nothing by itself, as long as `owner` lives."""
+    """Have DDP reduce nothing by itself, as long as `owner` lives, or another who wanted the same."""
     for wrapper in wrappers:
-        before = wrapper.require_backward_grad_sync
-        first = getattr(wrapper, _FIRST, False)
+        found = _Quiet(wrapper.require_backward_grad_sync, getattr(wrapper, _FIRST, False))
+        _quiet.setdefault(wrapper, found).owners += 1
         silence(wrapper)
-        weakref.finalize(owner, _speak, weakref.ref(wrapper), before, first)
+        weakref.finalize(owner, _speak, weakref.ref(wrapper))
 
 
 def silence(wrapper: DistributedDataParallel) -> None:
@@ -118,10 +131,25 @@ def let_speak(wrapper: DistributedDataParallel) -> None:
     setattr(wrapper, _FIRST, False)
 
 
-def _speak(reference: "weakref.ref[DistributedDataParallel]", before: bool, first: bool) -> None:  # noqa: FBT001
-    """Leave a wrapper as it was."""
+def has_reduced(wrapper: DistributedDataParallel) -> bool:
+    """Whether a backward that was to reduce has done so: all of it, after a forward through the wrapper."""
+    if not wrapper.require_forward_param_sync:  # its forward says so here; no_sync() and .module leave it out
+        return False
+    try:
+        wrapper._check_reducer_finalized()  # noqa: SLF001
+    except RuntimeError:  # it waits for a gradient that has not come
+        return False
+    return True
+
+
+def _speak(reference: "weakref.ref[DistributedDataParallel]") -> None:
+    """Leave a wrapper as it was, if this was the last who kept it quiet."""
     wrapper = reference()
-    if wrapper is not None:
-        wrapper.require_backward_grad_sync = before
-        wrapper.require_forward_param_sync = before
-        setattr(wrapper, _FIRST, first)
+    if wrapper is None:
+        return
+    found = _quiet[wrapper]
+    found.owners -= 1
+    if not found.owners:
+        del _quiet[wrapper]
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = found.syncs
+        setattr(wrapper, _FIRST, found.first)

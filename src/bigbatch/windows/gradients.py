@@ -163,6 +163,11 @@ class Gradients:
         """Return the norm over all gradients, of all optimizers."""
         return torch.nn.utils.get_total_norm(self.dense())
 
+    def sum_of_weights(self) -> float:
+        """Return one number of all parameters' values, by which other ones are told; this waits for a device."""
+        sums = torch._foreach_norm([local(p.detach()) for p in self.parameters], 1)  # noqa: SLF001
+        return float(torch.stack([each.to(self.device, torch.float32) for each in sums]).sum())
+
     def dense(self) -> list[Tensor]:
         """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""
         found = []

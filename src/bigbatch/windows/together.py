@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.ranks.agreeing import Agreement, Statement, agreed
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count, TotalOfSum
@@ -15,6 +15,7 @@ from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger
 
 _TERMS = 16  # with totals that are counted in advance
+_FEW = 4093  # numbers below it can be told apart by their squares' sum
 
 
 def totals(ranks: Ranks, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
@@ -25,10 +26,18 @@ def totals(ranks: Ranks, own: tuple[Count, ...], device: torch.device) -> tuple[
     rest = [0.0] * (_TERMS - len(own))
     sums = [isinstance(each, TotalOfSum) for each in own]
     counts: list[Count] = [0.0 if is_sum else each for is_sum, each in zip(sums, own, strict=True)]
-    said = [*counts, *rest, *map(float, sums), *rest, float(len(own)), float(bool(own))]
-    found = ranks.added(said, device)
-    terms = round(found[-2] / found[-1]) if found[-1] else 0
-    return tuple(TotalOfSum(1.0) if found[_TERMS + place] else found[place] for place in range(terms))
+    terms = float(len(own))
+    said = [*counts, *rest, *map(float, sums), *rest, terms, terms * terms, float(bool(own))]
+    *found, lengths, squares, there = ranks.added(said, device, "totals")
+    number = round(lengths / there) if there else 0
+    of_sums = found[_TERMS : _TERMS + number]
+    if lengths * lengths != there * squares or any(flag not in {0.0, there} for flag in of_sums):
+        msg = (
+            "the ranks of this window have different losses: another number of terms over data, or a mean here and a "
+            "sum there. One big batch has one loss; write every term on every rank, times 0 where it does not apply."
+        )
+        raise LossError(msg)
+    return tuple(TotalOfSum(1.0) if flag else total for flag, total in zip(of_sums, found[:number], strict=True))
 
 
 def statement(
@@ -48,11 +57,14 @@ def statement(
         missing=sum(p.grad is None for p in gradients.parameters),
         goes_on=goes_on,
         shares_once=ledger.shares_once and ledger.kind != "mean",
-        ratio=ledger.ratio() if ledger.kind == "mean" else 1.0,
+        ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else None,
         several=lost,
         precise=precise,
-        left_out=left_out if ranks.reduced and not ranks.sharded else 0,
+        left_out=left_out + ranks.left_by_ddp if ranks.reduced and not ranks.sharded else 0,
         overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
+        windows=ranks.windows % _FEW,
+        parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
+        weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
     )
 
 
@@ -62,11 +74,11 @@ def telling_of_failure(ranks: Ranks | None, device: torch.device) -> Iterator[No
     if ranks is None:
         yield
         return
-    ranks.spoken = False
+    ranks.spoken = ranks.elsewhere = False
     try:
         yield
     except Exception:
-        if not ranks.spoken:
+        if not ranks.spoken and not ranks.elsewhere:
             with suppress(Exception):  # they may be gone; what happened here is what is raised
                 ranks.fail(device)
         raise

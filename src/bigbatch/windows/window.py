@@ -42,7 +42,7 @@ class Window:
         self._stepper = stepper
         self._gradients = Gradients(stepper.optimizers, dtype)
         if stepper.ranks is not None:
-            stepper.ranks.spoken = False
+            stepper.ranks.spoken = stepper.ranks.elsewhere = False
         self._ledger = Ledger(steps, small=stepper.scaler is not None, totals=totals)
         if stepper.ranks is not None:
             self._ledger.once = 1.0 / stepper.ranks.size
@@ -88,6 +88,8 @@ class Window:
         """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
         if not self.untouched:  # gradients were looked at when the window was opened
             self.check()
+        if self._ledger.in_common and loss.dtype in LOW_PRECISION:
+            raise LossError(_ROUNDED_IN_COMMON.format(loss.dtype))
         weights = self._ledger.weigh(terms)
         if not self._ledger.micro_batches:
             self._await(terms)
@@ -284,6 +286,8 @@ class Window:
         precise = self._loss_dtype == torch.float64
         mine = together.statement(ledger, gradients, ranks, goes_on=goes_on, precise=precise, left_out=self._left_out)
         agreement = agreed(ranks, mine, gradients.device)
+        if ledger.in_ratio is not None:
+            self._refuse_lost_ratio()
         self.others_go_on = agreement.others_go_on
         norm: Tensor | None = None
         skipped: bool | Tensor = True
@@ -308,6 +312,7 @@ class Window:
             self._broken, self._failure = error, self._stepper.give_up(error)
             raise
         ranks.share_buffers()
+        ranks.windows += 1
         self.discard()
         return Update(
             micro_batches=agreement.micro_batches,
@@ -417,6 +422,13 @@ class Window:
         self._residual = residual.clone() if isinstance(residual, Tensor) else residual
         self._loss_dtype = torch.float64 if state["double"] else torch.float32
         self._shown = True  # or never: its first gradient has others added to it by now
+
+
+_ROUNDED_IN_COMMON = (
+    "this loss is of {}, which would round its weight, and what is left over cannot be made good where gradients of "
+    "all ranks are added up in backward (fully_shard, or overlap=True).\n"
+    "Compute the loss in float32:  criterion(logits.float(), labels)"
+)
 
 
 def _refuse_rounded_weights(losses: list[Tensor], weights: list[Weights]) -> None:

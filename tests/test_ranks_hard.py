@@ -1,0 +1,307 @@
+"""Several ranks, and what goes wrong with them: each is right to 1e-12, or an error says what it is on every rank."""
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch import Accumulator, BigStep, counted
+from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
+from tests.ranks import run_on_ranks
+from tests.reference import distance
+from tests.test_ranks import OPTIMIZERS, Batch, batches_of, mean, micro_batch, model, two_heads, windows_of
+from tests.test_ranks_sharded import shards
+
+SIZES = [[3, 5, 2, 4], [6, 1, 1, 7]]
+
+
+def weights(network: nn.Module) -> list[Tensor]:
+    """Return what was trained."""
+    return [p.detach() for p in network.parameters()]
+
+
+def one_process(steps: int) -> list[Tensor]:
+    """Train in one process, each big batch at once."""
+    network = model()
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    for window in windows_of(SIZES, steps):
+        optimizer.zero_grad()
+        mean(network, (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))).backward()
+        optimizer.step()
+    return weights(network)
+
+
+def right(found: Sequence[Any], true: Sequence[Tensor]) -> None:
+    """Every rank has the weights of one process."""
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+        assert distance(each, true) <= 1e-12
+
+
+def refused(found: Sequence[Any], kind: type[Exception], words: str) -> None:
+    """Every rank has the same error."""
+    for error in found:
+        assert isinstance(error, kind), error
+        assert words in str(error)
+
+
+# DDP is kept quiet as long as anyone wants it, and as it was afterwards.
+
+
+def made_twice(rank: int, steps: int) -> Any:
+    """Replace an object by another of the same name; the first one is gone only then."""
+    network = DistributedDataParallel(model())
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    step: Any = None
+    for _ in range(2):
+        if steps == 1:
+            step = BigStep(network, optimizer, mean, micro_batch_size=2)
+        else:
+            step = Accumulator(network, optimizer, steps=steps)
+    gc.collect()
+    for batch in batches_of(rank, SIZES):
+        if steps == 1:
+            step(batch)
+        else:
+            step.backward(mean(network, batch))
+    return weights(network)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_second_of_one_name(steps: int) -> None:
+    """The first one's end does not have DDP reduce again."""
+    right(run_on_ranks(2, made_twice, steps), one_process(steps))
+
+
+def one_after_the_other(_: int) -> Any:
+    """Look at DDP's flag after each end."""
+    network = DistributedDataParallel(model())
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    both = [Accumulator(network, optimizer, steps=2), Accumulator(network, optimizer, steps=2)]
+    flags = []
+    while both:
+        both.pop(0)
+        gc.collect()
+        flags.append(network.require_backward_grad_sync)
+    return flags
+
+
+def test_ddp_is_as_it_was_after_the_last() -> None:
+    """And not before."""
+    assert run_on_ranks(2, one_after_the_other) == [[False, True]] * 2
+
+
+# DDP's own reduction, where it does not happen.
+
+
+def under_no_sync(rank: int) -> Any:
+    """Have the user's loop keep DDP quiet."""
+    network = DistributedDataParallel(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        with network.no_sync():
+            accumulator.backward(mean(network, batch))
+
+
+def past_the_wrapper(rank: int) -> Any:
+    """Call the module inside."""
+    network = DistributedDataParallel(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network.module, batch))
+
+
+def with_an_unused_layer(rank: int) -> Any:
+    """Have a layer that no micro-batch uses: its bucket is never full."""
+    network = DistributedDataParallel(two_heads())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+    for x, y in batches_of(rank, SIZES):
+        accumulator.backward(F.cross_entropy(network(x, 0), y))
+
+
+def frozen_afterwards(rank: int) -> Any:
+    """Freeze what DDP waits for."""
+    network = DistributedDataParallel(model())
+    next(network.parameters()).requires_grad_(False)
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+    for batch in batches_of(rank, SIZES):
+        accumulator.backward(mean(network, batch))
+
+
+@pytest.mark.parametrize("work", [under_no_sync, past_the_wrapper, with_an_unused_layer, frozen_afterwards])
+def test_what_ddp_has_not_reduced_is_not_stepped_with(work: Any) -> None:
+    """The ranks would go apart."""
+    refused(run_on_ranks(2, work), LossError, "DDP has not reduced all")
+
+
+# Low precision, where gradients of all ranks are added up in backward.
+
+
+def low_loss(rank: int, sharded: bool) -> Any:
+    """Compute a loss of bf16."""
+    network = shards(model().float()) if sharded else DistributedDataParallel(model().float())
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    accumulator = Accumulator(network, optimizer, steps=2, overlap=not sharded)
+    for x, y in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(F.cross_entropy(network(x.float()), y).bfloat16())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_loss_whose_weight_would_be_rounded_is_refused(sharded: bool) -> None:
+    """Ranks' residuals differ, and there is one sum."""
+    refused(run_on_ranks(2, low_loss, sharded), LossError, "logits.float()")
+
+
+# What ranks must have in common.
+
+
+def of_other_seeds(rank: int) -> Any:
+    """Begin with other weights, without a wrapper that would send them."""
+    torch.manual_seed(rank)
+    network = nn.Linear(5, 4).double()
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, group=dist.group.WORLD)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network, batch))
+
+
+def frozen_on_one(rank: int) -> Any:
+    """Train other parameters on each rank."""
+    network = model()
+    next(network.parameters()).requires_grad_(rank == 0)
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, group=dist.group.WORLD)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network, batch))
+
+
+def two_players(rank: int, sizes: Sequence[Sequence[int]]) -> Any:
+    """Train two models in turn, one `over` inside the other."""
+    torch.manual_seed(0)
+    one = DistributedDataParallel(nn.Linear(5, 5).double())
+    two = DistributedDataParallel(nn.Linear(5, 4).double())
+    first = Accumulator(one, OPTIMIZERS["sgd"](one.parameters()), steps=2)
+    second = Accumulator(two, OPTIMIZERS["sgd"](two.parameters()), steps=2)
+    for x, y in first.over(second.over(batches_of(rank, sizes))):
+        second.backward(F.cross_entropy(two(one(x).detach()), y))
+        first.backward(F.cross_entropy(two(one(x)), y))
+    return [*weights(one), *weights(two)]
+
+
+def with_fewer_batches_for_two(rank: int) -> Any:
+    """Have a rank whose two accumulators end before those of the other."""
+    return two_players(rank, [[3, 5, 2, 4, 1], [6]])
+
+
+def failed_in_a_hook(rank: int) -> Any:
+    """Go on after a step that one rank alone has not made."""
+    network = DistributedDataParallel(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+    fails = [rank == 1]
+
+    def hook() -> None:
+        if fails.pop():
+            raise ValueError("mine")
+        fails.append(False)
+
+    accumulator.before_step(hook)
+    one, other, *_ = batches_of(rank, SIZES)
+    try:
+        accumulator.backward(mean(network, one))
+    except ValueError:
+        fails.append(False)
+        accumulator.discard()
+    accumulator.backward(mean(network, other))
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (of_other_seeds, "began with different weights"),
+        (frozen_on_one, "different parameters"),
+        (with_fewer_batches_for_two, "every rank needs as many batches"),
+        (failed_in_a_hook, "different numbers of windows"),
+    ],
+)
+def test_ranks_that_have_nothing_in_common_are_refused(work: Any, words: str) -> None:
+    """They would go apart, or wait for each other for ever."""
+    refused(run_on_ranks(2, work), WindowError, words)
+
+
+def test_two_players_with_as_many_batches() -> None:
+    """Their windows come in the same order."""
+    one, other = run_on_ranks(2, two_players, SIZES)
+    right([other], one)
+
+
+def of_two(rank: int) -> Any:
+    """Train on two of three ranks."""
+    group = dist.new_group([0, 2])
+    network = model()
+    try:
+        accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, group=group)
+    except ConfigurationError as error:
+        return str(error)
+    for batch in accumulator.over(batches_of(rank // 2, SIZES)):
+        accumulator.backward(mean(network, batch))
+    return weights(network)
+
+
+def test_a_group_is_for_its_members() -> None:
+    """Others are told that they are none."""
+    first, other, last = run_on_ranks(3, of_two)
+    right([first, last], one_process(2))
+    assert "not in the group" in other
+
+
+# Several counts.
+
+
+def nothing_on_one(rank: int) -> Any:
+    """Have two counts in constant ratio, and a rank that counts nothing."""
+    network = DistributedDataParallel(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+    x, _ = micro_batch(3, 0)
+    out = network(x)
+    number = 0 if rank else 3
+    accumulator.backward(counted(out.pow(2).mean(), number) + counted(out.abs().mean(), 2 * number))
+    return weights(network)
+
+
+def test_a_rank_that_counts_nothing_has_no_ratio() -> None:
+    """It is the other's update."""
+    network = model()
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    out = network(micro_batch(3, 0)[0])
+    (out.pow(2).mean() + out.abs().mean()).backward()
+    optimizer.step()
+    right(run_on_ranks(2, nothing_on_one), weights(network))
+
+
+def out_of_ratio(rank: int, where: Sequence[int]) -> Any:
+    """Find out at the end that counts on a device have not kept their ratio, on some ranks."""
+    network = DistributedDataParallel(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+    window: Any = None
+
+    def losing(batch: Batch) -> Tensor:
+        loss = mean(network, batch)
+        ledger = window.ledger
+        ledger.in_ratio = torch.tensor(rank not in where)  # as it would be there
+        return loss
+
+    accumulator.steps = 2
+    accumulator.backward(mean(network, micro_batch(3, rank)))
+    window = accumulator._window
+    accumulator.backward(losing(micro_batch(4, rank)))
+
+
+@pytest.mark.parametrize("where", [(0, 1), (1,)])
+def test_a_lost_ratio_is_refused(where: tuple[int, ...]) -> None:
+    """Also by the ranks that have lost it themselves."""
+    refused(run_on_ranks(2, out_of_ratio, where), SeveralCounts, "counts=lambda batch")
