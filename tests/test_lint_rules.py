@@ -195,6 +195,60 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
         """,
         ["BB103", "BB105"],
     ),
+    "cleared right before the step": (
+        """
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / window_size(i)).backward()
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                optimizer.zero_grad()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        """,
+        ["BB101"],
+    ),
+    "cleared right before the step, after an inner loop": (
+        """
+        for update in range(1000):
+            for micro in range(accumulation_steps):
+                x, y = next(stream)
+                (criterion(model(x), y) / accumulation_steps).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+        """,
+        ["BB101"],
+    ),
+    "cleared before a step whose gradients come from elsewhere": (
+        """
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / window_size(i)).backward()
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                optimizer.zero_grad()
+                copy_gradients(replica, model)
+                optimizer.step()
+        """,
+        [],
+    ),
+    "cleared before a step with a closure": (
+        """
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / window_size(i)).backward()
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                optimizer.zero_grad()
+                optimizer.step(closures[i])
+        """,
+        [],
+    ),
+    "another optimizer cleared before the step": (
+        """
+        for i, (x, y) in enumerate(loader):
+            (criterion(model(x), y) / window_size(i)).backward()
+            if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
+                frozen_optimizer.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        [],
+    ),
     "several losses in a loop of their own": (
         """
         for x, y in loader:

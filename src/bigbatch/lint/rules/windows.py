@@ -1,17 +1,46 @@
 """BB1: the window itself. When gradients are cleared, when the optimizer steps, what becomes of the rest."""
 
+import ast
 from collections.abc import Iterator
 
 from bigbatch.lint.finding import Severity
 from bigbatch.lint.loops.cadence import Cadence
 from bigbatch.lint.loops.facts import Shape, Tail, TrainingLoop
-from bigbatch.lint.reading.events import Kind
+from bigbatch.lint.reading.events import Kind, Via
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
 
 
-def _zero_inside_window(loop: TrainingLoop) -> Iterator[Hit]:
-    if loop.at(Kind.STEP, Cadence.MICRO):
-        return
+def _zero_inside_window(script: Script) -> Iterator[Hit]:
+    for loop in script.loops:
+        if loop.accumulates and not loop.at(Kind.STEP, Cadence.MICRO):
+            yield from _zero_with_every_micro_batch(loop)
+            yield from _zero_before_step(script, loop)
+
+
+def _zero_before_step(script: Script, loop: TrainingLoop) -> Iterator[Hit]:
+    """Find a clear that the step follows at once: with anything else in between, gradients may come from there."""
+    for zero in loop.at(Kind.ZERO, Cadence.WINDOW):
+        between = [fact.node for fact in loop.of(Kind.CLIP, Kind.UNSCALE, Kind.ZERO)]
+        for step in loop.at(Kind.STEP, Cadence.WINDOW):
+            own = step.event.subject == zero.event.subject and step.event.via in {Via.TORCH, Via.SCALER}
+            closure = step.event.via is Via.TORCH and getattr(step.node, "args", None)
+            if own and not closure and _follows(script.program.tree, zero.node, step.node, between):
+                yield Hit(zero.node, "gradients are cleared right before the step: it steps with none of them")
+
+
+def _follows(tree: ast.Module, first: ast.AST, then: ast.AST, between: list[ast.AST]) -> bool:
+    """Tell whether two calls are statements of one block, with nothing but some others in between."""
+    for node in nodes_in(tree):
+        body = getattr(node, "body", None)
+        calls = [getattr(each, "value", None) for each in body] if isinstance(body, list) else []
+        if first in calls and then in calls:
+            start, end = calls.index(first), calls.index(then)
+            return start < end and all(each in between for each in calls[start + 1 : end])
+    return False
+
+
+def _zero_with_every_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
     stepped = {fact.event.subject for fact in loop.of(Kind.STEP)}
     for fact in loop.at(Kind.ZERO, Cadence.MICRO, Cadence.REST):
         if len(stepped) <= 1 or fact.event.subject in stepped:
@@ -107,7 +136,7 @@ RULES = (
         "zero-grad-inside-window",
         Severity.ERROR,
         "clear gradients right after the step, under the same condition",
-        of_loops(_zero_inside_window),
+        _zero_inside_window,
     ),
     Rule(
         "BB102",
