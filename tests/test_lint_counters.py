@@ -86,6 +86,25 @@ def test_a_counter_in_an_object_counts_the_innermost_loop(due: str, decorator: s
     assert codes(script.format(after="self.scheduler.step()")) == ["BB304"]
 
 
+@pytest.mark.parametrize("whole", ["n - n % steps", "n // steps * steps", "len(loader) - len(loader) % steps"])
+@pytest.mark.parametrize(
+    "head", ["for i in range(whole):\n    x, y = next(stream)", "for i, (x, y) in zip(range(whole), loader):"]
+)
+@pytest.mark.parametrize(("divided", "found"), [("/ steps", []), ("", ["BB201"])])
+def test_a_number_of_rounds_that_is_a_multiple(whole: str, head: str, divided: str, found: list[str]) -> None:
+    """Nothing is left over; what else is wrong is found, also where `zip` counts the rounds."""
+    lines = f"""
+steps, n = 8, len(loader)
+whole = {whole}
+{head}
+    (criterion(model(x), y) {divided}).backward()
+    if (i + 1) % steps == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    assert of_loop(lines) == found
+
+
 def test_lightning_says_which_batch_is_the_last() -> None:
     """`is_last_batch` steps the leftover, divided as if it were whole."""
     script = """

@@ -141,5 +141,7 @@ def _can_be_left_over(loop: Loop, every: Number) -> bool:
     if length is not None and length.known is not None and every.known:
         return bool(length.known % every.known)
     if loop.kind is LoopKind.COUNTED:
+        if length is not None and length.involves(every):  # `range(n - n % steps)`: who counts so knows of the rest
+            return False
         return length is not None and (length.text.startswith("len(") or "batches" in length.text)
     return True

@@ -17,6 +17,7 @@ from bigbatch.lint.reading.walk import Walk, by_name
 
 ForLoop = ast.For | ast.AsyncFor
 _WITHOUT_STRIDE = 2  # arguments of a range whose numbers count its rounds
+_LOOKED_THROUGH = {"tqdm", "track", "trange", "progress_bar", "iter", "list", "notebook_tqdm"}
 _WINDOWS = {"batched", "chunked", "grouper", "ichunked"}  # they give windows, each of several batches
 
 
@@ -125,7 +126,9 @@ def _unwrapped(walk: Walk, node: ast.expr) -> _Source:
         return replace(inner, numbered=True, start=_whole(value_of(walk, start)))
     if name == "range":
         return _Source(node, _whole(value_of(walk, node.args[0])) if len(node.args) > 1 else 0, counted=True)
-    if name in {"tqdm", "track", "trange", "progress_bar", "iter", "list", "notebook_tqdm"} or _takes_enumerate(node):
+    # `zip(range(n), loader)` counts its rounds, and there are no more than n.
+    counted = name == "zip" and isinstance(node.args[0], ast.Call) and dotted(node.args[0].func) == "range"
+    if name in _LOOKED_THROUGH or counted or _takes_enumerate(node):
         return _unwrapped(walk, node.args[0])
     return _Source(node)
 
