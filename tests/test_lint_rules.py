@@ -955,6 +955,88 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
+    "Accelerate, told of steps and never asked to accumulate": (
+        """
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        ["BB102"],
+    ),
+    "Accelerate, not told of steps": (
+        """
+        from accelerate import Accelerator
+
+        accelerator = Accelerator()
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        [],
+    ),
+    "Accelerate, told of one step": (
+        """
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        [],
+    ),
+    "Accelerate, whose engine accumulates": (
+        """
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=4, deepspeed_plugin=plugin)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        """,
+        [],
+    ),
+    "Accelerate, accumulating": (
+        """
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        [],
+    ),
+    "Accelerate, accumulating where this file does not see": (
+        """
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            context = accelerator.accumulate(model)
+            context.__enter__()
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            context.__exit__(None, None, None)
+        """,
+        [],
+    ),
     "BatchNorm in an accumulating loop": (
         """
         from torch import nn

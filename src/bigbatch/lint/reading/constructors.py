@@ -78,7 +78,8 @@ def _accelerator(walk: Walk, called: Called) -> Value:
     plugin = called.words.get("gradient_accumulation_plugin")
     if isinstance(plugin, Thing):
         number = plugin.steps
-    unseen = "**" in called.words
+    # An engine inside Accelerate accumulates by itself.
+    unseen = any(word == "**" or word.startswith(("deepspeed", "megatron")) for word in called.words)
     return Thing(Role.ACCELERATOR, called.name, None if unseen else called.node, steps=number)
 
 

@@ -10,6 +10,9 @@ from bigbatch.lint.reading.events import Kind, Via
 from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
 
+# With these in a file, Accelerate may be told otherwise than by a `with` that is seen.
+_ACCUMULATING = {"accumulate", "sync_gradients", "_set_sync_gradients", "_do_sync", "gradient_state"}
+
 
 def _zero_inside_window(script: Script) -> Iterator[Hit]:
     for loop in script.loops:
@@ -53,12 +56,28 @@ def _zero_with_every_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
 
 def _step_every_micro_batch(script: Script) -> Iterator[Hit]:
     for loop in script.loops:
+        yield from _never_accumulated(script, loop)
         announced = loop.accumulates or loop.every is not None
         for fact in loop.at(Kind.STEP, Cadence.MICRO) if announced else ():
             yield Hit(
                 fact.node,
                 f"the optimizer steps with every micro-batch, though a window of {loop.steps_text()} is announced: "
                 "nothing is accumulated",
+            )
+
+
+def _never_accumulated(script: Script, loop: TrainingLoop) -> Iterator[Hit]:
+    """Accelerate holds steps back inside `accumulate` alone; made with a number of steps, it divides by it anyway."""
+    if loop.shape is not Shape.PLAIN or loop.every or not loop.is_seen or script.program.words & _ACCUMULATING:
+        return
+    told = [fact.event.divides_by for fact in loop.of(Kind.BACKWARD) if fact.event.via is Via.ACCELERATE]
+    steps = told[0] if told else None
+    if steps is not None and loop.of(Kind.BACKWARD)[0].event.divides:
+        for fact in loop.at(Kind.STEP, Cadence.MICRO):
+            yield Hit(
+                fact.node,
+                f"the optimizer steps with every micro-batch, with gradients divided by {steps.text}: "
+                "without accelerator.accumulate nothing is accumulated",
             )
 
 
