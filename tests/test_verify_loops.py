@@ -226,9 +226,107 @@ def test_clipping_at_a_norm_that_is_never_reached_is_not_named() -> None:
     assert [cause.kind for cause in found.causes] == ["wrong-count"], str(found)
 
 
+def test_a_loop_that_clips_by_value_is_compared_before_that() -> None:
+    """By hand and in frameworks, whoever imported the function."""
+    from lightning.fabric import Fabric
+    from torch.nn.utils import clip_grad_value_
+
+    def by_torch(model: nn.Module, micro_batches: list[Batch]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        by_samples(mean)(model, micro_batches)
+        clip_grad_value_(model.parameters(), 1e-3)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # each of them once is no clipping inside
+        optimizer.step()
+
+    def by_fabric(model: nn.Module, micro_batches: list[Batch]) -> None:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        by_samples(mean)(wrapped, micro_batches)
+        fabric.clip_gradients(wrapped, optimizer, clip_val=1e-3)
+        optimizer.step()
+
+    torch.manual_seed(0)
+    for train_window in (by_torch, by_fabric):
+        found = verify(network(), mean, samples(UNEVEN), 4, train_window=train_window)
+        assert found.exact, str(found)
+        assert found.notes == ("The loop clips its gradient; what was compared is the gradient before that.",)
+
+
+def test_clipping_each_micro_batch_by_value_is_found_by_its_name() -> None:
+    """It is no mistake where it has no effect."""
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        for batch in micro_batches:
+            (mean(model, batch) * len(batch[1]) / UNEVEN).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(UNEVEN), 4, train_window=train_window)
+    assert [(cause.kind, cause.where) for cause in found.causes] == [("clipped-inside", "clip_grad_value_")]
+
+
+def test_clipping_by_hand_is_told() -> None:
+    """By value, below whose limit the weights are right or wrong; and by norm, which is a factor of no count."""
+
+    def by_value(model: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.clamp_(-0.02, 0.02)
+
+    def not_divided(model: nn.Module, micro_batches: list[Batch]) -> None:
+        for batch in micro_batches:
+            mean(model, batch).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.clamp_(-0.2, 0.2)
+
+    def by_norm(model: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(0.01 / norm)
+
+    torch.manual_seed(0)
+    model, batch = network(), samples(UNEVEN)
+    (value,) = verify(model, mean, batch, 4, train_window=by_value).causes
+    assert (value.kind, value.where) == ("wrong-scale", "clipping by value")
+    assert value.found.startswith("No element of the gradient is beyond 0.02, where some would be: it was clipped by")
+    assert "clip_grad_value_, which are left out" in value.remedy
+    kinds = [cause.kind for cause in verify(model, mean, samples(12), 4, train_window=not_divided).causes]
+    assert set(kinds) == {"wrong-scale", "not-divided"}
+    (norm,) = verify(model, mean, batch, 4, train_window=by_norm).causes
+    assert norm.kind == "wrong-scale"
+    assert "as if divided" not in norm.found
+    assert "If that is clipping by hand, it may be right" in norm.remedy
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_clipping_what_is_still_scaled_is_told(unscaled: bool) -> None:
+    """The gradient is the big batch's all the same, but the limit is another one."""
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+        for batch in micro_batches:
+            scaler.scale(mean(model, batch) * len(batch[1]) / UNEVEN).backward()
+        if unscaled:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+
+    torch.manual_seed(0)
+    found = verify(network(), mean, samples(UNEVEN), 4, train_window=train_window)
+    assert found.exact
+    told = [note for note in found.notes if note.startswith("What it clips is 65536 times the gradient that it steps")]
+    assert len(told) == (not unscaled)
+    assert all("scaler.unscale_(optimizer)" in note for note in told)
+
+
 def test_a_loop_finds_no_hooks_on_its_parameters() -> None:
     """Training may take another path where there are some, and the proof would be of that one."""
-    seen = []
+    seen: list[Any] = []
 
     def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
         names = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -15,7 +15,7 @@ and what they stand on:
 
     runs.py           the big batch, the window, each micro-batch; ways.py: the ways to accumulate
     subject.py        the model, lent to each run as it was given; samples.py: the batch
-    loops.py          a loop that others wrote, watched
+    loops.py          a loop that others wrote, watched; clipping.py: what it clips
     turning_off.py    what can be turned off; drawing.py: random numbers; apart.py: a module's micro-batches one by one
     gradients.py      gradients by name; places.py: some elements of each; attributes.py: numbers beside the buffers
     evidence.py       a cause in words; verification.py, table.py: the result

@@ -87,9 +87,11 @@ class Inquiry:
             self._way = replace(self._way, clipping=False)
             without = self.compared(NOTHING)
             after = without.overall
-            said = f"gradients were clipped {watched.clipped} times in the window; without it {_goes(before, after)}"
+            said = (
+                f"gradients were clipped {watched.clipped.times} times in the window; without it {_goes(before, after)}"
+            )
             if not self._judge.gone(relative(without.found, self._before.found)):  # a norm that is reached
-                found.append(cause("clipped-inside", "clip_grad_norm_", _share(before, after), said, loop=True))
+                found.append(cause("clipped-inside", watched.clipped.by, _share(before, after), said, loop=True))
             before = after
         if watched.most_steps > 1:
             self._way = replace(self._way, stepping=False)

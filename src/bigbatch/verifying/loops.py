@@ -1,22 +1,25 @@
 """A loop that somebody else wrote, watched while it runs one window: what its optimizer stepped with, and how often."""
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from statistics import median
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from bigbatch.verifying.clipping import Clipped, clips
 from bigbatch.verifying.gradients import added, wide
 from bigbatch.verifying.subject import Standing
 
+_ALIKE = 1.01  # a loss scale is a factor of all gradients, but for rounding
 TrainWindow = Callable[[Any, list[Any]], Any]
 
 
@@ -28,9 +31,21 @@ class Watched:
     stepped: list[dict[str, Tensor | None]] = field(default_factory=list)  # at each step of an optimizer
     most_steps: int = 0  # of one optimizer
     backwards: int = 0  # that came to one parameter
-    clipped: int = 0  # times, of one parameter
+    clipped: Clipped = field(default_factory=Clipped)
     autocast: torch.dtype | None = None  # the loop's own, inside the model
     returned: float = float("nan")
+
+    @property
+    def scale_at_clip(self) -> float:
+        """By how much gradients were larger when they were clipped than in the step: a loss scale; 1 where it is none.
+
+        It is known where clipping was left out.
+        """
+        pairs = [(size, self.gradients.get(name)) for name, size in self.clipped.sizes.items()]
+        sizes = [(size, float(gradient.norm())) for size, gradient in pairs if gradient is not None]
+        ratios = [size / stepped for size, stepped in sizes if math.isfinite(size) and 0 < stepped < math.inf]
+        alike = bool(ratios) and max(ratios) <= _ALIKE * min(ratios)
+        return median(ratios) if alike and min(ratios) > _ALIKE else 1.0
 
     @property
     def over_all_steps(self) -> dict[str, Tensor | None]:
@@ -57,7 +72,7 @@ def watched(
             stack.callback(model.register_forward_pre_hook(look, prepend=True).remove)
         stack.enter_context(_backwards(found, standing))
         stack.enter_context(_steps(found, names, undone=not stepping))
-        stack.enter_context(_clips(found, names, undone=not clipping))
+        stack.enter_context(clips(found.clipped, standing.parameters, undone=not clipping))
         returned = train_window(standing.model, list(micro_batches))
     found.left = {name: wide(p.grad) for name, p in standing.parameters.items()}
     if not found.stepped:
@@ -192,37 +207,3 @@ class _Reader:
 
 def _of_model(optimizer: Optimizer, names: dict[int, str]) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
-
-
-@contextmanager
-def _clips(found: Watched, names: dict[int, str], *, undone: bool) -> Iterator[None]:
-    """Notice clipping by norm, and leave it out where the gradient before it is wanted."""
-    name = "_clip_grads_with_norm_"
-    inner = getattr(clip_grad, name, None)
-    if inner is None:  # another torch: what is clipped is then seen as it is
-        yield
-        return
-
-    times: dict[str, int] = {}  # parts of a model may be clipped one by one
-
-    def clip(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        own = [names[id(p)] for p in every if id(p) in names]
-        for each in own:
-            times[each] = times.get(each, 0) + 1
-        found.clipped = max(times.values(), default=0)
-        if not (own and undone):  # what is another model's is no affair of this proof
-            inner(every, *args, **kwargs)
-
-    with _instead(clip_grad, name, clip):
-        yield
-
-
-@contextmanager
-def _instead(holder: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    own = getattr(holder, name)
-    setattr(holder, name, function)
-    try:
-        yield
-    finally:
-        setattr(holder, name, own)

@@ -13,6 +13,10 @@ from bigbatch.verifying.weights import Fit, is_zero, near
 _NEVER = 1e-6  # of once: no more than rounding
 _SCALES = 256.0  # a loss scale is a power of two, and at least this
 
+BY_HAND = (
+    "If that is clipping by hand, it may be right: clip with torch.nn.utils.clip_grad_norm_ or clip_grad_value_, which "
+    "are left out of the comparison, or verify without it."
+)
 _EVERY = "Call backward for every micro-batch of the window, from its first one on:  for batch in micro_batches: ..."
 _LAST = (
     "Step after the last micro-batch, too:  if (i + 1) % steps == 0 or i + 1 == len(loader), and divide by how many "
@@ -148,9 +152,11 @@ def _scaled(scale: float, taken: Fit, right: Fit) -> Mistake:
         remedy = "Unscale before you read or clip gradients:  scaler.unscale_(optimizer)"
     else:
         divisor = number / scale
-        whole = near(divisor, round(divisor), 1e-3)
+        whole = near(divisor, round(divisor), 1e-5)  # of many, one is near to anything
         text = times + (f", as if divided by {round(divisor)} instead of {number}" if whole else "")
         remedy = "Divide by what the window really has: the number of its micro-batches, or better its count."
+        if 0 < scale < 1 and not whole:
+            remedy += f" {BY_HAND}"
     repaired = tuple(weight / scale for weight in taken.weights)
     return Mistake(kind, where, text, repaired, taken.alone / scale, remedy, scale)
 

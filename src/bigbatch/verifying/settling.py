@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from bigbatch.micro_steps.survival import let_go
 from bigbatch.verifying.gradients import Gradients, is_finite
+from bigbatch.verifying.loops import Watched
 from bigbatch.verifying.runs import Runs, Whole
 from bigbatch.verifying.ways import Accumulated, Loop, OwnWay, Plain, Way
 
@@ -81,14 +82,24 @@ class Settling:
             )
             raise LossError(msg)
         runs.autocast = watched.autocast or runs.autocast
-        if way.clipping or not watched.clipped:
+        if way.clipping or not watched.clipped.times:
             return found
-        if watched.clipped > max(1, len(watched.stepped)):
+        if watched.clipped.times > max(1, len(watched.stepped)):
             runs.way = replace(way, clipping=True)
             return runs.accumulated()
-        note = "The loop clips its gradient; what was compared is the gradient before that."
-        self.notes += [note] if note not in self.notes else []
+        self.notes += [note for note in _of_clipping(watched) if note not in self.notes]
         return found
+
+
+def _of_clipping(watched: Watched) -> list[str]:
+    notes = ["The loop clips its gradient; what was compared is the gradient before that."]
+    scale = watched.scale_at_clip
+    if scale > 1:
+        notes.append(
+            f"What it clips is {scale:g} times the gradient that it steps with: the loss scale is still in it, so the "
+            "limit is as many times too low. Unscale first:  scaler.unscale_(optimizer)"
+        )
+    return notes
 
 
 def _any(gradients: Gradients) -> bool:

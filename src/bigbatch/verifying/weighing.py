@@ -15,14 +15,14 @@ from bigbatch.verifying.evidence import cause, listed, proportion
 from bigbatch.verifying.gradients import is_finite
 from bigbatch.verifying.judging import Compared, Judge
 from bigbatch.verifying.looking import OUTSIDE
-from bigbatch.verifying.mistakes import Mistake, mistakes
+from bigbatch.verifying.mistakes import BY_HAND, Mistake, mistakes
 from bigbatch.verifying.perturbing import Shape, shape_after_model, shape_of_loss
 from bigbatch.verifying.places import Places
 from bigbatch.verifying.runs import Parts, Runs
 from bigbatch.verifying.turning_off import Off
 from bigbatch.verifying.verification import Cause
 from bigbatch.verifying.ways import OwnWay, Way
-from bigbatch.verifying.weights import Fit, fitted, near, supposed
+from bigbatch.verifying.weights import Fit, clamped, fitted, near, supposed
 
 _OWN = "its own count"
 _CLAMP = (
@@ -107,9 +107,28 @@ class _Weighing:
         if right is None:
             return Explained(self._of_several())
         if taken is None:
+            return self._of_clamped(right)
+        return Explained(self._of_weights(taken, right), right.weights)
+
+    def _of_weights(self, taken: Fit, right: Fit) -> list[Cause]:
+        alone, came = self._alone, self._left.backwards
+        wrong = mistakes(taken, right, self._parts.gradients, self._truth, alone, backwards=came)
+        return [self._told(each, right) for each in wrong]
+
+    def _of_clamped(self, right: Fit) -> Explained:
+        """No weights make the window's gradient: see whether they do where it is below some limit."""
+        found = clamped(self._found, self._parts.gradients, self._alone)
+        if found is None or found[0].residual > self._left.tolerance:
             return Explained([], right.weights)
-        wrong = mistakes(taken, right, self._parts.gradients, self._truth, self._alone, backwards=left.backwards)
-        return Explained([self._told(each, right) for each in wrong], right.weights)
+        taken, limit = found
+        others = self._of_weights(taken, right)
+        text = (
+            f"no element of the gradient is beyond {limit:.3g}, where some would be: it was clipped by value. Those "
+            "below add up" + (" as in the big batch" if not others else "")
+        )
+        share = self._left.share * (1 - max((each.share for each in others), default=0.0))
+        clipping = cause("wrong-scale", "clipping by value", share, text, self._left.loop, how=BY_HAND)
+        return Explained([clipping, *others], right.weights)
 
     def _fit(self, gradient: Mapping[str, Tensor]) -> Fit | None:
         """Return the weights of a gradient, or None where no weights explain it."""

@@ -74,6 +74,27 @@ def fitted(
     return Fit(tuple(weights.get(place, 0.0) for place in range(len(parts))), of_alone, residual)
 
 
+def clamped(
+    gradient: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], alone: Mapping[str, Tensor] | None
+) -> tuple[Fit, float] | None:
+    """Find the weights of a gradient that was clipped by value, and the limit, by the elements below it; else None."""
+    limit = max((float(each.abs().max()) for each in gradient.values() if each.numel()), default=0.0)
+    below = {name: each.abs() < limit for name, each in gradient.items()}
+
+    def only(some: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: some[name][inside] for name, inside in below.items()}
+
+    fit = fitted(only(gradient), [only(part) for part in parts], None if alone is None else only(alone))
+    if fit is None:
+        return None
+    columns = list(zip(fit.weights, parts, strict=True))
+    columns += [] if alone is None else [(fit.alone, alone)]
+    whole = {name: torch.stack([weight * part[name] for weight, part in columns]).sum(0) for name in gradient}
+    apart = math.fsum(float((whole[name].clamp(-limit, limit) - gradient[name]).square().sum()) for name in gradient)
+    size = math.fsum(float(each.square().sum()) for each in gradient.values())
+    return Fit(fit.weights, fit.alone, max(fit.residual, math.sqrt(apart / size))), limit
+
+
 def supposed(
     gradient: Mapping[str, Tensor],
     parts: Sequence[Mapping[str, Tensor]],
