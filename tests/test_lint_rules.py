@@ -249,6 +249,54 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
+    "a step before this round's backward": (
+        """
+        for i, (x, y) in enumerate(loader):
+            loss = criterion(model(x), y) / accumulation_steps
+            if (i + 1) % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            loss.backward()
+        """,
+        ["BB103", "BB105"],
+    ),
+    "a step for the window before, at the top of a round": (
+        """
+        for i, (x, y) in enumerate(loader):
+            if i > 0 and i % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            (criterion(model(x), y) / window_size(i)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        """,
+        [],
+    ),
+    "a step at the top of a round, counted by something unseen": (
+        """
+        for x, y in loader:
+            if counter.count % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            (criterion(model(x), y) / window_size(i)).backward()
+        optimizer.step()
+        """,
+        [],
+    ),
+    "a count that is set back at the top of a round": (
+        """
+        held = 0
+        for x, y in loader:
+            if held == accumulation_steps:
+                optimizer.step()
+                optimizer.zero_grad()
+                held = 0
+            (criterion(model(x), y) / window_size()).backward()
+            held += 1
+        optimizer.step()
+        """,
+        [],
+    ),
     "several losses in a loop of their own": (
         """
         for x, y in loader:
@@ -1034,6 +1082,134 @@ SCRIPTS: dict[str, tuple[str, list[str]]] = {
             optimizer.step()
             optimizer.zero_grad()
             context.__exit__(None, None, None)
+        """,
+        [],
+    ),
+    "a running loss with its graph beside Accumulator": (
+        """
+        from bigbatch import Accumulator
+
+        accumulator = Accumulator(model, optimizer, steps=4)
+        for x, y in accumulator.over(loader):
+            loss = criterion(model(x), y)
+            update = accumulator.backward(loss)
+            total += loss
+        """,
+        ["BB501"],
+    ),
+    "a list of losses with their graphs beside Accumulator": (
+        """
+        from bigbatch import Accumulator
+
+        accumulator = Accumulator(model, optimizer, steps=4)
+        for x, y in accumulator.over(loader):
+            loss = criterion(model(x), y)
+            update = accumulator.backward(loss)
+            losses.append(loss)
+        """,
+        ["BB501"],
+    ),
+    "a running loss without its graph beside Accumulator": (
+        """
+        from bigbatch import Accumulator
+
+        accumulator = Accumulator(model, optimizer, steps=4)
+        for x, y in accumulator.over(loader):
+            loss = criterion(model(x), y)
+            update = accumulator.backward(loss)
+            total += loss.detach()
+        """,
+        [],
+    ),
+    "the losses of updates beside Accumulator": (
+        """
+        from bigbatch import Accumulator
+
+        accumulator = Accumulator(model, optimizer, steps=4)
+        for x, y in accumulator.over(loader):
+            loss = criterion(model(x), y)
+            update = accumulator.backward(loss)
+            losses.append(update.loss) if update else None
+        """,
+        [],
+    ),
+    "losses as numbers beside Accumulator": (
+        """
+        from bigbatch import Accumulator
+
+        accumulator = Accumulator(model, optimizer, steps=4)
+        for x, y in accumulator.over(loader):
+            loss = criterion(model(x), y)
+            update = accumulator.backward(loss)
+            losses.append(loss.item())
+        """,
+        [],
+    ),
+    "BatchNorm in a model that is evaluated while it learns": (
+        """
+        from torch import nn
+
+        net = build(nn.BatchNorm1d)
+        head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2))
+        network.eval()
+        for i, (x, y) in enumerate(loader):
+            (crit(network(x), y) / size_of_window(i)).backward()
+            if (i + 1) % 4 == 0 or i + 1 == len(loader):
+                opt.step()
+                opt.zero_grad()
+        """,
+        [],
+    ),
+    "BatchNorm in a model that is evaluated and trained": (
+        """
+        from torch import nn
+
+        head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2))
+        network = wrapped(head)
+        network.train()
+        for i, (x, y) in enumerate(loader):
+            (crit(network(x), y) / size_of_window(i)).backward()
+            if (i + 1) % 4 == 0 or i + 1 == len(loader):
+                opt.step()
+                opt.zero_grad()
+        network.eval()
+        """,
+        ["BB601"],
+    ),
+    "DeepSpeed, told of steps in a dict, divided again": (
+        """
+        import deepspeed
+
+        config = {"train_batch_size": 64, "gradient_accumulation_steps": 4}
+        engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
+        for batch in loader:
+            loss = engine(batch) / 4
+            engine.backward(loss)
+            engine.step()
+        """,
+        ["BB202"],
+    ),
+    "DeepSpeed, told of other steps than a loss is divided by": (
+        """
+        import deepspeed
+
+        engine, optimizer, _, _ = deepspeed.initialize(model=model, config={"gradient_accumulation_steps": 4})
+        for batch in loader:
+            loss = engine(batch) / 2
+            engine.backward(loss)
+            engine.step()
+        """,
+        [],
+    ),
+    "DeepSpeed, told not to divide": (
+        """
+        import deepspeed
+
+        engine, optimizer, _, _ = deepspeed.initialize(model=model, config={"gradient_accumulation_steps": 4})
+        for batch in loader:
+            loss = engine(batch) / 4
+            engine.backward(loss, scale_wrt_gas=False)
+            engine.step()
         """,
         [],
     ),

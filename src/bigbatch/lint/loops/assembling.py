@@ -37,7 +37,7 @@ def _training_loop(story: Story, loop: Loop) -> TrainingLoop | None:
     inside = [event for event in story.events if event.within(loop) is not None]
     backwards = [event for event in inside if event.kind is Kind.BACKWARD and _loop_of(event) is loop]
     if any(event.via is Via.ENGINE for event in inside):
-        return _of_engine(loop, backwards)
+        return _of_engine(loop, backwards, [event for event in inside if event.kind is Kind.KEEP])
     around = _around(backwards[0], loop)
     outside = _outside(story, inside, around)
     windows = windows_of(loop, inside, outside, backwards)
@@ -49,9 +49,10 @@ def _training_loop(story: Story, loop: Loop) -> TrainingLoop | None:
     return TrainingLoop(loop, around, windows.shape, windows.every, tuple(facts), tail, node)
 
 
-def _of_engine(loop: Loop, backwards: list[Event]) -> TrainingLoop:
+def _of_engine(loop: Loop, backwards: list[Event], keeps: list[Event]) -> TrainingLoop:
     """Return a loop whose engine does all but compute the loss: nothing but the loss is looked at."""
-    facts = tuple(Fact(event, Cadence.UNKNOWN, None, None) for event in backwards)
+    events = sorted((*backwards, *keeps), key=lambda event: event.order)
+    facts = tuple(Fact(event, Cadence.UNKNOWN, None, None) for event in events)
     return TrainingLoop(loop, (), Shape.FRAMEWORK, backwards[0].divides_by, facts, Tail.UNKNOWN, None)
 
 

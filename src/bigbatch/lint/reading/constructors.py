@@ -1,12 +1,15 @@
 """Calls that make the objects of a training script: what is made is told by the class's name."""
 
+import ast
 import math
 import re
 from collections.abc import Callable
 
 from bigbatch.lint.reading.called import Called
+from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.tensor_calls import masked_by, reduction_of
 from bigbatch.lint.reading.things import Computed, Role, Thing, computed
+from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.values import Number, Numbered, Rows, Several, Unknown, Value
 from bigbatch.lint.reading.walk import Walk
 
@@ -157,11 +160,29 @@ def _engine(walk: Walk, called: Called) -> Value:
     return Thing(Role.ENGINE, called.name, called.node, steps=number)
 
 
-def _deepspeed(_: Walk, called: Called) -> Value | None:
+def _deepspeed(walk: Walk, called: Called) -> Value | None:
     if "deepspeed" not in called.full:
         return None
-    engine = Thing(Role.ENGINE, "deepspeed", called.node)
+    engine = Thing(Role.ENGINE, "deepspeed", called.node, steps=_configured(walk, called.node))
     return Several((engine, engine, Unknown(), Unknown()))
+
+
+def _configured(walk: Walk, node: ast.Call) -> Number | None:
+    """Return the number of steps in the configuration of DeepSpeed, where that is a dict in the file."""
+    given = next((word.value for word in node.keywords if word.arg in {"config", "config_params"}), None)
+    if isinstance(given, ast.Name):
+        set_to = [
+            each.value
+            for each in nodes_in(walk.program.tree)
+            if isinstance(each, ast.Assign) and any(dotted(target) == given.id for target in each.targets)
+        ]
+        given = set_to[0] if len(set_to) == 1 else None
+    word = "gradient_accumulation_steps"
+    for key, value in zip(given.keys, given.values, strict=True) if isinstance(given, ast.Dict) else ():
+        known = isinstance(value, ast.Constant) and isinstance(value.value, int)
+        if isinstance(key, ast.Constant) and key.value == word and known:
+            return Number(word, float(ast.literal_eval(value)), atoms=frozenset({word}))
+    return None
 
 
 def _scaler(_: Walk, called: Called) -> Value:

@@ -54,6 +54,7 @@ def _backward(walk: Walk, called: Called) -> Value | None:
         walk.emit(Kind.BACKWARD, called.node, via=Via.SCALER if loss.amp else Via.TORCH, loss=loss)
     else:
         made = isinstance(called.receiver, Thing) and via is Via.ENGINE and called.receiver.node is not None
+        made = made and "scale_wrt_gas" not in called.words  # DeepSpeed may be told not to divide
         steps = called.receiver.steps if isinstance(called.receiver, Thing) else None
         known: dict[str, Any] = {"divides": True if made else None, "divides_by": steps}
         walk.emit(Kind.BACKWARD, called.node, via=Via.ENGINE, subject=called.on, loss=_loss(given), **known)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from bigbatch.lint.finding import Severity
 from bigbatch.lint.loops.facts import Shape, TrainingLoop
-from bigbatch.lint.reading.events import Via
+from bigbatch.lint.reading.events import Kind, Via
 from bigbatch.lint.reading.program import Program, dotted
 from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.reading.vocabulary import BATCH_NORMS, NORMED_NETWORKS
@@ -22,7 +22,8 @@ _REPLACED = {
 
 
 def _batch_norm(script: Script) -> Iterator[Hit]:
-    loops = [loop for loop in script.loops if loop.accumulates and not _has_engine(loop)]
+    accumulating = [loop for loop in script.loops if loop.accumulates and not _has_engine(loop)]
+    loops = [loop for loop in accumulating if not _is_evaluated(script.program, loop)]
     if not loops or _is_frozen(script.program):
         return
     if all(loop.shape is Shape.FRAMEWORK and loop.every is None for loop in loops):
@@ -52,9 +53,20 @@ def _brings_batch_norm(program: Program, call: ast.Call) -> bool:
     return bool(BATCH_NORMS.search(name) or NORMED_NETWORKS.search(name))
 
 
+def _modes(program: Program) -> set[str]:
+    """Return `model.eval`, `model.train` and all else that is called on something."""
+    return {dotted(call.func) for call in program.calls if isinstance(call.func, ast.Attribute)}
+
+
+def _is_evaluated(program: Program, loop: TrainingLoop) -> bool:
+    """Tell whether the models of a loop are put into evaluation mode and never into training mode."""
+    models, modes = {fact.event.subject for fact in loop.of(Kind.FORWARD)}, _modes(program)
+    return bool(models) and all(f"{name}.eval" in modes and f"{name}.train" not in modes for name in models)
+
+
 def _only_evaluated(program: Program) -> set[ast.AST]:
     """Return what makes models that are put into evaluation mode and never into training mode."""
-    modes = {dotted(call.func) for call in program.calls if isinstance(call.func, ast.Attribute)}
+    modes = _modes(program)
     return {
         each
         for node in nodes_in(program.tree)

@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 from bigbatch.lint.finding import Severity
 from bigbatch.lint.loops.cadence import Cadence
-from bigbatch.lint.loops.facts import Shape, Tail, TrainingLoop
+from bigbatch.lint.loops.facts import Fact, Shape, Tail, TrainingLoop
+from bigbatch.lint.reading.conditions import Due, atoms
 from bigbatch.lint.reading.events import Kind, Via
+from bigbatch.lint.reading.frames import Guard
 from bigbatch.lint.reading.trees import nodes_in
 from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
 
@@ -113,6 +115,8 @@ def _leftover_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
 
 def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
     backwards = loop.of(Kind.BACKWARD)
+    for fact in loop.at(Kind.STEP, Cadence.WINDOW):
+        yield from _one_behind(loop, fact)
     for fact in loop.at(Kind.STEP, Cadence.START, Cadence.ODD):
         if loop.shape is Shape.MODULO and fact.event.order > backwards[0].event.order:
             first = "the first window holds one micro-batch" if fact.at_first else "the first window is one too long"
@@ -120,6 +124,19 @@ def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
                 fact.condition() or fact.node,
                 f"the step comes with the first micro-batch of each {loop.steps_text()}, not with the last: {first}",
             )
+
+
+def _one_behind(loop: TrainingLoop, step: Fact) -> Iterator[Hit]:
+    """Find a step at a window's last micro-batch, before its own backward; at an unknown place it may be the first."""
+    late = all(step.event.order < fact.event.order for fact in loop.of(Kind.BACKWARD))
+    conditions = [frame.condition for frame in step.event.frames if isinstance(frame, Guard)]
+    known = any(isinstance(atom, Due) and atom.phase == 0 for each in conditions for atom in atoms(each))
+    if loop.shape is Shape.MODULO and late and known:
+        yield Hit(
+            step.condition() or step.node,
+            "the step comes before the backward of its window's last micro-batch, which goes into the next window: "
+            "the first one is one too short",
+        )
 
 
 def _never_zeroed(script: Script) -> Iterator[Hit]:
