@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch.lint.checking import check
+from bigbatch.lint.files import EXCLUDED, files_in, is_excluded
 from bigbatch.lint.finding import Finding
 from bigbatch.lint.settings import Nearest
 from bigbatch.lint.sources import Source, Unreadable, read_source
-from bigbatch.lint.walking import EXCLUDED, files_in, is_excluded
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import ast
 from bigbatch.lint.patching.arguments import NotSimple
 from bigbatch.lint.patching.edits import Edit, Text
 from bigbatch.lint.patching.simple import Plan
-from bigbatch.lint.reading.assignments import assigned_in
+from bigbatch.lint.reading.changes import assigned_in
 from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.reading.trees import nodes_in
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from bigbatch.lint.reading.assignments import assigned_in, attributes_set_by_calls, counters_in, targets_of
+from bigbatch.lint.reading.changes import assigned_in, attributes_set_by_calls, counters_in, targets_of
 from bigbatch.lint.reading.expressions import value_of
 from bigbatch.lint.reading.places import Loop, LoopKind, Place
 from bigbatch.lint.reading.program import dotted

@@ -7,7 +7,7 @@ is read as the body of a loop that nobody sees: a framework's, or another file's
 import ast
 from dataclasses import dataclass
 
-from bigbatch.lint.reading.assignments import assigned_in
+from bigbatch.lint.reading.changes import assigned_in
 from bigbatch.lint.reading.entering import bind, enter, make, new_object, run_function
 from bigbatch.lint.reading.events import Event, Kind, Via
 from bigbatch.lint.reading.headers import enter_comprehension, start_rounds
