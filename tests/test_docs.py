@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from bigbatch import Accumulator, Update
 
@@ -33,14 +34,14 @@ def reader_s_own() -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Linear(10, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = [(torch.randn(n, 10), torch.randint(0, 2, (n,))) for n in (16, 16, 16, 16, 16, 7)]
-    inputs, labels = loader[0]
+    batches = [(torch.randn(n, 10), torch.randint(0, 2, (n,))) for n in (16, 16, 16, 16, 16, 7)]
+    inputs, labels = batches[0]
     return {
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
         "criterion": nn.CrossEntropyLoss(),
-        "loader": loader,
+        "loader": DataLoader(batches, batch_size=None),  # type: ignore[arg-type]  # a list is a dataset
         "inputs": inputs,
         "labels": labels,
         "anchor": torch.zeros_like(model.weight),
