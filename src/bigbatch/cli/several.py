@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING
@@ -26,9 +27,11 @@ def one_of_several(seed: int) -> Iterator["Place | None"]:
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere:  # noqa: PTH123 - it is no file
         try:
-            # The others' own output would be the first one's, once more.
             with errors_as_text(), nullcontext() if place.speaks else redirect_stdout(nowhere), _failing_once(place):
+                if not place.speaks:  # what the others have to say is what the first one says
+                    warnings.simplefilter("ignore")
                 yield place
+                place.wait_for_all()  # the first may be evaluating still, and connections end together
         except BaseException:
             sys.stderr.flush()
             place.has_said_why()

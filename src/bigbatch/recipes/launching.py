@@ -54,6 +54,10 @@ class Place:
             f"\n{advice}"
         )
 
+    def wait_for_all(self) -> None:
+        """Wait until every process has come here."""
+        dist.barrier(group=self.talk)
+
     def fails_first(self) -> bool:
         """Whether no other rank has failed before; only the first says why, since the others follow from it."""
         try:
