@@ -195,6 +195,12 @@ RULES = (
         "divide by the number of micro-batches that are really in the window",
         of_loops(_leftover_as_whole),
     ),
-    Rule("BB105", "off-by-one-modulo", Severity.ERROR, "ask for (i + 1) % steps == 0", of_loops(_off_by_one)),
+    Rule(
+        "BB105",
+        "off-by-one-modulo",
+        Severity.ERROR,
+        "ask for (i + 1) % steps == 0, and count a round before asking",
+        of_loops(_off_by_one),
+    ),
     Rule("BB106", "never-zeroed", Severity.ERROR, "call optimizer.zero_grad() after each step", _never_zeroed),
 )
