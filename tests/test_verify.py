@@ -661,6 +661,52 @@ def test_a_loop_that_returns_its_loss() -> None:
     assert verify(network(), mean, samples(), 4, train_window=train_window).loss[1] == 0.25
 
 
+def test_functions_of_other_arguments_are_refused() -> None:
+    """Before anything runs, or, where only the order is wrong, after it was tried the other way round."""
+
+    def swapped(batch: Any, model: Any) -> Tensor:
+        return mean(model, batch)
+
+    def broken(*_: Any) -> Tensor:
+        raise TypeError("my own")
+
+    with pytest.raises(errors.ConfigurationError, match=r"loss_fn takes a batch and a model.*\nSwap its arguments"):
+        verify(network(), swapped, samples(), 4)
+    one: Any = nn.Module.eval
+    with pytest.raises(errors.ConfigurationError, match=r"loss_fn cannot be called with a model and a batch"):
+        verify(network(), one, samples(), 4)
+    with pytest.raises(errors.ConfigurationError, match=r"train_window cannot be called with a model and one window"):
+        verify(network(), mean, samples(), 4, train_window=one)
+    with pytest.raises(TypeError, match="my own"):
+        verify(network(), broken, samples(), 4)
+
+
+def test_a_loop_without_gradients_hears_what_it_did() -> None:
+    """It cleared them, trained another model, or did nothing."""
+    other = network()
+
+    def cleared(model: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        for p in model.parameters():
+            p.grad = None
+
+    def of_another(_model: nn.Module, micro_batches: list[Batch]) -> None:
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.0)
+        by_samples(mean)(other, micro_batches)
+        optimizer.step()
+
+    def nothing(_model: nn.Module, _micro_batches: list[Batch]) -> None: ...
+
+    for train_window, said in (
+        (cleared, "backward came to the model 3 times, but .grad is None everywhere after it"),
+        (of_another, "an optimizer stepped, but none of its parameters is the model's"),
+        (nothing, "no backward came to the model, and no optimizer of torch stepped"),
+    ):
+        with pytest.raises(errors.LossError, match="left no gradient") as raised:
+            verify(network(), mean, samples(), 4, train_window=train_window)
+        assert said in str(raised.value)
+
+
 def test_a_loop_that_clips_once_is_compared_before_that() -> None:
     """Clipping is no mistake where it belongs."""
     torch.manual_seed(0)

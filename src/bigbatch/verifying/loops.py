@@ -30,6 +30,7 @@ class Watched:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)  # at the first step, or left in .grad
     stepped: list[dict[str, Tensor | None]] = field(default_factory=list)  # at each step of an optimizer
     most_steps: int = 0  # of one optimizer
+    steps_of_others: int = 0  # of optimizers that have no parameter of the model
     backwards: int = 0  # that came to one parameter
     clipped: Clipped = field(default_factory=Clipped)
     autocast: torch.dtype | None = None  # the loop's own, inside the model
@@ -192,6 +193,7 @@ class _Reader:
     def read(self, optimizer: Optimizer) -> None:
         """Copy the gradients that it is about to step with."""
         own = _of_model(optimizer, self._names)
+        self._found.steps_of_others += not own
         if not any(p.grad is not None for p in own):
             return
         # A fused optimizer divides by the loss scale on its way.

@@ -128,6 +128,12 @@ class Runs:
             loss.backward()
             return taken(standing.parameters)
 
+    def is_swapped(self) -> bool:
+        """Whether the user's function gives a loss when it is called as loss_fn(batch, model)."""
+        with self.standing(NOTHING, self.samples.sizes) as standing:
+            found, _ = self._called(self.samples.whole(self.dtype), standing.model)
+            return isinstance(found, Tensor) and found.requires_grad
+
     def call(self, standing: Standing, batch: Any) -> Any:
         """Call the user's function for what it does on its way."""
         return self._called(standing.model, batch)[0]

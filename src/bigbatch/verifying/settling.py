@@ -3,11 +3,12 @@
 import math
 from dataclasses import dataclass, field, replace
 
-from bigbatch.errors import BatchNormError, CoupledLoss, LossError
-from bigbatch.micro_steps.survival import let_go
+from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError, CoupledLoss, LossError
+from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.verifying.gradients import Gradients, is_finite
 from bigbatch.verifying.loops import Watched
 from bigbatch.verifying.runs import Runs, Whole
+from bigbatch.verifying.trying import tried
 from bigbatch.verifying.ways import Accumulated, Loop, OwnWay, Plain, Way
 
 _REFUSES = "BigStep refuses this: "
@@ -24,7 +25,7 @@ class Settling:
     def whole(self) -> Whole:
         """Run the big batch as it is: what fails here is the user's own."""
         runs = self.runs
-        own = runs.whole()
+        own = self._first()
         if runs.subject.reached() or not _any(own.gradients):
             # The loss does not use the model that it is given, but the one it knows: then it is that one we run on.
             runs.subject.lend_itself()
@@ -42,6 +43,23 @@ class Settling:
             )
             raise LossError(msg)
         return own
+
+    def _first(self) -> Whole:
+        """Run it for the first time; a function of batch and model fails by an error that does not say so."""
+        runs = self.runs
+        try:
+            return runs.whole()
+        except Exception as error:
+            if is_out_of_memory(error) or isinstance(error, BigBatchError):
+                raise
+            if not (runs.has_loss_fn and tried(runs.is_swapped, otherwise=False)):
+                raise
+            let_go(error, told=True)
+            msg = (
+                "loss_fn takes a batch and a model; it is called as loss_fn(model, batch).\n"
+                "Swap its arguments:  loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])"
+            )
+            raise ConfigurationError(msg) from error
 
     def accumulated(self) -> Accumulated:
         """Run a window; where this library refuses it, say so and go on without."""
@@ -74,13 +92,7 @@ class Settling:
             runs.subject.lend_itself()  # the loop has its own hold of the model
             return self.accumulated()
         if watched is None or not _any(found.gradients):
-            msg = (
-                "train_window(model, micro_batches) left no gradient: no optimizer of torch stepped with one, and "
-                ".grad is None everywhere.\n"
-                "Let it train the model that it is given, and leave the gradients in .grad or step an optimizer:\n"
-                "    def train_window(model, micro_batches): ..."
-            )
-            raise LossError(msg)
+            raise LossError(f"train_window(model, micro_batches) left no gradient: {_why_none(watched)}")
         runs.autocast = watched.autocast or runs.autocast
         if way.clipping or not watched.clipped.times:
             return found
@@ -89,6 +101,25 @@ class Settling:
             return runs.accumulated()
         self.notes += [note for note in _of_clipping(watched) if note not in self.notes]
         return found
+
+
+def _why_none(watched: Watched | None) -> str:
+    """Say what a loop without gradients did: clear them, train something else, or nothing."""
+    if watched is not None and watched.backwards:
+        return (
+            f"backward came to the model {watched.backwards} times, but .grad is None everywhere after it, and no "
+            "optimizer of torch stepped with it.\n"
+            "Leave the gradients in .grad, without p.grad = None or zero_grad() at the end, or step an optimizer."
+        )
+    if watched is not None and watched.steps_of_others:
+        return (
+            "an optimizer stepped, but none of its parameters is the model's, and no backward came to the model.\n"
+            "Train the model that is passed in:  torch.optim.SGD(model.parameters(), lr=0.1), made in train_window"
+        )
+    return (
+        "no backward came to the model, and no optimizer of torch stepped.\n"
+        "Train the model that is passed in:  for batch in micro_batches: loss_fn(model, batch).backward()"
+    )
 
 
 def _of_clipping(watched: Watched) -> list[str]:

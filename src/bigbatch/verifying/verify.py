@@ -13,6 +13,7 @@ from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
 from bigbatch.own_loss import own_loss
+from bigbatch.setup_checks import takes
 from bigbatch.verifying.loops import TrainWindow
 from bigbatch.verifying.proof import Proof
 from bigbatch.verifying.runs import Runs
@@ -156,11 +157,23 @@ def _check(loss_fn: object, train_window: object, options: object) -> None:
             "Wrap a criterion:  verify(model, lambda model, batch: criterion(model(batch[0]), batch[1]), batch, 8)"
         )
         raise ConfigurationError(msg)
+    if loss_fn is not None and not takes(loss_fn, 2):
+        msg = (
+            "loss_fn cannot be called with a model and a batch.\n"
+            "Let it take these two:  loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])"
+        )
+        raise ConfigurationError(msg)
     if train_window is not None and not callable(train_window):
         msg = (
             f"train_window must be a function train_window(model, micro_batches); found "
             f"{type(train_window).__name__}.\n"
             "Put your loop over one window's micro-batches into one."
+        )
+        raise ConfigurationError(msg)
+    if train_window is not None and not takes(train_window, 2):
+        msg = (
+            "train_window cannot be called with a model and one window's micro-batches, a list.\n"
+            "Let it take these two:  def train_window(model, micro_batches): ..."
         )
         raise ConfigurationError(msg)
     if options is not None and not isinstance(options, Options):
