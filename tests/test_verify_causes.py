@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Options, Verification, across, counted, verify
+from bigbatch.verifying.evidence import proportion
 from tests import defects
 from tests.defects import Batch, WithAux, by_samples, mean, network, samples
 
@@ -331,6 +332,41 @@ def test_clearing_is_blamed_only_where_something_was_cleared() -> None:
     (late,) = verify(network(), mean, samples(), 4, train_window=by_hand).causes
     assert late.kind == "zeroed-inside"
     assert "Only the last 2 of 3 micro-batches count: gradients from before them were cleared" in late.found
+
+
+def test_a_turned_sign_is_called_that() -> None:
+    """And no division by less than nothing."""
+
+    def uphill(model: Any, micro_batches: list[Batch]) -> None:
+        for batch in micro_batches:
+            (-mean(model, batch) * len(batch[1]) / 11).backward()
+
+    torch.manual_seed(0)
+    (sign,) = verify(network(), mean, samples(), 4, train_window=uphill).causes
+    assert sign.kind == "wrong-scale"
+    assert sign.found == "The gradient is -1 times the big batch's: its sign is turned, so a step goes uphill."
+    assert sign.remedy.startswith("Take the minus before the loss out")
+
+
+def test_what_a_count_is_under_class_weights() -> None:
+    """No count in the batch is in proportion; it is said what it may be."""
+
+    def weighted(model: Any, batch: Batch) -> Tensor:
+        scores = model(batch[0])
+        return F.cross_entropy(scores, batch[1], weight=torch.tensor([1.0, 5.0, 0.1], dtype=scores.dtype))
+
+    torch.manual_seed(0)
+    (count,) = verify(network(), weighted, samples(), 4, train_window=defects.textbook(weighted)).causes
+    assert "weight[labels].sum() under class weights" in count.remedy
+    (known,) = verify(network(), mean, samples(), 4, train_window=defects.textbook(mean)).causes
+    assert "len(batch[0])" in known.remedy
+    assert "class weights" not in known.remedy
+
+
+def test_equal_weights_look_equal() -> None:
+    """Whatever the last digit says where one rounds up and the other down."""
+    assert proportion([0.3125 + 1e-9, 0.3125 - 1e-9, 0.375]) == "0.312 : 0.312 : 0.375"
+    assert proportion([0.1] * 7) == "0.1 : 0.1 : 0.1 : 0.1 : 0.1 : 0.1 : ..."
 
 
 IN_LOOP: dict[str, tuple[Case, set[str]]] = {

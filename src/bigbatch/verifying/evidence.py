@@ -15,13 +15,16 @@ def listed(names: Sequence[str]) -> str:
 
 def proportion(weights: Sequence[float]) -> str:
     """Write weights as 0.5 : 0.3 : 0.2."""
-    shown = " : ".join(f"{weight:.3g}" for weight in weights[:6])
+    # Rounded twice, so that weights which are the same but for rounding look the same.
+    shown = " : ".join(f"{float(f'{weight:.6g}'):.3g}" for weight in weights[:6])
     return f"{shown} : ..." if len(weights) > 6 else shown  # noqa: PLR2004 - as many as fit into a line
 
 
 def cause(kind: str, where: str, share: float, found: str, loop: bool, **said: object) -> Cause:  # noqa: FBT001
     """Make a cause; the remedy is that of the way in which it was accumulated."""
     own, theirs = REMEDIES[kind]
+    unknown = str(said.get("count", "count")) == "count"
+    said["such_as"] = _SUCH_AS if unknown else ""
     remedy = (theirs if loop else own).format_map(_Said(said))
     return Cause(kind, where, min(1.0, max(0.0, share)), f"{found[:1].upper()}{found[1:]}.", remedy)
 
@@ -31,6 +34,7 @@ class _Said(dict[str, object]):
         return key
 
 
+_SUCH_AS = ", and count is mask.sum() under a mask, weight[labels].sum() under class weights"
 _BIG_STEP = "BigStep(model, optimizer, loss_fn)"
 _ACROSS = (
     "Ask for the other samples, inside BigStep:  across.gather(x), across.mean(x), across.sum(x)  (docs/coupled.md)."
@@ -73,10 +77,10 @@ REMEDIES: Mapping[str, tuple[str, str]] = {
         f"No weights make the parts add up. Use {_BIG_STEP} with  {_BENT}; or train on the mean itself.",
     ),
     "wrong-count": (
-        "Say what the loss was averaged over:  return counted(loss, {count})",
+        "Say what the loss was averaged over:  return counted(loss, {count}){such_as}",
         (
             "Weigh each micro-batch by what its loss was averaged over:  (loss * {count} / total).backward(), where "
-            "total is that of all micro-batches; or accumulator.backward(loss), which reads it."
+            "total is that of all micro-batches{such_as}; or accumulator.backward(loss), which reads it."
         ),
     ),
     "counted-per-micro-batch": (

@@ -139,7 +139,12 @@ def _scaled(scale: float, taken: Fit, right: Fit) -> Mistake:
     number, sums = len(taken.weights), all(near(weight, 1.0) for weight in right.weights)
     times = f"the gradient is {scale:.4g} times the big batch's"
     kind, where, remedy = "wrong-scale", "loss", ""
-    if near(scale, number, 1e-3) and not sums:
+    if scale < 0:
+        text = f"{times}: its sign is turned, so a step goes uphill"
+        remedy = "Take the minus before the loss out; to climb on purpose:  torch.optim.SGD(..., maximize=True)"
+        if not near(scale, -1.0, 1e-3):
+            remedy += ", and divide by what the window really has, its count."
+    elif near(scale, number, 1e-3) and not sums:
         kind, text = "not-divided", f"{times}, once for each of {number} micro-batches"
     elif near(scale, 1 / number, 1e-3) and not sums:
         kind, text = "divided-twice", f"{times}: divided by the number of micro-batches once too often"
