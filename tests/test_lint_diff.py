@@ -179,6 +179,21 @@ LOOPS: dict[str, tuple[str, dict[str, Any]]] = {
         """,
         {"clip": 0.1},
     ),
+    "a weight that comes and goes": (
+        """
+        steps, criterion = 4, nn.CrossEntropyLoss()
+        for epoch in range(epochs):
+            for i, (x, y) in enumerate(loader):
+                loss = criterion(model(x), y) / 2
+                loss = loss / steps
+                loss = loss * 2
+                loss.backward()
+                if (i + 1) % steps == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        """,
+        {},
+    ),
     "a weight of its own beside the steps": (
         """
         steps, criterion = 4, nn.CrossEntropyLoss()
@@ -309,6 +324,14 @@ OWN_MEANS = {
     "by ranks as well": (
         """loss = criterion(model(x), y) / (steps * ranks)""",
         "its loss is divided by steps * ranks too",
+    ),
+    "by one number here and by another there": (
+        """loss = criterion(model(x), y)
+        if i < whole:
+            loss = loss / rest
+        else:
+            loss = loss / steps""",
+        "what its loss is multiplied or divided by cannot be told",
     ),
     "and multiplied by something unknown": (
         """loss = criterion(model(x), y) * scale_of(x)

@@ -97,10 +97,11 @@ def _multiplied(node: ast.AST, loss: Computed, by: Value, number: Number | None)
     if number is None:  # a mask, a count, or something unknown
         masks = isinstance(by, Thing) and by.role is not Role.COUNT
         return loss if masks else replace(loss, rescaled=True, masked=None)
-    undone = next((divisor for divisor in loss.most if divisor.same(number)), None)
+    undone = next((place for place, divisor in enumerate(loss.most) if divisor.same(number)), None)
     if undone is not None:
-        without = tuple(d for d in loss.most if d is not undone)
-        return replace(loss, most=without, least=without, divided_at=loss.divided_at[:-1])
+        without = loss.most[:undone] + loss.most[undone + 1 :]
+        places = loss.divided_at[:undone] + loss.divided_at[undone + 1 :]
+        return replace(loss, most=without, least=without, divided_at=places)
     if number.known is None:
         return replace(loss, rescaled=True)
     return _weighed(node, loss, number.known)

@@ -45,7 +45,8 @@ def _computed(first: Computed, second: Computed, *, with_steps: bool) -> Compute
         reduction=first.reduction if first.reduction == second.reduction else "?",
         masked=first.masked or second.masked,
         live=first.live | second.live,
-        rescaled=fewer.rescaled or more.rescaled,
+        # Divided by one number here and by another there, it was divided by neither.
+        rescaled=fewer.rescaled or more.rescaled or fewer.most != more.most[: len(fewer.most)],
         divided_at=more.divided_at,
         amp=first.amp or second.amp,
     )
