@@ -11,11 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch import Accumulator, BigStep, counted
-from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
+from bigbatch import Accumulator, BigStep, across, counted
+from bigbatch.errors import BatchError, ConfigurationError, LossError, RankFailed, SeveralCounts, WindowError
 from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import OPTIMIZERS, Batch, batches_of, mean, micro_batch, model, two_heads, windows_of
+from tests.test_ranks import (
+    CLASSES,
+    OPTIMIZERS,
+    Batch,
+    batches_of,
+    mean,
+    micro_batch,
+    model,
+    two_counts,
+    two_heads,
+    windows_of,
+)
+from tests.test_ranks_coupled import Normalised, Plain, made
 from tests.test_ranks_sharded import shards
 
 SIZES = [[3, 5, 2, 4], [6, 1, 1, 7]]
@@ -305,3 +317,158 @@ def out_of_ratio(rank: int, where: Sequence[int]) -> Any:
 def test_a_lost_ratio_is_refused(where: tuple[int, ...]) -> None:
     """Also by the ranks that have lost it themselves."""
     refused(run_on_ranks(2, out_of_ratio, where), SeveralCounts, "counts=lambda batch")
+
+
+# Sharded models.
+
+
+def averaging_again(rank: int) -> Any:
+    """Take a gradient by hand when two accumulators are gone, the first of them replaced."""
+    network = shards(model())
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    accumulator = Accumulator(network, optimizer, steps=1)
+    accumulator = Accumulator(network, optimizer, steps=1)
+    gc.collect()
+    accumulator.backward(mean(network, micro_batch(3, 0)))
+    del accumulator
+    gc.collect()
+    mean(network, micro_batch(4, rank)).backward()
+    every: list[Any] = list(network.parameters())
+    return [p.full_tensor().detach() for p in every], [p.grad.full_tensor() for p in every]
+
+
+def test_shards_average_again() -> None:
+    """As they do by default, when nobody here needs them any more."""
+    network = model()
+    found = run_on_ranks(2, averaging_again)
+    true: list[Tensor] = []
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+        for p, value in zip(network.parameters(), each[0], strict=True):
+            p.data = value
+        parts = [
+            torch.autograd.grad(mean(network, micro_batch(4, rank)), list(network.parameters())) for rank in (0, 1)
+        ]
+        true = [(one + other) / 2 for one, other in zip(*parts, strict=True)]
+        assert distance(each[1], true) <= 1e-12
+
+
+def counted_shards(rank: int) -> Any:
+    """Count in advance, with fewer batches on one rank."""
+    network = shards(model())
+
+    def counts(batch: Batch) -> tuple[Tensor, int]:
+        return (batch[1] != -100).sum(), len(batch[1]) * CLASSES
+
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, counts=counts)
+    for batch in accumulator.over(batches_of(rank, [[3, 5, 2], [6]])):
+        accumulator.backward(two_counts(network, batch))
+
+
+def test_windows_counted_in_advance_have_as_many_passes() -> None:
+    """Or no rank begins."""
+    refused(run_on_ranks(2, counted_shards), BatchError, "1 to 2 micro-batches")
+
+
+def no_samples(rank: int) -> Any:
+    """Have nothing to pass by with."""
+    network = shards(model())
+    step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), mean, micro_batch_size=3)
+    step(None if rank else micro_batch(3, rank))
+
+
+def test_a_rank_without_samples_ends_the_step_of_all() -> None:
+    """The others hear of it at once."""
+    one, other = run_on_ranks(2, no_samples)
+    assert isinstance(one, RankFailed), one
+    assert isinstance(other, BatchError), other
+
+
+# Coupled samples.
+
+
+def spread_and_more(network: Any, batch: Batch) -> Tensor:
+    """Two means over different things, and a term of parameters alone."""
+    out = network(batch[0])
+    weight = torch.stack([p.pow(2).sum() for p in network.parameters()]).sum()
+    spread = (out - across.mean(out.mean(0))).pow(2).mean()
+    return spread + F.cross_entropy(out, batch[1]) + 0.1 * counted(weight, "once")
+
+
+def of_values_that_one_rank_has(network: Any, batch: Batch) -> Tensor:
+    """Normalise samples of one class alone: a rank may have none."""
+    inner = network.module if isinstance(network, DistributedDataParallel) else network
+    hidden = inner.one(batch[0])
+    chosen = inner.two(inner.norm(hidden[batch[1] == 0]))
+    return counted(chosen.pow(2).sum(), "sum") + counted(inner.two(hidden).pow(2).sum(), "sum")
+
+
+def coupled(rank: int, loss: Any, kind: type[Normalised], sizes: Sequence[Sequence[int]]) -> Any:
+    """Make each batch of this rank a part of a big one."""
+    network: nn.Module = made(kind)
+    if len(sizes) > 1:
+        network = DistributedDataParallel(network, find_unused_parameters=True)
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), loss, micro_batch_size=2)
+    for number, size in enumerate(sizes[rank]):
+        step(micro_batch(size, 100 * rank + number))
+    return weights(network)
+
+
+def coupled_truth(loss: Any, kind: type[Normalised], sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Make each big batch at once."""
+    network = made(kind)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    for number in range(len(sizes[0])):
+        parts = [micro_batch(own[number], 100 * rank + number) for rank, own in enumerate(sizes)]
+        optimizer.zero_grad()
+        loss(network, (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts]))).backward()
+        optimizer.step()
+    return weights(network)
+
+
+@pytest.mark.parametrize("sizes", [[[3, 5, 4], [7, 4, 2]], [[10, 9, 6]]], ids=str)
+def test_a_term_that_counts_once_does_so_beside_two_counts(sizes: list[list[int]]) -> None:
+    """Also where some micro-batches have the whole batch's ratio of counts, and others do not; on one rank, too."""
+    arguments = (spread_and_more, Plain, sizes)
+    found = run_on_ranks(2, coupled, *arguments) if len(sizes) > 1 else [coupled(0, *arguments)]
+    right(found, coupled_truth(*arguments))
+
+
+def test_a_rank_that_has_no_values_for_a_norm() -> None:
+    """The others' statistics are those of all."""
+    sizes = [[8], [1]]
+    arguments = (of_values_that_one_rank_has, Normalised, sizes)
+    right(run_on_ranks(2, coupled, *arguments), coupled_truth(*arguments))
+
+
+def summed_in_low_precision(rank: int) -> Any:
+    """Share a sum of bf16 that one rank has one part of, and the other three."""
+
+    def loss(network: Any, batch: Batch) -> Tensor:
+        out = network(batch[0])
+        return (out.float() - across.sum(out.sum(0)).float() / 100).pow(2).mean()
+
+    network = DistributedDataParallel(made(Plain).bfloat16(), find_unused_parameters=True)
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), loss, micro_batch_size=2)
+    x, y = micro_batch(2 + 4 * rank, rank)
+    step((x.bfloat16(), y))
+    return weights(network)
+
+
+def test_sums_of_low_precision_cross_the_wire_alike() -> None:
+    """Whatever number of micro-batches a rank has."""
+    one, other = run_on_ranks(2, summed_in_low_precision)
+    right([[p.double() for p in other]], [p.double() for p in one])
+
+
+def without_samples_in_company(rank: int) -> Any:
+    """Have no part in a batch whose samples are coupled."""
+    network = DistributedDataParallel(made(Normalised), find_unused_parameters=True)
+    step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), mean, micro_batch_size=2)
+    step(None if rank else micro_batch(4, rank))
+
+
+def test_coupled_samples_need_every_rank() -> None:
+    """All say so, and none waits."""
+    refused(run_on_ranks(2, without_samples_in_company, limit=15), WindowError, "needs samples in each update")

@@ -151,7 +151,7 @@ class Accumulator:
             exhausted=self._end,  # where the last batch made no backward, what came before must not be lost
             left=self._leave,
             remaining=lambda: self.remaining,
-            anyone=self._anyone if self._stepper.ranks is not None and self._stepper.ranks.sharded else None,
+            most=self._most if self._stepper.ranks is not None and self._stepper.ranks.sharded else None,
             repeat=self._repeat,
         )
         return Over(loader, listener, self._counts)
@@ -350,10 +350,10 @@ class Accumulator:
             nothing = None if self._counts is None else ()
             self._close(Window(self._stepper, self._steps, self._gradient_dtype, nothing))
 
-    def _anyone(self, mine: bool) -> bool:  # noqa: FBT001 - called by Over alone
+    def _most(self, mine: int) -> int:
         ranks = self._stepper.ranks
         assert ranks is not None  # noqa: S101 - or nobody would ask
-        return ranks.most(int(mine), all_parameters(self._stepper.optimizers)[0].device) > 0
+        return ranks.most(mine, all_parameters(self._stepper.optimizers)[0].device)
 
     def _repeat(self, repeated: bool) -> None:  # noqa: FBT001 - called by Over alone
         self._repeated = repeated

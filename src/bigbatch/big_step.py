@@ -18,7 +18,7 @@ from bigbatch.batches.joining import joined
 from bigbatch.batches.moving import Mover
 from bigbatch.batches.packing import Padding, lengths_of, refuse_loss_of_content
 from bigbatch.batches.splitting import Batch
-from bigbatch.errors import ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
+from bigbatch.errors import BatchError, ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.lockstep.together import Together
 from bigbatch.memory.rehearsal import Stage
@@ -43,6 +43,11 @@ _ALL_RANKS_END = (
     "out of memory in a pass through a sharded model. Every pass is a meeting of all ranks, so this one cannot try "
     "again alone: the others wait in the midst of it, and end with an error of their own when this process does.\n"
     "Take a smaller micro_batch_size, or activation checkpointing."
+)
+_NO_SAMPLES = (
+    "this rank has no samples in this update, and every pass through a model that is sharded with fully_shard is a "
+    "meeting of all ranks, so each needs a sample at least, to pass by with.\n"
+    "Give it some, without targets that count:  labels.fill_(-100)"
 )
 _WHOLE_MODELS = (
     "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and every "
@@ -155,6 +160,8 @@ class BigStep:
         """
         with telling_of_failure(self._stepper.ranks, self._mover.device):
             if batch is None and self._stepper.ranks is not None:
+                if self._is_sharded:
+                    raise BatchError(_NO_SAMPLES)
                 return self._empty()
             whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
             self._shared = whole.shared

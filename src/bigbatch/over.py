@@ -21,7 +21,7 @@ class Listener:
     exhausted: Callable[[], object]  # all batches were given out
     left: Callable[[], object]  # iteration has ended, for whatever reason
     remaining: Callable[[], int]  # how many micro-batches until the window is full
-    anyone: Callable[[bool], bool] | None = None  # whether any rank has a batch, where each pass is a meeting of all
+    most: Callable[[int], int] | None = None  # the most that any rank has, where each pass is a meeting of all
     repeat: Callable[[bool], None] = lambda _: None  # the next batch has been given out before, for company
 
 
@@ -64,10 +64,10 @@ class Over(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""
-        announce, anyone = self._listener.announce, self._listener.anyone
+        announce, most = self._listener.announce, self._listener.most
         self._listener.opening()
         try:
-            source = self._look_ahead() if anyone is None or self._counts is not None else self._in_company(anyone)
+            source = self._look_ahead() if most is None or self._counts is not None else self._in_company(most)
             for batch, last, totals in source:
                 self.last = last
                 announce(last, totals)
@@ -91,11 +91,11 @@ class Over(Generic[Batch]):
             if held:
                 yield held.pop(), True, None
 
-    def _in_company(self, anyone: Callable[[bool], bool]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
+    def _in_company(self, most: Callable[[int], int]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         """Go on as long as any rank has batches; who has none left gives out the last one again, for nothing."""
         source = iter(self._loader)
         held = list(islice(source, 1))
-        if not anyone(bool(held)):
+        if not most(len(held)):
             return
         if not held:
             msg = (
@@ -107,7 +107,7 @@ class Over(Generic[Batch]):
         while more:
             following = list(islice(source, 1)) if mine else []
             self._listener.repeat(not mine)
-            more = anyone(bool(following))
+            more = most(len(following)) > 0
             yield held[0], not more, None
             mine, held = bool(following), following or held
 
@@ -117,13 +117,27 @@ class Over(Generic[Batch]):
         while True:
             steps = self._listener.remaining()
             window.extend(islice(source, max(steps + 1 - len(window), 0)))  # one more, to know the last
-            if not window:
-                return
             now = [window.popleft() for _ in range(min(steps, len(window)))]
+            if self._listener.most is not None:
+                _refuse_other_numbers(len(now), self._listener.most)
+            if not now:
+                return
             totals = _totals([counts(batch) for batch in now])
             now.reverse()
             while now:
                 yield now.pop(), not window and not now, totals
+
+
+def _refuse_other_numbers(own: int, most: Callable[[int], int]) -> None:
+    """Raise on all ranks where one has fewer micro-batches than another in a window that is counted in advance."""
+    largest, smallest = most(own), -most(-own)
+    if largest != smallest:
+        msg = (
+            f"ranks have {smallest} to {largest} micro-batches in this window, {own} here, and every pass through a "
+            "sharded model is a meeting of all of them.\n"
+            "With counts=, give every rank as many batches (DistributedSampler(..., drop_last=True)) and steps."
+        )
+        raise BatchError(msg)
 
 
 def _totals(counted: list[Any]) -> tuple[Count, ...]:

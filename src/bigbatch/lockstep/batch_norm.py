@@ -188,6 +188,9 @@ def _local(x: Tensor, running: _Running | None) -> _Local:
     number = x.numel() // max(x.shape[1], 1)
     if x.is_cuda and number:
         return _Local(*torch.batch_norm_stats(x, 0.0), number, running)  # eps = 0: it can be turned back
+    if not number:
+        nothing = _wide(x).new_zeros(x.shape[1])
+        return _Local(nothing, nothing, 0, running)
     variance, mean = torch.var_mean(_wide(x), _but_channels(x), correction=0)
     return _Local(mean, variance, number, running)
 
@@ -200,8 +203,10 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> _Pooled:
         msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
         raise ValueError(msg)
     used = [part for part in parts if part.number]
-    if not used:  # a rehearsal of nothing
-        return _Pooled(torch.zeros_like(parts[0].mean), torch.ones_like(parts[0].mean), 1)
+    if not used and ranks is not None:  # others have values, and wait
+        used = [parts[0]._replace(number=1)]
+    if not used and ranks is None:  # a rehearsal of nothing
+        return _Pooled(parts[0].mean, torch.ones_like(parts[0].mean), 1)
     means = torch.stack([part.mean for part in used]).double()
     spreads = torch.stack([part.spread for part in used]).double()
     variances = torch.where(spreads == 0, 0, spreads.square().reciprocal()) if means.is_cuda else spreads
@@ -221,6 +226,9 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> _Pooled:
 def _pool_ranks(ranks: Ranks, number: int, mean: Tensor, variance: Tensor) -> tuple[int, Tensor, Tensor]:
     """Make one of all ranks' statistics."""
     numbers = meeting.numbers(ranks, number, mean.device)
+    if sum(numbers) <= 1:
+        msg = f"BatchNorm needs more than one value per channel to train on; all ranks together have {sum(numbers)}"
+        raise ValueError(msg)
     every = meeting.each(ranks, torch.stack([mean, variance]))
     shares = _shares(tuple(numbers), mean.device)
     pooled = (shares * every[:, 0]).sum(0)

@@ -112,7 +112,12 @@ def _concatenated(pieces: list[Tensor], ranks: Ranks | None) -> tuple[Tensor, li
 def _over_ranks(worker: Worker) -> Callable[[list[Tensor]], Tensor]:
     """Return what makes one tensor of those that micro-batches have added up, and other ranks theirs."""
     ranks: Ranks | None = worker.notes.get("ranks")
-    return _only if ranks is None else lambda values: meeting.summed(ranks, values[0])
+    return _only if ranks is None else lambda values: meeting.summed(ranks, _wide(values[0]))
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Return a sum as those of several micro-batches are: a rank that has one alone must send the same."""
+    return x.float() if x.dtype in LOW_PRECISION else x
 
 
 def _only(values: list[Tensor]) -> Tensor:

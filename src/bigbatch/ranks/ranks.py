@@ -106,6 +106,8 @@ class Ranks:
     def keep_quiet(self, owner: object) -> None:
         """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
         keep_quiet(owner, self._wrappers)
+        if self.shards is not None:
+            sharding.average_after(owner, self.shards.parts)
 
     def prepare(self, *, last: bool) -> None:
         """Before a forward: have DDP reduce in its backward if it is the window's last, and only where it should."""
@@ -126,6 +128,7 @@ class Ranks:
         found = self._sum([0.0, place, place * place, *numbers], device)
         self._refuse_failure(found)
         if not alike(self.size, found[1], found[2]):
+            self.spoken = True  # all have heard that something is wrong
             raise WindowError(_ELSEWHERE)
         return found[3 : len(numbers) + 3]
 

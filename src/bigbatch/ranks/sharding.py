@@ -4,6 +4,7 @@ Gradients are reduced and sharded in every backward, so what ranks weigh their l
 must make as many passes. Nothing is averaged on the way: weights say it all.
 """
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +77,29 @@ def sum_only(models: Sequence[nn.Module]) -> None:
         if hasattr(module, "set_force_sum_reduction_for_comms"):  # other ways of adding up are NCCL's alone
             module.set_force_sum_reduction_for_comms(True)
         module.set_requires_gradient_sync(True)
+
+
+_owners: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
+
+
+def average_after(owner: object, parts: Sequence[Any]) -> None:
+    """Have reductions average again, as they do by default, when the last owner of these parts is gone."""
+    for part in parts:
+        _owners[part] = _owners.get(part, 0) + 1
+        weakref.finalize(owner, _average, weakref.ref(part))
+
+
+def _average(reference: "weakref.ref[Any]") -> None:
+    part = reference()
+    if part is None:
+        return
+    _owners[part] -= 1
+    if not _owners[part]:
+        del _owners[part]
+        part.set_gradient_divide_factor(None)
+        if hasattr(part, "set_force_sum_reduction_for_comms"):
+            part.set_force_sum_reduction_for_comms(False)
+        part.set_requires_gradient_sync(True)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -151,8 +151,13 @@ class Ledger:
             self.totals = of_all(self.totals)
         self.sure = True
         pairs = list(zip(every, rows, strict=True))
+        ones = [self._as_one(data) for data in rows]
+        if any(len(data) < len(terms) for terms, data in pairs) and (None in ones or of_all is not None):
+            # A term that counts once does so by one rule in all micro-batches, on other ranks, too.
+            ones = [one if len(data) == 1 else None for one, data in zip(ones, rows, strict=True)]
         return [
-            self._as_one(data) or self._several(terms, data, first=not at) for at, (terms, data) in enumerate(pairs)
+            one or self._several(terms, data, first=not at)
+            for at, (one, (terms, data)) in enumerate(zip(ones, pairs, strict=True))
         ]
 
     def _as_one(self, data: list[Term]) -> Weights | None:
