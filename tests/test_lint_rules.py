@@ -297,6 +297,17 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
         """,
         [],
     ),
+    "a loader that is numbered under its own name": (
+        """
+        loader = enumerate(loader)
+        for i, (x, y) in loader:
+            (criterion(model(x), y) / accumulation_steps).backward()
+            if (i + 1) % accumulation_steps == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        """,
+        ["BB103"],
+    ),
     "several losses in a loop of their own": (
         """
         for x, y in loader:

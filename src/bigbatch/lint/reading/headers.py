@@ -112,9 +112,11 @@ def _count_in_objects(walk: Walk, loop: Loop, body: Iterable[ast.AST], deep: int
                 _count_in_objects(walk, loop, method.body, deep - 1)
 
 
-def _unwrapped(walk: Walk, node: ast.expr) -> _Source:
+def _unwrapped(walk: Walk, node: ast.expr, *, names: bool = True) -> _Source:
     """Look through enumerate, progress bars and whatever else takes an iterable first and gives it back."""
-    node = _meant(walk, node)
+    meant = _meant(walk, node) if names else node
+    names = names and meant is node  # one name deep: `loader = enumerate(loader)` has no end
+    node = meant
     if not isinstance(node, ast.Call) or not node.args:
         return _Source(node)
     name = walk.program.full_name(dotted(node.func)).rpartition(".")[2] or last_part(ast.unparse(node.func))
@@ -122,14 +124,14 @@ def _unwrapped(walk: Walk, node: ast.expr) -> _Source:
         start = next((word.value for word in node.keywords if word.arg == "start"), None) or (
             node.args[1] if len(node.args) > 1 else ast.Constant(0)
         )
-        inner = _unwrapped(walk, node.args[0])
+        inner = _unwrapped(walk, node.args[0], names=names)
         return replace(inner, numbered=True, start=_whole(value_of(walk, start)))
     if name == "range":
         return _Source(node, _whole(value_of(walk, node.args[0])) if len(node.args) > 1 else 0, counted=True)
     # `zip(range(n), loader)` counts its rounds, and there are no more than n.
     counted = name == "zip" and isinstance(node.args[0], ast.Call) and dotted(node.args[0].func) == "range"
     if name in _LOOKED_THROUGH or counted or _takes_enumerate(node):
-        return _unwrapped(walk, node.args[0])
+        return _unwrapped(walk, node.args[0], names=names)
     return _Source(node)
 
 
