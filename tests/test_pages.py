@@ -11,6 +11,7 @@ from functools import cache, partial
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from bigbatch.errors import ConfigurationError
 from bigbatch.pages.markup import Html, element, table, together
 from bigbatch.pages.page import refuse_target
 from bigbatch.pages.plan_page import plan_page
-from bigbatch.pages.plots import require_matplotlib
+from bigbatch.pages.plots import beside, require_matplotlib
 from bigbatch.pages.verify_page import verify_page
 from bigbatch.planning.report import Plan, Row
 from bigbatch.verifying.verification import Cause, Difference, Verification
@@ -459,3 +460,40 @@ def test_drawing_leaves_matplotlib_as_it_was() -> None:
     before = dict(mpl.rcParams)
     of_plan(PLAN)
     assert dict(mpl.rcParams) == before
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("plan", [PLAN, EASY, replace(EASY, size=1, steps=256), replace(PLAN, size=8, steps=32)])
+def test_no_label_stands_on_a_line(plan: Plan, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever size is to be taken, and however steep the line is there."""
+    labels: list[tuple[Any, Any]] = []
+
+    def noted(axes: Any, *args: Any, **style: Any) -> Any:
+        labels.append((axes, beside(axes, *args, **style)))
+        return labels[-1][1]
+
+    monkeypatch.setattr("bigbatch.pages.plan_page.beside", noted)
+    of_plan(plan)
+    assert len(labels) == 4  # memory and time, each wide and narrow
+    for axes, label in labels[narrow::2]:
+        box = label.get_window_extent()
+        lines = [line for line in axes.get_lines() if line.get_linestyle() != "None"]
+        assert lines
+        for line in lines:
+            drawn = line.get_transform().transform_path(line.get_path())
+            assert not drawn.intersects_bbox(box, filled=False)
+        assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1
+        assert axes.bbox.y0 <= box.y0 < box.y1 <= axes.bbox.y1
+
+
+def test_a_size_that_is_not_the_fastest_is_explained() -> None:
+    """By a tie, by the last micro-batch, or by what the notes say; where it is the fastest there is nothing to say."""
+    said = "Micro-batches of {} were the fastest by the sample"
+    assert "the fastest by the sample" not in Seen(of_plan(PLAN)).words
+    tie = replace(PLAN, rows=(row(32, 18.6, 18.5, 4.72), row(64, 22.1, 22.3, 4.68)))
+    words = Seen(of_plan(tie)).words
+    assert f"{said.format(64)}: 4.68 ms instead of 4.72. Within 2% sizes count as equally fast" in words
+    uneven = replace(PLAN, rows=(row(32, 18.6, 18.5, 4.8), row(40, 22.1, 22.3, 4.5)))
+    assert f"{said.format(40)}: 4.5 ms instead of 4.8. What counts is the whole update" in Seen(of_plan(uneven)).words
+    coupled = replace(PLAN, rows=(row(1, 3.9, 3.9, 1.0), row(32, 18.6, 18.5, 4.8)))
+    assert f"{said.format(1)}: 1 ms instead of 4.8. The notes below say why" in Seen(of_plan(coupled)).words

@@ -113,3 +113,18 @@ def test_words_of_a_plot_stay_inside(browser: Any, page_file: Path) -> None:
             assert cut == []
         finally:
             context.close()
+
+
+@pytest.mark.parametrize("name", ["plan, measured", "verify, exact", "verify, differs"])
+def test_no_column_is_cut_on_a_telephone(browser: Any, name: str, tmp_path: Path) -> None:
+    """Names apart, which may be of any length, a table is as wide as the page and need not be scrolled."""
+    path = tmp_path / "page.html"
+    path.write_text(ALL[name](), encoding="utf-8")
+    page = browser.new_page(viewport={"width": 390, "height": 800})
+    try:
+        page.goto(path.as_uri())
+        widths = page.evaluate("[...document.querySelectorAll('.scrolls')].map(e => [e.scrollWidth, e.clientWidth])")
+        assert widths
+        assert all(inside <= shown for inside, shown in widths)
+    finally:
+        page.close()

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bigbatch.memory.budget import human
+from bigbatch.memory.sizing import TIE
 from bigbatch.pages.markup import Html, element, paragraphs, table
 from bigbatch.pages.page import code, figures, opening, page, section
-from bigbatch.pages.plots import ACCENT, BAD, INK, MUTED, PAPER, SECOND, SHADE, figure, legend
+from bigbatch.pages.plots import ACCENT, BAD, INK, MUTED, PAPER, SECOND, SHADE, beside, figure, legend
 from bigbatch.planning.report import Plan, Row
 
 if TYPE_CHECKING:
@@ -123,10 +124,10 @@ def _memory(plan: Plan) -> Html:
                 label="ran out of memory",
             )
         _limits(axes, plan, unit, top, narrow=narrow)
-        _chosen(axes, plan, measured or predicted, top)
         axes.set_ylabel(f"peak memory, {name}")
         axes.grid(visible=False, axis="x")
         legend(axes, columns=1 if narrow else 3)
+        _chosen(axes, plan, measured or predicted)
 
     kind = "measured" if plan.measured else "predicted"
     told = "; ".join(
@@ -172,14 +173,32 @@ def _time(plan: Plan) -> Html:
         else:
             axes.set_ylim(0, top)
         axes.plot(*zip(*timed, strict=True), color=ACCENT, marker="o", markersize=7, linewidth=1.6)
-        _chosen(axes, plan, timed, top)
         axes.set_ylabel("milliseconds per sample")
         axes.grid(visible=False, axis="x")
+        _chosen(axes, plan, timed)
 
     told = "; ".join(f"{size:,}: {time:.3g} ms" for size, time in timed)
     caption = "Lower is faster. Where the line is flat, a smaller micro-batch is as fast and leaves memory free."
     says = f"Time per sample by micro-batch size: {told}."
-    return section("Time", figure(draw, name="time", heights=(280, 270), says=says, caption=caption))
+    drawn = figure(draw, name="time", heights=(280, 270), says=says, caption=caption)
+    return section("Time", drawn, paragraphs(_not_the_fastest(plan)))
+
+
+def _not_the_fastest(plan: Plan) -> list[str]:
+    """Say why another size than the fastest is to be taken, where it is."""
+    times = {row.size: row.seconds_per_sample for row in plan.rows if row.fits and row.seconds_per_sample is not None}
+    fastest, chosen = min(times, key=times.__getitem__, default=None), times.get(plan.size or 0)
+    if fastest is None or chosen is None or fastest == plan.size:
+        return []
+    said = (
+        f"Micro-batches of {fastest:,} were the fastest by the sample: {1e3 * times[fastest]:,.3g} ms instead of "
+        f"{1e3 * chosen:,.3g}. "
+    )
+    if chosen <= TIE * times[fastest]:
+        return [f"{said}Within {TIE - 1:.0%} sizes count as equally fast, and of those the smallest is taken."]
+    if plan.batch_size % fastest:
+        return [f"{said}What counts is the whole update, in which a short last micro-batch takes its time, too."]
+    return [f"{said}{'The notes below say why they are not taken.' if plan.notes else ''}".rstrip()]
 
 
 def _by_ratio(axes: "Axes", fastest: float, slowest: float) -> None:
@@ -208,25 +227,13 @@ def _sizes(axes: "Axes", sizes: Sequence[int], chosen: int | None, *, narrow: bo
     axes.set_xlabel("samples in a micro-batch")
 
 
-def _chosen(axes: "Axes", plan: Plan, points: Sequence[tuple[int, float]], top: float) -> None:
+def _chosen(axes: "Axes", plan: Plan, points: Sequence[tuple[int, float]]) -> None:
     """Mark the size to take."""
     at = next(((size, value) for size, value in points if size == plan.size), None)
     if at is None:
         return
-    axes.plot(*at, marker="o", color=INK, markersize=15, markerfacecolor="none", markeredgewidth=1.6)
-    left, right = axes.get_xlim()
-    far = at[0] * at[0] > left * right  # in the right half: write to the left of it
-    below = at[1] > 0.72 * top  # not over the line of the budget
-    axes.annotate(
-        "take this",
-        at,
-        (-13 if far else 13, -13 if below else 13),
-        textcoords="offset points",
-        ha="right" if far else "left",
-        va="top" if below else "bottom",
-        fontweight="bold",
-        color=INK,
-    )
+    axes.plot(*at, marker="o", color=INK, linestyle="none", markersize=15, markerfacecolor="none", markeredgewidth=1.6)
+    beside(axes, "take this", at, fontweight="bold", color=INK)
 
 
 def _unit(most: int) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from bigbatch.pages.markup import Html, element
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Annotation
 
 # Stand-ins, which no one would draw with, for the colours that style.css names.
 INK, MUTED, LINE, ACCENT, SECOND, GOOD, BAD, PAPER, SHADE = (f"#0{n}0{n}0{n}" for n in range(1, 10))
@@ -47,6 +48,17 @@ _SETTINGS: dict[Any, Any] = {
     "text.parse_math": False,  # a name with two $ in it is a name
 }
 
+# Where words may stand beside a point: how far, and which of their sides is turned to it.
+_AROUND = (
+    (13, 13, "left", "bottom"),
+    (-13, 13, "right", "bottom"),
+    (13, -13, "left", "top"),
+    (-13, -13, "right", "top"),
+    (0, 15, "center", "bottom"),
+    (0, -15, "center", "top"),
+    (-15, 30, "right", "bottom"),
+    (15, 30, "left", "bottom"),
+)
 Draw = Callable[["Axes", bool], None]
 """Draws into axes; the second argument says whether they are narrow, as on a telephone."""
 
@@ -91,6 +103,33 @@ def decades(axes: "Axes", low: float, high: float, *, most: int) -> None:
     axes.set_xticks([10.0**power for power in powers], [f"1e{power}" for power in powers])
     axes.set_xticks([], minor=True)
     axes.set_xlim(low, high)  # ticks may have widened it
+
+
+def beside(axes: "Axes", said: str, at: tuple[float, float], **style: Any) -> "Annotation":
+    """Write beside a point, on the side where least is drawn: no word stands on a line, nor outside of the plot."""
+    axes.figure.draw_without_rendering()  # so that places on the page are known
+    tries = [
+        axes.annotate(said, at, (x, y), textcoords="offset points", ha=across, va=along, **style)
+        for x, y, across, along in _AROUND
+    ]
+    crossed = [_crossed(axes, each) for each in tries]
+    chosen = crossed.index(min(crossed))
+    for place, each in enumerate(tries):
+        if place != chosen:
+            each.remove()
+    return tries[chosen]
+
+
+def _crossed(axes: "Axes", words: "Annotation") -> int:
+    """Count the lines that run through some words; outside of the plot there might be anything."""
+    box = words.get_window_extent()
+    inside = axes.bbox
+    lines = [line for line in axes.get_lines() if line.get_linestyle() not in {"None", "none", ""}]
+    through = sum(
+        line.get_transform().transform_path(line.get_path()).intersects_bbox(box, filled=False) for line in lines
+    )
+    out = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1
+    return through + len(lines) * out
 
 
 def _svg(draw: Draw, name: str, says: str, size: tuple[int, int], *, narrow: bool) -> Html:
