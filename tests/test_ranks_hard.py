@@ -153,6 +153,22 @@ def test_what_ddp_has_not_reduced_is_not_stepped_with(work: Any) -> None:
     refused(run_on_ranks(2, work), LossError, "DDP has not reduced all")
 
 
+def flushed(rank: int) -> Any:
+    """End each window by hand, before DDP reduces."""
+    network = DistributedDataParallel(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=3, overlap=True)
+    for number, batch in enumerate(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network, batch))
+        if number % 2:
+            accumulator.flush()
+    return weights(network)
+
+
+def test_windows_that_end_early_are_reduced_all_the_same() -> None:
+    """Not by DDP."""
+    right(run_on_ranks(2, flushed), one_process(2))
+
+
 # Low precision, where gradients of all ranks are added up in backward.
 
 
@@ -383,6 +399,36 @@ def test_a_rank_without_samples_ends_the_step_of_all() -> None:
     one, other = run_on_ranks(2, no_samples)
     assert isinstance(one, RankFailed), one
     assert isinstance(other, BatchError), other
+
+
+def early(rank: int, end: str) -> Any:
+    """End a window before its last backward, which alone would have reduced."""
+    plain = model()
+    network = shards(plain, list(plain.children())[::2])
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+    first, *_, third, fourth = batches_of(rank, SIZES)
+    accumulator.backward(mean(network, first))
+    if end == "flush":
+        accumulator.flush()
+    accumulator.discard()
+    accumulator.backward(mean(network, third))
+    accumulator.backward(mean(network, fourth))
+    every: list[Any] = list(network.parameters())
+    return [p.full_tensor().detach() for p in every]
+
+
+def test_shards_whose_window_ends_early_are_not_stepped_with() -> None:
+    """They were never reduced."""
+    refused(run_on_ranks(2, early, "flush"), WindowError, "ends before its last micro-batch")
+
+
+def test_nothing_is_left_in_shards_of_a_window_that_is_dropped() -> None:
+    """Gradients that they keep whole do not go into the next."""
+    network = model()
+    window = windows_of(SIZES, 2)[1]
+    mean(network, (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))).backward()
+    OPTIMIZERS["sgd"](network.parameters()).step()
+    right(run_on_ranks(2, early, "discard"), weights(network))
 
 
 # Coupled samples.

@@ -199,6 +199,8 @@ class Accumulator:
         """End the window early and make its update; None where no window is open."""
         if self._window is None:
             return None
+        if self._stepper.ranks is not None:
+            self._stepper.ranks.prepare(last=False)  # nor was the latest backward, whatever the next would have been
         return self._close(self._window)
 
     def _close(self, window: Window, *, checked: bool = False) -> Update:
@@ -222,6 +224,7 @@ class Accumulator:
             self._window.discard()
             self._forgotten.closed()
         self._window, self._resumed, self._last = None, False, False
+        self._prepare()
 
     def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
         """Call `hook()` before each step, when `.grad` holds the big batch's gradient, corrected and not yet clipped.

@@ -53,6 +53,16 @@ class Shards:
         for part in self.parts:
             part.set_requires_gradient_sync(now)
 
+    def forget(self) -> None:
+        """Drop gradients that were kept whole and never reduced, as those of a window that is dropped."""
+        for part in self.parts:
+            state = part._get_fsdp_state()  # noqa: SLF001 - no public name
+            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001 - until 2.11
+            for parameter in (each for group in groups if group is not None for each in group.fsdp_params):
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None  # noqa: SLF001
+
     def norm(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the norm of a gradient from this rank's part of it."""
         found = torch.nn.utils.get_total_norm(parts) if parts else torch.zeros((), device=device)

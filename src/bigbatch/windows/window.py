@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
-from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken
+from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.ranks.agreeing import agreed
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import LOW_PRECISION, Count, wide
@@ -281,6 +281,7 @@ class Window:
     def _close_with(self, ranks: Ranks, *, goes_on: bool) -> Update:
         """Do so together with other ranks: agree on what was counted, add up, and make the same step."""
         ledger, gradients = self._ledger, self._gradients
+        self._refuse_unreduced(ranks)
         if ledger.totals is not None:
             ledger.refuse_other_totals()
         precise = self._loss_dtype == torch.float64
@@ -323,9 +324,17 @@ class Window:
             _skipped=skipped,
         )
 
+    def _refuse_unreduced(self, ranks: Ranks) -> None:
+        """Raise where shards have kept their gradients whole until a last backward that did not come."""
+        if ranks.sharded and ranks.overlap and not ranks.reduced and self.passes:
+            raise WindowError(_NOT_REDUCED)
+
     def discard(self) -> None:
         """Drop the window: no gradient is left of it."""
         self._gradients.release()
+        ranks = self._stepper.ranks
+        if ranks is not None and ranks.shards is not None and ranks.overlap:
+            ranks.shards.forget()
         self._stepper.window_open = False
 
     def _start(self, weight: Count, loss: Tensor) -> Tensor:
@@ -424,6 +433,12 @@ class Window:
         self._shown = True  # or never: its first gradient has others added to it by now
 
 
+_NOT_REDUCED = (
+    "this window ends before its last micro-batch, by flush() or a batch of `over` without a backward, and with "
+    "overlap=True a sharded model reduces its gradients in the last backward alone. Nothing was stepped.\n"
+    "Take overlap=True out, which reduces in every backward; or set accumulator.steps before a shorter window. Drop "
+    "this one:  accumulator.discard()"
+)
 _ROUNDED_IN_COMMON = (
     "this loss is of {}, which would round its weight, and what is left over cannot be made good where gradients of "
     "all ranks are added up in backward (fully_shard, or overlap=True).\n"
