@@ -431,6 +431,27 @@ def test_nothing_is_left_in_shards_of_a_window_that_is_dropped() -> None:
     right(run_on_ranks(2, early, "discard"), weights(network))
 
 
+def of_nothing(rank: int) -> Any:
+    """Divide by a count of zero on one rank: 0 / 0 stands in the gradient, too."""
+    network = shards(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+    values = network(micro_batch(3, rank)[0]).pow(2).mean(1)
+    mask = torch.zeros_like(values) if rank else torch.ones_like(values)
+    accumulator.backward((values * mask).sum() / mask.sum(), count=mask.sum())
+    every: list[Any] = list(network.parameters())
+    return [bool(p.full_tensor().isfinite().all()) for p in every]
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="every pass of a shard reduces, also that of a micro-batch that counts nothing: its gradient times 0 is NaN "
+    "where the loss divides by its count of 0 by hand, and all ranks get it (F.cross_entropy's is 0)",
+)
+def test_a_mean_over_nothing_adds_nothing_to_shards() -> None:
+    """As it adds nothing to replicas, which leave its backward out."""
+    assert run_on_ranks(2, of_nothing) == [[True] * 4] * 2
+
+
 # Coupled samples.
 
 
