@@ -473,7 +473,7 @@ def test_no_label_stands_on_a_line(plan: Plan, narrow: bool, monkeypatch: pytest
         return labels[-1][1]
 
     monkeypatch.setattr("bigbatch.pages.plan_page.beside", noted)
-    of_plan(plan)
+    plan_page(plan, name="train.py", next_step=("bigbatch train", "with it"))
     assert len(labels) == 4  # memory and time, each wide and narrow
     for axes, label in labels[narrow::2]:
         box = label.get_window_extent()

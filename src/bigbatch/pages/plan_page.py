@@ -204,12 +204,13 @@ def _not_the_fastest(plan: Plan) -> list[str]:
 def _by_ratio(axes: "Axes", fastest: float, slowest: float) -> None:
     """Have an axis on which twice as long is as far everywhere, with numbers that need no powers of ten."""
     axes.set_yscale("log")
-    axes.set_ylim(fastest / 1.6, slowest * 1.6)
+    around = max(1.6, (slowest / fastest) ** 0.2)  # so that words fit above and below
+    axes.set_ylim(fastest / around, slowest * around)
     powers = range(math.floor(math.log10(fastest)) - 1, math.ceil(math.log10(slowest)) + 1)
     ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.set_yticks([], minor=True)
-    axes.set_ylim(fastest / 1.6, slowest * 1.6)  # ticks may have widened it
+    axes.set_ylim(fastest / around, slowest * around)  # ticks may have widened it
 
 
 def _sizes(axes: "Axes", sizes: Sequence[int], chosen: int | None, *, narrow: bool) -> None:

@@ -107,7 +107,9 @@ def decades(axes: "Axes", low: float, high: float, *, most: int) -> None:
 
 def beside(axes: "Axes", said: str, at: tuple[float, float], **style: Any) -> "Annotation":
     """Write beside a point, on the side where least is drawn: no word stands on a line, nor outside of the plot."""
-    axes.figure.draw_without_rendering()  # so that places on the page are known
+    whole = axes.get_figure(root=True)
+    if whole is not None:
+        whole.draw_without_rendering()  # so that places on the page are known
     tries = [
         axes.annotate(said, at, (x, y), textcoords="offset points", ha=across, va=along, **style)
         for x, y, across, along in _AROUND
@@ -125,11 +127,10 @@ def _crossed(axes: "Axes", words: "Annotation") -> int:
     box = words.get_window_extent()
     inside = axes.bbox
     lines = [line for line in axes.get_lines() if line.get_linestyle() not in {"None", "none", ""}]
-    through = sum(
-        line.get_transform().transform_path(line.get_path()).intersects_bbox(box, filled=False) for line in lines
-    )
-    out = box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1
-    return through + len(lines) * out
+    paths = [line.get_transform().transform_path(line.get_path()) for line in lines]
+    through = sum(bool(path.intersects_bbox(box, filled=False)) for path in paths)
+    out = bool(box.x0 < inside.x0 or box.x1 > inside.x1 or box.y0 < inside.y0 or box.y1 > inside.y1)
+    return through + (len(lines) + 1) * out
 
 
 def _svg(draw: Draw, name: str, says: str, size: tuple[int, int], *, narrow: bool) -> Html:
