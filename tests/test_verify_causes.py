@@ -369,6 +369,37 @@ def test_equal_weights_look_equal() -> None:
     assert proportion([0.1] * 7) == "0.1 : 0.1 : 0.1 : 0.1 : 0.1 : 0.1 : ..."
 
 
+class Scaled(nn.Module):
+    """Its last layer's output, by a running size that the batch has just changed: written and read in one forward."""
+
+    run: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 3)
+        self.register_buffer("run", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Divide by it."""
+        found: Tensor = self.last(x)
+        self.run.mul_(0.9).add_(0.1 * found.detach().abs().mean(0))
+        return found / self.run
+
+
+def test_what_a_model_does_behind_its_last_layer_is_not_the_losss() -> None:
+    """Samples that meet in a model's own forward are blamed on it; those that meet in the loss, on that."""
+    torch.manual_seed(0)
+    model = verify(Scaled(), mean, samples(), 4, train_window=by_samples(mean))
+    assert found(model) == {"buffers-written": "Scaled", "coupled-samples": "Scaled.forward"}
+
+    def contrastive(model: Any, batch: Batch) -> Tensor:
+        scores = model(batch[0])
+        return F.cross_entropy(scores @ scores.T, torch.arange(len(scores)))
+
+    loss = verify(network(), contrastive, samples(), 4, train_window=by_samples(contrastive))
+    assert found(loss) == {"coupled-samples": "loss_fn"}
+
+
 IN_LOOP: dict[str, tuple[Case, set[str]]] = {
     "a short last micro-batch": ((network, mean, 11, defects.textbook(mean)), {"wrong-count"}),
     "a masked mean": ((network, defects.masked, 12, defects.textbook(defects.masked)), {"wrong-count"}),

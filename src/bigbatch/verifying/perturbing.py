@@ -27,7 +27,10 @@ def shape_of_loss(runs: Runs, off: Off, tolerance: float) -> Shape:
 
 
 def shape_after_model(runs: Runs, off: Off, tolerance: float) -> Shape:
-    """The same from the model's last layer on: what is seen from there is in the loss, not in the model."""
+    """The same from the model's own output on: what is seen from there is in the loss, not in the model.
+
+    A model that returns its loss is looked at from its last layer on.
+    """
     return _shape(runs, off, tolerance, "last")
 
 
@@ -138,7 +141,9 @@ class _Counter:
 
 
 def _layers(standing: Standing) -> set[str]:
-    return {name for name, m in standing.modules.items() if next(m.parameters(recurse=False), None) is not None}
+    """Name the modules that have weights of their own, and the model itself, behind whose output there is no more."""
+    modules = standing.modules.items()
+    return {name for name, m in modules if m in standing.models or next(m.parameters(recurse=False), None) is not None}
 
 
 def _with_gradient(output: Any) -> Tensor | None:
