@@ -661,6 +661,26 @@ def test_a_loop_that_returns_its_loss() -> None:
     assert verify(network(), mean, samples(), 4, train_window=train_window).loss[1] == 0.25
 
 
+def test_sums_that_cost_one_parameter_its_digits_are_told() -> None:
+    """Though the model's own rounding is as large elsewhere, which makes it no failure."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 3)).bfloat16()
+    batch = (torch.randn(256, 10), torch.randint(0, 3, (256,)))
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0].to(model[0].weight.dtype)), batch[1])
+
+    def train_window(model: Any, micro_batches: list[Batch]) -> None:
+        for each in micro_batches:
+            (loss_fn(model, each) / len(micro_batches)).backward()
+
+    found = verify(model, loss_fn, batch, 1, train_window=train_window)
+    assert found.exact
+    assert found.notes[0].startswith("In bfloat16 the gradient of '2.weight' is off by ")
+    assert "added up in float64 come to" in found.notes[0]
+    assert not verify(model, loss_fn, batch, 1).notes  # BigStep adds up in float32
+
+
 def test_functions_of_other_arguments_are_refused() -> None:
     """Before anything runs, or, where only the order is wrong, after it was tried the other way round."""
 

@@ -16,6 +16,7 @@ from bigbatch.verifying.verification import Cause
 from bigbatch.verifying.weights import Fit, fitted, supposed
 
 _MORE = 3  # times what the big batch itself loses: less may be chance
+_TELLING = 32  # elements: the rounding of fewer may be small by chance
 _LOW = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -39,6 +40,30 @@ def lost_in_sums(
         f"same micro-batches added up in float64 come to {number(after)}"
     )
     return [cause("low-precision-sums", f"{dtype} gradients", 1 - after / found, text, loop)]
+
+
+def lost_in_some(runs: Runs, truth: Gradients, own: Mapping[str, float], floors: Mapping[str, float]) -> list[str]:
+    """Name the parameter whose sums lost most, where all of them together lose no more than the big batch does."""
+    dtype = runs.subject.dtype
+    if dtype not in LOW_PRECISION:
+        return []
+    enough = [name for name, p in runs.subject.parameters.items() if p.numel() >= _TELLING]
+    lost = [name for name in enough if own[name] > max(_MORE * floors[name], torch.finfo(dtype).eps)]
+    weights = tried(lambda: _weights(runs, truth), None) if lost else None
+    if weights is None:
+        return []
+    after = relative(runs.weighed(weights), truth)
+    lost = [name for name in lost if own[name] > _MORE * after[name]]
+    if not lost:
+        return []
+    worst, name = max(lost, key=lambda each: own[each] / max(floors[each], 1e-30)), str(dtype).removeprefix("torch.")
+    said = (
+        f"In {name} the gradient of '{worst}' is off by {number(own[worst])}, where the big batch's own is off by "
+        f"{number(floors[worst])}; the same micro-batches added up in float64 come to {number(after[worst])}. All "
+        "parameters together lose no more than a few times what the big batch does, so that is no failure; sums in "
+        "float32 would spare it."
+    )
+    return [said]
 
 
 def rounded(gradients: Gradients, differences: Mapping[str, float], *, loop: bool) -> list[Cause]:

@@ -14,7 +14,7 @@ from bigbatch.verifying.gradients import overall, relative
 from bigbatch.verifying.inquiry import Inquiry
 from bigbatch.verifying.judging import Compared, Judge, measured, repeats
 from bigbatch.verifying.looking import OUTSIDE
-from bigbatch.verifying.precision import lost_in_sums, rounded
+from bigbatch.verifying.precision import lost_in_some, lost_in_sums, rounded
 from bigbatch.verifying.repeating import unlike_itself
 from bigbatch.verifying.runs import Runs, Whole
 from bigbatch.verifying.samples import uneven
@@ -144,6 +144,7 @@ class Proof:
             floors = {each.name: each.own_floor for each in differences}
             runs.dtype = None
             causes += lost_in_sums(runs, truth.gradients, own, floors, loop=loop)
+            self.notes += [] if causes else lost_in_some(runs, truth.gradients, own, floors)
             runs.dtype = torch.float64
             if not causes:
                 self._look_astray(differences)
