@@ -1180,11 +1180,12 @@ def test_a_thousand_windows_leave_nothing_behind() -> None:
 
     windows(20)
     gc.collect()
-    alive, objects, threads = tensors(), len(gc.get_objects()), threading.active_count()
+    alive, objects, threads = tensors(), len(gc.get_objects()), set(threading.enumerate())
     windows(980)
     gc.collect()
-    assert threading.active_count() == threads
-    assert tensors() == alive
+    # Those that a test before has left may end meanwhile; none may come.
+    assert set(threading.enumerate()) <= threads
+    assert tensors() <= alive
     assert len(gc.get_objects()) <= objects + 50
 
 
