@@ -190,9 +190,10 @@ class Accumulator:
                 self.discard()
             raise
         self._added = True
-        if self._last or self._window.passes >= self._steps:
+        if self._last or self._window.micro_batches + self._window.passed_by >= self._steps:
             return self._close(self._window, checked=True)
-        self._prepare()
+        if self._stepper.ranks is not None:
+            self._prepare()
         return None
 
     def flush(self) -> Update | None:
@@ -209,7 +210,8 @@ class Accumulator:
         self._others_go_on = window.others_go_on
         self._forgotten.closed()
         self._window, self._resumed, self._last = None, False, False
-        self._prepare()
+        if self._stepper.ranks is not None:
+            self._prepare()
         return update
 
     def _prepare(self) -> None:
@@ -224,7 +226,8 @@ class Accumulator:
             self._window.discard()
             self._forgotten.closed()
         self._window, self._resumed, self._last = None, False, False
-        self._prepare()
+        if self._stepper.ranks is not None:
+            self._prepare()
 
     def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
         """Call `hook()` before each step, when `.grad` holds the big batch's gradient, corrected and not yet clipped.
@@ -370,5 +373,6 @@ class Accumulator:
         if not self._added:
             self._refuse_backward_by_hand()
         self._last, self._totals, self._added = last, totals, False
-        self._prepare()
+        if self._stepper.ranks is not None:
+            self._prepare()
         self._asked = times_asked()

@@ -57,7 +57,7 @@ class Window:
         self._reached = False  # whether any gradient has come yet
         self._witness = stepper.attending()
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
-        self._passed_by = 0
+        self.passed_by = 0  # passes that added nothing, for company
         self._left_out = 0  # gradients that the latest backward has not added to
         self.others_go_on = False  # whether other ranks have batches for another window
         self._broken: BaseException | None = None
@@ -77,7 +77,7 @@ class Window:
     @property
     def passes(self) -> int:
         """How many passes through the model it has had, those that added nothing included."""
-        return self._ledger.micro_batches + self._passed_by
+        return self._ledger.micro_batches + self.passed_by
 
     @property
     def untouched(self) -> bool:
@@ -99,7 +99,7 @@ class Window:
             if self._ledger.in_common:
                 self._left_out = self._gradients.unchanged()
             self._gradients.remember()
-            if not self._reached and not self._awaits_reduction():
+            if not self._reached and not (self._ledger.in_common and self._awaits_reduction()):
                 self._refuse_unreached()
             if not self._shown:
                 self._show(terms, weights)
@@ -220,7 +220,7 @@ class Window:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
         run_backward(loss, torch.zeros_like(loss), None)
         self._gradients.remember()
-        self._passed_by += 1
+        self.passed_by += 1
 
     def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
         """Take over what replays of a captured micro-step have added up to the gradients of this window."""
