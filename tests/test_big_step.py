@@ -167,6 +167,7 @@ def test_a_single_tensor_and_a_pair() -> None:
 # Update for update the accumulator's.
 
 
+@pytest.mark.filterwarnings("ignore:this loss looks divided")  # a factor of 0.5 and two steps
 @given(
     case=cuttable,
     sizes=batch_sizes,
