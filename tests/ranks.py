@@ -20,12 +20,17 @@ class RankFailed(AssertionError):
     """A rank raised, or did not end."""
 
 
-def run_on_ranks(number: int, work: Callable[..., Any], *arguments: Any, limit: float = LIMIT) -> list[Any]:
-    """Return what `work(rank, ...)` returned on each rank; an exception there is returned in its place."""
+def run_on_ranks(
+    number: int, work: Callable[..., Any], *arguments: Any, limit: float = LIMIT, start: str = "fork", by: str = "gloo"
+) -> list[Any]:
+    """Return what `work(rank, ...)` returned on each rank; an exception there is returned in its place.
+
+    A process that will use a GPU must not be forked from one that has: `start="spawn"`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("fork")
+        context = mp.get_context(start)
         processes = [
-            context.Process(target=_run, args=(rank, number, folder, work, arguments), daemon=True)
+            context.Process(target=_run, args=(rank, number, folder, by, work, arguments), daemon=True)
             for rank in range(number)
         ]
         for process in processes:
@@ -44,11 +49,13 @@ def _result(path: Path) -> Any:
     return pickle.loads(path.read_bytes()) if path.exists() else RankFailed("the process died")  # noqa: S301 - ours
 
 
-def _run(rank: int, number: int, folder: str, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(  # noqa: PLR0917 - what a process is started with
+    rank: int, number: int, folder: str, by: str, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
-        "gloo",
+        by,
         init_method=f"file://{folder}/meeting",
         rank=rank,
         world_size=number,
