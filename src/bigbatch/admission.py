@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from bigbatch import checks
 from bigbatch.errors import BatchNormError, BigBatchError
 from bigbatch.lockstep.needing import NeedsLockStep
+from bigbatch.ranks.groups import stand_ins
 from bigbatch.ranks.sharding import sharded
 from bigbatch.reading import refusals
 from bigbatch.reading.frozen import FrozenWeights
@@ -69,7 +70,9 @@ class Admission:
         """Leave all parameters alone that no optimizer of ours has, where a backward cannot choose."""
         if self.only_own:
             return nullcontext()
-        own = {id(p) for p in all_parameters(self._optimizers)}
+        ours = all_parameters(self._optimizers)
+        # The outermost of sharded modules has whole parameters until its backward, whose gradients may wait for more.
+        own = {id(p) for p in (*ours, *stand_ins(self._models, ours))}
         others = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}
         return sparing(p for number, p in others.items() if number not in own)
 
