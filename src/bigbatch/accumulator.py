@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -63,6 +64,8 @@ class Accumulator:
             synchronisation per update; none with a fused optimizer and no scheduler.
         group: the processes that make a big batch together; by default those that the model's
             DistributedDataParallel was made for.
+        mesh: the same as a DeviceMesh: those of its dimensions over which samples differ, without that of tensor
+            parallelism, such as `mesh["dp"]`. Where the model is sharded with `fully_shard`, its mesh is known.
         overlap: have DDP reduce in each window's last backward, beside the computation, instead of after it. All
             ranks then need as many windows, and each parameter a gradient in the last micro-batch.
     """
@@ -81,6 +84,7 @@ class Accumulator:
         counts: Callable[[Any], Any] | None = None,
         skip_nonfinite: bool = False,
         group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         overlap: bool = False,
     ) -> None:
         """Check every argument; nothing is changed yet."""
@@ -95,7 +99,7 @@ class Accumulator:
             scaler=checks.scaler(scaler),
             clip_norm=checks.clip_norm(clip_norm),
             skip_nonfinite=checks.skip_nonfinite(skip_nonfinite),
-            ranks=Ranks.of(self._models, group, overlap=checks.overlap(overlap, self._models, optimizers)),
+            ranks=Ranks.of(self._models, group, mesh, overlap=checks.overlap(overlap, self._models, optimizers)),
         )
         self._stepper.watch()
         if self._stepper.ranks is not None:

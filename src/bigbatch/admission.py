@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
 from bigbatch import checks
-from bigbatch.errors import BatchNormError, BigBatchError
+from bigbatch.errors import BatchNormError, BigBatchError, LossError
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.ranks.groups import stand_ins
 from bigbatch.ranks.sharding import sharded
@@ -49,6 +49,7 @@ class Admission:
         self.may_wake = False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
         # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
         self.only_own = not sharded(models)
+        self._shards = None if self.only_own else surroundings.own
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
@@ -107,6 +108,8 @@ class Admission:
             self.only_own = False  # it cannot run a backward with a chosen set of parameters
         if found.alone:
             raise refusals.alone()
+        if self._shards is not None and found.leaves & self._shards:
+            raise LossError(checks.SHARDS_IN_A_LOSS)
         if self.exact and found.batch_norm:
             self._refuse_escaped()
         if self._refuses:

@@ -40,8 +40,8 @@ from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
 _ALL_RANKS_END = (
-    "out of memory in a pass through a sharded model. Every pass is a meeting of all ranks, so this one cannot try "
-    "again alone: the others wait in the midst of it, and end with an error of their own when this process does.\n"
+    "out of memory in a pass through a model in parts. Every pass is a meeting of ranks, so this one cannot try again "
+    "alone: the others wait in the midst of it, and end with an error of their own when this process does.\n"
     "Take a smaller micro_batch_size, or activation checkpointing."
 )
 _NO_SAMPLES = (
@@ -51,8 +51,8 @@ _NO_SAMPLES = (
 )
 _WHOLE_MODELS = (
     "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and every "
-    "pass through a model that is sharded with fully_shard is a meeting of all ranks already: micro-batches cannot "
-    "wait for each other in its midst.\n"
+    "pass through a model that is sharded with fully_shard, or spread by tensor parallelism, is a meeting of ranks "
+    "already: micro-batches cannot wait for each other in its midst.\n"
     "Wrap the model in DistributedDataParallel instead, freeze BatchNorm (layer.eval()), or use GroupNorm."
 )
 
@@ -113,7 +113,7 @@ class BigStep:
                 scaler=checks.scaler(scaler),
                 clip_norm=checks.clip_norm(clip_norm),
                 skip_nonfinite=self._options.skip_nonfinite,
-                ranks=Ranks.of(self._models, self._options.group),
+                ranks=Ranks.of(self._models, self._options.group, self._options.mesh),
             )
         self._stepper.watch()
         if self._stepper.ranks is not None:
@@ -139,7 +139,7 @@ class BigStep:
                 "much memory there is.\nChoose the size yourself:  BigStep(..., micro_batch_size=32)"
             )
             raise ConfigurationError(msg)
-        if self._is_sharded:
+        if self._is_in_parts:
             _refuse_for_shards(self._options, size)
         self._sizes = Sizes(size, memory, self._mover.device)
         self._habits = Habits()  # which buffers stay as they are
@@ -216,7 +216,7 @@ class BigStep:
                 return None
             if division is None or not is_out_of_memory(error) or isinstance(error, OutOfMemory):
                 raise
-            if self._is_sharded:
+            if self._is_in_parts:
                 raise OutOfMemory(_ALL_RANKS_END) from error
             self._shrink(division, error)
             self._runner.forget()
@@ -227,8 +227,12 @@ class BigStep:
     def _is_sharded(self) -> bool:
         return self._stepper.ranks is not None and self._stepper.ranks.sharded
 
+    @property
+    def _is_in_parts(self) -> bool:
+        return self._stepper.ranks is not None and self._stepper.ranks.in_parts
+
     def _refuse_meeting_ranks(self) -> None:
-        if self._is_sharded and self._admission.side_by_side:
+        if self._is_in_parts and self._admission.side_by_side:
             raise ConfigurationError(_WHOLE_MODELS)
 
     @property
@@ -459,7 +463,8 @@ def _refuse_for_shards(options: Options, size: object) -> None:
     )
     if wrong:
         msg = (
-            f"every pass through a model that is sharded with fully_shard is a meeting of all ranks, and {wrong}.\n"
+            "every pass through a model that is sharded with fully_shard, or spread by tensor parallelism, is a "
+            f"meeting of all ranks that have a part of it, and {wrong}.\n"
             "Give the size yourself:  BigStep(..., micro_batch_size=8), without it"
         )
         raise ConfigurationError(msg)

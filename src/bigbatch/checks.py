@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
-from bigbatch.reading.graph import edges, operation, saved, saved_number, saved_tensor, shape
+from bigbatch.reading.graph import edges, is_leaf, operation, saved, saved_number, saved_tensor, shape, variable
 from bigbatch.reading.terms import Term
 
 _BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
@@ -319,12 +319,14 @@ class Scan(NamedTuple):
     batch_norm: bool  # in training mode
     resting: bool = False  # one in evaluation mode, which may be woken up
     alone: bool = False  # it asked for other micro-batches where there were none
+    leaves: frozenset[int] = frozenset()  # ids of the tensors that its gradient goes to
 
 
 def scan(value: Tensor) -> Scan:
     """Look through a whole graph."""
     stack, seen = [value.grad_fn], set[Node]()
     checkpoint = batch_norm_found = resting = alone = False
+    leaves = set[int]()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -333,11 +335,21 @@ def scan(value: Tensor) -> Scan:
         name = operation(node)
         checkpoint = checkpoint or name == "CheckpointFunction"
         alone = alone or name == "_Alone"
+        if is_leaf(node):
+            leaves.add(id(variable(node)))
         if name in _BATCH_NORMS:
             batch_norm_found = batch_norm_found or _normalises_by_batch(node)
             resting = resting or not saved(node, "training")
         stack.extend(below for below, _ in edges(node))
-    return Scan(checkpoint, batch_norm_found, resting, alone)
+    return Scan(checkpoint, batch_norm_found, resting, alone, frozenset(leaves))
+
+
+SHARDS_IN_A_LOSS = (
+    "this loss uses parameters that fully_shard has sharded, beside the model's own forward: nothing adds up what "
+    "ranks find for them there, so it would be a part of their gradient.\n"
+    "Compute such a term inside the model's forward, where its parameters are whole; for a penalty on weights, give "
+    "the optimizer weight_decay="
+)
 
 
 def _normalises_by_batch(node: Node) -> bool:

@@ -1,5 +1,6 @@
 """What a rank says when its window closes, and what all of them come to."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ class Statement(NamedTuple):
     windows: int = 0  # made until now
     parameters: int = 0  # a number of those that are trained
     weights: Count = 0.0  # one of their values, before the first window
+    whole_weights: Count = 0.0  # the same of those that ranks with other parts of the model have in common
 
 
 class Agreement(NamedTuple):
@@ -52,8 +54,65 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
 
     Where ranks cannot make one batch of what they have, all of them raise the same error.
     """
-    kind, empty = _KINDS[mine.kind], mine.micro_batches == 0
-    numbers: Sequence[Count] = [
+    ranks.spoken = True
+    found = _Heard(*ranks.added(_numbers(mine), device, "statement", _LOOSELY))
+    _refuse(ranks, mine, found)
+    there = ranks.size - found.empties
+    code = found.kinds / there if there else 0.0
+    return Agreement(
+        found.total,
+        found.loss,
+        round(found.micro_batches),
+        next(name for name, number in _KINDS.items() if abs(number - code) < 0.5),  # noqa: PLR2004 - whole numbers
+        not found.unknown,
+        round(found.missing),
+        found.going - float(mine.goes_on) > 0.5,  # noqa: PLR2004
+        found.precise > 0,
+    )
+
+
+class _Heard(NamedTuple):
+    """The numbers of all statements, added up."""
+
+    total: float
+    loss: float
+    micro_batches: float
+    kinds: float
+    squares_of_kinds: float
+    unknown: float
+    missing: float
+    going: float
+    shares: float
+    ratios: float
+    squares_of_ratios: float
+    with_ratio: float
+    empties: float
+    several: float
+    precise: float
+    left_out: float
+    overlapped: float
+    windows: float
+    squares_of_windows: float
+    parameters: float
+    squares_of_parameters: float
+    weights: float
+    squares_of_weights: float
+    whole_weights: float
+
+
+# What ranks that hold parts of one model may have different: the loss by rounding, and weights, of which each has its
+# own. Within 1e-6: by a thousandth.
+_LOOSELY = {
+    _Heard._fields.index("loss"): 1e-6,
+    _Heard._fields.index("weights"): math.inf,
+    _Heard._fields.index("squares_of_weights"): math.inf,
+}
+
+
+def _numbers(mine: Statement) -> Sequence[Count]:
+    """Return what a rank says, in numbers that add up."""
+    kind = _KINDS[mine.kind]
+    return [
         mine.total,
         mine.loss,
         float(mine.micro_batches),
@@ -66,71 +125,64 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         0.0 if mine.ratio is None else mine.ratio,
         0.0 if mine.ratio is None else mine.ratio * mine.ratio,
         float(mine.ratio is not None),
-        float(empty),
+        float(mine.micro_batches == 0),
         float(mine.several),
         float(mine.precise),
         float(mine.left_out),
         float(mine.overlapped),
         *(number for each in (mine.windows, mine.parameters, mine.weights) for number in (each, each * each)),
+        mine.whole_weights,
     ]
-    ranks.spoken = True
-    found = ranks.added(numbers, device, "statement")
-    total, loss, micro_batches, kinds, squares, unknown, missing, going, shares, ratios, ratios2, with_ratio, *rest = (
-        found
-    )
-    empties, several, precise, left_out, overlapped, *same = rest
-    if left_out:
-        raise LossError(
-            "DDP has not reduced all gradients in the last backward of this window, on this rank or another: some came "
-            "in earlier micro-batches alone or in none, or a forward was not that of DDP, or under its no_sync(). "
-            "Nothing was stepped.\n"
-            "Take overlap=True out:  Accumulator(...) reduces all of them after the last backward."
-        )
-    if overlapped and (overlapped != ranks.size or 0 < going < ranks.size):
+
+
+def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
+    """Raise where ranks cannot make one batch of what they have; the same on all of them."""
+    if found.left_out:
+        raise LossError(_LEFT_OUT)
+    if found.overlapped and (found.overlapped != ranks.size or 0 < found.going < ranks.size):
         raise WindowError(
-            f"{ranks.size - overlapped:g} of {ranks.size} ranks have not reduced in their last backward, or have no "
-            "window after this one, and overlap=True needs all of them.\n"
+            f"{ranks.size - found.overlapped:g} of {ranks.size} ranks have not reduced in their last backward, or have "
+            "no window after this one, and overlap=True needs all of them.\n"
             "Take overlap=True out: ranks may then have any number of micro-batches, or none."
         )
-    there = ranks.size - empties
-    if several and not mine.several:
-        raise SeveralCounts(
-            "the terms of this loss were averaged over different things, on this rank or another: their totals must be "
-            "known in advance.\n"
-            "Give the counts of a batch:  Accumulator(..., counts=lambda batch: (tokens, samples))"
-        )
-    if not several:
-        _refuse_unlike(ranks, same)
-    if there and abs(there * squares - kinds * kinds) > _SAME * squares:
-        raise LossError(
-            "the ranks of this window have different losses: a mean here and a sum there. One big batch has one loss; "
-            "compute the same on every rank."
-        )
-    if abs(with_ratio * ratios2 - ratios * ratios) > _SAME * ratios2:
-        raise SeveralCounts(
-            "the terms of this loss were averaged over different things, and the ratio of their counts is another on "
-            "every rank.\n"
-            "Give the counts of a batch in advance:  Accumulator(..., counts=lambda batch: (tokens, samples))"
-        )
-    if shares and empties:
+    if found.several and not mine.several:
+        raise SeveralCounts(_SEVERAL)
+    if not found.several:
+        _refuse_unlike(ranks, found[_Heard._fields.index("windows") :])
+    there = ranks.size - found.empties
+    if there and abs(there * found.squares_of_kinds - found.kinds * found.kinds) > _SAME * found.squares_of_kinds:
+        raise LossError(_OTHER_LOSSES)
+    apart = abs(found.with_ratio * found.squares_of_ratios - found.ratios * found.ratios)
+    if apart > _SAME * found.squares_of_ratios:
+        raise SeveralCounts(_OTHER_RATIOS)
+    if found.shares and found.empties:
         raise WindowError(
             f"this loss is a sum with a term of parameters alone, which every rank adds its share of, and "
-            f"{empties:g} of {ranks.size} ranks have no micro-batch in this window.\n"
+            f"{found.empties:g} of {ranks.size} ranks have no micro-batch in this window.\n"
             "Give every rank a micro-batch, or use a mean over data, whose weights need no share."
         )
-    code = kinds / there if there else 0.0
-    return Agreement(
-        total,
-        loss,
-        round(micro_batches),
-        next(name for name, number in _KINDS.items() if abs(number - code) < 0.5),  # noqa: PLR2004 - whole numbers
-        not unknown,
-        round(missing),
-        going - float(mine.goes_on) > 0.5,  # noqa: PLR2004
-        precise > 0,
-    )
 
 
+_LEFT_OUT = (
+    "DDP has not reduced all gradients in the last backward of this window, on this rank or another: some came "
+    "in earlier micro-batches alone or in none, or a forward was not that of DDP, or under its no_sync(). "
+    "Nothing was stepped.\n"
+    "Take overlap=True out:  Accumulator(...) reduces all of them after the last backward."
+)
+_SEVERAL = (
+    "the terms of this loss were averaged over different things, on this rank or another: their totals must be "
+    "known in advance.\n"
+    "Give the counts of a batch:  Accumulator(..., counts=lambda batch: (tokens, samples))"
+)
+_OTHER_LOSSES = (
+    "the ranks of this window have different losses: a mean here and a sum there. One big batch has one loss; "
+    "compute the same on every rank."
+)
+_OTHER_RATIOS = (
+    "the terms of this loss were averaged over different things, and the ratio of their counts is another on "
+    "every rank.\n"
+    "Give the counts of a batch in advance:  Accumulator(..., counts=lambda batch: (tokens, samples))"
+)
 _APART = (
     "the ranks of this window have made different numbers of windows together: one of them failed in its step, and "
     "went on, so their weights may differ.\n"

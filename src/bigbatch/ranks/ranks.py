@@ -5,18 +5,20 @@ numbers, added up over all ranks (`agreeing.py`). Then everyone knows what the b
 sum by that, and the gradients cross the wire once.
 """
 
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError, RankFailed, WindowError
-from bigbatch.ranks import sharding
+from bigbatch.ranks import meshes, sharding
 from bigbatch.ranks.sharding import Shards
+from bigbatch.ranks.spreading import Spread
 from bigbatch.ranks.wrappers import (
     data_parallel,
     group_of,
@@ -26,6 +28,7 @@ from bigbatch.ranks.wrappers import (
     refuse_hidden_wrappers,
     refuse_hooks,
     refuse_overlap,
+    refuse_taken_apart,
     silence,
 )
 from bigbatch.reading.counts import LOW_PRECISION, Count
@@ -35,16 +38,26 @@ _NUMBERS = 40  # in every message: a rank that fails need not know which one the
 _IN_FLIGHT = 2  # buckets under way while the next one is filled
 _MESSAGES = ("statement", "totals", "passes", "meeting")
 _SAME = 1e-12
-_made = count(1)
+_made: Counter[tuple[int, ...]] = Counter()  # by each group of processes that this one is in
 Message = Literal["statement", "totals", "passes", "meeting"]
 
 
 class Ranks:
-    """One group of processes, as one of them sees it."""
+    """One group of processes, as one of them sees it: those that have samples of their own.
 
-    def __init__(self, group: dist.ProcessGroup, wrappers: Sequence[DistributedDataParallel]) -> None:
+    Each of them may have `peers`, which hold the other parts of its model (tensor parallelism) and see the same
+    samples. They say the same to the same ranks of their own groups, and compare what they have heard.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wrappers: Sequence[DistributedDataParallel],
+        peers: dist.ProcessGroup | None = None,
+    ) -> None:
         """Belong to a group; `wrappers` are what this process has its models in."""
         self.group, self._wrappers = group, list(wrappers)
+        self.peers, self.spread = peers, Spread(peers)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.shards: Shards | None = None  # where every pass through the model is a meeting, and reduces by itself
         self.overlap = False  # whether DDP reduces in a window's last backward
@@ -52,11 +65,18 @@ class Ranks:
         self.spoken = False  # whether this rank has made its statement for the window at hand
         self.elsewhere = False  # whether others wait for it inside a model or a loss, where no statement is heard
         self.windows = 0  # made together until now
-        self._number = next(_made)  # of all that this process has part in: the same on every rank
+        together = meshes.members(group)
+        _made[together] += 1
+        self._number = _made[together]  # of all that these processes make together: the same on every rank
 
     @classmethod
     def of(
-        cls, models: Sequence[nn.Module], group: dist.ProcessGroup | None, *, overlap: bool = False
+        cls,
+        models: Sequence[nn.Module],
+        group: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None = None,
+        *,
+        overlap: bool = False,
     ) -> "Ranks | None":
         """Find out which processes share the gradients of some models; None where there is only this one.
 
@@ -64,37 +84,36 @@ class Ranks:
         """
         wrappers = data_parallel(models)
         if not (dist.is_available() and dist.is_initialized()):
-            if group is not None:
+            if group is not None or mesh is not None:
                 msg = (
-                    "group= needs torch.distributed: call torch.distributed.init_process_group() first, under torchrun"
+                    f"{'group=' if mesh is None else 'mesh='} needs torch.distributed: call "
+                    "torch.distributed.init_process_group() first, under torchrun"
                 )
                 raise ConfigurationError(msg)
             return None
-        shards = sharding.sharded(models)
-        if shards:
+        chosen = meshes.given_group(group, mesh)
+        parts = sharding.sharded(models)
+        if parts:
             sharding.sum_only(models)
-            spread = Shards(models, shards, group)
-            found = cls(spread.group, ())
-            found.shards, found.overlap = spread, overlap
+            shards = Shards(parts, chosen, by_mesh=mesh is not None)
+            found = cls(shards.group, (), meshes.peers(models, shards.group, mesh, sharded=True))
+            found.shards, found.overlap = shards, overlap
             return found
-        if not wrappers and dist.get_world_size() > 1:
-            refuse_hidden_wrappers(models)
-        chosen = group if group is not None or not wrappers else group_of(wrappers)
-        outside: object = dist.GroupMember.NON_GROUP_MEMBER
-        if chosen is not None and chosen == outside:
-            msg = (
-                "this process is not in the group of group=: new_group(...) has returned no group here.\n"
-                "Give each process the group that it belongs to; one that trains alone needs none:  group=None"
-            )
-            raise ConfigurationError(msg)
+        if dist.get_world_size() > 1:
+            refuse_taken_apart(wrappers)
+            if not wrappers:
+                refuse_hidden_wrappers(models)
+        if chosen is None:
+            chosen = group_of(wrappers) if wrappers else meshes.this_one_alone(models)
+        peers = None if chosen is None else meshes.peers(models, chosen, mesh, sharded=False)
         if overlap:
             narrow = any(p.dtype in LOW_PRECISION for model in models for p in model.parameters() if p.requires_grad)
             refuse_overlap(wrappers, narrow)
         else:
             refuse_hooks(wrappers)
-        if chosen is None or dist.get_world_size(chosen) == 1:
+        if chosen is None or (dist.get_world_size(chosen) == 1 and peers is None):
             return None
-        made = cls(chosen, wrappers)
+        made = cls(chosen, wrappers, peers)
         made.overlap = bool(overlap)
         return made
 
@@ -102,6 +121,11 @@ class Ranks:
     def sharded(self) -> bool:
         """Whether every pass through the model is a meeting of all ranks."""
         return self.shards is not None
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether this rank has a part of the model alone, so that every pass is a meeting with others."""
+        return self.shards is not None or self.peers is not None
 
     def keep_quiet(self, owner: object) -> None:
         """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
@@ -122,10 +146,21 @@ class Ranks:
         """How many wrappers were to reduce in the last backward, and have not."""
         return sum(not has_reduced(wrapper) for wrapper in self._wrappers) if self.reduced else 0
 
-    def added(self, numbers: Sequence[Count], device: torch.device, about: Message) -> list[float]:
-        """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed."""
+    def added(
+        self,
+        numbers: Sequence[Count],
+        device: torch.device,
+        about: Message,
+        loosely: Mapping[int, float] | None = None,
+    ) -> list[float]:
+        """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed.
+
+        Peers must come to the same, but for those that may differ, `loosely`, by so much (see `alike`).
+        """
         place = float(self._number * len(_MESSAGES) + _MESSAGES.index(about))
-        found = self._sum([0.0, place, place * place, *numbers], device)
+        header = [0.0, place, place * place]
+        row = self._sum([*header, *numbers], device)
+        found = row.tolist() if self.peers is None else self._compared(row, header, loosely or {})
         self._refuse_failure(found)
         if not alike(self.size, found[1], found[2]):
             self.spoken = True  # all have heard that something is wrong
@@ -135,39 +170,66 @@ class Ranks:
     def _refuse_failure(self, found: list[float]) -> None:
         if found[0]:
             self.spoken = True
+            every = self.size * (1 if self.peers is None else dist.get_world_size(self.peers))
             msg = (
-                f"{found[0]:g} of {self.size} ranks failed in this window, so it cannot be made; nothing was changed "
+                f"{found[0]:g} of {every} ranks failed in this window, so it cannot be made; nothing was changed "
                 "on this one. The error is in that rank's own output."
             )
             raise RankFailed(msg)
 
     def fail(self, device: torch.device) -> None:
-        """Tell the others, who wait for this rank's numbers, that there will be none."""
+        """Tell the others, who wait for this rank's numbers, that there will be none.
+
+        Its peers either fail in the same way, or wait for it inside the model: to them, it says nothing.
+        """
         self.spoken = True
         self._sum([1.0], device)
 
     def _sum(
         self, numbers: Sequence[Count], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> list[float]:
+    ) -> Tensor:
         precise = torch.float32 if device.type == "mps" else torch.float64
         row = torch.zeros(_NUMBERS, dtype=precise, device=device)
         for place, number in enumerate(numbers):
             row[place] = number
         dist.all_reduce(row, op=op, group=self.group)
-        found: list[float] = row.tolist()
-        return found
+        return row
+
+    def _compared(self, row: Tensor, header: Sequence[float], loosely: Mapping[int, float]) -> list[float]:
+        """Compare what this rank has heard with what its peers have; a failure that one of them heard of is all's."""
+        assert self.peers is not None  # noqa: S101 - the caller has looked
+        several = dist.get_world_size(self.peers)
+        both = torch.stack([row, row * row])
+        dist.all_reduce(both, group=self.peers)
+        found, totals, squares = torch.cat([row.unsqueeze(0), both]).tolist()
+        found[0] = totals[0]
+        for place, (total, square) in enumerate(zip(totals, squares, strict=True)):
+            within = loosely.get(place - len(header), _SAME)
+            if not found[0] and not alike(several, total, square, within):
+                self.spoken = True
+                raise WindowError(_ELSEWHERE if place < len(header) else _OTHER_SAMPLES)
+        return list(found)
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""
         # One that fails adds up instead: what it says of itself is heard in either way.
-        found = self._sum([0.0, float(number)], device, dist.ReduceOp.MAX)
+        row = self._sum([0.0, float(number)], device, dist.ReduceOp.MAX)
+        found = row.tolist() if self.peers is None else self._compared(row, [0.0], {})
         self._refuse_failure(found)
         return round(found[1])
 
-    def norm(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the norm of a gradient that is spread over all ranks."""
-        assert self.shards is not None  # noqa: S101 - or it would be on every rank
-        return self.shards.norm(parts, device)
+    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+        """Return the norm of a gradient that is spread over ranks."""
+        return self.spread.norm(parameters, device)
+
+    def share_flags(self, flags: Sequence[Tensor]) -> None:
+        """Have flags that are up on any rank be so on all, in place."""
+        found = torch.stack([flag.to(flags[0].device) for flag in flags])
+        for group in (self.group, self.peers):
+            if group is not None:
+                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        for flag, up in zip(flags, found, strict=True):
+            flag.copy_(up)
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Return of each flag whether any rank has it up."""
@@ -177,6 +239,8 @@ class Ranks:
 
     def add_up(self, gradients: Sequence[Tensor]) -> None:
         """Add up tensors over all ranks, in place, bucket by bucket."""
+        if self.size == 1:
+            return
         under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         for bucket in _buckets(gradients):
             if len(under_way) == _IN_FLIGHT:
@@ -203,9 +267,22 @@ _ELSEWHERE = (
 )
 
 
-def alike(ranks: int, total: float, squares: float) -> bool:
-    """Whether a number is the same on all ranks, by its sum over them and that of its squares."""
-    return abs(ranks * squares - total * total) <= _SAME * ranks * squares
+_OTHER_SAMPLES = (
+    "ranks that hold parts of one model (tensor parallelism) have come to different windows: other counts, another "
+    "loss, another number of micro-batches, or other values of parameters that each of them has whole. Nothing was "
+    "stepped.\n"
+    "Give them the same samples, by their place in the data-parallel dimension alone:\n"
+    '    rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()\n'
+    "and the same seed before the model is made, and where dropout draws."
+)
+
+
+def alike(ranks: int, total: float, squares: float, within: float = _SAME) -> bool:
+    """Whether a number is the same on all ranks, by its sum over them and that of its squares.
+
+    Two numbers that differ by a part of 1e-6 are alike within 1e-12. One that is not finite tells nothing.
+    """
+    return not abs(ranks * squares - total * total) > within * ranks * squares
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -1,18 +1,20 @@
 """Models that are sharded with `fully_shard` (FSDP2): every pass through them is a meeting of all ranks.
 
 Gradients are reduced and sharded in every backward, so what ranks weigh their losses with must be in one unit, and all
-must make as many passes. Nothing is averaged on the way: weights say it all.
+must make as many passes. Nothing is averaged on the way: weights say it all. Which ranks they are, and so who has
+samples of its own, is known from the mesh that `fully_shard` got; other dimensions are those of tensor parallelism.
 """
 
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from bigbatch.errors import ConfigurationError
+from bigbatch.ranks.meshes import flat, members
 
 
 def sharded(models: Sequence[nn.Module]) -> list[Any]:
@@ -22,29 +24,31 @@ def sharded(models: Sequence[nn.Module]) -> list[Any]:
 
 
 class Shards:
-    """The parts of a model that are sharded, and the ranks over which they are."""
+    """The parts of a model that are sharded, and the ranks that have samples of their own (`group`)."""
 
-    def __init__(self, models: Sequence[nn.Module], parts: Sequence[Any], group: dist.ProcessGroup | None) -> None:
-        """Find out who has samples of its own (`group`), and over whom each gradient is spread (`spread`)."""
+    def __init__(self, parts: Sequence[Any], given: dist.ProcessGroup | None, *, by_mesh: bool) -> None:
+        """Find out who they are; what was given must say the same (`by_mesh`: by `mesh=`, not by `group=`)."""
         self.parts = parts
-        every: list[Any] = [p for model in models for p in model.parameters() if hasattr(p, "device_mesh")]
-        found: dict[Any, Any] = {parameter.device_mesh: parameter for parameter in every}
+        found: dict[Any, DeviceMesh] = {}
+        for group in (group for part in parts for group in _groups(part)):
+            mesh: DeviceMesh = group.mesh_info.mesh
+            found[tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())] = mesh
         if len(found) != 1:
-            shown = " and ".join(str(mesh) for mesh in found) or "nothing"
-            raise ConfigurationError(f"this model is sharded over {shown}: shard all of it over one mesh.")
-        ((mesh, parameter),) = found.items()
-        if mesh.ndim == 1:
-            self.spread: dist.ProcessGroup = mesh.get_group()
-            self.group = group or self.spread
-        elif mesh.ndim == 2 and parameter.placements[0].is_replicate():  # noqa: PLR2004 - replicas of shards, HSDP
-            self.spread = mesh.get_group(1)
-            whole = dist.group.WORLD if mesh.size() == dist.get_world_size() else None
-            self.group = group or whole or mesh._flatten().get_group()  # noqa: SLF001 - no public name
-        else:
+            shown = " and ".join(str(mesh) for mesh in found.values()) or "nothing"
             msg = (
-                f"this model is sharded over {mesh} in more than one way, as with tensor parallelism, which is not "
-                "supported yet: its norm and its counts would have to know which way is which.\n"
-                "Shard over one dimension, or two with replicas:  fully_shard(model, mesh=init_device_mesh(kind, (n,)))"
+                f"this model is sharded over {shown}: shard all of it over one mesh.\n"
+                "Give the same one to every call:  fully_shard(part, mesh=mesh)"
+            )
+            raise ConfigurationError(msg)
+        (mesh,) = found.values()
+        self.group = flat(mesh)
+        if given is not None and members(given) != members(self.group):
+            names = ", ".join(f'"{name}"' for name in mesh.mesh_dim_names or ("dp",))
+            msg = (
+                f"fully_shard adds up this model's gradients over ranks {list(members(self.group))}, so those are the "
+                f"ones that have samples of their own, and {'mesh=' if by_mesh else 'group='} says "
+                f"{list(members(given))}.\n"
+                f"Leave it out, or give what fully_shard was given, without tensor parallelism:  mesh=mesh[{names}]"
             )
             raise ConfigurationError(msg)
 
@@ -56,25 +60,24 @@ class Shards:
     def forget(self) -> None:
         """Drop gradients that were kept whole and never reduced, as those of a window that is dropped."""
         for part in self.parts:
-            state = part._get_fsdp_state()  # noqa: SLF001 - no public name
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001 - until 2.11
-            for parameter in (each for group in groups if group is not None for each in group.fsdp_params):
+            for parameter in (each for group in _groups(part) for each in group.fsdp_params):
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None  # noqa: SLF001
 
-    def norm(self, parts: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the norm of a gradient from this rank's part of it."""
-        found = torch.nn.utils.get_total_norm(parts) if parts else torch.zeros((), device=device)
-        total = found.square()
-        dist.all_reduce(total, group=self.spread)
-        return total.sqrt()
+
+def _groups(part: Any) -> list[Any]:
+    """Return the parameters of a sharded part, as FSDP groups them."""
+    state = part._get_fsdp_state()  # noqa: SLF001 - no public name
+    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001 - until 2.11
+    return [group for group in found if group is not None]
 
 
 def sum_only(models: Sequence[nn.Module]) -> None:
     """Have a reduction add up and not average; refuse parameters that no reduction reaches."""
+    reached = {id(p) for part in sharded(models) for group in _groups(part) for p in _parameters(group)}
     for model in models:
-        loose = [name for name, p in model.named_parameters() if p.requires_grad and not hasattr(p, "to_local")]
+        loose = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached]
         if loose:
             msg = (
                 f"{len(loose)} parameters of this model are outside of fully_shard, {loose[0]} the first: nothing "
@@ -87,6 +90,12 @@ def sum_only(models: Sequence[nn.Module]) -> None:
         if hasattr(module, "set_force_sum_reduction_for_comms"):  # other ways of adding up are NCCL's alone
             module.set_force_sum_reduction_for_comms(True)
         module.set_requires_gradient_sync(True)
+
+
+def _parameters(group: Any) -> list[Any]:
+    """Return them as their modules have them now, which may have been made anew since."""
+    places = [each._module_info for each in group.fsdp_params]  # noqa: SLF001
+    return [getattr(place.module, place.param_name) for place in places]
 
 
 _owners: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
@@ -110,9 +119,3 @@ def _average(reference: "weakref.ref[Any]") -> None:
         if hasattr(part, "set_force_sum_reduction_for_comms"):
             part.set_force_sum_reduction_for_comms(False)
         part.set_requires_gradient_sync(True)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in its own memory."""
-    whole: Any = tensor
-    return whole.to_local() if hasattr(tensor, "to_local") else tensor

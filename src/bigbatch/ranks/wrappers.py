@@ -52,6 +52,21 @@ def refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
             raise ConfigurationError(msg)
 
 
+def refuse_taken_apart(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Raise where DDP has put plain tensors in the place of parameters that tensor parallelism had spread."""
+    for wrapper in wrappers:
+        hooks = [getattr(hook, "__name__", "") for hook in wrapper.module._forward_pre_hooks.values()]  # noqa: SLF001
+        if any(hasattr(p, "_st_info") for p in wrapper.parameters()) or "_reconstruct_dtensor" in hooks:
+            msg = (
+                "this model is wrapped in DistributedDataParallel(..., device_mesh=...) over a part of a mesh, which "
+                "takes its parameters out of tensor parallelism's hands, so nobody can tell which of their numbers "
+                "other ranks have, too.\n"
+                "Give the model itself, which needs no wrapper:  "
+                'Accumulator(model, optimizer, ..., mesh=mesh["dp"]); or shard it:  fully_shard(model, mesh=mesh["dp"])'
+            )
+            raise ConfigurationError(msg)
+
+
 def refuse_hooks(wrappers: Sequence[DistributedDataParallel]) -> None:
     """Raise where DDP was given a way to reduce that would not be taken."""
     if any(getattr(module, "_comm_hooks", None) for module in wrappers):

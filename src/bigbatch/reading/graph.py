@@ -100,6 +100,21 @@ def is_custom(node: Node) -> bool:
     return isinstance(found, BackwardCFunction) and type(node) not in _stand_ins
 
 
+def is_placement(node: Node, output: int = 0) -> bool:
+    """Tell whether a node has the numbers of the one below it, all of them, as a DTensor or out of one."""
+    if not is_custom(node):
+        return False
+    function = getattr(type(node), "_forward_cls", None)
+    home = getattr(function, "__module__", "")
+    if not home.startswith("torch.distributed.tensor") or operation(node) not in _PLACEMENTS:
+        return False
+    (below, place), *_ = edges(node)
+    return below is None or is_leaf(below) or shape(below, place) == shape(node, output)
+
+
+_PLACEMENTS = frozenset("_ToTorchTensor _FromTorchTensor Redistribute".split())
+
+
 def variable(leaf: Node) -> Tensor:
     """Return the tensor that a leaf node adds gradients to."""
     accumulate: Any = leaf

@@ -18,6 +18,7 @@ from bigbatch.reading.graph import (
     is_custom,
     is_leaf,
     is_parameter,
+    is_placement,
     is_shared_by_all,
     operation,
     saved_tensor,
@@ -26,7 +27,7 @@ from bigbatch.reading.graph import (
 from bigbatch.reading.layout import Axis, Layout, sample_axes
 from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, PURE_POINTWISE, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, saved_factor
-from bigbatch.reading.rules import MATMULS, Inputs
+from bigbatch.reading.rules import MATMULS, Inputs, pointwise
 from bigbatch.reading.trail import Trail
 
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
@@ -78,7 +79,9 @@ class Samples:
         rule = rule_of(name)
         if name == "_Alone":
             raise refusals.alone()
-        if rule is None or is_custom(node):
+        if is_placement(node, output):  # from ranks that hold parts of one model: the samples are where they were
+            rule = pointwise
+        elif rule is None or is_custom(node):
             if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.surroundings.own) for n, _ in edges(node)):
                 raise refusals.unknown(name)
             self._model(layout, (0,))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
-from bigbatch.ranks.sharding import local
+from bigbatch.ranks.spreading import local
 from bigbatch.reading.counts import LOW_PRECISION, Count
 
 
@@ -163,9 +163,12 @@ class Gradients:
         """Return the norm over all gradients, of all optimizers."""
         return torch.nn.utils.get_total_norm(self.dense())
 
-    def sum_of_weights(self) -> float:
+    def sum_of_weights(self, parameters: Sequence[Tensor] | None = None) -> float:
         """Return one number of all parameters' values, by which other ones are told; this waits for a device."""
-        sums = torch._foreach_norm([local(p.detach()) for p in self.parameters], 1)  # noqa: SLF001
+        found = self.parameters if parameters is None else parameters
+        if not found:
+            return 0.0
+        sums = torch._foreach_norm([local(p.detach()) for p in found], 1)  # noqa: SLF001
         return float(torch.stack([each.to(self.device, torch.float32) for each in sums]).sum())
 
     def dense(self) -> list[Tensor]:

@@ -65,7 +65,15 @@ def statement(
         windows=ranks.windows % _FEW,
         parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
+        whole_weights=_whole_weights(ranks, gradients),
     )
+
+
+def _whole_weights(ranks: Ranks, gradients: Gradients) -> float:
+    """Return one number of what ranks with other parts of the model should have in common, before the first window."""
+    if ranks.windows or ranks.peers is None:
+        return 0.0
+    return gradients.sum_of_weights(ranks.spread.held_by_all(gradients.parameters))
 
 
 @contextmanager
