@@ -103,6 +103,8 @@ class Admission:
             raise
 
     def _scan(self, loss: Tensor) -> None:
+        if hasattr(loss, "device_mesh"):
+            raise LossError(checks.LOSS_IN_PARTS)
         found = checks.scan(loss)
         if found.reentrant_checkpoint:
             self.only_own = False  # it cannot run a backward with a chosen set of parameters

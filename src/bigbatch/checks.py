@@ -344,6 +344,10 @@ def scan(value: Tensor) -> Scan:
     return Scan(checkpoint, batch_norm_found, resting, alone, frozenset(leaves))
 
 
+LOSS_IN_PARTS = (
+    "this loss is a DTensor, spread over ranks, as loss_parallel() returns it.\n"
+    "Give its value, which is the same on all of them:  accumulator.backward(loss.full_tensor())"
+)
 SHARDS_IN_A_LOSS = (
     "this loss uses parameters that fully_shard has sharded, beside the model's own forward: nothing adds up what "
     "ranks find for them there, so it would be a part of their gradient.\n"

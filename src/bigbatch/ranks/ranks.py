@@ -7,7 +7,7 @@ sum by that, and the gradients cross the wire once.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,11 +42,24 @@ _made: Counter[tuple[int, ...]] = Counter()  # by each group of processes that t
 Message = Literal["statement", "totals", "passes", "meeting"]
 
 
+class _Header(NamedTuple):
+    """What every message begins with."""
+
+    failed: float = 0.0  # whether this rank has
+    elsewhere: float = 0.0  # whether its peers say something about another thing
+    unlike: float = 0.0  # whether they say other numbers
+    place: float = 0.0  # what it is about
+    square: float = 0.0
+
+
+_ELSE, _UNLIKE, _PLACE = (_Header._fields.index(name) for name in ("elsewhere", "unlike", "place"))
+
+
 class Ranks:
     """One group of processes, as one of them sees it: those that have samples of their own.
 
     Each of them may have `peers`, which hold the other parts of its model (tensor parallelism) and see the same
-    samples. They say the same to the same ranks of their own groups, and compare what they have heard.
+    samples. They compare what they are to say, and each says it to the ranks that hold the same part as it does.
     """
 
     def __init__(
@@ -155,27 +168,31 @@ class Ranks:
     ) -> list[float]:
         """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed.
 
-        Peers must come to the same, but for those that may differ, `loosely`, by so much (see `alike`).
+        Peers must say the same, but for those that may differ, `loosely`, by so much (see `alike`).
         """
         place = float(self._number * len(_MESSAGES) + _MESSAGES.index(about))
-        header = [0.0, place, place * place]
-        row = self._sum([*header, *numbers], device)
-        found = row.tolist() if self.peers is None else self._compared(row, header, loosely or {})
-        self._refuse_failure(found)
-        if not alike(self.size, found[1], found[2]):
+        found = self._sum(_Header(place=place, square=place * place), numbers, device, loosely=loosely)
+        self._refuse(found)
+        if not alike(self.size, found[_PLACE], found[_PLACE + 1]):
             self.spoken = True  # all have heard that something is wrong
             raise WindowError(_ELSEWHERE)
-        return found[3 : len(numbers) + 3]
+        return found[len(_Header()) : len(_Header()) + len(numbers)]
 
-    def _refuse_failure(self, found: list[float]) -> None:
-        if found[0]:
+    def _refuse(self, found: Sequence[float]) -> None:
+        """Raise where a rank has failed, or peers are not of one mind: on all ranks, whichever it was."""
+        header = _Header(*found[: len(_Header())])
+        if header.failed or header.elsewhere or header.unlike:
             self.spoken = True
-            every = self.size * (1 if self.peers is None else dist.get_world_size(self.peers))
+        if header.failed:
             msg = (
-                f"{found[0]:g} of {every} ranks failed in this window, so it cannot be made; nothing was changed "
-                "on this one. The error is in that rank's own output."
+                f"{header.failed:g} of {self.size} ranks failed in this window, so it cannot be made; nothing was "
+                "changed on this one. The error is in that rank's own output."
             )
             raise RankFailed(msg)
+        if header.elsewhere:
+            raise WindowError(_ELSEWHERE)
+        if header.unlike:
+            raise WindowError(_OTHER_SAMPLES)
 
     def fail(self, device: torch.device) -> None:
         """Tell the others, who wait for this rank's numbers, that there will be none.
@@ -183,40 +200,43 @@ class Ranks:
         Its peers either fail in the same way, or wait for it inside the model: to them, it says nothing.
         """
         self.spoken = True
-        self._sum([1.0], device)
+        self._sum(_Header(failed=1.0), (), device)
 
     def _sum(
-        self, numbers: Sequence[Count], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> Tensor:
+        self,
+        header: "_Header",
+        numbers: Sequence[Count],
+        device: torch.device,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        loosely: Mapping[int, float] | None = None,
+    ) -> list[float]:
         precise = torch.float32 if device.type == "mps" else torch.float64
         row = torch.zeros(_NUMBERS, dtype=precise, device=device)
-        for place, number in enumerate(numbers):
+        for place, number in enumerate((*header, *numbers)):
             row[place] = number
+        if self.peers is not None and not header.failed:
+            self._compare(row, self.peers, loosely or {})
         dist.all_reduce(row, op=op, group=self.group)
-        return row
+        found: list[float] = row.tolist()
+        return found
 
-    def _compared(self, row: Tensor, header: Sequence[float], loosely: Mapping[int, float]) -> list[float]:
-        """Compare what this rank has heard with what its peers have; a failure that one of them heard of is all's."""
-        assert self.peers is not None  # noqa: S101 - the caller has looked
-        several = dist.get_world_size(self.peers)
+    @staticmethod
+    def _compare(row: Tensor, peers: dist.ProcessGroup, loosely: Mapping[int, float]) -> None:
+        """Compare what this rank says with what its peers do, and note in it where they differ."""
         both = torch.stack([row, row * row])
-        dist.all_reduce(both, group=self.peers)
-        found, totals, squares = torch.cat([row.unsqueeze(0), both]).tolist()
-        found[0] = totals[0]
-        for place, (total, square) in enumerate(zip(totals, squares, strict=True)):
-            within = loosely.get(place - len(header), _SAME)
-            if not found[0] and not alike(several, total, square, within):
-                self.spoken = True
-                raise WindowError(_ELSEWHERE if place < len(header) else _OTHER_SAMPLES)
-        return list(found)
+        dist.all_reduce(both, group=peers)
+        ranks = dist.get_world_size(peers)
+        for place, (total, square) in enumerate(zip(*both.tolist(), strict=True)):
+            number = place - len(_Header())
+            if not alike(ranks, total, square, loosely.get(number, _SAME)):
+                row[_UNLIKE if number >= 0 else _ELSE] = 1.0
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""
         # One that fails adds up instead: what it says of itself is heard in either way.
-        row = self._sum([0.0, float(number)], device, dist.ReduceOp.MAX)
-        found = row.tolist() if self.peers is None else self._compared(row, [0.0], {})
-        self._refuse_failure(found)
-        return round(found[1])
+        found = self._sum(_Header(), [float(number)], device, dist.ReduceOp.MAX)
+        self._refuse(found)
+        return round(found[len(_Header())])
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the norm of a gradient that is spread over ranks."""

@@ -18,15 +18,6 @@ def local(tensor: Tensor) -> Tensor:
     return whole.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def settle(parameters: Sequence[Tensor]) -> None:
-    """Add up gradients that ranks of one model hold summands of, where their parameters are whole or in parts."""
-    for parameter in parameters:
-        spread: Any = parameter
-        gradient: Any = parameter.grad
-        if hasattr(gradient, "placements") and gradient.placements != spread.placements:
-            parameter.grad = gradient.redistribute(placements=spread.placements)
-
-
 class Spread:
     """How the parameters of a model are spread over ranks."""
 

@@ -21,6 +21,7 @@ from bigbatch.reading.graph import (
     edges,
     is_custom,
     is_leaf,
+    is_placement,
     is_shared_by_all,
     is_shared_value,
     operation,
@@ -160,6 +161,8 @@ def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_P
         raise refusals.alone()
     if name == "_DDPSink":  # DDP's find_unused_parameters wraps a model's outputs in an identity
         return [place._replace(edge=edges(node)[output])]
+    if is_placement(node, output):
+        return [place._replace(edge=edges(node)[0])]
     raise refusals.custom(name)
 
 

@@ -5,6 +5,7 @@ In mid-window `.grad` holds a provisional sum. It is ours: whoever else steps, z
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ def _hand(parameter: Tensor, gradient: Tensor | None) -> None:
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter, requires_grad=False)
     parameter.grad.data = gradient  # what an assignment would refuse
+    if hasattr(gradient, "to_local"):  # one in parts has its numbers elsewhere
+        held: Any = parameter.grad
+        new: Any = gradient
+        held._local_tensor, held._spec = new._local_tensor, new._spec  # noqa: SLF001 - no public way
 
 
 class Gradients:
@@ -142,6 +147,14 @@ class Gradients:
     def _hold(self) -> None:
         self._held = [p.grad for p in self.parameters]
         self._versions = [0 if g is None else g._version for g in self._held]  # noqa: SLF001 - torch's own counter
+
+    def settle(self) -> None:
+        """Add up gradients that ranks with parts of one model hold summands of, and place them as their parameters."""
+        for p in self.parameters:
+            placed: Any = p
+            gradient: Any = p.grad
+            if hasattr(gradient, "placements") and gradient.placements != placed.placements:
+                _hand(p, gradient.redistribute(placements=placed.placements))
 
     def scale(self, factor: Count) -> None:
         """Multiply all gradients."""

@@ -13,7 +13,6 @@ from torch.autograd.graph import Node
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.ranks.agreeing import agreed
 from bigbatch.ranks.ranks import Ranks
-from bigbatch.ranks.spreading import settle
 from bigbatch.reading.counts import LOW_PRECISION, Count, wide
 from bigbatch.reading.graph import is_leaf
 from bigbatch.reading.terms import Term
@@ -297,7 +296,7 @@ class Window:
             if together.counted(agreement, ledger):
                 by_us = not ranks.sharded and not ranks.reduced
                 if by_us:
-                    settle(gradients.parameters)
+                    gradients.settle()
                     together.fill(ranks, gradients, agreement)
                 scale = self._scale(gradients.parameters[0]) if self._stepper.scaler is not None else None
                 correction: Count = self._residual
