@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, BigStep, Options, across, counted
+from bigbatch import Accumulator, BigStep, Options, Setup, across, counted
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, RankFailed, WindowError
 from tests.ranks import run_on_ranks
 from tests.reference import distance
@@ -407,7 +407,10 @@ def misused(what: str) -> Any:
         "a name": {"mesh": "dp"},
         "overlap": {"mesh": mesh["dp"], "overlap": True},
     }
-    return Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), **{**wanted, **given.get(what, {})})
+    chosen = OPTIMIZERS["sgd"](network.parameters())
+    if what == "a setup":
+        return Setup(model=network, optimizer=chosen, data=[samples(1, 0)], batch_size=1)
+    return Accumulator(network, chosen, **{**wanted, **given.get(what, {})})
 
 
 MISUSED = {
@@ -423,6 +426,7 @@ MISUSED = {
     "another sharding": "shard all of it over one mesh",
     "outside of shards": "fully_shard(model)",
     "replicated by hand": "fully_shard",
+    "a setup": "Give the plain model",
 }
 
 

@@ -129,6 +129,7 @@ def test_what_an_accumulator_takes_a_setup_takes() -> None:
         "optimizer",
         "steps",
         "group",
+        "mesh",
         "overlap",
     }  # ranks are torchrun's, and there is no DDP to overlap
     for name in set(theirs) - of_loops:
