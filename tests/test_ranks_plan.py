@@ -140,7 +140,7 @@ def messages(seen: Any) -> Counted:
 def gradients_held(model: Any) -> int:
     """Return the bytes of gradients between two micro-batches, on this rank: of all storages, as they are."""
     from bigbatch.ranks.groups import groups_of
-    from bigbatch.ranks.sharding import sharded as parts_of
+    from bigbatch.ranks.groups import sharded as parts_of
 
     gradients: list[Any] = [p.grad for p in model.parameters()]
     for each in (p for part in parts_of([model]) for group in groups_of(part) for p in group.fsdp_params):

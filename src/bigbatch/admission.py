@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from bigbatch import checks
 from bigbatch.errors import BatchNormError, BigBatchError, LossError
 from bigbatch.lockstep.needing import NeedsLockStep
-from bigbatch.ranks.groups import stand_ins
-from bigbatch.ranks.sharding import sharded
+from bigbatch.ranks.groups import sharded, stand_ins
 from bigbatch.reading import refusals
 from bigbatch.reading.frozen import FrozenWeights
 from bigbatch.reading.reader import Reader

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.ranks.groups import groups_of
-from bigbatch.ranks.sharding import sharded
+from bigbatch.ranks.groups import groups_of, sharded
 from bigbatch.ranks.wrappers import group_of
 from bigbatch.reading.counts import LOW_PRECISION
 

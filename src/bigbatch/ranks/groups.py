@@ -5,7 +5,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bigbatch.ranks.sharding import sharded
+
+def sharded(models: Sequence[nn.Module]) -> list[Any]:
+    """Return the sharded parts of some models; by name, since importing FSDP takes as long as all of torch."""
+    every = (module for model in models for module in model.modules())
+    return [module for module in every if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)]
 
 
 def groups_of(part: Any) -> list[Any]:

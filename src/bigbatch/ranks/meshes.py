@@ -95,7 +95,7 @@ def spread_parameters(models: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
                 yield name, parameter
 
 
-def groups_of(parameter: Any) -> list[dist.ProcessGroup]:
+def groups_by_dimension(parameter: Any) -> list[dist.ProcessGroup]:
     """Return over whom a parameter is spread or repeated, for each dimension of its mesh."""
     mesh: DeviceMesh = parameter.device_mesh
     return [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
@@ -112,7 +112,7 @@ def peers(
     given = "group=" if mesh is None else "mesh="
     found: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for name, parameter in spread_parameters(models):
-        for group in groups_of(parameter):
+        for group in groups_by_dimension(parameter):
             ranks = members(group)
             both = with_samples & set(ranks)
             if len(ranks) == 1 or (sharded and both == set(ranks)):
@@ -149,7 +149,8 @@ def this_one_alone(models: Sequence[nn.Module]) -> dist.ProcessGroup | None:
 
 def _typed(given: DeviceMesh | None, spread: DeviceMesh) -> str:
     """Return what to type for the dimensions beside those of tensor parallelism, as far as names tell."""
-    root = given or spread._get_root_mesh()  # noqa: SLF001 - no public name
+    above = getattr(spread, "_get_root_mesh", None)  # no public name, and none at all in older versions
+    root: DeviceMesh = given or (spread if above is None else above())
     taken = spread.mesh_dim_names or ()
     names = [name for name in root.mesh_dim_names or () if name not in taken] or ["dp"]
     return "mesh[" + ", ".join(f'"{name}"' for name in names) + "]"

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError, RankFailed, WindowError
 from bigbatch.ranks import meshes, sharding
+from bigbatch.ranks.groups import sharded
 from bigbatch.ranks.sharding import Shards
 from bigbatch.ranks.spreading import Spread
 from bigbatch.ranks.wrappers import (
@@ -105,7 +106,7 @@ class Ranks:
                 raise ConfigurationError(msg)
             return None
         chosen = meshes.given_group(group, mesh)
-        parts = sharding.sharded(models)
+        parts = sharded(models)
         if parts:
             sharding.sum_only(models)
             shards = Shards(parts, chosen, by_mesh=mesh is not None)

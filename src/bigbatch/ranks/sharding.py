@@ -14,13 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bigbatch.errors import ConfigurationError
+from bigbatch.ranks.groups import groups_of, sharded
 from bigbatch.ranks.meshes import flat, members
-
-
-def sharded(models: Sequence[nn.Module]) -> list[Any]:
-    """Return the sharded parts of some models; by name, since importing FSDP takes as long as all of torch."""
-    every = (module for model in models for module in model.modules())
-    return [module for module in every if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)]
 
 
 class Shards:
@@ -30,7 +25,7 @@ class Shards:
         """Find out who they are; what was given must say the same (`by_mesh`: by `mesh=`, not by `group=`)."""
         self.parts = parts
         found: dict[Any, DeviceMesh] = {}
-        for group in (group for part in parts for group in _groups(part)):
+        for group in (group for part in parts for group in groups_of(part)):
             mesh: DeviceMesh = group.mesh_info.mesh
             found[tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())] = mesh
         if len(found) != 1:
@@ -60,22 +55,15 @@ class Shards:
     def forget(self) -> None:
         """Drop gradients that were kept whole and never reduced, as those of a window that is dropped."""
         for part in self.parts:
-            for parameter in (each for group in _groups(part) for each in group.fsdp_params):
+            for parameter in (each for group in groups_of(part) for each in group.fsdp_params):
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None  # noqa: SLF001
 
 
-def _groups(part: Any) -> list[Any]:
-    """Return the parameters of a sharded part, as FSDP groups them."""
-    state = part._get_fsdp_state()  # noqa: SLF001 - no public name
-    found = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # noqa: SLF001 - until 2.11
-    return [group for group in found if group is not None]
-
-
 def sum_only(models: Sequence[nn.Module]) -> None:
     """Have a reduction add up and not average; refuse parameters that no reduction reaches."""
-    reached = {id(p) for part in sharded(models) for group in _groups(part) for p in _parameters(group)}
+    reached = {id(p) for part in sharded(models) for group in groups_of(part) for p in _parameters(group)}
     for model in models:
         loose = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached]
         if loose:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from bigbatch.ranks.meshes import groups_of, members
+from bigbatch.ranks.meshes import groups_by_dimension, members
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Spread:
             return frozenset()
         key = spread.device_mesh, spread.placements
         if key not in self._known:
-            every = zip(groups_of(parameter), spread.placements, strict=True)
+            every = zip(groups_by_dimension(parameter), spread.placements, strict=True)
             parted = [group for group, placement in every if not placement.is_replicate()]
             found = {members(group): group for group in parted if dist.get_world_size(group) > 1}
             self._groups.update(found)
