@@ -114,6 +114,13 @@ class _Call:
         return _SAME if low or not exact else min(_SAME, torch.finfo(result.dtype).eps ** 0.5)
 
 
+class _Parts(NamedTuple):
+    """What a model is made of, as the window found it."""
+
+    parameters: tuple[nn.Parameter, ...]
+    modules: tuple[nn.Module, ...]
+
+
 @contextmanager
 def alone(worker: Worker) -> Iterator[None]:
     """Have no other micro-batch's turn come before this is over: it must not meet inside."""
@@ -133,14 +140,16 @@ class Calls:
     comparing: bool = False  # whether the second run gives what the first gave; this waits for the device
     moving: dict[int, frozenset[Place]] = field(default_factory=dict)  # buffers of models that a run writes into
     aliases: list[_Alias] = field(default_factory=list)
+    _parts: dict[int, "_Parts"] = field(default_factory=dict)  # of models: walking through one takes a while
 
     def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, *given: Any) -> Any:
         """Call a model for the micro-batch at hand, with positional and named arguments."""
-        with _refusing_changed_parameters(model):
+        parts = self._parts_of(model)
+        with _refusing_changed_parameters(parts.parameters):
             if worker.number:
                 return self._twice(model, plain, worker, given)
             # Its backward comes first, while no other holds anything: there is nothing to save.
-            buffers = FoundBefore(model, frozenset())
+            buffers = FoundBefore(parts.modules, frozenset())
             with alone(worker):
                 found = plain(*given[0], **given[1])
             self.moving[id(model)] = self.moving.get(id(model), frozenset()) | buffers.written()
@@ -149,7 +158,7 @@ class Calls:
     def _twice(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Any) -> Any:
         inputs = _tensors(given)
         versions = [tensor._version for tensor in inputs.values()]  # noqa: SLF001
-        buffers = FoundBefore(model, self.moving.get(id(model)))
+        buffers = FoundBefore(self._parts_of(model).modules, self.moving.get(id(model)))
         streams: Streams = worker.notes["streams"]
         call = _Call(model, plain, given, inputs, versions, streams, _autocast(), buffers, self.trained(model))
         before = streams.state()
@@ -163,7 +172,13 @@ class Calls:
 
     def trained(self, model: nn.Module) -> frozenset[int]:
         """Return which of the optimizers' parameters a run of a model gives a gradient to, as they are now."""
-        return self.parameters.intersection(id(p) for p in model.parameters() if p.requires_grad)
+        return self.parameters.intersection([id(p) for p in self._parts_of(model).parameters if p.requires_grad])
+
+    def _parts_of(self, model: nn.Module) -> "_Parts":
+        found = self._parts.get(id(model))
+        if found is None:
+            found = self._parts[id(model)] = _Parts(tuple(model.parameters()), tuple(model.modules()))
+        return found
 
     def refuse_changed(self) -> None:
         """Forward is over: raise where a result was changed in place that shares its memory."""
@@ -182,7 +197,7 @@ class Calls:
         call.wanted = list(first.values())
         if not call.wanted:
             return found
-        handle = next((p for p in model.parameters() if p.requires_grad and self._is_handle(p)), None)
+        handle = next((p for p in self._parts_of(model).parameters if p.requires_grad and self._is_handle(p)), None)
         if handle is None:
             raise CannotRunAgain("no parameter of the model can stand for all of them")
         with_gradient = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
@@ -276,11 +291,11 @@ def _memory(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _refusing_changed_parameters(model: nn.Module) -> Iterator[None]:
+def _refusing_changed_parameters(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Raise where a model changes its own parameters as it runs, as an average of others: it would do so twice."""
-    before = [parameter._version for parameter in model.parameters()]  # noqa: SLF001
+    before = [parameter._version for parameter in parameters]  # noqa: SLF001
     yield
-    if before != [parameter._version for parameter in model.parameters()]:  # noqa: SLF001
+    if before != [parameter._version for parameter in parameters]:  # noqa: SLF001
         raise RunsDiffer(_CHANGES_ITSELF.format(what="its own parameters"))
 
 

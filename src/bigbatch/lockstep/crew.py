@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from bigbatch.errors import PathsDiffer
 from bigbatch.lockstep.carrying import Carried
-from bigbatch.lockstep.one_core import stay_on, this_processor
+from bigbatch.lockstep.one_core import stay_on, this_processor, wait_when_woken
 
 _GLANCE = 0.1  # seconds
 Result = TypeVar("Result")
@@ -141,6 +141,7 @@ class _Seat:
             stay_on(processor)
 
     def _serve(self) -> None:
+        wait_when_woken()
         while not self.ended:
             self.go.acquire()
             job = self.job

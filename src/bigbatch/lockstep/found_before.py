@@ -4,7 +4,7 @@ A vector of a spectral norm, a running centre: one micro-batch after the other m
 last one has left it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -38,13 +38,13 @@ class _Buffer(NamedTuple):
 
 
 class FoundBefore:
-    """The buffers of a model before a run."""
+    """The buffers of a model's modules before a run."""
 
-    def __init__(self, model: nn.Module, moving: frozenset[Place] | None) -> None:
+    def __init__(self, modules: Iterable[nn.Module], moving: frozenset[Place] | None) -> None:
         """Copy those that will be written into; all of them, where that is not known."""
         self._found = [
             _Buffer(module, name, tensor, 0 if tensor is None else tensor._version)  # noqa: SLF001
-            for module in model.modules()
+            for module in modules
             for name, tensor in module._buffers.items()  # noqa: SLF001
         ]
         self._copies = {

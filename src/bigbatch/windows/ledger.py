@@ -9,7 +9,6 @@ On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are 
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,11 +18,11 @@ from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError
 from bigbatch.reading import refusals
-from bigbatch.reading.counts import Count, Kind, TotalOfSum
+from bigbatch.reading.counts import Count, Kind
 from bigbatch.reading.terms import Term
 from bigbatch.windows.disagreements import listed, other_total, several
 
-_RATIO_TOLERANCE = 1e-12
+RATIO_TOLERANCE = 1e-12
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 _PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
 
@@ -106,10 +105,10 @@ class Ledger:
                 and self.provisional is not None
             ):
                 return Weights(term.count / self.provisional)
-        data = _over_data(terms)
-        self._keep_factors(data)
+        data = over_data(terms)
+        self.keep_factors(data)
         if self.totals is not None:
-            return self._known(terms, data, first=self.micro_batches == 0)
+            return self.known(terms, data, first=self.micro_batches == 0)
         kinds = {term.kind for term in data}
         if len(kinds) > 1 or (self.kind and kinds and kinds != {self.kind}):
             self._refuse_doubtful(data)
@@ -125,66 +124,6 @@ class Ledger:
         once = tuple((term.node, share) for term in terms if term.kind == "once" and term.node is not None)
         return Weights(1.0, once) if data else Weights(share)
 
-    def weigh_together(
-        self, every: list[list[Term]], of_all: Callable[[tuple[Count, ...]], tuple[Count, ...]] | None = None
-    ) -> list[Weights]:
-        """Return the weights of all micro-batches, which are all there: their counts add up to the totals.
-
-        `of_all` makes those of all ranks of them, where there are others.
-        """
-        rows = [_over_data(terms) for terms in every]
-        for terms, data in zip(every, rows, strict=True):
-            if _names(terms) != _names(every[0]):
-                shown = f"{', '.join(_names(every[0]))} in one and {', '.join(_names(terms))} in another"
-                msg = (
-                    f"the loss changes within a batch: its terms are {shown} micro-batch. A big batch has one loss: "
-                    "write every term for every micro-batch, times 0 where it does not apply."
-                )
-                raise LossError(msg)
-            self._keep_factors(data)
-            self.factors = [term.factors for term in data]
-        self.totals = tuple(
-            TotalOfSum(1.0) if column[0].kind == "sum" else _added([term.count for term in column])
-            for column in zip(*rows, strict=True)
-        )
-        if of_all is not None:
-            self.totals = of_all(self.totals)
-        self.sure = True
-        pairs = list(zip(every, rows, strict=True))
-        ones = [self._as_one(data) for data in rows]
-        if any(len(data) < len(terms) for terms, data in pairs) and (None in ones or of_all is not None):
-            # A term that counts once does so by one rule in all micro-batches, on other ranks, too.
-            ones = [one if len(data) == 1 else None for one, data in zip(ones, rows, strict=True)]
-        return [
-            one or self._several(terms, data, first=not at)
-            for at, (one, (terms, data)) in enumerate(zip(ones, pairs, strict=True))
-        ]
-
-    def _as_one(self, data: list[Term]) -> Weights | None:
-        """Give one weight for a whole loss, where all its means were taken over the same things.
-
-        Such weights add up to 1 over the micro-batches, so terms that count once come out right, too.
-        """
-        if not data or any(term.kind != "mean" for term in data):
-            return None
-        shares = [_ratio(term.count, total) for term, total in zip(data, self.totals or (), strict=True)]
-        first = shares[0]
-        same = all(not isinstance(n, Tensor) and (n - first) ** 2 <= (_RATIO_TOLERANCE * first) ** 2 for n in shares)
-        return Weights(first) if len(shares) == 1 or (same and not isinstance(first, Tensor)) else None
-
-    def _several(self, terms: list[Term], data: list[Term], *, first: bool) -> Weights:
-        """Give every term its own weight; on a device the value is known where they turn out to be the same."""
-        weights = self._known(terms, data, first=first)
-        if len(weights.each) != len(data) or any(term.kind != "mean" for term in data):
-            return weights
-        numbers = [weight for _, weight in weights.each]
-        if not any(isinstance(weight, Tensor) for weight in numbers):
-            return weights
-        for weight in numbers[1:]:
-            same = (weight - numbers[0]) ** 2 <= (_RATIO_TOLERANCE * numbers[0]) ** 2
-            self.loss_known = torch.as_tensor(same) & self.loss_known
-        return weights._replace(of_value=numbers[0])
-
     @property
     def count(self) -> Count | tuple[Count, ...]:
         """What the loss was averaged over, all in all; several numbers for several terms."""
@@ -196,8 +135,8 @@ class Ledger:
 
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
-        data = _over_data(terms)
-        self.names = self.names or _names(terms)
+        data = over_data(terms)
+        self.names = self.names or names_of(terms)
         if self.factors is None and data:
             self.factors = [term.factors for term in data]
         if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
@@ -207,9 +146,7 @@ class Ledger:
             self.kind = "mean"
             count = data[0].count
             if isinstance(value, Tensor):
-                self.pending.append((value, count))
-                if len(self.pending) >= _PENDING:
-                    self.fold()
+                self._put_off(value, count)
             else:
                 self.total += count
                 if count:
@@ -217,14 +154,25 @@ class Ledger:
         else:
             if self.totals is not None:
                 self.kind = "known"
-                self.over = _names(data)
-                counts = [term.count if term.kind == "mean" else 0.0 for term in data]
-                self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
+                self.over = names_of(data)
+                if not self.sure:
+                    counts = [term.count if term.kind == "mean" else 0.0 for term in data]
+                    self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
             else:
                 self.kind = self.kind or ("sum" if data else "")
                 self.total = 1.0 if self.kind == "sum" else self.total
-            self._enter_parts(terms, weights, value, factors)
+            of_value = weights.of_value if weights.each else weights.whole
+            if of_value is not None and isinstance(value, Tensor):
+                self._put_off(value, of_value)
+            else:
+                self._enter_parts(terms, weights, value, factors)
         self.micro_batches += 1
+
+    def _put_off(self, value: Tensor, weight: Count) -> None:
+        """Have a loss on a device added up later, with others."""
+        self.pending.append((value, weight))
+        if len(self.pending) >= _PENDING:
+            self.fold()
 
     def adopt(self, tally: Tally) -> None:
         """Enter micro-batches that were added elsewhere."""
@@ -248,10 +196,12 @@ class Ledger:
             numbers = torch.stack(wide)
             # The loss of a micro-batch without targets is NaN, and counts nothing.
             self.loss = self.loss + torch.where(numbers > 0, losses * numbers, 0.0).sum()
-            self.total = self.total + numbers.sum()
+            if self.kind == "mean":
+                self.total = self.total + numbers.sum()
         else:
             known = [(value, float(count)) for value, count in self.pending if count]
-            self.total += sum(number for _, number in known)
+            if self.kind == "mean":
+                self.total += sum(number for _, number in known)
             if known:
                 weighed = torch._foreach_mul([v for v, _ in known], [n for _, n in known])  # noqa: SLF001
                 self.loss = self.loss + torch.stack(list(weighed)).sum(dtype=precise)
@@ -359,7 +309,7 @@ class Ledger:
 
     def _keep_names(self, terms: list[Term]) -> None:
         """A window is one big batch of one loss."""
-        now = _names(terms)
+        now = names_of(terms)
         if self.names and now != self.names and "count=" not in (*now, *self.names):
             raise LossError(
                 f"the loss changed within a window: its terms were {', '.join(self.names)} and are {', '.join(now)} "
@@ -367,7 +317,7 @@ class Ledger:
                 "Use one accumulator per loss, or add the losses of a batch; accumulator.flush() ends a window early."
             )
 
-    def _keep_factors(self, data: list[Term]) -> None:
+    def keep_factors(self, data: list[Term]) -> None:
         """A constant factor is constant: one that changes with the micro-batch may be a count in disguise."""
         now = [term.factors for term in data]
         if self.factors is not None and len(now) == len(self.factors) and now != self.factors:
@@ -389,9 +339,9 @@ class Ledger:
         for now, then in zip(others, self.reference[1:], strict=True):
             here, there = now * self.reference[0], then * first
             if isinstance(here, Tensor) or isinstance(there, Tensor):
-                kept = torch.as_tensor((here - there) ** 2 <= (_RATIO_TOLERANCE * here) ** 2)
+                kept = torch.as_tensor((here - there) ** 2 <= (RATIO_TOLERANCE * here) ** 2)
                 self.in_ratio = kept if self.in_ratio is None else self.in_ratio & kept
-            elif abs(here - there) > _RATIO_TOLERANCE * max(here, there):
+            elif abs(here - there) > RATIO_TOLERANCE * max(here, there):
                 self._refuse_doubtful(data)
                 raise SeveralCounts(several(terms, "counts not in constant ratio"))
 
@@ -401,8 +351,13 @@ class Ledger:
             if term.doubtful:
                 raise refusals.data_or_constant(term.name)
 
-    def _known(self, terms: list[Term], data: list[Term], *, first: bool) -> Weights:
-        """Weigh by totals that were counted in advance: nothing is left to correct."""
+    def known(
+        self, terms: list[Term], data: list[Term], shares: tuple[Count, ...] | None = None, *, first: bool
+    ) -> Weights:
+        """Weigh by totals that were counted in advance: nothing is left to correct.
+
+        `shares` are the terms' parts of them, where those are known, too.
+        """
         totals = self.totals or ()
         if len(totals) != len(data):
             raise SeveralCounts(
@@ -410,13 +365,18 @@ class Ledger:
                 "Return one count per term, in the order in which they are written."
             )
         weights: list[tuple[Node, Count]] = []
-        for term, total in zip(data, totals, strict=True):
+        if shares is None:
+            shares = tuple(
+                1.0 if term.kind == "sum" else _ratio(term.count, total)
+                for term, total in zip(data, totals, strict=True)
+            )
+        for term, share in zip(data, shares, strict=True):
             if term.node is None:
-                return Weights(_ratio(term.count, total))
-            weights.append((term.node, 1.0 if term.kind == "sum" else _ratio(term.count, total)))
+                return Weights(share)
+            weights.append((term.node, share))
         self.shares_once = self.shares_once or len(data) < len(terms)
-        share = self.once if first else 0.0
-        weights += [(term.node, share) for term in terms if term.kind == "once" and term.node is not None]
+        own = self.once if first else 0.0
+        weights += [(term.node, own) for term in terms if term.kind == "once" and term.node is not None]
         _refuse_shared_nodes(terms, weights)
         if len(weights) == 1:
             return Weights(weights[0][1])
@@ -429,17 +389,14 @@ def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _names(terms: list[Term]) -> tuple[str, ...]:
+def names_of(terms: list[Term]) -> tuple[str, ...]:
+    """Return what the terms of a loss are called."""
     return tuple([term.name for term in terms])
 
 
-def _over_data(terms: list[Term]) -> list[Term]:
+def over_data(terms: list[Term]) -> list[Term]:
+    """Return those that depend on data."""
     return terms if len(terms) == 1 and terms[0].kind != "once" else [t for t in terms if t.kind != "once"]
-
-
-def _added(counts: list[Count]) -> Count:
-    """Add up in float64 what may be on a device."""
-    return sum((c.double() if isinstance(c, Tensor) and c.device.type != "mps" else c for c in counts), start=0.0)
 
 
 def _weighed(value: Count, weight: Count) -> Count:

@@ -21,6 +21,7 @@ from bigbatch.windows import together
 from bigbatch.windows.engine import run_backward
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger, Tally, Weights
+from bigbatch.windows.side_by_side import weigh_together
 from bigbatch.windows.stepping import Stepper
 
 
@@ -114,7 +115,7 @@ class Window:
         every = [terms for _, terms in found]
         ranks, device = self._stepper.ranks, self._gradients.device
         of_all = None if ranks is None else partial(together.totals, ranks, device=device)
-        weights = self._ledger.weigh_together(every, of_all)
+        weights = weigh_together(self._ledger, every, of_all)
         _refuse_rounded_weights([loss for loss, _ in found], weights)
         self._gradients.widen()
         left = len(found)
@@ -147,6 +148,8 @@ class Window:
         try:
             start = self._start(weights.whole, loss)
             run_backward(loss, start, self._gradients.leaves if only_own else None)
+            if weights.of_value is not None:
+                return {}  # the value of the whole says it all
             return {node: factor / start.reshape(()) for node, factor in factors.items()}
         except BaseException as error:
             self._broken = error
