@@ -6,9 +6,9 @@ processor a turn is a switch between two threads, as if there were one.
 
 For windows on a device alone: there the threads only launch work. A processor's own work is shared out among all.
 
-Whoever passes the baton runs on for a moment before it waits. Linux would rather let the one that was woken run at once,
-only to find that Python's lock is still held: back, and forth once more. Threads that say they are a batch job wait
-until the other one sleeps, and a turn is one switch instead of three.
+Whoever passes the baton runs on for a moment before it waits. Linux would rather let the one that was woken run at
+once, only to find that Python's lock is still held: back, and forth once more. Threads that say they are a batch job
+wait until the other one sleeps, and a turn is one switch instead of three.
 """
 
 import os

@@ -76,7 +76,7 @@ class _Gather(torch.autograd.Function):
         refuse_changed([(ctx.together, ctx.title)])
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _over_ranks(ctx.worker), add)
         start, rows = ctx.rows
-        return total.narrow(0, start, rows).to(gradients[0].dtype), None, None
+        return _own(ctx.worker, total.narrow(0, start, rows).to(gradients[0].dtype)), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -95,7 +95,12 @@ class _Sum(torch.autograd.Function):
         refuse_second_derivative(ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _over_ranks(ctx.worker), add)
-        return total.to(gradients[0].dtype), None, None
+        return _own(ctx.worker, total.to(gradients[0].dtype)), None, None
+
+
+def _own(worker: Worker, gradient: Tensor) -> Tensor:
+    """Return a gradient that is this micro-batch's alone, where its memory may be taken from it while it waits."""
+    return gradient.clone() if worker.notes.get("parking") is not None else gradient
 
 
 def _concatenated(pieces: list[Tensor], ranks: Ranks | None) -> tuple[Tensor, list[int]]:

@@ -103,7 +103,13 @@ class Together:
 
         with around, ExitStack() as spared:
             recipes = offload.recipes if offload is not None else None
-            beside = {"recipes": recipes, "leaving": leaving, **_of_ranks(window.ranks, sizes, self._device)}
+            parking = offload.parking if offload is not None else None
+            beside = {
+                "recipes": recipes,
+                "parking": parking,
+                "leaving": leaving,
+                **_of_ranks(window.ranks, sizes, self._device),
+            }
             extras = self._side_by_side([task] * len(sizes), sizes, beside)
         self._compared = self._compared or calls is not None
         self._settled = self._valued, self._inside
