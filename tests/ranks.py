@@ -28,7 +28,7 @@ def run_on_ranks(
     A process that will use a GPU must not be forked from one that has: `start="spawn"`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context(start)
+        context: Any = mp.get_context(start)
         processes = [
             context.Process(target=_run, args=(rank, number, folder, by, work, arguments), daemon=True)
             for rank in range(number)
