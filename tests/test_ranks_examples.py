@@ -1,5 +1,8 @@
 """The examples on several ranks, started as their first lines say, end with the weights of one process."""
 
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,25 +13,61 @@ from tests.launched import torchrun
 from tests.reference import distance
 
 ROOT = Path(__file__).parent.parent
-EXAMPLES = ["examples/ranks/ddp.py", "examples/ranks/ddp_big_step.py"]
+FSDP2 = "examples/ranks/fsdp2.py"
+EXAMPLES = ["examples/ranks/ddp.py", "examples/ranks/ddp_big_step.py", FSDP2]
+# A worker of gloo (torch 2.13) that lets go of its last tensors when Python has ended asks for an interpreter that is
+# gone, and aborts; any program that shards with fully_shard and ends at once may end so, in one of about thirty runs
+# here. FSDP's caches hold the group, so that destroying it does not wait for that worker. All work is done by then.
+ABORTED = "terminate called without an active exception"
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_an_example_ends_with_the_weights_of_one_process(
-    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """To 1e-12, and prints what one process prints, once."""
-    one, several = str(tmp_path / "one.pt"), str(tmp_path / "several.pt")
-    monkeypatch.setattr("sys.argv", ["one_gpu.py", one])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    one_gpu.main()
-    result = torchrun(2, example, several)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == capsys.readouterr().out
-    assert result.stdout.count("16 updates") == 3
+@pytest.fixture
+def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[Path, str]:
+    """The weights of one process, and what it prints."""
+    path = tmp_path / "one.pt"
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.argv", ["one_gpu.py", str(path)])
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        one_gpu.main()
+    return path, capsys.readouterr().out
+
+
+def assert_ended(example: str, result: "subprocess.CompletedProcess[str]") -> None:
+    """See that a launcher has seen its processes end well, or in torch's own way."""
+    assert result.returncode == 0 or (example == FSDP2 and ABORTED in result.stderr), result.stderr
+
+
+def assert_same(several: Path, one: Path) -> None:
+    """See that two files hold the same weights."""
     found, true = torch.load(several), torch.load(one)
     assert found.keys() == true.keys()
     assert distance(list(found.values()), list(true.values())) <= 1e-12
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_an_example_ends_with_the_weights_of_one_process(example: str, tmp_path: Path, one: tuple[Path, str]) -> None:
+    """To 1e-12, and prints what one process prints, once."""
+    several = tmp_path / "several.pt"
+    result = torchrun(2, example, str(several))
+    assert_ended(example, result)
+    assert result.stdout == one[1]
+    assert result.stdout.count("16 updates") == 3
+    assert_same(several, one[0])
+
+
+def test_two_nodes_end_with_the_weights_of_one_process(tmp_path: Path, one: tuple[Path, str]) -> None:
+    """Two launchers that find each other at a port, as on two machines; the first process prints, once."""
+    several = tmp_path / "several.pt"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1")
+    with ThreadPoolExecutor(2) as launchers:
+        results = list(launchers.map(lambda _: torchrun(1, *nodes, FSDP2, str(several)), range(2)))
+    for result in results:
+        assert_ended(FSDP2, result)
+    assert sorted(result.stdout for result in results) == ["", one[1]]
+    assert_same(several, one[0])
 
 
 @pytest.mark.parametrize("example", [*EXAMPLES, "examples/ranks/one_gpu.py"])

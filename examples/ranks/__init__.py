@@ -1,1 +1,1 @@
-"""One training on one device and on several: all three end with the same weights, to rounding."""
+"""One training on one device and on several: all end with the same weights, to rounding."""

@@ -1,4 +1,4 @@
-"""Batches of 64 on one GPU, 16 samples at a time; what the other two files do on several.
+"""Batches of 64 on one GPU, 16 samples at a time; what the other files do on several.
 
 python examples/ranks/one_gpu.py [weights.pt]
 """
