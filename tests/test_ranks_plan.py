@@ -1,8 +1,10 @@
 """What a plan says several ranks cost is what they are seen to send and to hold."""
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.wire_counting import _BYTES as BYTES
-from bigbatch import Accumulator
-from bigbatch.ranks.costs import Costs, Way, costs
+from bigbatch import Accumulator, Setup, plan
+from bigbatch.errors import ConfigurationError, RankFailed
+from bigbatch.ranks.costs import Collective, Costs, Way, costs
+from bigbatch.ranks.spreading import local
+from bigbatch.recipes.training import train_setup
+from tests.launched import torchrun
 from tests.ranks import run_on_ranks
 from tests.test_ranks_sharded import shards
 
@@ -185,3 +191,169 @@ def test_ranks_send_and_hold_what_was_foretold(every: Any, ranks: int, make: Mad
         assert sent == foretold(way)
         assert held == way.gradients_held
         assert (said.ranks, said.micro_batches) == (ranks, 3 if ranks == 2 else 2)
+
+
+def planned(rank: int, kind: str, batches: list[int]) -> Any:
+    """Plan on one rank; return what it says, and what has changed."""
+    model = sharded() if kind == "fully_shard" else wrapped()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    before = [local(p.detach()).clone() for p in model.parameters()]
+    accumulator = Accumulator(model, optimizer, steps=2, overlap=True)  # whose settings are to stay
+    batch = torch.randn(batches[rank], 5)
+    random = torch.get_rng_state()
+    found = plan(model, lambda m, b: F.cross_entropy(m(b), torch.zeros(len(b)).long()), batch, optimizer=optimizer)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(
+        torch.equal(local(p.detach()), was) and p.grad is None
+        for p, was in zip(model.parameters(), before, strict=True)
+    )
+    assert not optimizer.state
+    held = gradients_held(model)
+    for _ in range(2):  # and go on as before
+        accumulator.backward(F.cross_entropy(model(torch.randn(4, 5)), torch.tensor([0, 1, 2, 0])))
+    return found, held
+
+
+def results(found: list[Any]) -> list[Any]:
+    """Raise what a rank has raised."""
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return found
+
+
+def test_sharded_models_are_planned_by_all_ranks_together() -> None:
+    """The same sizes, peaks and costs on all, for the largest of their parts; and nothing is left of it."""
+    (one, held), (other, _) = results(run_on_ranks(2, planned, "fully_shard", [12, 16]))
+    assert not held
+    assert [(row.size, row.measured_bytes) for row in one.rows] == [
+        (row.size, row.measured_bytes) for row in other.rows
+    ]
+    assert (one.batch_size, one.size, one.ranks) == (16, other.size, other.ranks)
+    assert (one.ranks.wrapper, one.ranks.ranks) == ("fully_shard", 2)
+    assert [way.how for way in one.ranks.ways] == ["the default", "overlap=True"]
+    text = str(one)
+    assert "Batch of 16 on each of 2 ranks" in text
+    assert "each of 2 ranks sends for weights and for gradients" in text
+    assert "overlap=True" in text
+
+
+def test_models_in_ddp_are_planned_by_each_rank_alone() -> None:
+    """Nothing is sent for it; one reduction per update is foretold."""
+    (one, _), (other, _) = results(run_on_ranks(2, planned, "ddp", [16, 8]))
+    assert (one.batch_size, other.batch_size) == (16, 8)
+    (way,) = one.ranks.ways
+    assert (way.name, way.weights_sent, way.sent) == ("once per update", 0, way.gradients_held)
+
+
+def wanted_elsewhere(_: int) -> Any:
+    """Plan a sharded model for a device that is not here."""
+    return plan(once(), lambda m, b: m(b).sum(), torch.randn(4, 5), memory="24GiB")
+
+
+def test_a_sharded_model_cannot_be_planned_for_a_device_that_is_not_here() -> None:
+    """Its passes cannot be traced."""
+    for error in run_on_ranks(2, wanted_elsewhere):
+        assert isinstance(error, ConfigurationError), error
+        assert "memory=0.8" in str(error)
+
+
+def out_of_memory(_: int) -> Any:
+    """Plan where two samples are too many."""
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        if len(batch) > 1:
+            raise torch.OutOfMemoryError
+        loss: torch.Tensor = model(batch).square().mean()
+        return loss
+
+    return plan(once(), loss_fn, torch.randn(64, 5))
+
+
+def test_a_pass_of_all_ranks_that_runs_out_of_memory_ends_the_plan() -> None:
+    """It cannot be taken back; a smaller budget keeps away from it."""
+    for error in run_on_ranks(2, out_of_memory):
+        assert isinstance(error, RankFailed), error
+        assert "a pass of 8 samples" in str(error)
+        assert "memory=0.8" in str(error)
+
+
+def test_bytes_are_those_of_a_ring() -> None:
+    """Three quarters of what four ranks gather or scatter, and twice that of what they reduce for all."""
+    assert Collective("all-gather", 400, 4, 3).sent == 900
+    assert Collective("reduce-scatter", 400, 4, 1).sent == 300
+    assert Collective("all-reduce", 400, 4, 1).sent == 600
+
+
+def test_fewer_micro_batches_cost_less_and_once_is_cheapest(every: Any) -> None:
+    """The trade that a plan shows: what is sent falls, what is held rises."""
+    for said, _, _ in (each[sharded, False] for each in every[2]):
+        by_default, once_only = said.ways
+        assert by_default.gradients_sent == 3 * once_only.gradients_sent
+        assert by_default.weights_sent == once_only.weights_sent
+        assert by_default.gradients_held < once_only.gradients_held
+
+
+FILE = """\
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import TensorDataset
+from bigbatch import Setup
+
+def setup():
+    print("a file that prints")
+    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
+    if SHARDED:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for part in (model[0], model):
+            fully_shard(part, mesh=mesh)
+    return Setup(
+        model=model,
+        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        data=TensorDataset(torch.randn(128, 64), torch.randint(10, (128,))),
+        batch_size=64,
+    )
+"""
+
+
+def test_the_command_on_several_ranks_prints_once(tmp_path: Path) -> None:
+    """A sharded model by all of them, as JSON and as a page."""
+    file, page = tmp_path / "mine.py", tmp_path / "plan.html"
+    file.write_text(FILE.replace("SHARDED", "True"))
+    result = torchrun(2, "-m", "bigbatch", "plan", str(file), "--json", "--html", str(page))
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["batch_size"] == 32
+    assert [way["name"] for way in found["ranks"]["ways"]] == ["every micro-batch", "once per update"]
+    assert result.stderr.count("a file that prints") == 1
+    assert "Between ranks" in page.read_text()
+    assert "overlap=True" in page.read_text()
+
+
+def test_the_command_says_what_ranks_with_a_whole_model_send(tmp_path: Path) -> None:
+    """As `bigbatch train` shares it: one reduction per update."""
+    file = tmp_path / "mine.py"
+    file.write_text(FILE.replace("SHARDED", "False"))
+    result = torchrun(2, "-m", "bigbatch", "plan", str(file))
+    assert result.returncode == 0, result.stderr
+    text = " ".join(result.stdout.split())
+    assert text.count("Batch of 32 on each of 2 ranks") == 1
+    assert "once per update 0 B 150 KiB 150 KiB 150 KiB the default" in text
+    assert "Next: torchrun --nproc-per-node 2 -m bigbatch train" in text
+
+
+def trained(_: int) -> Any:
+    """Have a sharded model trained as a file is."""
+    model = once()
+    return train_setup(Setup(model=model, optimizer=torch.optim.SGD(model.parameters()), data=[0], batch_size=1))
+
+
+def test_a_sharded_model_is_not_trained_by_the_command() -> None:
+    """It says where to look."""
+    for error in run_on_ranks(2, trained):
+        assert isinstance(error, ConfigurationError), error
+        assert "examples/ranks/fsdp2.py" in str(error)

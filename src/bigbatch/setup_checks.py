@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch import checks
 from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.ranks.groups import sharded
 
 LOSS_FN = "    loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 _CALLS = {"loss_fn": "model, batch", "collate": "samples", "evaluate": "model", "counts": "batch"}
@@ -37,13 +38,22 @@ def model(found: object) -> None:
             "Setup(model=DistributedDataParallel(...)): under torchrun, gradients are shared between the ranks here, "
             "without a wrapper.\nGive the plain model, as for one process:  Setup(model=model.module, ...)"
         )
-    if any(hasattr(parameter, "device_mesh") for parameter in found.parameters()):
+    if any(hasattr(parameter, "device_mesh") for parameter in found.parameters()) and not sharded([found]):
         raise ConfigurationError(
-            "Setup(model=...): this model is in parts over ranks (fully_shard, or tensor parallelism), and `bigbatch "
+            "Setup(model=...): this model is in parts over ranks (tensor parallelism), and `bigbatch "
             "train` gives each rank a whole model and samples of its own.\nGive the plain model, or train it with "
             "Accumulator(model, optimizer, ..., mesh=mesh['dp'])"
         )
-    checks.models(found)
+    checks.models(found, ranks=True)  # a sharded one can be planned
+
+
+def refuse_shards(found: nn.Module) -> None:
+    """Refuse to train what is sharded: `bigbatch train` has whole models on every rank."""
+    if sharded([found]):
+        raise ConfigurationError(
+            "Setup(model=...): this model is sharded with fully_shard, and `bigbatch train` has all of it on every "
+            "rank.\nTrain it in a loop of your own, as examples/ranks/fsdp2.py does; `bigbatch plan` tells its costs."
+        )
 
 
 def optimizer(found: object, trained: nn.Module) -> None:

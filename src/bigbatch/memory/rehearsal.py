@@ -12,6 +12,7 @@ from bigbatch.memory.metering import Meter
 from bigbatch.memory.sizing import Probe
 from bigbatch.micro_steps.restoring import untouched
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
+from bigbatch.ranks.spreading import local
 from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.windows.gradients import all_parameters
 
@@ -29,10 +30,13 @@ class Stage:
         optimizers: Sequence[Optimizer],
         gradient_dtype: torch.dtype | None,
         device: torch.device,
-        limit: int,
+        limit: int | None,
+        *,
+        meeting: bool = False,
     ) -> None:
-        """Set it up; `limit` is what may be held, in bytes."""
+        """Set it up; `limit` is what may be held, in bytes. Where passes are `meeting`s of ranks, all make as many."""
         self._models, self._optimizers, self._gradient_dtype, self._device = models, optimizers, gradient_dtype, device
+        self._meeting = meeting
         # A host hands out memory that is only taken when it is written to: state to come is added, not made.
         awaited = 0
         if device.type != "cuda":
@@ -60,7 +64,7 @@ class Stage:
         _, peak = self._meter(run)
         # Timed apart: the first time of a shape is slow, and so is a CPU under the meter.
         seconds = self._timed(run)
-        for _ in range(_REPEATS if seconds < _SHORT else 0):
+        for _ in range(_REPEATS if self._meeting or seconds < _SHORT else 0):
             seconds = min(seconds, self._timed(run))
         del company
         return Probe(size, peak.reserved, seconds)
@@ -96,7 +100,7 @@ def awaited_state(optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, torch.d
             waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
             if waiting:
                 dtypes = _state_dtypes(optimizer, group, waiting[0])
-                found += [(p.detach(), dtype, p.numel() * dtype.itemsize) for p in waiting for dtype in dtypes]
+                found += [(p.detach(), dtype, local(p).numel() * dtype.itemsize) for p in waiting for dtype in dtypes]
     return found
 
 

@@ -9,7 +9,8 @@ from bigbatch.memory.sizing import TIE
 from bigbatch.pages.markup import Html, element, paragraphs, table
 from bigbatch.pages.page import code, figures, opening, page, section
 from bigbatch.pages.plots import ACCENT, BAD, INK, MUTED, PAPER, SECOND, SHADE, beside, figure, legend
-from bigbatch.planning.report import Plan, Row
+from bigbatch.planning.report import RANKS_COLUMNS, Plan, Row, ranks_headline, ranks_rows
+from bigbatch.ranks.costs import Costs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,6 +38,7 @@ def plan_page(plan: Plan, *, name: str, next_step: tuple[str, str]) -> str:
         *why,
         *drawn,
         section("Every size that was tried", _table(plan)),
+        *([_ranks(plan.ranks)] if plan.ranks is not None else []),
         *notes,
         section("Next", code(command), element("p", f"{reason[0].upper()}{reason[1:]}.")),
     )
@@ -76,6 +78,14 @@ def _table(plan: Plan) -> Html:
     kept = [at for at, column in enumerate(zip(*rows, strict=True)) if any(column)]
     caption = f"Micro-batch sizes for a batch of {plan.batch_size:,}"
     return table([head[at] for at in kept], [[row[at] for at in kept] for row in rows], caption=caption, marks=marks)
+
+
+def _ranks(costs: Costs) -> Html:
+    """Show what ranks send each other, and what they hold, by when gradients are reduced."""
+    rows = [list(row) for row in ranks_rows(costs)]
+    marks = ["chosen" if way.how == "the default" else None for way in costs.ways]
+    made = table(list(RANKS_COLUMNS), rows, caption=ranks_headline(costs), marks=marks)
+    return section("Between ranks", paragraphs(costs.notes), made)
 
 
 def _peak(row: Row) -> int | None:

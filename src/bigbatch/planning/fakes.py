@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bigbatch.batches.splitting import mapped
+from bigbatch.ranks.spreading import local
 
 
 class Fakes:
@@ -22,7 +23,8 @@ class Fakes:
     def of(self, real: Tensor) -> Tensor:
         """Return the stand-in of a tensor: always the same for the same one, so that tied weights stay tied."""
         if id(real) not in self._made:
-            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+            own = local(real)
+            fake = torch.empty_strided(own.shape, own.stride(), dtype=real.dtype, device="cpu")
             if isinstance(real, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=real.requires_grad)
             elif real.requires_grad:

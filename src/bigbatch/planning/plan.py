@@ -23,6 +23,7 @@ from bigbatch.memory.rehearsal import Stage
 from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose
 from bigbatch.micro_steps.restoring import Randomness, devices_of
 from bigbatch.own_loss import own_loss
+from bigbatch.planning.among_ranks import Company
 from bigbatch.planning.coupled import awake_norms, coupled_notes, single_samples
 from bigbatch.planning.report import Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
@@ -48,10 +49,13 @@ def plan(
     random generators as they were. Where the memory asked for is not there (a CPU alone and a GPU's bytes, or more
     bytes than this GPU has), it predicts by tracing.
 
+    Of a model in DDP or sharded with `fully_shard` it says what ranks send in an update, and what they hold of the
+    gradients, by when these are reduced. Every pass through a sharded model is a meeting: call it on all ranks.
+
     Args:
         model: on its device; one or several, as `loss_fn` takes them.
         loss_fn: called as `loss_fn(model, micro_batch)`; None: `model(**micro_batch).loss`.
-        batch: all samples of one update, on any device.
+        batch: all samples of one update, on any device; over several ranks, this rank's part.
         optimizer: whose state is to fit, too. It need not have stepped.
         memory: a fraction, bytes or text such as "24GiB"; None: what this process holds and what is free.
     """
@@ -66,17 +70,26 @@ def make_plan(
     optimizer: Any = None,
     memory: float | str | None = None,
     on_probe: Callable[[int], None] | None = None,
+    ranks: int = 1,
 ) -> Plan:
-    """Plan, and tell `on_probe` the size of each probe before it is made."""
-    models = checks.models(model)
+    """Plan, and tell `on_probe` the size of each probe before it is made.
+
+    `ranks` is how many share the gradients of a model that is not wrapped.
+    """
+    models = checks.models(model, ranks=True)
     optimizers = () if optimizer is None else checks.optimizers(optimizer, models)
-    device = _device(models)
-    work = _Work(model, models, optimizers, loss_fn or own_loss, Batch.of(batch), on_probe or (lambda _: None))
+    company = Company(models, ranks)
+    device = company.device or _device(models)
+    work = _Work(model, models, optimizers, loss_fn or own_loss, Batch.of(batch), on_probe or (lambda _: None), company)
     budget, tracing = bytes_of(memory, device), memory is not None and _must_trace(memory, device)
+    if tracing:
+        company.refuse_tracing()
+    budget = -int(company.most(-budget))  # that of the rank which has least
     randomness = Randomness(devices_of(models))  # a trace, too, runs the user's code, and that of optimizers
     try:
-        found = _traced(work, budget, device) if tracing else _measured(work, budget, device)
-        return replace(found, notes=(*found.notes, *coupled_notes(models, found)))
+        with company.quiet():
+            found = _traced(work, budget, device) if tracing else _measured(work, budget, device)
+        return replace(found, notes=(*found.notes, *coupled_notes(models, found)), ranks=company.costs(found))
     finally:
         randomness.restore()
 
@@ -91,6 +104,12 @@ class _Work:
     loss: Callable[[Any, Any], Any]
     batch: Batch
     on_probe: Callable[[int], None]
+    company: Company
+
+    @property
+    def largest(self) -> int:
+        """Samples in the batch; where ranks meet, in the largest part of it."""
+        return int(self.company.most(self.batch.size))
 
 
 def _must_trace(memory: float | str, device: torch.device) -> bool:
@@ -105,11 +124,15 @@ def _measured(work: _Work, budget: int, device: torch.device) -> Plan:
     # Gradients are there whether an optimizer is given or not; one without state stands in for it.
     trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
     optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
-    stage = Stage(work.models, optimizers, torch.float32, device, min(budget, room(device).reachable))
+    meets = work.company.meets
+    # One rank that stops alone would leave the others waiting.
+    limit = None if meets else min(budget, room(device).reachable)
+    stage = Stage(work.models, optimizers, torch.float32, device, limit, meeting=meets)
     mover, alone = Mover(device), Lone(work.models, device)
     admission = Admission(work.models, optimizers, "exact", "")
     refusals: list[str] = []
     held, while_stepping = _held(work.models, optimizers, device)
+    held = int(work.company.most(held))
 
     def probe(size: int) -> Probe:
         def run() -> None:
@@ -122,11 +145,13 @@ def _measured(work: _Work, budget: int, device: torch.device) -> Plan:
             loss.backward()
 
         seen = stage.rehearse(size, lambda: alone.run(run, size))
-        # The step of the optimizer comes after, when activations are gone: a phase of its own.
-        return (
-            seen if seen.peak_bytes is None else replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
-        )
+        if seen.peak_bytes is not None:
+            # The step of the optimizer comes after, when activations are gone: a phase of its own.
+            seen = replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
+        return work.company.agreed(seen)
 
+    if meets:
+        probe(1)  # what FSDP makes in its first pass it keeps, emptied: it would be counted as held
     found = _search(work, probe, budget, MARGIN)
     on_cuda = device.type == "cuda"
     return found.plan(
@@ -219,6 +244,7 @@ class _Found:
 
 def _search(work: _Work, probe: Callable[[int], Probe], budget: int, margin: float) -> _Found:
     seen: list[Probe] = []
+    largest = work.largest
 
     def observed(size: int) -> Probe:
         work.on_probe(size)
@@ -228,13 +254,13 @@ def _search(work: _Work, probe: Callable[[int], Probe], budget: int, margin: flo
     choice: Choice | None = None
     # A plan that finds no size says so: that is its answer, not an error.
     with suppress(OutOfMemory):
-        choice = choose(observed, work.batch.size, budget, margin=margin)
+        choice = choose(observed, largest, budget, margin=margin)
         if choice.fits_whole and awake_norms(work.models):
             # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
             untimed = tuple(replace(each, seconds=None) for each in choice.probes)
             choice = replace(choice, size=choice.largest, probes=untimed)
     probes = tuple(sorted(seen, key=lambda each: each.size))
-    return _Found(work.batch.size, budget, int(budget * (1 - margin)), probes, choice)
+    return _Found(largest, budget, int(budget * (1 - margin)), probes, choice)
 
 
 def _device(models: Sequence[nn.Module]) -> torch.device:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from bigbatch.memory.budget import human
 from bigbatch.memory.sizing import TIE, Choice
+from bigbatch.ranks.costs import Costs
 
 _MOST = 0.5  # of the room for samples: one sample that takes this much leaves no choice
 _MANY_STEPS = 16
@@ -41,19 +42,24 @@ class Plan:
     rows: tuple[Row, ...]
     advice: tuple[str, ...]
     notes: tuple[str, ...]
+    ranks: Costs | None = None  # what the update costs, where several share it; sizes are then of each rank's part
 
     def __str__(self) -> str:
         """Return the table, the recommendation and the advice."""
-        return "\n".join([self.headline(), "", *table(self.rows, self.size), "", *self.advice, *self.notes])
+        said = [self.headline(), "", *table(self.rows, self.size), ""]
+        if self.ranks is not None:
+            said += [ranks_headline(self.ranks), "", *ranks_table(self.ranks), "", *self.ranks.notes]
+        return "\n".join([*said, *self.advice, *self.notes])
 
     def headline(self) -> str:
         """Say the recommendation in one line."""
         inside = f"within {human(self.budget)} on {self.device}"
+        batch = f"{self.batch_size:,}" + (f" on each of {self.ranks.ranks:,} ranks" if self.ranks else "")
         if self.size is None:
-            return f"Not one sample of this batch of {self.batch_size:,} fits {inside}."
+            return f"Not one sample of this batch of {batch} fits {inside}."
         if self.steps == 1:
-            return f"Batch of {self.batch_size:,}: all at once, without accumulation, {inside}."
-        return f"Batch of {self.batch_size:,}: micro-batches of {self.size:,}, {self.steps:,} steps, {inside}."
+            return f"Batch of {batch}: all at once, without accumulation, {inside}."
+        return f"Batch of {batch}: micro-batches of {self.size:,}, {self.steps:,} steps, {inside}."
 
 
 def table(rows: Sequence[Row], chosen: int | None) -> list[str]:
@@ -64,16 +70,50 @@ def table(rows: Sequence[Row], chosen: int | None) -> list[str]:
         time = "" if row.seconds_per_sample is None else f"{1e3 * row.seconds_per_sample:,.3g}"
         predicted, measured = ("" if b is None else human(b) for b in (row.predicted_bytes, row.measured_bytes))
         cells.append((f"{row.size:,}", f"{row.steps:,}", predicted, measured, time, mark))
-    kept = [column for column in zip(*cells, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in kept]
-    lines = zip(*kept, strict=True)
+    return _lines([column for column in zip(*cells, strict=True) if any(column[1:])])
+
+
+def ranks_headline(costs: Costs) -> str:
+    """Say what the table of costs is of."""
+    often = "1 micro-batch" if costs.micro_batches == 1 else f"{costs.micro_batches:,} micro-batches"
+    return (
+        f"In an update of {often}, each of {costs.ranks:,} ranks sends for weights and for gradients, receives as "
+        "much, and holds of gradients:"
+    )
+
+
+RANKS_COLUMNS = ("reduced", "weights", "gradients", "in all", "held", "")
+
+
+def ranks_rows(costs: Costs) -> list[tuple[str, ...]]:
+    """Return a line of cells for every way of reducing gradients, under `RANKS_COLUMNS`."""
     return [
-        "  ".join(_aligned(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+        (
+            way.name,
+            *(human(size) for size in (way.weights_sent, way.gradients_sent, way.sent, way.gradients_held)),
+            way.how,
+        )
+        for way in costs.ways
     ]
 
 
-def _aligned(cell: str, width: int) -> str:
-    return cell.ljust(width) if cell.startswith(("<-", "does")) else cell.rjust(width)
+def ranks_table(costs: Costs) -> list[str]:
+    """Return the lines of the table of costs."""
+    columns = list(zip(RANKS_COLUMNS, *ranks_rows(costs), strict=True))
+    return _lines(columns, words=(0, len(columns) - 1))
+
+
+def _lines(columns: Sequence[tuple[str, ...]], words: Sequence[int] = ()) -> list[str]:
+    """Put columns side by side: numbers to the right, words to the left."""
+    widths = [max(map(len, column)) for column in columns]
+    aligned = [
+        [
+            cell.ljust(width) if place in words or cell.startswith(("<-", "does")) else cell.rjust(width)
+            for cell in column
+        ]
+        for place, (column, width) in enumerate(zip(columns, widths, strict=True))
+    ]
+    return ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
 
 
 def advice(choice: Choice, resident: int) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from bigbatch.errors import ConfigurationError
 from bigbatch.planning.cuda_manners import like_cuda
 from bigbatch.planning.fakes import Fakes, faked
 from bigbatch.planning.live_storages import LiveStorages
+from bigbatch.ranks.spreading import local
 
 _BLOCK = {"cuda": 512, "cpu": 1}  # bytes that storages are rounded up to
 # cuBLAS keeps a workspace for each thread that calls it: the forward's and the backward's. 32 MiB each on Hopper,
@@ -189,10 +190,11 @@ def _loss(returned: Any) -> Tensor:
 
 def wider(parameters: Sequence[Tensor]) -> int:
     """Return what gradients of half precision take beyond their own size: they are added up in float32."""
-    halves = [p for p in parameters if p.is_floating_point() and p.element_size() < torch.float32.itemsize]
+    halves = [local(p) for p in parameters if p.is_floating_point() and p.element_size() < torch.float32.itemsize]
     return sum(p.numel() * (torch.float32.itemsize - p.element_size()) for p in halves)
 
 
 def size_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of some tensors; what they share counts once."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())  # noqa: SLF001
+    storages = [local(t).untyped_storage() for t in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # noqa: SLF001

@@ -81,6 +81,15 @@ def of_replicas(models: Sequence[nn.Module], ranks: int, steps: int, wrapper: st
     return Costs(wrapper, ranks, ranks, steps, (way,), (note,))
 
 
+def gathered_at_once(models: Sequence[nn.Module]) -> int:
+    """Return the most bytes of whole weights that a pass through sharded models holds beside its shards."""
+    parts = sharded(models)
+    roots = _roots(parts)
+    every = [_Group(group, root=group in roots) for part in parts for group in groups_of(part)]
+    freed = sorted((group.whole for group in every if group.gathers_again), reverse=True)
+    return sum(group.whole for group in every if not group.gathers_again) + sum(freed[:2])  # one, and the next one
+
+
 def _of_shards(groups: Sequence[Any], roots: Sequence[Any], steps: int) -> Costs:
     every = [_Group(group, root=group in roots) for group in groups]
     gathers = tuple(each for group in every for each in group.gathers(steps))
@@ -90,7 +99,7 @@ def _of_shards(groups: Sequence[Any], roots: Sequence[Any], steps: int) -> Costs
     home = "cpu" if offloaded else device.type
     ways = (
         _way(
-            "with every micro-batch",
+            "every micro-batch",
             "the default",
             (*gathers, *(each for group in every for each in group.reductions(steps))),
             part,
@@ -105,7 +114,7 @@ def _of_shards(groups: Sequence[Any], roots: Sequence[Any], steps: int) -> Costs
         ),
     )
     shards, replicas = max(group.shards for group in every), max(group.replicas for group in every)
-    notes = tuple(_notes(every, ways, steps, offloaded=offloaded and device.type != "cpu"))
+    notes = tuple(_notes(every, ways, offloaded=offloaded and device.type != "cpu"))
     return Costs("fully_shard", shards * replicas, replicas, steps, ways, notes)
 
 
@@ -119,7 +128,7 @@ class _Group:
         self._group, self._root, policy = group, root, group.mp_policy
         own = [(each, each.sharded_param) for each in group.fsdp_params]
         self.gathered_in = {_or(policy.param_dtype, p.dtype) for _, p in own}
-        self._whole = sum(self._padded(each) * _or(policy.param_dtype, p.dtype).itemsize for each, p in own)
+        self.whole = sum(self._padded(each) * _or(policy.param_dtype, p.dtype).itemsize for each, p in own)
         trained = [(each, p) for each, p in own if p.requires_grad]
         self.reduced_in = {_or(policy.reduce_dtype or policy.param_dtype, p.dtype) for _, p in trained}
         dtypes = [_or(policy.reduce_dtype or policy.param_dtype, p.dtype).itemsize for _, p in trained]
@@ -147,9 +156,9 @@ class _Group:
     def gathers(self, steps: int) -> Iterator[Collective]:
         """All-gathers of an update: one in a forward, and one in a backward if it finds the weights freed."""
         if self.shards > 1:
-            yield Collective("all-gather", self._whole, self.shards, steps)
+            yield Collective("all-gather", self.whole, self.shards, steps)
         if self.gathers_again and (among := self._group.post_forward_mesh_info.shard_mesh_size) > 1:
-            yield Collective("all-gather", self._whole, among, steps)
+            yield Collective("all-gather", self.whole, among, steps)
 
     def reductions(self, times: int) -> Iterator[Collective]:
         """Reductions of an update that reduces so many times."""
@@ -174,7 +183,7 @@ def _way(name: str, how: str, collectives: tuple[Collective, ...], held: int, pl
     return Way(name, how, weights, sent - weights, sent, held, place, collectives)
 
 
-def _notes(groups: Sequence[_Group], ways: Sequence[Way], steps: int, *, offloaded: bool) -> Iterator[str]:
+def _notes(groups: Sequence[_Group], ways: Sequence[Way], *, offloaded: bool) -> Iterator[str]:
     again = sum(group.gathers_again for group in groups)
     where = (
         "forward and, freed in between, in every backward"
@@ -188,8 +197,6 @@ def _notes(groups: Sequence[_Group], ways: Sequence[Way], steps: int, *, offload
     if any(group.replicas > 1 for group in groups):
         often += f": scattered among {groups[0].shards} ranks, then added up over {groups[0].replicas} replicas"
     yield f"{often}."
-    if steps == 1:
-        yield "With one micro-batch in an update, both ways are the same."
     if offloaded:
         yield "By default a rank's gradients wait in host memory (CPUOffloadPolicy); whole ones stay on the device."
     if ways[1].gradients_held > ways[0].gradients_held:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from bigbatch import setup_checks
 from bigbatch.accumulator import Accumulator
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.recipes.launching import Place
@@ -59,6 +60,7 @@ def train_setup(
     At a `place` among several processes each trains on its part of every batch, to the weights that one process would
     have come to. What the user's own code raises comes out as a `UserCodeError` that says which call it was.
     """
+    setup_checks.refuse_shards(setup.model)
     share = None if place is None else Share(setup, place)
     steps = setup.steps if share is None else share.steps
     device = next((parameter.device for parameter in setup.model.parameters()), torch.device("cpu"))
