@@ -249,7 +249,7 @@ def test_words_stand_out(scheme: int, ground: str) -> None:
 def test_what_ranks_send_and_hold_stands_on_the_page_of_their_plan() -> None:
     """Both ways of reducing, what each costs, and how to ask for it; a plan of one process has none of it."""
     words = Seen(of_plan(SHARDED)).words
-    for said in ("Between ranks", "each of 1,024 ranks", "every micro-batch", "144 GiB", "overlap=True", "700 MiB"):
+    for said in ("Between ranks", "each of 1,024 ranks", "every micro-batch", "48 GiB", "overlap=True", "700 MiB"):
         assert said in words
     assert "Between ranks" not in Seen(of_plan(PLAN)).words
 

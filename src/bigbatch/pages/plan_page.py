@@ -15,6 +15,7 @@ from bigbatch.ranks.costs import Costs
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_SUM = RANKS_COLUMNS.index("in all")
 _HEADROOM = 1.18  # above the highest thing drawn
 _FAR = 2.5  # times the highest peak: a budget above is named at the edge, or all peaks would lie on the ground
 _STEEP = 10.0  # the slowest to the fastest: beyond, times are drawn by their ratios
@@ -82,9 +83,10 @@ def _table(plan: Plan) -> Html:
 
 def _ranks(costs: Costs) -> Html:
     """Show what ranks send each other, and what they hold, by when gradients are reduced."""
-    rows = [list(row) for row in ranks_rows(costs)]
+    # Without their sum, it fits the screen of a telephone but for its last word.
+    head, *rows = ([cell for at, cell in enumerate(row) if at != _SUM] for row in (RANKS_COLUMNS, *ranks_rows(costs)))
     marks = ["chosen" if way.how == "the default" else None for way in costs.ways]
-    made = table(list(RANKS_COLUMNS), rows, caption=ranks_headline(costs), marks=marks)
+    made = table(head, rows, caption=ranks_headline(costs), marks=marks)
     return section("Between ranks", paragraphs(costs.notes), made)
 
 
