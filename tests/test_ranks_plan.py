@@ -258,6 +258,23 @@ def test_a_sharded_model_cannot_be_planned_for_a_device_that_is_not_here() -> No
         assert "memory=0.8" in str(error)
 
 
+def in_parts(_: int) -> Any:
+    """Plan a model with tensor parallelism alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    return plan(model, lambda m, b: m(b).square().mean(), torch.randn(4, 4))
+
+
+def test_tensor_parallelism_alone_is_not_planned() -> None:
+    """Its ranks would have to make as many passes."""
+    for error in run_on_ranks(2, in_parts):
+        assert isinstance(error, ConfigurationError), error
+        assert "cannot be planned" in str(error)
+
+
 def out_of_memory(_: int) -> Any:
     """Plan where two samples are too many."""
 
@@ -357,3 +374,29 @@ def test_a_sharded_model_is_not_trained_by_the_command() -> None:
     for error in run_on_ranks(2, trained):
         assert isinstance(error, ConfigurationError), error
         assert "examples/ranks/fsdp2.py" in str(error)
+
+
+def planned_on_a_gpu(_: int, offloads: bool) -> Any:
+    """Plan a sharded model on a GPU that two processes share."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    torch.cuda.set_device(0)
+    model = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256)).cuda()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy())
+    optimizer, batch = torch.optim.AdamW(model.parameters()), torch.randn(4096, 256, device="cuda")
+    return plan(model, lambda m, b: m(b).square().mean(), batch, optimizer=optimizer, memory=0.05)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_sharded_model_is_measured_on_its_gpu(offloads: bool) -> None:
+    """By all ranks; offloaded shards of gradients wait in host memory, and whole ones on the GPU."""
+    one, other = results(run_on_ranks(2, planned_on_a_gpu, offloads, start="spawn"))
+    assert one.measured
+    assert one.rows[0].measured_bytes == other.rows[0].measured_bytes
+    assert one.rows[0].measured_bytes < one.rows[-1].measured_bytes
+    assert one.ranks == other.ranks
+    assert one.ranks.ways[0].held_on == ("cpu" if offloads else "cuda")

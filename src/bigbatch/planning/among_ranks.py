@@ -7,7 +7,6 @@ A rank whose model is in DDP measures alone, and says nothing. Every pass throug
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from bigbatch.memory.sizing import Probe
 from bigbatch.planning.report import Plan
 from bigbatch.ranks.costs import Costs, costs, gathered_at_once, of_replicas
 from bigbatch.ranks.groups import groups_of, sharded
+from bigbatch.ranks.meshes import flat, spread_parameters
 from bigbatch.ranks.wrappers import data_parallel, silence
 
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
@@ -32,6 +32,12 @@ class Company:
         self._models, self._ranks = models, ranks
         self._wrappers = data_parallel(models)
         self._parts = sharded(models)
+        if not self._parts and next(spread_parameters(models), None) is not None:
+            raise ConfigurationError(
+                "this model is in parts over ranks (tensor parallelism) without fully_shard, and cannot be planned: "
+                "ranks would make passes through it that the others do not make.\n\n"
+                "Plan the whole model in one process, or shard it with fully_shard, too."
+            )
         self._group = _everyone(models) if self._parts else None
 
     @property
@@ -128,11 +134,6 @@ class Company:
 
 
 def _everyone(models: Sequence[nn.Module]) -> dist.ProcessGroup:
-    """Return the ranks that a model is sharded over, in whatever way."""
-    spread: Any = next(p for model in models for p in model.parameters() if hasattr(p, "device_mesh"))
-    mesh = spread.device_mesh
-    group: Any = dist.group.WORLD
-    if mesh.size() != dist.get_world_size():
-        group = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()  # noqa: SLF001 - no public name
-    found: dist.ProcessGroup = group
-    return found
+    """Return the ranks that a model is in parts over, in whatever way."""
+    _, parameter = next(spread_parameters(models))
+    return flat(parameter.device_mesh)
