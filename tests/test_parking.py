@@ -61,7 +61,7 @@ def test_the_big_batch_with_gradients_that_park(name: str, monkeypatch: pytest.M
         optimizer.zero_grad()
         loss_of(twin, images(13, number)).backward()
         optimizer.step()
-    assert set(came_back) == {1, 3, 5}
+    assert set(came_back) == {1, 5}  # of seven
     assert distance(weights(model), weights(twin)) <= 1e-12
     assert distance(list(model.buffers()), list(twin.buffers())) <= 1e-12
 
@@ -96,7 +96,7 @@ def test_memory_goes_and_comes_back() -> None:
     view, size = first[3:], first.untyped_storage().nbytes()
     with parked.parked(1, first):
         assert first.untyped_storage().nbytes() == size  # until someone comes after it
-        with parked.parked(3, second):
+        with parked.parked(5, second):
             assert not first.untyped_storage().nbytes()
             assert second.untyped_storage().nbytes() == size
         assert torch.equal(second, torch.arange(32.0, 64.0))
@@ -107,7 +107,7 @@ def test_memory_goes_and_comes_back() -> None:
 
 
 def test_who_does_not_park() -> None:
-    """Micro-batches with an even number, and small tensors."""
+    """Most micro-batches, and small tensors."""
     parked = park()
     with parked.parked(2, torch.ones(64)), parked.parked(1, torch.ones(2)):
         assert not parked.held
