@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 FSDP2 = "examples/ranks/fsdp2.py"
 EXAMPLES = ["examples/ranks/ddp.py", "examples/ranks/ddp_big_step.py", FSDP2]
 # A thread of gloo (torch 2.13) that lets go of its last tensors when Python has ended asks for an interpreter that is
-# gone, and aborts. FSDP's caches hold the group, so that destroying it does not wait for that thread; the barrier at the
-# example's end nearly always does (1 of 60 runs here still aborted, 3 of 20 without it). All work is done by then.
+# gone, and aborts. FSDP's caches hold the group, so that destroying it does not wait for that thread; the barrier at
+# the example's end nearly always does (1 of 60 runs here still aborted, 3 of 20 without it). All work is done by then.
 ABORTED = "terminate called without an active exception"
 
 
