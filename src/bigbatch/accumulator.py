@@ -194,7 +194,7 @@ class Accumulator:
                 self.discard()
             raise
         self._added = True
-        if self._last or self._window.micro_batches + self._window.passed_by >= self._steps:
+        if self._last or self._window.passes >= self._steps:
             return self._close(self._window, checked=True)
         if self._stepper.ranks is not None:
             self._prepare()

@@ -211,7 +211,7 @@ class Gradients:
         """Clear all gradients and leave the parameters as they were before the window."""
         for p in self.parameters:
             p.grad = None
-        self._hold()
+        self._held, self._versions = [None] * len(self.parameters), [0] * len(self.parameters)
 
     def snapshot(self) -> list[Tensor | None]:
         """Return copies of the gradients, for a checkpoint."""

@@ -68,7 +68,7 @@ class Tally(NamedTuple):
     first: Count  # the first micro-batch's count, on its way to the host
 
 
-@dataclass
+@dataclass(slots=True)
 class Ledger:
     """The running totals of one window."""
 

@@ -3,8 +3,7 @@
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -214,31 +213,28 @@ class Stepper:
         if fused and nonfinite is not None:
             handed["found_inf"] = nonfinite.float()
         gradients.narrow()
-        self._stepped = False
-        with self._by_us(active, handed):
-            for optimizer in active:
-                self._doing = optimizer
-                if self.scaler is not None:
-                    self.scaler.step(optimizer)
-                else:
-                    optimizer.step()
+        self._step_all(active, handed)
         if self.scaler is not None and active:
             self.scaler.update()
         if nonfinite is not None:
             return nonfinite
         return bool(active) and not self._stepped
 
-    @contextmanager
-    def _by_us(self, active: Sequence[Optimizer], handed: dict[str, Tensor]) -> Iterator[None]:
+    def _step_all(self, active: Sequence[Optimizer], handed: dict[str, Tensor]) -> None:
         """Step with our own mark on it, and with what fused kernels take as attributes."""
-        self._stepping = True
-        for optimizer in active:
+        self._stepped, self._stepping = False, True
+        for optimizer in active if handed else ():
             vars(optimizer).update(handed)
         try:
-            yield
+            for optimizer in active:
+                self._doing = optimizer
+                if self.scaler is not None:
+                    self.scaler.step(optimizer)
+                else:
+                    optimizer.step()
         finally:
             self._stepping = False
-            for optimizer in active:
+            for optimizer in active if handed else ():
                 for name in handed:
                     vars(optimizer).pop(name, None)
 

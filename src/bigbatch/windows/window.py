@@ -87,25 +87,28 @@ class Window:
 
     def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
         """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
-        if not self.untouched:  # gradients were looked at when the window was opened
+        ledger, dtype = self._ledger, loss.dtype
+        first, in_common = not ledger.micro_batches, ledger.in_common
+        if not first or not self.untouched:  # gradients were looked at when the window was opened
             self.check()
-        if self._ledger.in_common and loss.dtype in LOW_PRECISION:
-            raise LossError(_ROUNDED_IN_COMMON.format(loss.dtype))
-        weights = self._ledger.weigh(terms)
-        if not self._ledger.micro_batches:
+        if in_common and dtype in LOW_PRECISION:
+            raise LossError(_ROUNDED_IN_COMMON.format(dtype))
+        weights = ledger.weigh(terms)
+        if first:
             self._await(terms)
         factors: dict[Node, Tensor] = {}
-        if not weights.nothing or self._ledger.in_common:  # every pass is a meeting
+        if in_common or not weights.nothing:  # every pass is a meeting
             factors = self._backward(loss, terms, weights, only_own=only_own)
-            if self._ledger.in_common:
+            if in_common:
                 self._left_out = self._gradients.unchanged()
             self._gradients.remember()
-            if not self._reached and not (self._ledger.in_common and self._awaits_reduction()):
+            if not self._reached and not (in_common and self._awaits_reduction()):
                 self._refuse_unreached()
             if not self._shown:
                 self._show(terms, weights)
-        self._ledger.enter(terms, weights, loss, factors)
-        self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+        ledger.enter(terms, weights, loss, factors)
+        if first or dtype != self._loss_dtype:
+            self._loss_dtype = dtype if dtype == torch.float64 else torch.float32
 
     def add_together(self, found: list[tuple[Tensor, list[Term]]], *, only_own: bool) -> list[Callable[[], None]]:
         """Weigh micro-batches whose losses are all there before the first backward; returns the backward of each.
@@ -148,7 +151,7 @@ class Window:
         try:
             start = self._start(weights.whole, loss)
             run_backward(loss, start, self._gradients.leaves if only_own else None)
-            if weights.of_value is not None:
+            if not factors or weights.of_value is not None:
                 return {}  # the value of the whole says it all
             return {node: factor / start.reshape(()) for node, factor in factors.items()}
         except BaseException as error:
