@@ -40,8 +40,8 @@ def plan(
 ) -> None:
     """Find the micro-batch size for your own file.
 
-    It is measured on the model's device in at most six probes. For a GPU that is not here (--memory 24GiB) it is
-    predicted by tracing.
+    It is measured on the model's device in six probes or less, ten where memory runs out. For a GPU that is not here
+    (--memory 24GiB) it is predicted by tracing.
 
     FILE.py: a file whose function setup() returns a bigbatch.Setup. On several devices, with what they send and hold:
     torchrun --nproc-per-node 2 -m bigbatch plan FILE.py

@@ -21,8 +21,10 @@ from bigbatch.memory.budget import human
 
 MARGIN = 0.03  # of the budget, left free: an allocator's holes, and what a step holds that a probe does not
 PROBES = 6
+HALVINGS = 4  # more, where a size ran out of memory: that says one thing, too large, and a peak says how much
 TIE = 1.02  # as fast as makes no difference
 _SECOND = 8  # samples: enough to be above a peak that has nothing to do with samples
+_SLOWER = 1.05  # than the fastest that may still fit: worth another probe
 _FURTHEST = 64  # times the largest size measured: a line through two small sizes says little further out
 
 
@@ -88,7 +90,7 @@ def choose(
         largest: samples in the batch.
         budget: bytes that the peak must stay inside, margin included.
         margin: the part of the budget to leave free.
-        probes: how many may be made.
+        probes: how many may be made; up to four more where memory ran out and the sizes left differ by 5 % in speed.
     """
     search = _Search(probe, largest, int(budget * (1 - margin)), probes)
     search.start(budget)
@@ -103,7 +105,8 @@ class _Search:
 
     def __init__(self, probe: Callable[[int], Probe], largest: int, limit: int, probes: int) -> None:
         self.limit = limit
-        self._probe, self._largest, self._left = probe, largest, probes
+        self._probe, self._largest = probe, largest
+        self._left, self._more = probes, HALVINGS
         self._seen: dict[int, Probe] = {}
 
     def seen(self) -> list[Probe]:
@@ -117,7 +120,7 @@ class _Search:
 
     def reach_the_largest_that_fits(self) -> None:
         """Close in on the boundary from both sides, until the sizes between make no difference."""
-        while self._left and (size := self._next_towards_the_largest()) is not None:
+        while (size := self._next_towards_the_largest()) is not None:
             self._look(size)
 
     def _next_towards_the_largest(self) -> int | None:
@@ -129,6 +132,8 @@ class _Search:
         between = [size for size in between if size <= bound]
         if not between or self._parts(low.size) <= TIE * self._parts(between[-1]):
             return None
+        if not self._left and not self._is_worth_more(low.size, between[-1]):
+            return None
         if len(self._seen) == 1:
             wanted: float = _SECOND
         elif high is None:
@@ -139,12 +144,17 @@ class _Search:
             # Running out of memory does not say how much was missing: stay well below it. A peak does: a chord is
             # never below the peaks between, so where it leaves the budget still fits. Where that is close to `low`,
             # a second peak over the limit tells more: the line through both leads back to where they leave it.
-            few = len(between) < 2**self._left  # few enough to halve them until one is left
+            few = len(between) < 2 ** (self._left or self._more)  # few enough to halve them until one is left
             wanted = between[len(between) // 2] if few else math.sqrt(low.size * between[-1])
             if high.peak_bytes is not None:
                 chord = _crossing([low, high], self.limit)
                 wanted = chord if chord >= wanted else between[-1]
         return max((size for size in between if size <= wanted), default=between[0])
+
+    def _is_worth_more(self, now: int, hoped: int) -> bool:
+        """Whether probes were spent on failures, and the largest size that may still fit would be faster."""
+        failed, time = any(p.peak_bytes is None for p in self.seen()), self._seconds if self._timed else self._parts
+        return self._more > 0 and failed and time(now) > _SLOWER * time(hoped)
 
     def look_for_a_faster_one(self) -> None:
         """Where a size below the largest was the fastest, the very fastest may lie beside it."""
@@ -196,7 +206,10 @@ class _Search:
         return all(p.seconds is not None for p in self._fitting)
 
     def _look(self, size: int) -> Probe:
-        self._left -= 1
+        if self._left:
+            self._left -= 1
+        else:
+            self._more -= 1
         self._seen[size] = self._probe(size)
         return self._seen[size]
 

@@ -45,9 +45,9 @@ def plan(
         print(bigbatch.plan(model, loss_fn, batch, optimizer=optimizer))
         print(bigbatch.plan(model, loss_fn, batch, optimizer=optimizer, memory="24GiB"))  # also without that GPU
 
-    It measures on the model's own device, in at most six probes, and leaves model, gradients, buffers, optimizer and
-    random generators as they were. Where the memory asked for is not there (a CPU alone and a GPU's bytes, or more
-    bytes than this GPU has), it predicts by tracing.
+    It measures on the model's own device, in six probes or less (ten where memory runs out on the way), and leaves
+    model, gradients, buffers, optimizer and random generators as they were. Where the memory asked for is not there (a
+    CPU alone and a GPU's bytes, or more bytes than this GPU has), it predicts by tracing.
 
     Of a model in DDP or sharded with `fully_shard` it says what ranks send in an update, and what they hold of the
     gradients, by when these are reduced. Every pass through a sharded model is a meeting: call it on all ranks.
