@@ -53,6 +53,9 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
     def contrastive(end: float) -> Tables:
         yield from lockstep_contrastive.measure(sizes, rounds=rounds, end=end)
 
+    def wide(end: float) -> Tables:
+        yield from lockstep_contrastive.measure_wide(sizes, rounds=rounds, end=end)
+
     def exact(end: float) -> Tables:
         yield from lockstep_exact.measure(sizes, end=end)
 
@@ -62,6 +65,7 @@ def parts(arguments: argparse.Namespace) -> list[Part]:
     return [
         Part("resnet", 40.0, small),
         Part("contrastive", 18.0, contrastive),
+        Part("contrastive", 20.0, wide),
         Part("exact", 28.0, exact),
         Part("resnet", 45.0, large),
     ]

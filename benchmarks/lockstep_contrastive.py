@@ -124,6 +124,16 @@ def _stepped(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -
     optimizer.zero_grad(set_to_none=True)
 
 
+def wide_entries(scale: Scale) -> dict[str, Entry]:
+    """Those that a bar is about, with large towers."""
+    work = Work(scale.wide_pairs, scale.device, pairs(scale.wide_pairs, scale.device))
+    return {
+        WRONG: Entry(partial(work.hand_loop, work.pieces), CACHED, peak_beside=WRONG),
+        CACHED: Entry(work.grad_cache, CACHED, peak_beside=WRONG),
+        "bigbatch recompute": Entry(partial(work.ours, "recompute"), CACHED, BAR, peak_beside=WRONG),
+    }
+
+
 def entries(scale: Scale) -> dict[str, Entry]:
     """Everyone; GradCache's figures are what ours are compared with, but for the peak."""
     size = scale.pairs
@@ -157,8 +167,19 @@ def entries(scale: Scale) -> dict[str, Entry]:
 
 
 def measure(scale: Scale, *, rounds: int, end: float) -> Iterator[tuple[Grid, list[Raced]]]:
-    """Yield the table."""
-    size = scale.pairs
-    title = f"CLIP-like towers: {size.samples:,} pairs in micro-batches of {size.micro_batch}, float32"
+    """Yield the table of small towers, which hosts can hardly launch fast enough."""
+    yield from _raced("small CLIP-like", scale.pairs, entries(scale), scale, rounds=rounds, end=end)
+
+
+def measure_wide(scale: Scale, *, rounds: int, end: float) -> Iterator[tuple[Grid, list[Raced]]]:
+    """Yield the table of large ones."""
+    yield from _raced("large CLIP-like", scale.wide_pairs, wide_entries(scale), scale, rounds=rounds, end=end)
+
+
+def _raced(
+    name: str, size: Pairs, found: dict[str, Entry], scale: Scale, *, rounds: int, end: float
+) -> Iterator[tuple[Grid, list[Raced]]]:
+    towers = f"{name} towers ({size.layers} layers, {size.width} wide)"
+    title = f"{towers}: {size.samples:,} pairs in micro-batches of {size.micro_batch}, float32"
     header = ("× GradCache", "/ plain's")
-    yield from raced("CLIP-like", title, entries(scale), scale.device, rounds=rounds, end=end, header=header)
+    yield from raced(name, title, found, scale.device, rounds=rounds, end=end, header=header)

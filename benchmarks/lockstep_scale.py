@@ -42,6 +42,8 @@ class Scale:
     small_resnet50: Images = Images(64, 64, classes=1000)
     width: int = WIDTH
     pairs: Pairs = Pairs(2048, 128)
+    # Towers as large as a ViT-B/32: the device has more to do than the host that launches it.
+    wide_pairs: Pairs = Pairs(1024, 128, pixels=224, patch=32, width=768, layers=12, heads=12, embedding=512)
     small_pairs: int = 64
     # 26 samples are cut into 7, 7, 6 and 6.
     exact: Images = Images(26, 64)
@@ -60,6 +62,7 @@ def scale(device: str, *, tiny: bool) -> Scale:
         small_resnet50=Images(32, 64),
         width=8,
         pairs=Pairs(32, 4, pixels=16, tokens=8, vocabulary=64, width=32, layers=2, heads=2, embedding=16),
+        wide_pairs=Pairs(16, 4, pixels=16, tokens=8, vocabulary=64, width=48, layers=2, heads=2, embedding=16),
         small_pairs=16,
         exact=Images(11, 32),
         exact_micro_batch=3,
