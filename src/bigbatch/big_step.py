@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,21 +15,22 @@ from bigbatch.admission import Admission
 from bigbatch.batches.division import Division
 from bigbatch.batches.joining import joined
 from bigbatch.batches.moving import Mover
-from bigbatch.batches.packing import Padding, lengths_of, refuse_loss_of_content
+from bigbatch.batches.packing import Padding
 from bigbatch.batches.splitting import Batch
-from bigbatch.errors import BatchError, ConfigurationError, LossError, OutOfMemory, SeveralCounts, StateError
+from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards
+from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.lockstep.together import Together
-from bigbatch.memory.rehearsal import Stage
-from bigbatch.memory.sizes import TOKENS, Sizes
-from bigbatch.memory.sizing import Probe
+from bigbatch.memory.sizes import Sizes
+from bigbatch.micro_steps import counting_ahead
+from bigbatch.micro_steps.dividing import Divider
 from bigbatch.micro_steps.first_check import FirstCheck
 from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_of, untouched
 from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
 from bigbatch.ranks.ranks import Ranks
-from bigbatch.reading.counts import Count, TotalOfSum
+from bigbatch.reading.counts import Count
 from bigbatch.update import Update
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.together import tell_of_several, telling_of_failure
@@ -103,7 +103,7 @@ class BigStep:
         options: Options | None = None,
     ) -> None:
         """Check every argument; nothing is changed yet."""
-        self._options = _checked_options(options)
+        self._options = checked_options(options)
         with speaking_of("BigStep"):
             self._models = checks.models(model, ranks=True)
             optimizers = checks.optimizers(optimizer, self._models)
@@ -127,20 +127,14 @@ class BigStep:
             raise ConfigurationError(msg)
         self._runner = Runner(
             model,
-            _checked_loss_fn(loss_fn),
+            checked_loss_fn(loss_fn),
             self._admission,
             self._stepper,
             cuda_graph=self._options.cuda_graph,
         )
-        size = _checked_size(micro_batch_size)
-        if size == "auto" and self._options.batch_norm == "micro" and self._options.lengths is None:
-            msg = (
-                'batch_norm="micro" makes the result depend on the size of a micro-batch, so it must not depend on how '
-                "much memory there is.\nChoose the size yourself:  BigStep(..., micro_batch_size=32)"
-            )
-            raise ConfigurationError(msg)
+        size = checked_size(micro_batch_size, self._options)
         if self._is_in_parts:
-            _refuse_for_shards(self._options, size)
+            refuse_for_shards(self._options, size)
         self._sizes = Sizes(size, memory, self._mover.device)
         self._habits = Habits()  # which buffers stay as they are
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
@@ -150,8 +144,17 @@ class BigStep:
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
         self._asked = False  # whether the loss has asked for other micro-batches: then they run side by side
         self._together = Together(self._models, self._runner, self._mover.device, self._options.activations)
+        self._divider = Divider(
+            self._models,
+            self._sizes,
+            self._options,
+            self._admission,
+            self._stepper,
+            self._runner,
+            self._together,
+            self._mover,
+        )
         self._padding: Padding | None = None
-        self._stage: tuple[int, Stage] | None = None  # where sizes are tried, within a limit
 
     def __call__(self, batch: Any) -> Update:
         """Make one update of a whole batch.
@@ -196,7 +199,7 @@ class BigStep:
             self._admission.run_side_by_side(self._asked or self._admission.needs_lock_step())
             self._refuse_meeting_ranks()
             self._admission.look()
-            division = self._divide(whole)
+            division = self._divider.divide(whole)
             return self._attempt(division)
         except NeedsLockStep:
             if self._asked:
@@ -218,7 +221,7 @@ class BigStep:
                 raise
             if self._is_in_parts:
                 raise OutOfMemory(_ALL_RANKS_END) from error
-            self._shrink(division, error)
+            self._divider.shrink(division, error)
             self._runner.forget()
             let_go(error)
         return None
@@ -274,30 +277,6 @@ class BigStep:
             raise StateError(msg)
         self._sizes.load_state_dict(state["sizes"])
 
-    def _divide(self, whole: Batch) -> Division:
-        """Choose the micro-batches: as many samples, or tokens, at once as fit and are fast."""
-        if self._options.lengths is None:
-            size = self._sizes.samples(
-                whole.signature(),
-                whole.size,
-                lambda size, limit: self._rehearse(Division.even(whole, size), limit),
-                # Micro-batches that wait for each other are no faster, nor smaller, than all at once.
-                at_once=bool(self._admission.side_by_side),
-            )
-            return Division.even(whole, size)
-        lengths = lengths_of(whole, self._options)
-        longest, order = max(*lengths, 1), sorted(range(whole.size), key=lambda i: -lengths[i])
-
-        def probe(size: int, limit: int) -> Probe:
-            chosen = order[:size]
-            rehearsed = Division.packed(whole.only(chosen), [lengths[i] for i in chosen], longest * size)
-            return self._rehearse(rehearsed, limit)
-
-        budget = self._sizes.tokens(self._options.token_budget, lengths, probe)
-        division = Division.packed(whole, lengths, budget, self._sizes.most, alike=self._options.cuda_graph)
-        refuse_loss_of_content(whole, lengths, division.width)
-        return division
-
     def _attempt(self, division: Division) -> "_Done":
         """Make the update, or leave everything as it was."""
         division.batch.refuse_changed()  # by a probe, or by an attempt before
@@ -307,7 +286,7 @@ class BigStep:
         ragged = division.longest is not None
         try:
             seen = self._check(division, self._together.each if side_by_side else None)
-            totals = self._totals(division) if self._several and not side_by_side else None
+            totals = self._counted_ahead(division) if self._several and not side_by_side else None
             division.batch.refuse_changed()  # by counting or checking
             with self._runner.window(ragged=ragged, side_by_side=side_by_side):
                 window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
@@ -328,6 +307,10 @@ class BigStep:
             randomness.restore()
             raise
         return _Done(replace(update, extras=together), seen, buffers, division.padding)
+
+    def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
+        with untouched(self._models, habits=self._habits):
+            return counting_ahead.totals(self._runner, self._mover.micro_batches(division))
 
     def _passes(self, division: Division) -> int:
         """Return how many passes through the model this window takes: as many as the rank makes that has most."""
@@ -363,66 +346,6 @@ class BigStep:
             )
             raise OutOfMemory(msg) from error
 
-    def _totals(self, division: Division) -> tuple[Count, ...]:
-        """Learn the counts of a loss with several terms, in a pass of its own, before the first backward."""
-        with untouched(self._models, habits=self._habits):
-            rows = [self._counts(micro_batch) for micro_batch in self._mover.micro_batches(division)]
-        if len({tuple(kind for kind, _ in row) for row in rows}) > 1:
-            shown = ", ".join(str(len(row)) for row in rows[:8])
-            msg = (
-                f"the loss changes within a batch: its micro-batches have {shown} terms over data. A big batch has one "
-                "loss: write every term for every micro-batch, times 0 where it does not apply."
-            )
-            raise LossError(msg)
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        sums = [sum((count for _, count in column[1:]), start=column[0][1]) for column in columns]
-        pairs = zip(columns, sums, strict=True)
-        return tuple(TotalOfSum(1.0) if column[0][0] == "sum" else total for column, total in pairs)
-
-    def _counts(self, micro_batch: Any) -> list[tuple[str, Count]]:
-        loss, _ = self._runner.loss(micro_batch)
-        return [(term.kind, term.count) for term in self._runner.read(loss) if term.kind != "once"]
-
-    def _rehearse(self, division: Division, limit: int) -> Probe:
-        """Run the first micro-batch of a division for its memory and time, and leave no trace."""
-        if self._stage is None or self._stage[0] != limit:
-            optimizers, dtype = self._stepper.optimizers, self._options.gradient_dtype
-            self._stage = limit, Stage(self._models, optimizers, dtype, self._mover.device, limit)
-        ragged, side_by_side = division.longest is not None, bool(self._admission.side_by_side)
-
-        def run() -> None:
-            micro_batch = self._mover.moved(division.micro_batch(0))
-            if side_by_side:
-                try_one = partial(self._runner.try_once, ragged=ragged, side_by_side=True)
-                self._together.rehearse(try_one, micro_batch, division.sizes[0])
-            else:
-                self._runner.try_once(micro_batch, ragged=ragged)
-
-        return self._stage[1].rehearse(division.sizes[0], run)
-
-    def _shrink(self, division: Division, error: BaseException) -> None:
-        """Take smaller micro-batches from now on, or give up where one sample does not fit."""
-        size = max(division.sizes)
-        what = "one sample" if division.longest is None else f"one sample of length {max(division.longest)}"
-        why = (
-            f"out of memory with {what} at a time; {missing(error)}. The model, the optimizer and the random state are "
-            "as they were before this step.\n"
-            "Try activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), shorter "
-            "sequences, autocast to bfloat16, or an optimizer with less state; then BigStep goes on as it is."
-        )
-        # None where it was no micro-batch that failed, but a check or the step; side by side it may be any of them.
-        at = None if self._admission.side_by_side else self._mover.at
-        alone = division.longest is not None and at is not None and division.sizes[at] == 1
-        if size <= 1 or alone:  # a sample longer than the budget stays alone, whatever the budget
-            let_go(error, told=True)
-            raise OutOfMemory(why) from error
-        if division.longest is None:
-            self._sizes.learn(division.batch.signature(), size // 2)
-        else:
-            # A sample longer than the budget has a group of its own, whatever the budget: it does not count here.
-            groups = zip(division.sizes, division.longest, strict=True)
-            self._sizes.learn(TOKENS, max(number * wide for number, wide in groups if number > 1) // 2)
-
 
 class _Done(NamedTuple):
     """An update that was made, and what was seen on the way."""
@@ -431,52 +354,6 @@ class _Done(NamedTuple):
     seen: set[str]
     buffers: Buffers
     padding: Padding | None
-
-
-def _checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
-    if loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, nn.Module)):
-        return loss_fn
-    msg = (
-        f"loss_fn must be a function loss_fn(model, batch) -> loss; found {type(loss_fn).__name__}.\n"
-        "Wrap a criterion:  BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))"
-    )
-    raise ConfigurationError(msg)
-
-
-def _checked_options(options: object) -> Options:
-    if options is None or isinstance(options, Options):
-        return options or Options()
-    msg = f"options must be an Options, as in BigStep(..., options=Options(cuda_graph=True)); found {options!r}"
-    raise ConfigurationError(msg)
-
-
-def _refuse_for_shards(options: Options, size: object) -> None:
-    """Refuse what would take another number of passes on every rank."""
-    wrong = (
-        'micro_batch_size="auto" tries sizes'
-        if size == "auto"
-        else "Options(lengths=...) packs each rank's batch in its own way"
-        if options.lengths is not None
-        else "Options(cuda_graph=True) replays without meeting"
-        if options.cuda_graph
-        else ""
-    )
-    if wrong:
-        msg = (
-            "every pass through a model that is sharded with fully_shard, or spread by tensor parallelism, is a "
-            f"meeting of all ranks that have a part of it, and {wrong}.\n"
-            "Give the size yourself:  BigStep(..., micro_batch_size=8), without it"
-        )
-        raise ConfigurationError(msg)
-
-
-def _checked_size(size: object) -> int | Literal["auto"]:
-    if size == "auto" and isinstance(size, str):
-        return "auto"
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        msg = f'micro_batch_size must be a positive integer or "auto"; found {size!r}'
-        raise ConfigurationError(msg)
-    return size
 
 
 def _device(models: Sequence[nn.Module]) -> torch.device:

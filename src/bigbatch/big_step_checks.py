@@ -1,0 +1,64 @@
+"""What a `BigStep` is given, checked before anything is changed."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import nn
+
+from bigbatch.errors import ConfigurationError
+from bigbatch.options import Options
+
+
+def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
+    """Accept a function, or none."""
+    if loss_fn is None or (callable(loss_fn) and not isinstance(loss_fn, nn.Module)):
+        return loss_fn
+    msg = (
+        f"loss_fn must be a function loss_fn(model, batch) -> loss; found {type(loss_fn).__name__}.\n"
+        "Wrap a criterion:  BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))"
+    )
+    raise ConfigurationError(msg)
+
+
+def checked_options(options: object) -> Options:
+    """Accept options, or none."""
+    if options is None or isinstance(options, Options):
+        return options or Options()
+    msg = f"options must be an Options, as in BigStep(..., options=Options(cuda_graph=True)); found {options!r}"
+    raise ConfigurationError(msg)
+
+
+def checked_size(size: object, options: Options) -> int | Literal["auto"]:
+    """Accept a number of samples, or "auto" where any size gives the same update."""
+    if not (isinstance(size, str) and size == "auto"):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            msg = f'micro_batch_size must be a positive integer or "auto"; found {size!r}'
+            raise ConfigurationError(msg)
+        return size
+    if options.batch_norm == "micro" and options.lengths is None:
+        msg = (
+            'batch_norm="micro" makes the result depend on the size of a micro-batch, so it must not depend on how '
+            "much memory there is.\nChoose the size yourself:  BigStep(..., micro_batch_size=32)"
+        )
+        raise ConfigurationError(msg)
+    return "auto"
+
+
+def refuse_for_shards(options: Options, size: object) -> None:
+    """Refuse what would take another number of passes on every rank."""
+    wrong = (
+        'micro_batch_size="auto" tries sizes'
+        if size == "auto"
+        else "Options(lengths=...) packs each rank's batch in its own way"
+        if options.lengths is not None
+        else "Options(cuda_graph=True) replays without meeting"
+        if options.cuda_graph
+        else ""
+    )
+    if wrong:
+        msg = (
+            "every pass through a model that is sharded with fully_shard, or spread by tensor parallelism, is a "
+            f"meeting of all ranks that have a part of it, and {wrong}.\n"
+            "Give the size yourself:  BigStep(..., micro_batch_size=8), without it"
+        )
+        raise ConfigurationError(msg)
