@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
-from bigbatch.reading.graph import edges, is_leaf, operation, saved, saved_number, saved_tensor, shape, variable
+from bigbatch.reading.graph import edges, is_leaf, operation, saved, saved_number, saved_tensor, shape, unseen, variable
 from bigbatch.reading.terms import Term
 
 _BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
@@ -248,9 +248,10 @@ def looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
         return False
     if any(term.divided for term in terms):  # a sum over as many rows
         return False
-    factor = saved_number(node, "other")
-    if factor is None and operation(node) == "Mul":
-        factor = saved_number(node, "self")
+    with unseen():
+        factor = saved_number(node, "other")
+        if factor is None and operation(node) == "Mul":
+            factor = saved_number(node, "self")
     return factor == (number if operation(node) == "Div" else 1 / number)
 
 

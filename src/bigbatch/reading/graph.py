@@ -4,19 +4,42 @@ Everything here is read from a node's metadata. A saved tensor is looked at only
 one of those may copy it from the host or recompute a checkpointed block.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, overrides
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 Edge: TypeAlias = tuple[Node | None, int]
 Shape: TypeAlias = tuple[int, ...]
 
 _LEAF = "AccumulateGrad"
 _WRAP = 1 << 63  # torch shows a saved negative integer as unsigned 64-bit
+
+
+_dispatching, _overriding = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+
+
+def is_watched() -> bool:
+    """Tell whether a mode sees what torch does: it counts operations, logs them, or does something else instead."""
+    return _dispatching() > 0 or _overriding() > 0
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Read where no mode looks: it is about what the model does, and gets numbers of a graph that are no tensors."""
+    modes = [overrides._pop_mode() for _ in range(_overriding())]
+    try:
+        with _disable_current_modes() if _dispatching() else nullcontext():
+            yield
+    finally:
+        for mode in reversed(modes):
+            overrides._push_mode(mode)
 
 
 def operation(node: Node) -> str:

@@ -22,9 +22,11 @@ from bigbatch.reading.graph import (
     is_leaf,
     is_shared_by_all,
     is_stand_in,
+    is_watched,
     operation,
     saved_number,
     saved_tensor,
+    unseen,
 )
 from bigbatch.reading.operations import NLL, NORMS, PURE_POINTWISE, RULES
 from bigbatch.reading.reductions import targets
@@ -106,6 +108,12 @@ class Reader:
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""
+        if is_watched():
+            with unseen():
+                return self._read(loss)
+        return self._read(loss)
+
+    def _read(self, loss: Tensor) -> list[Term]:
         root = loss.grad_fn
         self.fresh = False
         if root is not None:

@@ -1,0 +1,177 @@
+"""Modes around a step: whoever counts operations sees what the model does, and the update is the same."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from bigbatch import Accumulator, BigStep, Options
+from bigbatch.errors import LossError
+from bigbatch.reading.reader import Reader
+from bigbatch.reading.samples import Surroundings
+from tests.losses import READABLE
+from tests.reference import distance, sgd, trained, weights
+from tests.samples import Batch, Loss, join, rows, seeded
+from tests.test_reading import sizes
+from tests.training import Training
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
+    "ignore:this loss looks divided by steps:UserWarning",
+)
+BATCHES = [rows(5, 0), rows(3, 1), rows(4, 2)]
+plain = seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)))
+normed = seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)))
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note it, and do it."""
+        del types
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    """Notes every function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note it, and call it."""
+        del types
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def flops() -> FlopCounterMode:
+    """Torch's own counter."""
+    return FlopCounterMode(display=False)
+
+
+Watching: TypeAlias = FlopCounterMode | Dispatched | Called
+MODES: list[Callable[[], Watching]] = [flops, Dispatched, Called]
+
+
+def loss_of(model: Any, batch: Batch) -> Tensor:
+    """A loss with numbers in its graph."""
+    return 0.7 * F.cross_entropy(model(batch["x"]) * 2, batch["label"]) + (model(batch["x"]) ** 2).mean() / 5
+
+
+def accumulated(model: nn.Module) -> Callable[[], None]:
+    """Return what makes an update of three micro-batches."""
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3, clip_norm=0.1)
+
+    def update() -> None:
+        for batch in BATCHES:
+            accumulator.backward(loss_of(model, batch))
+
+    return update
+
+
+def stepped(model: nn.Module) -> Callable[[], None]:
+    """Return what makes an update of a big batch, in micro-batches of four; the first one is checked."""
+    step = BigStep(model, sgd(trained(model)), loss_of, micro_batch_size=4, clip_norm=0.1)
+    return lambda: (step(join(BATCHES)), None)[1]
+
+
+def by_hand(model: nn.Module) -> Callable[[], None]:
+    """Return what backpropagates three micro-batches; weights are of no interest here."""
+
+    def window() -> None:
+        for batch in BATCHES:
+            loss_of(model, batch).backward()
+
+    return window
+
+
+WAYS = {"accumulator": (plain, accumulated), "big step": (plain, stepped), "lock-step": (normed, stepped)}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_under_a_mode_is_the_same(way: str, mode: Callable[[], Watching]) -> None:
+    """To the last bit, and the mode has seen the model."""
+    make, updating = WAYS[way]
+    model, twin = make(), make()
+    update, alone = updating(model), updating(twin)
+    with mode() as watching:
+        update()
+        update()
+    alone()
+    alone()
+    assert all(torch.equal(one, other) for one, other in zip(weights(model), weights(twin), strict=True))
+    assert watching.get_total_flops() if isinstance(watching, FlopCounterMode) else watching.seen
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_flops_are_those_of_a_loop_by_hand(way: str) -> None:
+    """Of an update after the first, which looks at some samples more than once."""
+    make, updating = WAYS[way]
+    update, window = updating(make()), by_hand(make())
+    update()
+    with flops() as ours:
+        update()
+    with flops() as theirs:
+        window()
+    assert ours.get_total_flops() == theirs.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("case", READABLE, ids=lambda case: case.name)
+def test_every_loss_is_read_under_a_mode(case: Loss) -> None:
+    """Those with numbers, indices and weights among their saved tensors, too."""
+    batches = case.micro_batches(sizes(case))
+    watched, alone = Training(4, case=case), Training(4, case=case)
+    with Dispatched(), Called():
+        watched.train(batches)
+    alone.train(batches)
+    assert distance(watched.weights, alone.weights) <= 1e-15  # torch itself adds some up in another order there
+
+
+@pytest.mark.parametrize("mode", [Dispatched, Called])
+def test_reading_is_unseen_and_what_follows_is_not(mode: Callable[[], Dispatched | Called]) -> None:
+    """At a first reading, at one that is remembered, and after a refusal; modes stay in their order."""
+    model = plain()
+    own = frozenset(id(p) for p in model.parameters())
+    reader = Reader(Surroundings(own=own, is_weight=lambda _: False, micro_batch_norm=False))
+    losses = [loss_of(model, rows(4, seed)) for seed in (0, 1)]
+    coupled = model(rows(4, 0)["x"]).std(0).mean()
+    with mode() as outer, mode() as inner:
+        for loss in losses:
+            assert reader.read(loss)
+        with pytest.raises(LossError):
+            reader.read(coupled)
+        assert outer.seen == inner.seen == []
+        torch.add(losses[0], 1.0)
+        assert len(outer.seen) == len(inner.seen) == 1
+
+
+def test_a_loss_divided_by_steps_is_noticed_under_a_mode() -> None:
+    """The number it was divided by is looked at where no mode sees it."""
+    model = plain()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
+    with flops(), pytest.warns(UserWarning, match="looks divided by steps"):
+        accumulator.backward(F.cross_entropy(model(BATCHES[0]["x"]), BATCHES[0]["label"]) / 3)
+    accumulator.discard()
+
+
+def test_probes_under_a_mode() -> None:
+    """A size is found, and the update made."""
+    model = plain()
+    step = BigStep(model, sgd(trained(model)), loss_of, memory="8GiB", options=Options(check=False))
+    with flops():
+        assert step(join(BATCHES)).micro_batches >= 1
