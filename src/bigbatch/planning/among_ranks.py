@@ -19,6 +19,7 @@ from bigbatch.planning.report import Plan
 from bigbatch.ranks.costs import Costs, costs, gathered_at_once, of_replicas
 from bigbatch.ranks.groups import groups_of, sharded
 from bigbatch.ranks.meshes import flat, spread_parameters
+from bigbatch.ranks.replicas import within_a_replica
 from bigbatch.ranks.wrappers import data_parallel, silence
 
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
@@ -53,7 +54,10 @@ class Company:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Inside, DDP reduces nothing, and sharded models reduce in every pass; both go on as before afterwards."""
+        """Inside, DDP reduces nothing, and sharded models reduce in every pass, each replica by itself.
+
+        As in a window; both go on as before afterwards.
+        """
         ddp = [(wrapper, name, getattr(wrapper, name, None)) for wrapper in self._wrappers for name in _DDP]
         groups = [(group, group.reduce_grads) for part in self._parts for group in groups_of(part)]
         for wrapper in self._wrappers:
@@ -63,7 +67,8 @@ class Company:
         for group, _ in groups:
             group.reduce_grads = True
         try:
-            yield
+            with within_a_replica([group for group, _ in groups]):
+                yield
         finally:
             for wrapper, name, was in ddp:
                 setattr(wrapper, name, was)

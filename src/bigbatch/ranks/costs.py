@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.ranks.groups import groups_of, sharded
+from bigbatch.ranks.replicas import replicas_of
 from bigbatch.ranks.wrappers import group_of
 from bigbatch.reading.counts import LOW_PRECISION
 
@@ -97,14 +98,14 @@ def _of_shards(groups: Sequence[Any], roots: Sequence[Any], steps: int) -> Costs
     device = groups[0].device
     offloaded = any(parameter.offload_to_cpu for group in groups for parameter in group.fsdp_params)
     home = "cpu" if offloaded else device.type
+    apart = replicas_of(groups) is not None  # until the window closes
+    if not apart:
+        name, reductions = "every micro-batch", [each for group in every for each in group.reductions(steps)]
+    else:
+        name = "every micro-batch, replicas once"
+        reductions = [each for group in every for each in group.scatters(steps)] + list(_among_replicas(every))
     ways = (
-        _way(
-            "every micro-batch",
-            "the default",
-            (*gathers, *(each for group in every for each in group.reductions(steps))),
-            part,
-            home,
-        ),
+        _way(name, "the default", (*gathers, *reductions), part, home),
         _way(
             "once per update",
             "overlap=True",
@@ -114,7 +115,7 @@ def _of_shards(groups: Sequence[Any], roots: Sequence[Any], steps: int) -> Costs
         ),
     )
     shards, replicas = max(group.shards for group in every), max(group.replicas for group in every)
-    notes = tuple(_notes(every, ways, offloaded=offloaded and device.type != "cpu"))
+    notes = tuple(_notes(every, ways, apart=apart, offloaded=offloaded and device.type != "cpu"))
     return Costs("fully_shard", shards * replicas, replicas, steps, ways, notes)
 
 
@@ -135,6 +136,7 @@ class _Group:
         self._reduced = sum(self._padded(each) * size for (each, _), size in zip(trained, dtypes, strict=True))
         self.whole_held = sum(each._orig_size.numel() * s for (each, _), s in zip(trained, dtypes, strict=True))  # noqa: SLF001
         self.part_held = sum(self._held(each, p) for each, p in trained)
+        self.parts = [(_summed_in(p.dtype), int(each.sharded_size.numel())) for each, p in trained]  # as they are sent
 
     def _padded(self, parameter: Any) -> int:
         return int(parameter.padded_sharded_param_size.numel()) * self.shards
@@ -161,14 +163,27 @@ class _Group:
             yield Collective("all-gather", self.whole, among, steps)
 
     def reductions(self, times: int) -> Iterator[Collective]:
-        """Reductions of an update that reduces so many times."""
-        if self._reduced and self.shards > 1:
-            yield Collective("reduce-scatter", self._reduced, self.shards, times)
+        """Reductions of an update that reduces so many times, over replicas as well."""
+        yield from self.scatters(times)
         if self._reduced and self.replicas > 1:
             yield Collective("all-reduce", self._reduced // self.shards, self.replicas, times)
 
+    def scatters(self, times: int) -> Iterator[Collective]:
+        """Reductions among shards alone."""
+        if self._reduced and self.shards > 1:
+            yield Collective("reduce-scatter", self._reduced, self.shards, times)
+
 
 _AUTO = "_auto_reshard_after_forward"
+
+
+def _among_replicas(groups: Sequence[_Group]) -> Iterator[Collective]:
+    """Additions over replicas when a window closes: of all groups' parts together, by their types."""
+    sizes: dict[torch.dtype, int] = {}
+    for dtype, number in (each for group in groups for each in group.parts):
+        sizes[dtype] = sizes.get(dtype, 0) + number * dtype.itemsize
+    for size in filter(None, sizes.values()):
+        yield Collective("all-reduce", size, groups[0].replicas, 1)
 
 
 def _roots(parts: Sequence[Any]) -> list[Any]:
@@ -183,7 +198,7 @@ def _way(name: str, how: str, collectives: tuple[Collective, ...], held: int, pl
     return Way(name, how, weights, sent - weights, sent, held, place, collectives)
 
 
-def _notes(groups: Sequence[_Group], ways: Sequence[Way], *, offloaded: bool) -> Iterator[str]:
+def _notes(groups: Sequence[_Group], ways: Sequence[Way], *, apart: bool, offloaded: bool) -> Iterator[str]:
     again = sum(group.gathers_again for group in groups)
     where = (
         "forward and, freed in between, in every backward"
@@ -197,6 +212,8 @@ def _notes(groups: Sequence[_Group], ways: Sequence[Way], *, offloaded: bool) ->
     if any(group.replicas > 1 for group in groups):
         often += f": scattered among {groups[0].shards} ranks, then added up over {groups[0].replicas} replicas"
     yield f"{often}."
+    if apart:
+        yield "By default replicas are added up after an update's last backward, however many micro-batches it has."
     if offloaded:
         yield "By default a rank's gradients wait in host memory (CPUOffloadPolicy); whole ones stay on the device."
     if ways[1].gradients_held > ways[0].gradients_held:

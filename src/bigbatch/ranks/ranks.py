@@ -7,6 +7,7 @@ sum by that, and the gradients cross the wire once.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
 import torch
@@ -141,6 +142,17 @@ class Ranks:
         """Whether this rank has a part of the model alone, so that every pass is a meeting with others."""
         return self.shards is not None or self.peers is not None
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients are to be added up when a window closes: over all ranks, or over replicas of shards."""
+        if self.shards is None:
+            return not self.reduced
+        return self.shards.replicas is not None and not self.overlap
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """Keep replicas of shards apart in a backward, where they are added up when the window closes."""
+        return self.shards.within_a_replica() if self.shards is not None and self.adds_up else nullcontext()
+
     def keep_quiet(self, owner: object) -> None:
         """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
         keep_quiet(owner, self._wrappers)
@@ -259,15 +271,18 @@ class Ranks:
         return [bool(flag) for flag in found.tolist()]
 
     def add_up(self, gradients: Sequence[Tensor]) -> None:
-        """Add up tensors over all ranks, in place, bucket by bucket."""
-        if self.size == 1:
+        """Add up tensors over all ranks, in place, bucket by bucket; shards over their replicas."""
+        group = self.group if self.shards is None else self.shards.replicas
+        if self.size == 1 or group is None:
             return
         under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
         for bucket in _buckets(gradients):
             if len(under_way) == _IN_FLIGHT:
                 _arrived(*under_way.pop(0))
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            work = dist.all_reduce(flat, group=self.group, async_op=True)
+            if self.shards is not None:  # they may wait in host memory, and a wire begins at the device
+                flat = flat.to(self.shards.device)
+            work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None  # noqa: S101 - it is async
             under_way.append((work, flat, bucket))
         for each in under_way:

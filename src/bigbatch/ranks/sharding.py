@@ -7,6 +7,7 @@ samples of its own, is known from the mesh that `fully_shard` got; other dimensi
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from bigbatch.errors import ConfigurationError
 from bigbatch.ranks.groups import groups_of, sharded
 from bigbatch.ranks.meshes import flat, members
+from bigbatch.ranks.replicas import replicas_of, within_a_replica
 
 
 class Shards:
@@ -24,8 +26,9 @@ class Shards:
     def __init__(self, parts: Sequence[Any], given: dist.ProcessGroup | None, *, by_mesh: bool) -> None:
         """Find out who they are; what was given must say the same (`by_mesh`: by `mesh=`, not by `group=`)."""
         self.parts = parts
+        self._groups = [group for part in parts for group in groups_of(part)]
         found: dict[Any, DeviceMesh] = {}
-        for group in (group for part in parts for group in groups_of(part)):
+        for group in self._groups:
             mesh: DeviceMesh = group.mesh_info.mesh
             found[tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())] = mesh
         if len(found) != 1:
@@ -37,6 +40,8 @@ class Shards:
             raise ConfigurationError(msg)
         (mesh,) = found.values()
         self.group = flat(mesh)
+        self.replicas = replicas_of(self._groups)
+        self.device: Any = self._groups[0].device  # where they compute; shards may be elsewhere
         if given is not None and members(given) != members(self.group):
             names = ", ".join(f'"{name}"' for name in mesh.mesh_dim_names or ("dp",))
             msg = (
@@ -52,13 +57,16 @@ class Shards:
         for part in self.parts:
             part.set_requires_gradient_sync(now)
 
+    def within_a_replica(self) -> AbstractContextManager[None]:
+        """Inside, a backward leaves the sums of replicas apart."""
+        return within_a_replica(self._groups)
+
     def forget(self) -> None:
         """Drop gradients that were kept whole and never reduced, as those of a window that is dropped."""
-        for part in self.parts:
-            for parameter in (each for group in groups_of(part) for each in group.fsdp_params):
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None  # noqa: SLF001
+        for parameter in (each for group in self._groups for each in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None  # noqa: SLF001
 
 
 def sum_only(models: Sequence[nn.Module]) -> None:

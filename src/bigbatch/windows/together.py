@@ -105,6 +105,13 @@ def counted(agreement: Agreement, ledger: Ledger) -> bool:
     return agreement.micro_batches > 0 and (not ledger.totals or any(bool(total > 0) for total in ledger.totals))
 
 
+def count(agreement: Agreement, ledger: Ledger) -> Count | tuple[Count, ...]:
+    """Return what the loss was averaged over, on a rank without a micro-batch, too."""
+    if agreement.kind in {"mean", "sum"}:
+        return agreement.total if agreement.kind == "mean" else 1.0
+    return ledger.count
+
+
 def loss(agreement: Agreement) -> float | None:
     """Return the loss of the batch that all ranks have made."""
     if not agreement.loss_known:

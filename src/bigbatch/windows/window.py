@@ -150,7 +150,7 @@ class Window:
         hooks = _weigh_terms(weights, loss, terms, factors) if weights.each else ()
         try:
             start = self._start(weights.whole, loss)
-            run_backward(loss, start, self._gradients.leaves if only_own else None)
+            self._run(loss, start, self._gradients.leaves if only_own else None)
             if not factors or weights.of_value is not None:
                 return {}  # the value of the whole says it all
             return {node: factor / start.reshape(()) for node, factor in factors.items()}
@@ -163,6 +163,13 @@ class Window:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def _run(self, loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None) -> None:
+        if self._stepper.ranks is None:
+            run_backward(loss, start, leaves)
+            return
+        with self._stepper.ranks.around_backward():
+            run_backward(loss, start, leaves)
 
     def _awaits_reduction(self) -> bool:
         """Whether gradients are still whole, elsewhere: they are sharded in the last backward of the window."""
@@ -224,7 +231,7 @@ class Window:
 
     def pass_by(self, loss: Tensor) -> None:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
-        run_backward(loss, torch.zeros_like(loss), None)
+        self._run(loss, torch.zeros_like(loss), None)
         self._gradients.remember()
         self.passed_by += 1
 
@@ -300,8 +307,7 @@ class Window:
         skipped: bool | Tensor = True
         try:
             if together.counted(agreement, ledger):
-                by_us = not ranks.sharded and not ranks.reduced
-                if by_us:
+                if ranks.adds_up:
                     gradients.settle()
                     together.fill(ranks, gradients, agreement)
                 scale = self._scale(gradients.parameters[0]) if self._stepper.scaler is not None else None
@@ -313,7 +319,7 @@ class Window:
                 if ranks.reduced and not ranks.sharded:
                     correction = correction * ranks.size  # DDP has averaged
                 gradients.scale(correction)
-                if by_us:
+                if ranks.adds_up:
                     ranks.add_up(gradients.dense())
                 norm, skipped = self._stepper.step(gradients, 1.0)
         except BaseException as error:
@@ -324,7 +330,7 @@ class Window:
         self.discard()
         return Update(
             micro_batches=agreement.micro_batches,
-            count=agreement.total if agreement.kind == "mean" else ledger.count,
+            count=together.count(agreement, ledger),
             grad_norm=norm,
             _loss=together.loss(agreement),
             _dtype=torch.float64 if agreement.precise else torch.float32,
