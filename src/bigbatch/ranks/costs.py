@@ -126,13 +126,13 @@ class _Group:
         mesh = group.mesh_info
         self.shards: int = getattr(mesh, "shard_mesh_size", 1)
         self.replicas: int = getattr(mesh, "replicate_mesh_size", 1)
-        self._group, self._root, policy = group, root, group.mp_policy
+        self._group, self._root = group, root
         own = [(each, each.sharded_param) for each in group.fsdp_params]
-        self.gathered_in = {_or(policy.param_dtype, p.dtype) for _, p in own}
-        self.whole = sum(self._padded(each) * _or(policy.param_dtype, p.dtype).itemsize for each, p in own)
+        self.gathered_in = {_gathered_in(each, p) for each, p in own}
+        self.whole = sum(self._padded(each) * _gathered_in(each, p).itemsize for each, p in own)
         trained = [(each, p) for each, p in own if p.requires_grad]
-        self.reduced_in = {_or(policy.reduce_dtype or policy.param_dtype, p.dtype) for _, p in trained}
-        dtypes = [_or(policy.reduce_dtype or policy.param_dtype, p.dtype).itemsize for _, p in trained]
+        self.reduced_in = {_reduced_in(each, p) for each, p in trained}
+        dtypes = [_reduced_in(each, p).itemsize for each, p in trained]
         self._reduced = sum(self._padded(each) * size for (each, _), size in zip(trained, dtypes, strict=True))
         self.whole_held = sum(each._orig_size.numel() * s for (each, _), s in zip(trained, dtypes, strict=True))  # noqa: SLF001
         self.part_held = sum(self._held(each, p) for each, p in trained)
@@ -223,6 +223,14 @@ def _notes(groups: Sequence[_Group], ways: Sequence[Way], *, apart: bool, offloa
 def _named(groups: Sequence[_Group], what: str) -> str:
     found = {dtype for group in groups for dtype in getattr(group, what)}
     return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found)) or "nothing"
+
+
+def _gathered_in(parameter: Any, own: Tensor) -> torch.dtype:
+    return _or(parameter.mp_policy.param_dtype, own.dtype)  # its own: a group may have several from torch 2.15 on
+
+
+def _reduced_in(parameter: Any, own: Tensor) -> torch.dtype:
+    return _or(parameter.mp_policy.reduce_dtype or parameter.mp_policy.param_dtype, own.dtype)
 
 
 def _or(wanted: torch.dtype | None, own: torch.dtype) -> torch.dtype:
