@@ -29,6 +29,7 @@ from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_
 from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
+from bigbatch.ranks.meeting import OthersTryAgain, try_again
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count
 from bigbatch.update import Update
@@ -210,21 +211,36 @@ class BigStep:
                 raise
             tell_of_several(self._stepper.ranks, self._mover.device)
             self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
+        except OthersTryAgain as error:
+            let_go(error)
         except BaseException as error:
-            short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
-            if self._runner.fall_back(error):
-                return None
-            if self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short):
-                let_go(error)
-                return None
-            if division is None or not is_out_of_memory(error) or isinstance(error, OutOfMemory):
+            # Where others have heard of this window, it cannot be made once more alone.
+            heard = self._stepper.ranks is not None and self._stepper.ranks.spoken
+            if heard or not self._can_do_better(division, error):
                 raise
+        return None
+
+    def _can_do_better(self, division: Division | None, error: BaseException) -> bool:
+        """Whether another try can, which is then made ready."""
+        short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
+        if self._runner.fall_back(error):
+            return True
+        if not (self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)):
+            if division is None or not short:
+                return False
             if self._is_in_parts:
                 raise OutOfMemory(_ALL_RANKS_END) from error
             self._divider.shrink(division, error)
             self._runner.forget()
-            let_go(error)
-        return None
+        let_go(error)
+        self._have_others_try_again()
+        return True
+
+    def _have_others_try_again(self) -> None:
+        """Where samples are coupled, other ranks are on their way through the same window, and begin it anew, too."""
+        ranks = self._stepper.ranks
+        if ranks is not None and self._admission.side_by_side and not ranks.elsewhere:
+            try_again(ranks, self._mover.device)
 
     @property
     def _is_sharded(self) -> bool:

@@ -62,11 +62,11 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
         ranks: Ranks | None = worker.notes.get("ranks")
-        together, starts = meet_in_forward(worker, name, x.detach(), partial(_concatenated, ranks=ranks))
+        together, starts = meet_in_forward(worker, name, x.detach(), partial(_concatenated, ranks=ranks, title=name))
         worker.notes.setdefault("shared", []).append((together, name))
         # By its number, too: backward must come to the same one of several that look alike.
         ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
-        ctx.rows = (starts[worker.number], x.shape[0])
+        ctx.rows, ctx.asked = (starts[worker.number], x.shape[0]), name
         # One copy for all: each gets a view of its own, which its own graph begins at.
         return together.detach()
 
@@ -74,7 +74,8 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
-        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _over_ranks(ctx.worker), add)
+        over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
+        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
         start, rows = ctx.rows
         return _own(ctx.worker, total.narrow(0, start, rows).to(gradients[0].dtype)), None, None
 
@@ -82,10 +83,11 @@ class _Gather(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
-        together = meet_in_forward(worker, name, x.detach(), _over_ranks(worker), add)
+        together = meet_in_forward(worker, name, x.detach(), _over_ranks(worker, name), add)
         worker.notes.setdefault("shared", []).append((together, name))
         # By its number, too: backward must come to the same one of several that look alike.
         ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
+        ctx.asked = name
         if worker.size == 1 and worker.notes.get("ranks") is None:
             return x.clone()
         return together.to(x.dtype) if together.dtype != x.dtype else together.detach()
@@ -94,7 +96,8 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
-        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], _over_ranks(ctx.worker), add)
+        over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
+        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
         return _own(ctx.worker, total.to(gradients[0].dtype)), None, None
 
 
@@ -103,21 +106,24 @@ def _own(worker: Worker, gradient: Tensor) -> Tensor:
     return gradient.clone() if worker.notes.get("parking") is not None else gradient
 
 
-def _concatenated(pieces: list[Tensor], ranks: Ranks | None) -> tuple[Tensor, list[int]]:
+def _concatenated(pieces: list[Tensor], ranks: Ranks | None, title: str) -> tuple[Tensor, list[int]]:
     starts = [0]
     for piece in pieces[:-1]:
         starts.append(starts[-1] + piece.shape[0])
     together = torch.cat(pieces)
     if ranks is None:
         return together, starts
-    every, mine = meeting.gathered(ranks, together)
+    every, mine = meeting.gathered(ranks, together, title)
     return every, [mine + start for start in starts]
 
 
-def _over_ranks(worker: Worker) -> Callable[[list[Tensor]], Tensor]:
-    """Return what makes one tensor of those that micro-batches have added up, and other ranks theirs."""
+def _over_ranks(worker: Worker, title: str) -> Callable[[list[Tensor]], Tensor]:
+    """Return what makes one tensor of those that micro-batches have added up, and other ranks theirs.
+
+    A title has no number: a rank with one micro-batch has fewer meetings.
+    """
     ranks: Ranks | None = worker.notes.get("ranks")
-    return _only if ranks is None else lambda values: meeting.summed(ranks, _wide(values[0]))
+    return _only if ranks is None else lambda values: meeting.summed(ranks, _wide(values[0]), title)
 
 
 def _wide(x: Tensor) -> Tensor:

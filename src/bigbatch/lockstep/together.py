@@ -108,7 +108,7 @@ class Together:
                 "recipes": recipes,
                 "parking": parking,
                 "leaving": leaving,
-                **_of_ranks(window.ranks, sizes, self._device),
+                **_of_ranks(window.ranks, sizes, self._device, inside=self._meets_in_model()),
             }
             extras = self._side_by_side([task] * len(sizes), sizes, beside)
         self._compared = self._compared or calls is not None
@@ -263,11 +263,11 @@ def _end_of_drawing(worker: Worker | None) -> None:
         streams.end(worker.number)
 
 
-def _of_ranks(ranks: Ranks | None, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """Learn how many samples other ranks have, before micro-batches meet those."""
+def _of_ranks(ranks: Ranks | None, sizes: Sequence[int], device: torch.device, *, inside: bool) -> dict[str, Any]:
+    """Learn how many samples other ranks have, before micro-batches meet those; in norms (`inside`) without a word."""
     if ranks is None:
         return {}
-    ranks.added([], device, "meeting")  # or another rank is somewhere else
-    ranks.elsewhere = True
+    meeting.announce(ranks, "the beginning of a window", device)  # or another rank is somewhere else
+    ranks.elsewhere = inside
     every = meeting.numbers(ranks, sum(sizes), device)
     return {"ranks": ranks, "all samples": sum(every), "samples before": sum(every[: ranks.rank])}

@@ -1,10 +1,64 @@
-"""Values of all ranks, where samples are coupled: what micro-batches make of theirs on each rank, put together."""
+"""Values of all ranks, where samples are coupled: what micro-batches make of theirs on each rank, put together.
+
+Ranks that come to different meetings would send each other tensors of other sizes, and end in torch or never. So each
+says first, in a message of its own, which meeting it has come to: where they differ, all raise, and where one has to
+run its window once more, all do.
+"""
+
+import zlib
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.ranks.ranks import Ranks
+from bigbatch.errors import BigBatchError, PathsDiffer
+from bigbatch.ranks.ranks import Ranks, alike
+
+_AGAIN = "the same window once more, in another way"
+_SHOWN = 200  # letters of a title
+
+
+class OthersTryAgain(BigBatchError):
+    """Raised at a meeting that another rank does not come to: it runs the window once more, and so will `BigStep`."""
+
+
+def announce(ranks: Ranks, title: str, device: torch.device) -> None:
+    """Say which meeting this rank has come to; raise on all ranks where they have come to different ones."""
+    if _is_the_same(ranks, title, device):
+        return
+    titles = _titles(ranks, title, device)
+    if _AGAIN in titles:
+        raise OthersTryAgain(_AGAIN)
+    ranks.spoken = True  # all have heard that something is wrong
+    listed = "\n".join(f"    rank {rank} is at {each}" for rank, each in enumerate(titles))
+    msg = (
+        "the ranks of this window took different paths, and cannot meet:\n"
+        f"{listed}\n"
+        "All must run the same operations across micro-batches in the same order, also in backward. Look for an `if` "
+        "on the rank or on the data, a layer that is skipped for some, or tensors of different shapes."
+    )
+    raise PathsDiffer(msg)
+
+
+def try_again(ranks: Ranks, device: torch.device) -> None:
+    """Have all ranks, which may wait for this one at a meeting, run the window once more, as it does."""
+    if not _is_the_same(ranks, _AGAIN, device):
+        _titles(ranks, _AGAIN, device)  # as those do that have heard of it
+
+
+def _is_the_same(ranks: Ranks, title: str, device: torch.device) -> bool:
+    """Whether all ranks have the same title, by four small numbers that are made of it, and their squares."""
+    code = zlib.crc32(title.encode())
+    numbers = [1.0 + (code >> shift & 255) for shift in (0, 8, 16, 24)]
+    found = ranks.added([*numbers, *(number * number for number in numbers)], device, "meeting")
+    return all(alike(ranks.size, found[place], found[place + 4]) for place in range(4))
+
+
+def _titles(ranks: Ranks, title: str, device: torch.device) -> list[str]:
+    """Return the titles of all ranks, where they are known to differ."""
+    letters = title.encode("ascii", "replace")[:_SHOWN].ljust(_SHOWN)
+    every = each(ranks, torch.tensor(list(letters), dtype=torch.uint8, device=device))
+    return [bytes(row).decode("ascii").rstrip() for row in every.tolist()]
 
 
 def numbers(ranks: Ranks, own: int, device: torch.device) -> list[int]:
@@ -16,8 +70,10 @@ def numbers(ranks: Ranks, own: int, device: torch.device) -> list[int]:
     return found
 
 
-def summed(ranks: Ranks, own: Tensor) -> Tensor:
-    """Add up a tensor over all ranks."""
+def summed(ranks: Ranks, own: Tensor, title: str = "") -> Tensor:
+    """Add up a tensor over all ranks, who say the title of this meeting before, where it has one."""
+    if title:
+        announce(ranks, title, own.device)
     found = own.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(found, group=ranks.group)
     return found
@@ -30,8 +86,9 @@ def each(ranks: Ranks, own: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def gathered(ranks: Ranks, own: Tensor) -> tuple[Tensor, int]:
-    """Return the rows of all ranks, and where this one's begin."""
+def gathered(ranks: Ranks, own: Tensor, title: str) -> tuple[Tensor, int]:
+    """Return the rows of all ranks, who say the title of this meeting before, and where this one's begin."""
+    announce(ranks, title, own.device)
     rows = numbers(ranks, own.shape[0], own.device)
     padded = own.new_zeros(max(rows), *own.shape[1:])
     padded[: own.shape[0]] = own.detach()

@@ -224,9 +224,13 @@ class Ranks:
         loosely: Mapping[int, float] | None = None,
     ) -> list[float]:
         precise = torch.float32 if device.type == "mps" else torch.float64
-        row = torch.zeros(_NUMBERS, dtype=precise, device=device)
-        for place, number in enumerate((*header, *numbers)):
-            row[place] = number
+        said = [*header, *numbers, *[0.0] * (_NUMBERS - len(header) - len(numbers))]
+        if any(isinstance(number, Tensor) for number in said):
+            row = torch.zeros(_NUMBERS, dtype=precise, device=device)
+            for place, number in enumerate(said):
+                row[place] = number
+        else:
+            row = torch.tensor(said, dtype=precise, device=device)
         if self.peers is not None and not header.failed:
             self._compare(row, self.peers, loosely or {})
         dist.all_reduce(row, op=op, group=self.group)

@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.ranks.agreeing import agreed
+from bigbatch.ranks.meeting import announce
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import LOW_PRECISION, Count, wide
 from bigbatch.reading.graph import is_leaf
@@ -118,6 +119,8 @@ class Window:
         every = [terms for _, terms in found]
         ranks, device = self._stepper.ranks, self._gradients.device
         of_all = None if ranks is None else partial(together.totals, ranks, device=device)
+        if ranks is not None and not ranks.elsewhere:
+            announce(ranks, "the end of forward", device)
         weights = weigh_together(self._ledger, every, of_all)
         _refuse_rounded_weights([loss for loss, _ in found], weights)
         self._gradients.widen()
