@@ -212,3 +212,34 @@ def test_an_inf_on_one_rank_skips_on_all() -> None:
     assert one[1] == other[1] == [False, True, False]
     assert one[2] == other[2] == 2.0**7
     assert distance(one[0], other[0]) == 0
+
+
+def frozen(rank: int, sizes: Sequence[Sequence[int]], low: bool) -> Any:
+    """Train below a layer that is not trained, and that FSDP frees from its forward to its backward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plain = model().float() if low else model()
+    plain[2].requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
+    network = shards(plain, [plain[0], plain[2]], mp_policy=policy)
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](plain[0].parameters()), steps=2)
+    for x, y in accumulator.over(batches_of(rank, sizes)):
+        logits = network(x.float() if low else x)
+        accumulator.backward(F.cross_entropy(logits.float() if low else logits, y))
+    return whole(network)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_frozen_layer_that_is_freed_after_its_forward(low: bool) -> None:
+    """It is known to be the model's own, by what held its weights."""
+    sizes = [[3, 5], [6, 1]]
+    network = model()
+    every = [batch for rank in range(2) for batch in batches_of(rank, sizes)]
+    F.cross_entropy(network(torch.cat([x for x, _ in every])), torch.cat([y for _, y in every])).backward()
+    OPTIMIZERS["sgd"](network[0].parameters()).step()
+    for each in run_on_ranks(2, frozen, sizes, low):
+        if isinstance(each, BaseException):
+            raise each
+        assert distance([p.double() for p in each], [p.detach() for p in network.parameters()]) <= (
+            3e-3 if low else 1e-12
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Literal
 
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from bigbatch import checks
 from bigbatch.errors import BatchNormError, BigBatchError, LossError
 from bigbatch.lockstep.needing import NeedsLockStep
-from bigbatch.ranks.groups import sharded, stand_ins
+from bigbatch.ranks.groups import sharded, stand_ins, whole_weights
 from bigbatch.reading import refusals
 from bigbatch.reading.frozen import FrozenWeights
 from bigbatch.reading.reader import Reader
@@ -40,7 +41,7 @@ class Admission:
         self.batch_norms: list[tuple[str, BatchNorm]] = []
         surroundings = Surroundings(
             own=frozenset(id(p) for p in all_parameters(optimizers)),
-            is_weight=FrozenWeights(self._models),
+            is_weight=FrozenWeights(self._models, partial(whole_weights, self._models)),
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
         )
         self.reader = Reader(surroundings)

@@ -25,3 +25,10 @@ def stand_ins(models: Sequence[nn.Module], own: Iterable[Tensor]) -> Iterator[Te
     for each in (p for part in sharded(models) for group in groups_of(part) for p in group.fsdp_params):
         if id(each.sharded_param) in shards and hasattr(each, "_unsharded_param"):
             yield each._unsharded_param  # noqa: SLF001 - its property wants it to be filled
+
+
+def whole_weights(models: Sequence[nn.Module]) -> Iterator[Tensor]:
+    """Return all whole parameters that stand in for shards, those that FSDP has freed since a forward, too."""
+    for each in (p for part in sharded(models) for group in groups_of(part) for p in group.fsdp_params):
+        if hasattr(each, "_unsharded_param"):
+            yield each._unsharded_param  # noqa: SLF001

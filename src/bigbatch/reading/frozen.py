@@ -1,7 +1,7 @@
 """Which tensors are the model's own: a frozen weight has no place in the graph, so it is known by its memory."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ class FrozenWeights:
     may be given to a batch.
     """
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Take note of the models; their tensors are looked up when asked for."""
-        self._models = models
+    def __init__(self, models: Sequence[nn.Module], beside: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        """Take note of the models; their tensors are looked up when asked for, and those that they have `beside`."""
+        self._models, self._beside = models, beside
         self._at: dict[int, weakref.ref[Tensor]] = {}
         self._casts: dict[tuple[torch.Size, torch.dtype], weakref.ref[Tensor]] = {}
 
@@ -55,7 +55,7 @@ class FrozenWeights:
 
     def _is_cast(self, tensor: Tensor) -> bool:
         """Autocast copies a frozen weight; the copy is compared with it once, which waits for the device."""
-        for own in self._tensors():
+        for own in self._own():
             if own.dtype != tensor.dtype and own.shape in {tensor.shape, tensor.shape[::-1]}:
                 same = own if own.shape == tensor.shape else own.t()
                 if torch.equal(same.to(tensor.dtype), tensor):
@@ -64,6 +64,10 @@ class FrozenWeights:
         return False
 
     def _tensors(self) -> Iterator[Tensor]:
+        yield from self._own()
+        yield from self._beside()
+
+    def _own(self) -> Iterator[Tensor]:
         for model in self._models:
             yield from model.parameters()
             yield from model.buffers()
@@ -76,6 +80,8 @@ def _some(tensor: Tensor) -> Tensor:
 
 def _address(tensor: Tensor) -> int:
     try:
-        return tensor.untyped_storage().data_ptr()
+        storage = tensor.untyped_storage()
+        # One that was freed, as by FSDP after a forward, has no address; what held it is the same, and has one.
+        return storage.data_ptr() or -int(storage._cdata)  # noqa: SLF001 - no public name
     except (RuntimeError, NotImplementedError):  # a wrapper without storage of its own
         return -id(tensor)
