@@ -30,6 +30,11 @@ from bigbatch.windows.witness import Witness
 
 Batch = TypeVar("Batch")
 STATE_VERSION = 1
+_WINDOW_OF_ONE = (
+    "this state_dict holds an open window, which one process has saved: every rank would load the same gradients, and "
+    "add them up once for each of them.\n"
+    "Finish that window in one process, and save between two updates: such a state_dict loads on any number of ranks."
+)
 
 
 class Accumulator:
@@ -136,6 +141,8 @@ class Accumulator:
             )
             raise WindowOpen(msg)
         self._steps = steps
+        if self._stepper.ranks is not None:
+            self._prepare()  # the next micro-batch may be its window's last now, or no longer
 
     @property
     def remaining(self) -> int:
@@ -278,9 +285,11 @@ class Accumulator:
         if state["window"] is not None and not isinstance(state["window"], dict):
             msg = f"the window of this state_dict is a {type(state['window']).__name__}, not a dict"
             raise StateError(msg)
+        if state["window"] is not None and self._stepper.ranks is not None:
+            raise StateError(_WINDOW_OF_ONE)
         steps = checks.steps(state["steps"])
         self.discard()
-        self._steps = steps
+        self.steps = steps
         if state["window"] is not None:
             window = Window(self._stepper, self._steps, self._gradient_dtype)
             try:
