@@ -279,11 +279,11 @@ def test_tensor_parallelism_alone_is_not_planned() -> None:
         assert "cannot be planned" in str(error)
 
 
-def out_of_memory(_: int) -> Any:
-    """Plan where two samples are too many."""
+def out_of_memory(rank: int, on: tuple[int, ...]) -> Any:
+    """Plan where two samples are too many, on some ranks."""
 
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        if len(batch) > 1:
+        if len(batch) > 1 and rank in on:
             raise torch.OutOfMemoryError
         loss: torch.Tensor = model(batch).square().mean()
         return loss
@@ -293,10 +293,20 @@ def out_of_memory(_: int) -> Any:
 
 def test_a_pass_of_all_ranks_that_runs_out_of_memory_ends_the_plan() -> None:
     """It cannot be taken back; a smaller budget keeps away from it."""
-    for error in run_on_ranks(2, out_of_memory):
+    for error in run_on_ranks(2, out_of_memory, (0, 1)):
         assert isinstance(error, RankFailed), error
         assert "a pass of 8 samples" in str(error)
         assert "memory=0.8" in str(error)
+
+
+def test_a_rank_that_runs_out_of_memory_alone_ends_the_plan_of_all() -> None:
+    """Others wait for it inside the model, and hear of it when its process ends: not when torch's patience does."""
+    one, other = run_on_ranks(2, out_of_memory, (1,), limit=15.0)  # seconds: less than torch would wait
+    assert isinstance(one, RankFailed), one
+    assert "may have run out of memory" in str(one)
+    assert isinstance(other, RankFailed), other
+    assert "a pass of 8 samples" in str(other)
+    assert "memory=0.8" in str(one)
 
 
 def test_bytes_are_those_of_a_ring() -> None:

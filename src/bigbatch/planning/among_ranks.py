@@ -25,6 +25,13 @@ from bigbatch.ranks.wrappers import data_parallel, silence
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
 
 
+_GONE = (
+    "a rank that planned together with this one has ended in the midst of a pass, which is a meeting of all ranks; it "
+    "may have run out of memory. The error is in that rank's own output.\n\n"
+    "If it has, start again with a budget below what is free, which a plan keeps to: memory=0.8"
+)
+
+
 class Company:
     """The ranks that some models are trained on together."""
 
@@ -69,6 +76,10 @@ class Company:
         try:
             with within_a_replica([group for group, _ in groups]):
                 yield
+        except RuntimeError as error:
+            if self.meets and _is_of_the_wire(error):
+                raise RankFailed(_GONE) from error
+            raise
         finally:
             for wrapper, name, was in ddp:
                 setattr(wrapper, name, was)
@@ -96,13 +107,14 @@ class Company:
         """Return what a probe came to on the rank where it took most."""
         if not self.meets:
             return probe
-        if self.most(float(probe.peak_bytes is None)):
+        if probe.peak_bytes is None:
+            # Said to nobody: others wait for this rank inside the model, and hear of it when its process ends.
             raise RankFailed(
-                f"a pass of {probe.size:,} samples through this sharded model ran out of memory, and cannot be taken "
-                "back: it is a meeting of all ranks, which have gone on.\n\n"
+                f"a pass of {probe.size:,} samples through this sharded model ran out of memory on this rank, and "
+                "cannot be taken back: it is a meeting of all ranks, which have gone on.\n\n"
                 "Start again with a budget below what is free, which a plan keeps to: memory=0.8"
             )
-        peak = (probe.peak_bytes or 0) + (gathered_at_once(self._models) if self.device == torch.device("cpu") else 0)
+        peak = probe.peak_bytes + (gathered_at_once(self._models) if self.device == torch.device("cpu") else 0)
         return replace(probe, peak_bytes=int(self.most(peak)), seconds=self.most(probe.seconds or 0.0))
 
     def costs(self, found: Plan) -> Costs | None:
@@ -136,6 +148,11 @@ class Company:
                 f"{row.size:,}, a rank would send {human(every.sent)} and hold {human(every.gradients_held)} of "
                 f"gradients; with overlap=True, {human(once.sent)} and {human(once.gradients_held)}."
             )
+
+
+def _is_of_the_wire(error: BaseException) -> bool:
+    """Whether an error is torch's word for a rank that is gone; gloo's have no type of their own."""
+    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _everyone(models: Sequence[nn.Module]) -> dist.ProcessGroup:
