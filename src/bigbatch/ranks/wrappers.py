@@ -141,8 +141,9 @@ def silence(wrapper: DistributedDataParallel) -> None:
 
 
 def let_speak(wrapper: DistributedDataParallel) -> None:
-    """Have its next backward reduce what has been added up until then."""
+    """Have its next backward reduce what has been added up until then; its forward sends no buffers."""
     wrapper.require_backward_grad_sync = True
+    wrapper.require_forward_param_sync = False  # until its forward says that the backward will reduce
     setattr(wrapper, _FIRST, False)
 
 
