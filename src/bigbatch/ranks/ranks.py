@@ -220,7 +220,6 @@ class Ranks:
         header: "_Header",
         numbers: Sequence[Count],
         device: torch.device,
-        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
         loosely: Mapping[int, float] | None = None,
     ) -> list[float]:
         precise = torch.float32 if device.type == "mps" else torch.float64
@@ -233,7 +232,7 @@ class Ranks:
             row = torch.tensor(said, dtype=precise, device=device)
         if self.peers is not None and not header.failed:
             self._compare(row, self.peers, loosely or {})
-        dist.all_reduce(row, op=op, group=self.group)
+        dist.all_reduce(row, group=self.group)
         found: list[float] = row.tolist()
         return found
 
@@ -250,10 +249,13 @@ class Ranks:
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""
-        # One that fails adds up instead: what it says of itself is heard in either way.
-        found = self._sum(_Header(), [float(number)], device, dist.ReduceOp.MAX)
-        self._refuse(found)
-        return round(found[len(_Header())])
+        total, squares = self.added([float(number), float(number * number)], device, "passes")
+        if alike(self.size, total, squares):
+            return number
+        # They know by now that all of them ask for it: another one, who adds up, would not be understood.
+        largest = torch.tensor(float(number), device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return round(largest.item())
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the norm of a gradient that is spread over ranks."""
@@ -303,7 +305,8 @@ class Ranks:
 _ELSEWHERE = (
     "the ranks are at different places: one closes a window that another has not come to, or has no part in.\n"
     "Have every rank close the same windows in the same order. Where one accumulator's `over` is inside another's, "
-    "every rank needs as many batches; where samples are coupled, every rank needs samples in each update."
+    "every rank needs as many batches; where the model is sharded, the same steps=; where samples are coupled, samples "
+    "in each update."
 )
 
 
