@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator
-from bigbatch.errors import StateError
+from bigbatch.errors import BatchError, ConfigurationError, StateError, WindowError
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, windows_of
@@ -96,3 +97,74 @@ def test_steps_may_change_between_windows_that_reduce_once() -> None:
         if isinstance(each, BaseException):
             raise each
         same(each, weights(network))
+
+
+def with_other_steps(rank: int) -> Any:
+    """Close a window on one rank where the other begins its next pass."""
+    network = shards(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2 + rank)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network, batch))
+
+
+def test_other_steps_on_every_rank_are_told_to_all() -> None:
+    """A word about passes is not taken for one about a window."""
+    refused(run_on_ranks(2, with_other_steps), WindowError, "the same steps=")
+
+
+def without_a_batch(rank: int) -> Any:
+    """Begin a loop on one rank alone."""
+    network = shards(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2)
+    for batch in accumulator.over(batches_of(rank, [[3, 5], []])):
+        accumulator.backward(mean(network, batch))
+
+
+def test_all_hear_of_a_rank_without_a_batch() -> None:
+    """Nobody goes into the model to wait for it."""
+    refused(run_on_ranks(2, without_a_batch), BatchError, "one at least")
+
+
+def small() -> nn.Module:
+    """Return another model, the same on every rank."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4)).double()
+
+
+def nested(rank: int, sizes: Sequence[Sequence[int]]) -> Any:
+    """Train one model inside, and another outside, over the same batches."""
+    found = []
+    for wrapped in (shards, DistributedDataParallel):
+        inner, outer = shards(small()), wrapped(small())
+        inside = Accumulator(inner, OPTIMIZERS["sgd"](inner.parameters()), steps=2)
+        outside = Accumulator(outer, OPTIMIZERS["sgd"](outer.parameters()), steps=2)
+        for batch in outside.over(inside.over(batches_of(rank, sizes))):
+            inside.backward(mean(inner, batch))
+            outside.backward(mean(outer, batch))
+        found += [weights(inner), weights(outer)]
+    return found
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [[3, 5, 2, 4, 3], [6, 1, 1]]], ids=["even", "uneven"])
+def test_nested_loops_have_the_inner_one_look_ahead(sizes: list[list[int]]) -> None:
+    """And both know the last batch, and those that are given out again."""
+    network = small()
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+    for window in windows_of(sizes, 2):
+        accumulator.backward(mean(network, (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))))
+    for each in run_on_ranks(2, nested, sizes):
+        if isinstance(each, BaseException):
+            raise each
+        same(each, weights(network))
+
+
+def inside_out(_: int) -> Any:
+    """Put a loop that has nobody wait around one that does."""
+    inner, outer = DistributedDataParallel(small()), shards(small())
+    inside = Accumulator(inner, OPTIMIZERS["sgd"](inner.parameters()), steps=2)
+    return Accumulator(outer, OPTIMIZERS["sgd"](outer.parameters()), steps=2).over(inside.over([]))
+
+
+def test_the_loop_of_a_sharded_model_is_the_inner_one() -> None:
+    """Only there it can have batches repeated for both."""
+    refused(run_on_ranks(2, inside_out), ConfigurationError, "other.over(this.over(loader))")

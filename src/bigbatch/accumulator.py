@@ -190,7 +190,7 @@ class Accumulator:
             admission.scan(loss)
         try:
             if self._repeated:
-                self._window.pass_by(loss)
+                self._window.pass_by(loss, only_own=admission.only_own)
             elif admission.only_own:
                 self._window.add(loss, terms)
             else:

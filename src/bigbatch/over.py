@@ -34,14 +34,23 @@ class Over(Generic[Batch]):
 
     def __init__(self, loader: Iterable[Batch], listener: Listener, counts: Callable[[Any], Any] | None) -> None:
         """Wrap a loader; nothing is read from it yet."""
+        self.in_company: bool = listener.most is not None  # whether all ranks are given as many
         if counts is not None and isinstance(loader, Over):
             msg = (
                 "an accumulator with counts= looks a window ahead, and would take the other's batches too early.\n"
                 "Put it inside:  other.over(this.over(loader))"
             )
             raise ConfigurationError(msg)
+        if self.in_company and isinstance(loader, Over) and not loader.in_company:
+            msg = (
+                "an accumulator of a sharded model has all ranks make as many passes, and the other, whose model is "
+                "not sharded, would not hear of those that add nothing.\n"
+                "Put it inside:  other.over(this.over(loader))"
+            )
+            raise ConfigurationError(msg)
         self._loader, self._listener, self._counts = loader, listener, counts
         self.last = False  # whether the batch given out last is the loader's last
+        self.repeated = False  # whether it was given out before, for company
 
     def __len__(self) -> int:
         """Return the number of micro-batches, where the loader knows it."""
@@ -64,11 +73,10 @@ class Over(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""
-        announce, most = self._listener.announce, self._listener.most
+        announce = self._listener.announce
         self._listener.opening()
         try:
-            source = self._look_ahead() if most is None or self._counts is not None else self._in_company(most)
-            for batch, last, totals in source:
+            for batch, last, totals in self._look_ahead():
                 self.last = last
                 announce(last, totals)
                 yield batch
@@ -81,7 +89,10 @@ class Over(Generic[Batch]):
             yield from self._window_ahead(self._counts)
         elif isinstance(self._loader, Over):  # the inner one looks ahead for both
             for batch in self._loader:
+                self._repeat(self._loader.repeated)
                 yield batch, self._loader.last, None
+        elif self._listener.most is not None:
+            yield from self._in_company(self._listener.most)
         else:
             source = iter(self._loader)
             held = list(islice(source, 1))  # one batch ahead, and no reference to those given out
@@ -97,19 +108,23 @@ class Over(Generic[Batch]):
         held = list(islice(source, 1))
         if not most(len(held)):
             return
-        if not held:
+        if most(int(not held)):
             msg = (
-                "this rank's loader has no batch, and others have: every pass through a sharded model is a meeting of "
-                "all ranks, so each needs one at least, to pass by with."
+                f"{'another' if held else 'this'} rank's loader has no batch, and others have: every pass through a "
+                "sharded model is a meeting of all ranks, so each needs one at least, to pass by with."
             )
             raise BatchError(msg)
         mine = more = True
         while more:
             following = list(islice(source, 1)) if mine else []
-            self._listener.repeat(not mine)
+            self._repeat(not mine)
             more = most(len(following)) > 0
             yield held[0], not more, None
             mine, held = bool(following), following or held
+
+    def _repeat(self, repeated: bool) -> None:  # noqa: FBT001 - a word to the listener
+        self.repeated = repeated
+        self._listener.repeat(repeated)
 
     def _window_ahead(self, counts: Callable[[Any], Any]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         source = iter(self._loader)

@@ -232,9 +232,9 @@ class Window:
         else:
             self.show(weights.whole * self.scale, mean.count)
 
-    def pass_by(self, loss: Tensor) -> None:
+    def pass_by(self, loss: Tensor, *, only_own: bool = False) -> None:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
-        self._run(loss, torch.zeros_like(loss), None)
+        self._run(loss, torch.zeros_like(loss), self._gradients.leaves if only_own else None)
         self._gradients.remember()
         self.passed_by += 1
 
