@@ -3,14 +3,15 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator
-from bigbatch.errors import LossError
+from bigbatch.errors import ConfigurationError, LossError
 from tests.ranks import run_on_ranks
 from tests.test_ranks import OPTIMIZERS, batches_of, mean, model
-from tests.test_ranks_hard import SIZES, refused
+from tests.test_ranks_hard import SIZES, one_process, refused, right
 
 # DDP's own reduction, window after window.
 
@@ -49,3 +50,75 @@ def counting_broadcasts(rank: int) -> Any:
 def test_buffers_are_sent_once_per_update() -> None:
     """Also where DDP reduces, whose forward would send them, too."""
     assert run_on_ranks(2, counting_broadcasts) == [4, 4]
+
+
+# What DDP does not reduce.
+
+
+def beside_ddp(name: str) -> tuple[Any, list[nn.Module], list[nn.Parameter]]:
+    """Return how to compute a loss, the models, and what is trained, where DDP reduces a part of it."""
+    whole: Any = model()
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    if name == "a module":
+        wrapped = DistributedDataParallel(whole[0])
+        return (lambda x: whole[2](torch.tanh(wrapped(x)))), [wrapped, whole[2]], list(whole.parameters())
+    if name == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ["2.weight"])
+    if name == "frozen at first":
+        whole[2].requires_grad_(False)
+    wrapped = DistributedDataParallel(whole)
+    whole.requires_grad_(True)
+    bare = name == "a parameter"
+    return (lambda x: wrapped(x) * scale if bare else wrapped(x)), [wrapped], [*whole.parameters()] + [scale] * bare
+
+
+BESIDE = ("a module", "a parameter", "ignored", "frozen at first")
+
+
+def trained_beside_ddp(rank: int, overlap: bool) -> Any:
+    """Train each of them, or hear why not."""
+    found: list[Any] = []
+    for name in BESIDE:
+        forward, models, trained = beside_ddp(name)
+        try:
+            accumulator = Accumulator(models, OPTIMIZERS["sgd"](trained), steps=2, overlap=overlap)
+        except ConfigurationError as error:
+            found.append(str(error))
+            continue
+        for x, y in accumulator.over(batches_of(rank, SIZES)):
+            accumulator.backward(F.cross_entropy(forward(x), y))
+        found.append([p.detach() for p in trained])
+    return found
+
+
+def test_overlap_is_for_what_ddp_reduces() -> None:
+    """All else would go apart."""
+    for found in run_on_ranks(2, trained_beside_ddp, True):
+        for words in found:
+            assert "parameters of the optimizer are none that it reduces" in words
+            assert "take overlap=True out" in words
+
+
+def test_without_overlap_all_that_is_trained_is_added_up() -> None:
+    """Whatever DDP wraps of it."""
+    one, other = run_on_ranks(2, trained_beside_ddp, False)
+    for name, *each in zip(BESIDE, one, other, strict=True):
+        right(each, each[0])
+        if name != "a parameter":
+            right(each, one_process(2))
+
+
+def unfrozen_between_windows(rank: int) -> Any:
+    """Train later what DDP has not known from the beginning."""
+    network: Any = model()
+    network[0].requires_grad_(False)
+    wrapped = DistributedDataParallel(network)
+    accumulator = Accumulator(wrapped, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+    for number, batch in enumerate(batches_of(rank, SIZES)):
+        network[0].requires_grad_(number > 1)
+        accumulator.backward(mean(wrapped, batch))
+
+
+def test_what_ddp_has_never_known_is_not_stepped_with() -> None:
+    """It was frozen when DDP was made, and is not now."""
+    refused(run_on_ranks(2, unfrozen_between_windows), LossError, "DDP has not reduced all")

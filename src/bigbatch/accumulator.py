@@ -71,8 +71,9 @@ class Accumulator:
             DistributedDataParallel was made for.
         mesh: the same as a DeviceMesh: those of its dimensions over which samples differ, without that of tensor
             parallelism, such as `mesh["dp"]`. Where the model is sharded with `fully_shard`, its mesh is known.
-        overlap: have DDP reduce in each window's last backward, beside the computation, instead of after it. All
-            ranks then need as many windows, and each parameter a gradient in the last micro-batch.
+        overlap: have gradients reduced in each window's last backward: by DDP beside the computation, instead of
+            after it; by a sharded model there alone, instead of in every backward. All ranks then need as many windows,
+            and with DDP each parameter a gradient in the last micro-batch.
     """
 
     def __init__(

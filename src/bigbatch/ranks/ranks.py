@@ -26,6 +26,7 @@ from bigbatch.ranks.wrappers import (
     group_of,
     has_reduced,
     keep_quiet,
+    left_out,
     let_speak,
     refuse_hidden_wrappers,
     refuse_hooks,
@@ -167,10 +168,11 @@ class Ranks:
         if self.shards is not None and self.overlap:
             self.shards.reduce(now=last)
 
-    @property
-    def left_by_ddp(self) -> int:
-        """How many wrappers were to reduce in the last backward, and have not."""
-        return sum(not has_reduced(wrapper) for wrapper in self._wrappers) if self.reduced else 0
+    def left_by_ddp(self, trained: Sequence[Tensor]) -> int:
+        """Return how many wrappers were to reduce in the last backward, and have not, or not all that is trained."""
+        if not self.reduced:
+            return 0
+        return sum(not has_reduced(wrapper) for wrapper in self._wrappers) + left_out(self._wrappers, trained)
 
     def added(
         self,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError
@@ -96,6 +96,22 @@ def refuse_overlap(wrappers: Sequence[DistributedDataParallel], low_precision: b
             "Take overlap=True out: all else is the same, and gradients cross the wire once per update, too."
         )
         raise ConfigurationError(msg)
+
+
+def left_out(wrappers: Sequence[DistributedDataParallel], trained: Sequence[Tensor]) -> int:
+    """Return how many of the parameters that are trained no wrapper reduces."""
+    within = [p for wrapper in wrappers for p in wrapper._module_parameters if p.requires_grad]  # noqa: SLF001
+    known = {id(p) for p in within}
+    outside = sum(p.requires_grad and id(p) not in known for p in trained)
+    # Those that were frozen when a wrapper was made are in its module, and it knows nothing of them.
+    reduced: int = sum(told(wrapper)["num_parameter_tensors"] for wrapper in wrappers)
+    return outside + max(len(within) - reduced, 0)
+
+
+def told(wrapper: DistributedDataParallel) -> dict[str, Any]:
+    """Return what a wrapper says of itself, in some microseconds."""
+    found: dict[str, Any] = wrapper._get_ddp_logging_data()  # noqa: SLF001 - no public name
+    return found
 
 
 def group_of(wrappers: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:

@@ -60,7 +60,7 @@ def statement(
         ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else None,
         several=lost,
         precise=precise,
-        left_out=left_out + ranks.left_by_ddp if ranks.reduced and not ranks.sharded else 0,
+        left_out=left_out + ranks.left_by_ddp(gradients.parameters) if ranks.reduced and not ranks.sharded else 0,
         overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
         windows=ranks.windows % _FEW,
         parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
