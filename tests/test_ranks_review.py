@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -122,3 +123,23 @@ def unfrozen_between_windows(rank: int) -> Any:
 def test_what_ddp_has_never_known_is_not_stepped_with() -> None:
     """It was frozen when DDP was made, and is not now."""
     refused(run_on_ranks(2, unfrozen_between_windows), LossError, "DDP has not reduced all")
+
+
+# Who trains together.
+
+
+def in_pairs(rank: int) -> Any:
+    """Wrap the model for all ranks, and have two of them train together."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    network = DistributedDataParallel(model())
+    return Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1, group=pairs[rank // 2])
+
+
+def test_a_group_is_that_of_the_wrapper() -> None:
+    """Pairs would part, each with weights of its own."""
+    for rank, error in enumerate(run_on_ranks(4, in_pairs)):
+        refused(
+            [error],
+            ConfigurationError,
+            f"ranks [0, 1, 2, 3], which have the same weights, and group= says {[[0, 1], [2, 3]][rank // 2]}",
+        )

@@ -30,6 +30,7 @@ from bigbatch.ranks.wrappers import (
     let_speak,
     refuse_hidden_wrappers,
     refuse_hooks,
+    refuse_other_group,
     refuse_overlap,
     refuse_taken_apart,
     silence,
@@ -121,6 +122,8 @@ class Ranks:
                 refuse_hidden_wrappers(models)
         if chosen is None:
             chosen = group_of(wrappers) if wrappers else meshes.this_one_alone(models)
+        elif wrappers:
+            refuse_other_group(wrappers, chosen, by_mesh=mesh is not None)
         peers = None if chosen is None else meshes.peers(models, chosen, mesh, sharded=False)
         if overlap:
             narrow = any(p.dtype in LOW_PRECISION for model in models for p in model.parameters() if p.requires_grad)

@@ -128,6 +128,19 @@ def group_of(wrappers: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
     return found
 
 
+def refuse_other_group(wrappers: Sequence[DistributedDataParallel], given: dist.ProcessGroup, *, by_mesh: bool) -> None:
+    """Raise where what was given (`by_mesh`: by `mesh=`, not by `group=`) is not what models are wrapped for."""
+    theirs, found = (sorted(dist.get_process_group_ranks(group)) for group in (group_of(wrappers), given))
+    if theirs != found:
+        what = "mesh=" if by_mesh else "group="
+        msg = (
+            f"this model is wrapped in DistributedDataParallel for ranks {theirs}, which have the same weights, and "
+            f"{what} says {found}: ranks that train together would part from the others.\n"
+            f"Leave {what} out, or wrap the model for that group:  DistributedDataParallel(model, process_group=group)"
+        )
+        raise ConfigurationError(msg)
+
+
 @dataclass
 class _Quiet:
     """A wrapper that is kept quiet: by how many, and how it was before the first of them."""
