@@ -1,5 +1,6 @@
 """Several ranks that would part, die or wait without a word: each is right to 1e-12, or all of them say what it is."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,11 +9,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch import Accumulator
-from bigbatch.errors import ConfigurationError, LossError
+from bigbatch import Accumulator, BigStep, Options
+from bigbatch.errors import BigBatchError, ConfigurationError, LossError
 from tests.ranks import run_on_ranks
 from tests.test_ranks import OPTIMIZERS, batches_of, mean, model
 from tests.test_ranks_hard import SIZES, one_process, refused, right
+
+
+def heard(work: Callable[[], object]) -> str:
+    """Return what is said where something fails; nothing where it does not."""
+    try:
+        work()
+    except (BigBatchError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
 
 # DDP's own reduction, window after window.
 
@@ -143,3 +154,25 @@ def test_a_group_is_that_of_the_wrapper() -> None:
             ConfigurationError,
             f"ranks [0, 1, 2, 3], which have the same weights, and group= says {[[0, 1], [2, 3]][rank // 2]}",
         )
+
+
+# What only some ranks know when a window closes.
+
+
+def sparse_on_one(rank: int) -> Any:
+    """Have sparse gradients on one rank, and no samples on the other, twice."""
+    torch.manual_seed(0)
+    network = nn.EmbeddingBag(5, 4, sparse=True)
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), mean, micro_batch_size=2, options=of_all())
+    return [heard(lambda: step(None if rank else (torch.randint(5, (4, 2)), torch.randint(4, (4,))))) for _ in range(2)]
+
+
+def of_all() -> Options:
+    """Have all ranks make a big batch together, without a wrapper."""
+    return Options(group=dist.group.WORLD)
+
+
+def test_sparse_gradients_of_one_rank_are_refused_by_all() -> None:
+    """The others would send what it does not."""
+    for found in run_on_ranks(2, sparse_on_one):
+        assert ["sparse=False" in words for words in found] == [True, True]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from bigbatch.errors import LossError, SeveralCounts, WindowError
+from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
 from bigbatch.ranks.ranks import Ranks, alike
 from bigbatch.reading.counts import Count
 
@@ -30,6 +30,7 @@ class Statement(NamedTuple):
     precise: bool = False  # whether its loss is of float64
     left_out: int = 0  # gradients that DDP has not reduced in the last backward, though it should have
     overlapped: bool = False  # whether it has reduced there
+    sparse: int = 0  # gradients that are, and should be added up
     windows: int = 0  # made until now
     parameters: int = 0  # a number of those that are trained
     weights: Count = 0.0  # one of their values, before the first window
@@ -91,6 +92,7 @@ class _Heard(NamedTuple):
     precise: float
     left_out: float
     overlapped: float
+    sparse: float
     windows: float
     squares_of_windows: float
     parameters: float
@@ -130,6 +132,7 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         float(mine.precise),
         float(mine.left_out),
         float(mine.overlapped),
+        float(mine.sparse),
         *(number for each in (mine.windows, mine.parameters, mine.weights) for number in (each, each * each)),
         mine.whole_weights,
     ]
@@ -137,6 +140,8 @@ def _numbers(mine: Statement) -> Sequence[Count]:
 
 def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
     """Raise where ranks cannot make one batch of what they have; the same on all of them."""
+    if found.sparse:
+        raise ConfigurationError(_SPARSE)
     if found.left_out:
         raise LossError(_LEFT_OUT)
     if found.overlapped and (found.overlapped != ranks.size or 0 < found.going < ranks.size):
@@ -163,6 +168,10 @@ def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
         )
 
 
+_SPARSE = (
+    "gradients are sparse, on this rank or another, and cannot be added up over ranks here. Nothing was stepped.\n"
+    "Make them dense:  nn.Embedding(..., sparse=False)"
+)
 _LEFT_OUT = (
     "DDP has not reduced all gradients in the last backward of this window, on this rank or another: some came "
     "in earlier micro-batches alone or in none, or a forward was not that of DDP, or under its no_sync(). "

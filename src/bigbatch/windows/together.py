@@ -62,6 +62,7 @@ def statement(
         precise=precise,
         left_out=left_out + ranks.left_by_ddp(gradients.parameters) if ranks.reduced and not ranks.sharded else 0,
         overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
+        sparse=sum(p.grad is not None and p.grad.is_sparse for p in gradients.parameters) if ranks.adds_up else 0,
         windows=ranks.windows % _FEW,
         parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
@@ -123,12 +124,6 @@ def loss(agreement: Agreement) -> float | None:
 
 def fill(ranks: Ranks, gradients: Gradients, agreement: Agreement) -> None:
     """Give parameters that only other ranks have reached a gradient of zero, so that all send the same."""
-    if any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters):
-        msg = (
-            "gradients that are sparse cannot be added up over ranks here.\n"
-            "Make them dense:  nn.Embedding(..., sparse=False)"
-        )
-        raise ConfigurationError(msg)
     if not agreement.missing:
         return
     wanted = ranks.anywhere([p.grad is not None for p in gradients.parameters], gradients.device)
