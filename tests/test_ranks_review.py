@@ -7,12 +7,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from bigbatch import Accumulator, BigStep, Options
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError
 from tests.ranks import run_on_ranks
-from tests.test_ranks import OPTIMIZERS, batches_of, mean, model
+from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, model
 from tests.test_ranks_hard import SIZES, one_process, refused, right
 
 
@@ -176,3 +179,24 @@ def test_sparse_gradients_of_one_rank_are_refused_by_all() -> None:
     """The others would send what it does not."""
     for found in run_on_ranks(2, sparse_on_one):
         assert ["sparse=False" in words for words in found] == [True, True]
+
+
+def with_hooks(rank: int) -> Any:
+    """Give DDP a way to reduce: one of torch's own, one that comes later, and one that casts."""
+    network = DistributedDataParallel(model())
+    network._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
+    found = [heard(lambda: Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2))]
+    other = DistributedDataParallel(model())
+    accumulator = Accumulator(other, OPTIMIZERS["sgd"](other.parameters()), steps=1)
+    other.register_comm_hook(None, allreduce_hook)
+    found += [heard(lambda: accumulator.backward(mean(other, micro_batch(3, rank))))]
+    casting = DistributedDataParallel(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
+    return [*found, heard(lambda: Accumulator(casting, OPTIMIZERS["sgd"](casting.parameters()), steps=2))]
+
+
+def test_communication_hooks_that_would_not_be_called() -> None:
+    """Also torch's own, and those that come after the accumulator; a cast is not one that anybody has registered."""
+    for builtin, later, casting in run_on_ranks(2, with_hooks):
+        assert "register_comm_hook(...) out" in builtin
+        assert "register_comm_hook(...) out" in later
+        assert "mixed_precision= out" in casting

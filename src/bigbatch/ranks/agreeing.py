@@ -8,6 +8,7 @@ import torch
 
 from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
 from bigbatch.ranks.ranks import Ranks, alike
+from bigbatch.ranks.wrappers import HOOKED
 from bigbatch.reading.counts import Count
 
 _KINDS = {"": 0.0, "mean": 1.0, "sum": 2.0, "known": 3.0}
@@ -31,6 +32,7 @@ class Statement(NamedTuple):
     left_out: int = 0  # gradients that DDP has not reduced in the last backward, though it should have
     overlapped: bool = False  # whether it has reduced there
     sparse: int = 0  # gradients that are, and should be added up
+    hooked: int = 0  # wrappers with a communication hook that is not called
     windows: int = 0  # made until now
     parameters: int = 0  # a number of those that are trained
     weights: Count = 0.0  # one of their values, before the first window
@@ -93,6 +95,7 @@ class _Heard(NamedTuple):
     left_out: float
     overlapped: float
     sparse: float
+    hooked: float
     windows: float
     squares_of_windows: float
     parameters: float
@@ -133,6 +136,7 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         float(mine.left_out),
         float(mine.overlapped),
         float(mine.sparse),
+        float(mine.hooked),
         *(number for each in (mine.windows, mine.parameters, mine.weights) for number in (each, each * each)),
         mine.whole_weights,
     ]
@@ -142,6 +146,8 @@ def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
     """Raise where ranks cannot make one batch of what they have; the same on all of them."""
     if found.sparse:
         raise ConfigurationError(_SPARSE)
+    if found.hooked:
+        raise ConfigurationError(HOOKED)
     if found.left_out:
         raise LossError(_LEFT_OUT)
     if found.overlapped and (found.overlapped != ranks.size or 0 < found.going < ranks.size):

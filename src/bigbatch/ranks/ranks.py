@@ -25,9 +25,11 @@ from bigbatch.ranks.wrappers import (
     data_parallel,
     group_of,
     has_reduced,
+    hooked,
     keep_quiet,
     left_out,
     let_speak,
+    refuse_cast,
     refuse_hidden_wrappers,
     refuse_hooks,
     refuse_other_group,
@@ -125,6 +127,7 @@ class Ranks:
         elif wrappers:
             refuse_other_group(wrappers, chosen, by_mesh=mesh is not None)
         peers = None if chosen is None else meshes.peers(models, chosen, mesh, sharded=False)
+        refuse_cast(wrappers)
         if overlap:
             narrow = any(p.dtype in LOW_PRECISION for model in models for p in model.parameters() if p.requires_grad)
             refuse_overlap(wrappers, narrow)
@@ -170,6 +173,11 @@ class Ranks:
             (let_speak if self.reduced else silence)(wrapper)
         if self.shards is not None and self.overlap:
             self.shards.reduce(now=last)
+
+    @property
+    def hooked(self) -> int:
+        """How many wrappers have a communication hook by now that is not called."""
+        return 0 if self.overlap else hooked(self._wrappers)
 
     def left_by_ddp(self, trained: Sequence[Tensor]) -> int:
         """Return how many wrappers were to reduce in the last backward, and have not, or not all that is trained."""

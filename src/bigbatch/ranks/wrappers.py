@@ -69,12 +69,29 @@ def refuse_taken_apart(wrappers: Sequence[DistributedDataParallel]) -> None:
 
 def refuse_hooks(wrappers: Sequence[DistributedDataParallel]) -> None:
     """Raise where DDP was given a way to reduce that would not be taken."""
-    if any(getattr(module, "_comm_hooks", None) for module in wrappers):
+    if hooked(wrappers):
+        raise ConfigurationError(HOOKED)
+
+
+def hooked(wrappers: Sequence[DistributedDataParallel]) -> int:
+    """Return how many wrappers have a communication hook, one of torch's own included."""
+    return sum(bool(told(wrapper).get("comm_hook")) for wrapper in wrappers)
+
+
+HOOKED = (
+    "this DistributedDataParallel has a communication hook, and gradients are reduced without DDP, so it would not be "
+    "called.\n"
+    "Take register_comm_hook(...) out; or have DDP reduce in a window's last backward:  Accumulator(..., overlap=True)"
+)
+
+
+def refuse_cast(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Raise where DDP casts parameters by itself, and gradients back where it reduces."""
+    if any(getattr(wrapper, "mixed_precision", None) is not None for wrapper in wrappers):
         msg = (
-            "this DistributedDataParallel has a communication hook, and gradients are reduced without DDP, so it would "
-            "not be called.\n"
-            "Take register_comm_hook(...) out; or have DDP reduce in a window's last backward:  "
-            "Accumulator(..., overlap=True)"
+            "this model is wrapped in DistributedDataParallel(..., mixed_precision=...), which casts parameters for "
+            "every forward, and their gradients back only where DDP reduces each of them.\n"
+            "Take mixed_precision= out and compute under autocast:  with torch.autocast(device, torch.bfloat16): ..."
         )
         raise ConfigurationError(msg)
 

@@ -63,6 +63,7 @@ def statement(
         left_out=left_out + ranks.left_by_ddp(gradients.parameters) if ranks.reduced and not ranks.sharded else 0,
         overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
         sparse=sum(p.grad is not None and p.grad.is_sparse for p in gradients.parameters) if ranks.adds_up else 0,
+        hooked=ranks.hooked,
         windows=ranks.windows % _FEW,
         parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
