@@ -1,10 +1,12 @@
 """Sharded models in hard places: several models, nested loops, failures, other numbers of steps."""
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -168,3 +170,86 @@ def inside_out(_: int) -> Any:
 def test_the_loop_of_a_sharded_model_is_the_inner_one() -> None:
     """Only there it can have batches repeated for both."""
     refused(run_on_ranks(2, inside_out), ConfigurationError, "other.over(this.over(loader))")
+
+
+def both(rank: int, sizes: Sequence[Sequence[int]], shape: tuple[int, ...]) -> Any:
+    """Train two models at once, of which the first micro-batch of a window alone uses the second one."""
+    found = []
+    for overlap in (False, True):
+        one, two = shards(model(), shape=shape), shards(small(), shape=shape)
+        optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.2)
+        accumulator = Accumulator([one, two], optimizer, steps=2, clip_norm=1.0, overlap=overlap)
+        for number, (x, y) in enumerate(accumulator.over(batches_of(rank, sizes))):
+            accumulator.backward(F.cross_entropy(one(x) if number % 2 else one(x) + two(x), y))
+        found.append([*weights(one), *weights(two)])
+    return found
+
+
+@pytest.mark.parametrize(("sizes", "shape"), [(SIZES, (2,)), ([[3, 5], [6, 1], [2, 2], [4, 3]], (2, 2))], ids=str)
+def test_what_the_last_micro_batch_does_not_use_is_reduced(sizes: list[list[int]], shape: tuple[int, ...]) -> None:
+    """Also where it is a model of its own, which no backward of FSDP finishes then."""
+    one, two = model(), small()
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.2)
+    accumulator = Accumulator([one, two], optimizer, steps=99, clip_norm=1.0)
+    for start in range(0, len(sizes[0]), 2):
+        for own in (batches_of(rank, sizes) for rank in range(len(sizes))):
+            for number, (x, y) in enumerate(own[start : start + 2]):
+                accumulator.backward(F.cross_entropy(one(x) if number else one(x) + two(x), y))
+        accumulator.flush()
+    for each in run_on_ranks(len(sizes), both, sizes, shape):
+        if isinstance(each, BaseException):
+            raise each
+        same(each, [*weights(one), *weights(two)])
+
+
+def players() -> tuple[nn.Module, nn.Module]:
+    """Return a model that makes samples, and one that judges them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 5)).double(), nn.Sequential(nn.Linear(5, 4)).double()
+
+
+def playing(rank: int, sizes: Sequence[Sequence[int]], given: bool, overlap: tuple[bool, bool]) -> Any:
+    """Train both, each with an accumulator of its own; the first one may be given both."""
+    one, two = map(shards, players())
+    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (one, two)]
+    first = Accumulator([one, two] if given else one, optimizers[0], steps=2, overlap=overlap[0])
+    second = Accumulator(two, optimizers[1], steps=2, overlap=overlap[1])
+    for x, y in first.over(second.over(batches_of(rank, sizes))):
+        second.backward(F.cross_entropy(two(one(x).detach()), y))
+        assert first.backward(F.cross_entropy(two(one(x)), y)) is None or all(p.grad is None for p in two.parameters())
+    return [*weights(one), *weights(two)]
+
+
+def played(rank: int, sizes: Sequence[Sequence[int]]) -> Any:
+    """Train them in every way."""
+    each = list(product([False, True], [False, True]))
+    ways = [(False, overlap) for overlap in each] + [(True, overlap) for overlap in each if not overlap[0]]
+    return [playing(rank, sizes, *way) for way in ways]
+
+
+def in_one_process(sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Train them on the micro-batches of all ranks, in the same order."""
+    one, two = players()
+    first = Accumulator(one, OPTIMIZERS["sgd"](one.parameters()), steps=99)
+    second = Accumulator(two, OPTIMIZERS["sgd"](two.parameters()), steps=99)
+    most = max(map(len, sizes))
+    for number in range(most):
+        every = [batches_of(rank, sizes)[number] for rank in range(len(sizes)) if number < len(sizes[rank])]
+        for x, y in every:
+            second.backward(F.cross_entropy(two(one(x).detach()), y))
+        if number % 2 or number == most - 1:
+            second.flush()
+        for x, y in every:
+            first.backward(F.cross_entropy(two(one(x)), y))
+        if number % 2 or number == most - 1:
+            first.flush()
+    return [*weights(one), *weights(two)]
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [[3, 5, 2, 4, 3], [6, 1, 1]]], ids=["even", "uneven"])
+def test_a_loss_leaves_shards_alone_that_another_trains(sizes: list[list[int]]) -> None:
+    """Two players: the gradients of one run through the other, and add nothing there."""
+    for each in run_on_ranks(2, played, sizes):
+        if isinstance(each, BaseException):
+            raise each
+        same(each, in_one_process(sizes))

@@ -191,7 +191,8 @@ class Accumulator:
             admission.scan(loss)
         try:
             if self._repeated:
-                self._window.pass_by(loss, only_own=admission.only_own)
+                with admission.sparing_others():
+                    self._window.pass_by(loss, only_own=admission.only_own)
             elif admission.only_own:
                 self._window.add(loss, terms)
             else:

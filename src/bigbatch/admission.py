@@ -1,8 +1,10 @@
 """What a loss must pass before its gradient is added: no BatchNorm by the micro-batch, terms that can be read."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 from torch import Tensor, nn
@@ -12,7 +14,8 @@ from torch.optim import Optimizer
 from bigbatch import checks
 from bigbatch.errors import BatchNormError, BigBatchError, LossError
 from bigbatch.lockstep.needing import NeedsLockStep
-from bigbatch.ranks.groups import sharded, stand_ins, whole_weights
+from bigbatch.ranks.groups import parameters_of, sharded, tensors_of, whole_weights
+from bigbatch.ranks.sharding import leaving_alone
 from bigbatch.reading import refusals
 from bigbatch.reading.frozen import FrozenWeights
 from bigbatch.reading.reader import Reader
@@ -21,6 +24,7 @@ from bigbatch.reading.terms import Term
 from bigbatch.windows.gradients import all_parameters, sparing
 
 _SCANS = 8  # whole graphs looked through: the first ones that look unlike each other
+_present: "weakref.WeakSet[Admission]" = weakref.WeakSet()  # of everyone that trains a model in this process
 
 
 class Admission:
@@ -36,12 +40,12 @@ class Admission:
         """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms."""
         self.exact = batch_norm == "exact"
         self.side_by_side = 0  # how many micro-batches run in lock-step, where they do
-        self._models, self._optimizers = tuple(models), optimizers
+        self.models, self._optimizers = tuple(models), optimizers
         self._refuses, self._accepting = batch_norm == "refuse", accepting
         self.batch_norms: list[tuple[str, BatchNorm]] = []
         surroundings = Surroundings(
             own=frozenset(id(p) for p in all_parameters(optimizers)),
-            is_weight=FrozenWeights(self._models, partial(whole_weights, self._models)),
+            is_weight=FrozenWeights(self.models, partial(whole_weights, self.models)),
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
         )
         self.reader = Reader(surroundings)
@@ -50,11 +54,12 @@ class Admission:
         # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
         self.only_own = not sharded(models)
         self._shards = None if self.only_own else surroundings.own
+        _present.add(self)
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
         if self._refuses or self.exact:
-            self.batch_norms = checks.batch_norms(self._models)
+            self.batch_norms = checks.batch_norms(self.models)
 
     def run_side_by_side(self, wanted: bool) -> None:  # noqa: FBT001 - a mode
         """Say how micro-batches run from now on; graphs are looked through again where that is new."""
@@ -69,13 +74,22 @@ class Admission:
 
     def sparing_others(self) -> AbstractContextManager[None]:
         """Leave all parameters alone that no optimizer of ours has, where a backward cannot choose."""
-        if self.only_own:
-            return nullcontext()
+        return nullcontext() if self.only_own else self._sparing()
+
+    @contextmanager
+    def _sparing(self) -> Iterator[None]:
         ours = all_parameters(self._optimizers)
+        # A loss may run through models that others train, as a generator's through its discriminator.
+        every = [*{id(model): model for each in _present for model in each.models}.values()]
+        parts = sharded(every)
+        shards = list(parameters_of(parts))
         # The outermost of sharded modules has whole parameters until its backward, whose gradients may wait for more.
-        own = {id(p) for p in (*ours, *stand_ins(self._models, ours))}
-        others = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}
-        return sparing(p for number, p in others.items() if number not in own)
+        own = {id(p) for p in ours}
+        own |= {id(p) for each in shards if id(each.sharded_param) in own for p in tensors_of(each)}
+        found = chain(*map(tensors_of, shards), *(model.parameters() for model in every))
+        others = {id(p): p for p in found if id(p) not in own and p.requires_grad}
+        with leaving_alone(parts, ours), sparing(others.values()):
+            yield
 
     def look(self) -> None:
         """Refuse BatchNorm in training mode, before each micro-batch is used."""
@@ -84,7 +98,7 @@ class Admission:
         elif not self.side_by_side and self.needs_lock_step():
             raise NeedsLockStep("BatchNorm in training mode")
         elif self.side_by_side > 1 and self.batch_norms:
-            checks.refuse_compiled(self._models)
+            checks.refuse_compiled(self.models)
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""

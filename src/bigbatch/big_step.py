@@ -338,7 +338,8 @@ class BigStep:
         """Make passes that add nothing, until there are as many."""
         for _ in range(passes - len(division)):
             loss, _ = self._runner.loss(self._mover.moved(division.micro_batch(0)))
-            window.pass_by(loss)
+            with self._admission.sparing_others():
+                window.pass_by(loss)
 
     def _meet_with(self, division: Division) -> None:
         """Make sure that what waits while micro-batches run side by side has room."""

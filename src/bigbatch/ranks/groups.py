@@ -19,16 +19,18 @@ def groups_of(part: Any) -> list[Any]:
     return list(found if found is not None else filter(None, [state._fsdp_param_group]))  # noqa: SLF001 - until 2.11
 
 
-def stand_ins(models: Sequence[nn.Module], own: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Return the whole parameters of which some shards are parts: from a forward to its backward, a model has those."""
-    shards = {id(shard) for shard in own}
-    for each in (p for part in sharded(models) for group in groups_of(part) for p in group.fsdp_params):
-        if id(each.sharded_param) in shards and hasattr(each, "_unsharded_param"):
-            yield each._unsharded_param  # noqa: SLF001 - its property wants it to be filled
+def parameters_of(parts: Iterable[Any]) -> Iterator[Any]:
+    """Return what FSDP keeps of each parameter of some sharded modules."""
+    return (each for part in parts for group in groups_of(part) for each in group.fsdp_params)
+
+
+def tensors_of(each: Any) -> list[Tensor]:
+    """Return a parameter's shard, and the whole one that stands in for it from a forward to its backward, if any."""
+    # By a private name: its property wants it to be filled.
+    return [each.sharded_param, *([each._unsharded_param] if hasattr(each, "_unsharded_param") else [])]  # noqa: SLF001
 
 
 def whole_weights(models: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Return all whole parameters that stand in for shards, those that FSDP has freed since a forward, too."""
-    for each in (p for part in sharded(models) for group in groups_of(part) for p in group.fsdp_params):
-        if hasattr(each, "_unsharded_param"):
-            yield each._unsharded_param  # noqa: SLF001
+    for each in parameters_of(sharded(models)):
+        yield from tensors_of(each)[1:]

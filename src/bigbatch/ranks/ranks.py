@@ -156,9 +156,11 @@ class Ranks:
             return not self.reduced
         return self.shards.replicas is not None and not self.overlap
 
-    def around_backward(self) -> AbstractContextManager[None]:
-        """Keep replicas of shards apart in a backward, where they are added up when the window closes."""
-        return self.shards.within_a_replica() if self.shards is not None and self.adds_up else nullcontext()
+    def around_backward(self, own: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """Have a backward reduce the shards of some parameters as the window at hand wants it."""
+        if self.shards is None:
+            return nullcontext()
+        return self.shards.around_backward(own, reduce=self.reduced or not self.overlap, apart=self.adds_up)
 
     def keep_quiet(self, owner: object) -> None:
         """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
@@ -171,8 +173,6 @@ class Ranks:
         self.reduced = self.overlap and last
         for wrapper in self._wrappers:
             (let_speak if self.reduced else silence)(wrapper)
-        if self.shards is not None and self.overlap:
-            self.shards.reduce(now=last)
 
     @property
     def hooked(self) -> int:
@@ -318,8 +318,8 @@ class Ranks:
 _ELSEWHERE = (
     "the ranks are at different places: one closes a window that another has not come to, or has no part in.\n"
     "Have every rank close the same windows in the same order. Where one accumulator's `over` is inside another's, "
-    "every rank needs as many batches; where the model is sharded, the same steps=; where samples are coupled, samples "
-    "in each update."
+    "every rank needs as many batches; where the model is sharded, the same steps=; where samples are coupled, every "
+    "rank needs samples in each update."
 )
 
 

@@ -6,16 +6,16 @@ samples of its own, is known from the mesh that `fully_shard` got; other dimensi
 """
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.ranks.groups import groups_of, sharded
+from bigbatch.ranks.groups import groups_of, parameters_of, sharded, tensors_of
 from bigbatch.ranks.meshes import flat, members
 from bigbatch.ranks.replicas import replicas_of, within_a_replica
 
@@ -52,21 +52,71 @@ class Shards:
             )
             raise ConfigurationError(msg)
 
-    def reduce(self, *, now: bool) -> None:
-        """Have the next backward reduce gradients, or keep them whole and add up."""
+    @contextmanager
+    def around_backward(self, own: Iterable[Tensor], *, reduce: bool, apart: bool) -> Iterator[None]:
+        """Inside, a backward reduces the gradients of `own`, or keeps them whole and adds up (`reduce`).
+
+        `apart` leaves the sums of replicas apart. Other accumulators may want their groups otherwise, so this is said
+        anew for every backward.
+        """
+        mine = _ids(own)
+        for group in self._groups:
+            if any(id(each.sharded_param) in mine for each in group.fsdp_params):
+                group.reduce_grads = group.all_reduce_grads = reduce
+        with within_a_replica(self._groups) if apart else nullcontext():
+            yield
+        if reduce:
+            self._reduce_left()
+
+    def _reduce_left(self) -> None:
+        """Reduce what was kept whole and not reached by the last backward: that of a model which it did not run."""
         for part in self.parts:
-            part.set_requires_gradient_sync(now)
+            if any(map(_waits, parameters_of([part]))):
+                # What FSDP calls at the end of a backward, for all modules of a model at once.
+                part._get_fsdp_state()._root_post_backward_final_callback()  # noqa: SLF001 - no public name
 
-    def within_a_replica(self) -> AbstractContextManager[None]:
-        """Inside, a backward leaves the sums of replicas apart."""
-        return within_a_replica(self._groups)
-
-    def forget(self) -> None:
+    def forget(self, own: Iterable[Tensor]) -> None:
         """Drop gradients that were kept whole and never reduced, as those of a window that is dropped."""
-        for parameter in (each for group in self._groups for each in group.fsdp_params):
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None  # noqa: SLF001
+        mine = _ids(own)
+        for each in parameters_of(self.parts):
+            if id(each.sharded_param) in mine:
+                each.unsharded_accumulated_grad = None
+                for whole in tensors_of(each)[1:]:
+                    whole.grad = None
+
+
+def _ids(parameters: Iterable[Tensor]) -> set[int]:
+    return {id(parameter) for parameter in parameters}
+
+
+def _waits(each: Any) -> bool:
+    """Whether a gradient of this parameter is kept whole."""
+    return each.unsharded_accumulated_grad is not None or any(p.grad is not None for p in tensors_of(each)[1:])
+
+
+@contextmanager
+def leaving_alone(parts: Iterable[Any], own: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, a backward reduces no group of parameters that has none of `own`, nor adds to what others have waiting.
+
+    Their `.grad` is left to whoever calls this, that of whole ones, too.
+    """
+    mine = _ids(own)
+    groups, waiting = [], []
+    for group in (group for part in parts for group in groups_of(part)):
+        others = [each for each in group.fsdp_params if id(each.sharded_param) not in mine]
+        waiting += [(each, each.unsharded_accumulated_grad) for each in others]
+        if len(others) == len(group.fsdp_params):
+            groups.append((group, group.reduce_grads))
+            group.reduce_grads = False
+    for each, _ in waiting:
+        each.unsharded_accumulated_grad = None
+    try:
+        yield
+    finally:
+        for group, reduces in reversed(groups):  # modules that share a group name it twice
+            group.reduce_grads = reduces
+        for each, gradient in reversed(waiting):
+            each.unsharded_accumulated_grad = gradient
 
 
 def sum_only(models: Sequence[nn.Module]) -> None:

@@ -171,7 +171,7 @@ class Window:
         if self._stepper.ranks is None:
             run_backward(loss, start, leaves)
             return
-        with self._stepper.ranks.around_backward():
+        with self._stepper.ranks.around_backward(self._gradients.parameters):
             run_backward(loss, start, leaves)
 
     def _awaits_reduction(self) -> bool:
@@ -350,7 +350,7 @@ class Window:
         self._gradients.release()
         ranks = self._stepper.ranks
         if ranks is not None and ranks.shards is not None and ranks.overlap:
-            ranks.shards.forget()
+            ranks.shards.forget(self._gradients.parameters)
         self._stepper.window_open = False
 
     def _start(self, weight: Count, loss: Tensor) -> Tensor:
