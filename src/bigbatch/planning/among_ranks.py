@@ -18,7 +18,7 @@ from bigbatch.memory.sizing import Probe
 from bigbatch.planning.report import Plan
 from bigbatch.ranks.costs import Costs, costs, gathered_at_once, of_replicas
 from bigbatch.ranks.groups import groups_of, sharded
-from bigbatch.ranks.meshes import flat, spread_parameters
+from bigbatch.ranks.meshes import groups_by_dimension, members, spread_parameters
 from bigbatch.ranks.replicas import within_a_replica
 from bigbatch.ranks.wrappers import data_parallel, silence
 
@@ -46,7 +46,7 @@ class Company:
                 "ranks would make passes through it that the others do not make.\n\n"
                 "Plan the whole model in one process, or shard it with fully_shard, too."
             )
-        self._group = _everyone(models) if self._parts else None
+        self._groups = _everyone(models) if self._parts else []
 
     @property
     def meets(self) -> bool:
@@ -97,10 +97,11 @@ class Company:
 
     def most(self, number: float) -> float:
         """Return the largest of all ranks' numbers, where they meet."""
-        if self._group is None:
+        if not self.meets:
             return number
         found = torch.tensor([number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        for group in self._groups:  # along each dimension of a mesh in turn, and so over all of it
+            dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         return float(found.item())
 
     def agreed(self, probe: Probe) -> Probe:
@@ -155,7 +156,7 @@ def _is_of_the_wire(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
-def _everyone(models: Sequence[nn.Module]) -> dist.ProcessGroup:
-    """Return the ranks that a model is in parts over, in whatever way."""
-    _, parameter = next(spread_parameters(models))
-    return flat(parameter.device_mesh)
+def _everyone(models: Sequence[nn.Module]) -> list[dist.ProcessGroup]:
+    """Return the groups of ranks that any parameter is in parts over: some may be so over data alone."""
+    every = (group for _, parameter in spread_parameters(models) for group in groups_by_dimension(parameter))
+    return list({members(group): group for group in every}.values())
