@@ -3,26 +3,30 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from bigbatch import Accumulator, BigStep, Options
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError
 from tests.ranks import run_on_ranks
-from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, model
+from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, model, two_heads
 from tests.test_ranks_hard import SIZES, one_process, refused, right
+from tests.test_ranks_sharded import shards
 
 
-def heard(work: Callable[[], object]) -> str:
+def heard(work: Callable[..., object], *given: object) -> str:
     """Return what is said where something fails; nothing where it does not."""
     try:
-        work()
+        work(*given)
     except (BigBatchError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -189,7 +193,7 @@ def with_hooks(rank: int) -> Any:
     other = DistributedDataParallel(model())
     accumulator = Accumulator(other, OPTIMIZERS["sgd"](other.parameters()), steps=1)
     other.register_comm_hook(None, allreduce_hook)
-    found += [heard(lambda: accumulator.backward(mean(other, micro_batch(3, rank))))]
+    found += [heard(accumulator.backward, mean(other, micro_batch(3, rank)))]
     casting = DistributedDataParallel(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
     return [*found, heard(lambda: Accumulator(casting, OPTIMIZERS["sgd"](casting.parameters()), steps=2))]
 
@@ -200,3 +204,55 @@ def test_communication_hooks_that_would_not_be_called() -> None:
         assert "register_comm_hook(...) out" in builtin
         assert "register_comm_hook(...) out" in later
         assert "mixed_precision= out" in casting
+
+
+# A step that fails on one rank alone: nobody waits for it.
+
+
+def failing_once(rank: int, kind: str) -> Any:
+    """Have a hook, or the optimizer, fail on one rank in the second of three windows; all go on."""
+    wrapped: Any
+    mesh: DeviceMesh | None = None
+    if kind == "buffers":
+        wrapped = DistributedDataParallel(two_heads(), find_unused_parameters=True)
+    elif kind == "shards":
+        wrapped = shards(model())
+    else:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        wrapped = parallelize_module(model(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    data = None if mesh is None else mesh["dp"]
+    accumulator = Accumulator(wrapped, optimizer, steps=1, clip_norm=1.0, mesh=data)
+    bad = [False]
+
+    def hook(*_: object) -> None:
+        if bad[0]:
+            raise ValueError("mine")
+
+    if rank == 1:
+        (optimizer.register_step_pre_hook if kind == "buffers" else accumulator.before_step)(hook)
+    found = []
+    for number in range(3):
+        bad[0] = number == 1
+        x, y = micro_batch(4, number + (0 if kind == "tensors" else rank))
+        out = wrapped(x, 0) if kind == "buffers" else wrapped(x)
+        found.append(heard(accumulator.backward, F.cross_entropy(out, y)))
+        accumulator.discard()
+    return found
+
+
+def test_an_optimizer_that_fails_leaves_nobody_waiting_for_buffers() -> None:
+    """They were sent before; that the ranks have parted is said in the next window."""
+    one, other = run_on_ranks(2, failing_once, "buffers", limit=15)
+    assert one[:2] == ["", ""]
+    assert other[:2] == ["", "ValueError: mine"]
+    assert all("different numbers of windows" in words for words in (one[2], other[2]))
+
+
+@pytest.mark.parametrize("kind", ["shards", "tensors"])
+def test_a_hook_that_fails_leaves_nobody_waiting_for_a_norm(kind: str) -> None:
+    """Nobody has stepped, so all go on; also where only one rank has a hook."""
+    one, other = run_on_ranks(2, failing_once, kind, limit=15)
+    assert other == ["", "ValueError: mine", ""]
+    assert one[::2] == ["", ""]
+    assert "RankFailed: a before_step hook failed on another rank" in one[1]

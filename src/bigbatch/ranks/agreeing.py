@@ -33,6 +33,7 @@ class Statement(NamedTuple):
     overlapped: bool = False  # whether it has reduced there
     sparse: int = 0  # gradients that are, and should be added up
     hooked: int = 0  # wrappers with a communication hook that is not called
+    hooks: bool = False  # whether it has any of its own to call before the step
     windows: int = 0  # made until now
     parameters: int = 0  # a number of those that are trained
     weights: Count = 0.0  # one of their values, before the first window
@@ -50,6 +51,7 @@ class Agreement(NamedTuple):
     missing: int
     others_go_on: bool
     precise: bool
+    hooks: bool  # whether any rank calls some before the step
 
 
 def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
@@ -71,6 +73,7 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         round(found.missing),
         found.going - float(mine.goes_on) > 0.5,  # noqa: PLR2004
         found.precise > 0,
+        found.hooks > 0,
     )
 
 
@@ -96,6 +99,7 @@ class _Heard(NamedTuple):
     overlapped: float
     sparse: float
     hooked: float
+    hooks: float
     windows: float
     squares_of_windows: float
     parameters: float
@@ -137,6 +141,7 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         float(mine.overlapped),
         float(mine.sparse),
         float(mine.hooked),
+        float(mine.hooks),
         *(number for each in (mine.windows, mine.parameters, mine.weights) for number in (each, each * each)),
         mine.whole_weights,
     ]

@@ -283,6 +283,12 @@ class Ranks:
         for flag, up in zip(flags, found, strict=True):
             flag.copy_(up)
 
+    def failed_anywhere(self, *, here: bool, device: torch.device) -> bool:
+        """Return whether any rank has failed, this one included, peers too."""
+        failed = torch.tensor(float(here), device=device)
+        self.share_flags([failed])
+        return bool(failed)
+
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Return of each flag whether any rank has it up."""
         found = torch.tensor(flags, dtype=torch.uint8, device=device)

@@ -4,6 +4,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bigbatch.errors import ConfigurationError, WindowDisturbed
+from bigbatch.errors import ConfigurationError, RankFailed, WindowDisturbed
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.spreading import unscale_parts
 from bigbatch.reading.counts import Count
@@ -95,20 +96,24 @@ class Stepper:
             raise WindowDisturbed(msg)
         self._stepped = True
 
-    def step(self, gradients: Gradients, correction: Count) -> tuple[Tensor | None, bool | Tensor]:
-        """Make the update; returns the gradient's norm before clipping, and whether the step was skipped."""
+    def step(
+        self, gradients: Gradients, correction: Count, *, hooks_elsewhere: bool = False
+    ) -> tuple[Tensor | None, bool | Tensor]:
+        """Make the update; returns the gradient's norm before clipping, and whether the step was skipped.
+
+        `hooks_elsewhere`: this rank or another has hooks, which may fail.
+        """
         self._doing = ""
         active = self._active(self.optimizers)
         if self.scaler is not None:
             self._unscale(active)
+        measured = self.clip_norm is not None or self.skip_nonfinite
         if self.hooks:
             gradients.scale(correction)
             correction = 1.0
-            self._doing = "hook"
-            for hook in list(self.hooks.values()):
-                hook()
-            self._doing = ""
-        norm = self._norm(gradients) if self.clip_norm is not None or self.skip_nonfinite else None
+        if self.hooks or hooks_elsewhere:
+            self._call_hooks(self.ranks if measured and hooks_elsewhere else None, gradients.device)
+        norm = self._norm(gradients) if measured else None
         factor = correction
         if norm is not None:
             if isinstance(correction, Tensor) or correction != 1.0:
@@ -123,6 +128,26 @@ class Stepper:
             self._schedule(skipped=bool(skipped))
         self._doing = ""
         return (norm if self.clip_norm is not None else None), skipped
+
+    def _call_hooks(self, ranks: Ranks | None, device: torch.device) -> None:
+        """Call the hooks; where ranks have a norm to find together, none begins before the hooks of all have passed."""
+        waiting = ranks if ranks is not None and ranks.in_parts else None
+        self._doing = "hook"
+        try:
+            for hook in list(self.hooks.values()):
+                hook()
+        except Exception:
+            if waiting is not None:
+                with suppress(Exception):  # they may be gone; what happened here is what is raised
+                    waiting.failed_anywhere(here=True, device=device)
+            raise
+        self._doing = ""
+        if waiting is not None and waiting.failed_anywhere(here=False, device=device):
+            msg = (
+                "a before_step hook failed on another rank, and the norm of the gradient needs all of them. Nothing "
+                "was stepped on any. The error is in that rank's own output."
+            )
+            raise RankFailed(msg)
 
     def _norm(self, gradients: Gradients) -> Tensor:
         if self.ranks is not None and self.ranks.in_parts:

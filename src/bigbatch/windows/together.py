@@ -41,7 +41,7 @@ def totals(ranks: Ranks, own: tuple[Count, ...], device: torch.device) -> tuple[
 
 
 def statement(
-    ledger: Ledger, gradients: Gradients, ranks: Ranks, *, goes_on: bool, precise: bool, left_out: int
+    ledger: Ledger, gradients: Gradients, ranks: Ranks, *, goes_on: bool, precise: bool, left_out: int, hooks: bool
 ) -> Statement:
     """Say what this rank's window came to."""
     unknown: Count = 1.0 - ledger.loss_known.double() if isinstance(ledger.loss_known, Tensor) else 0.0
@@ -64,6 +64,7 @@ def statement(
         overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
         sparse=sum(p.grad is not None and p.grad.is_sparse for p in gradients.parameters) if ranks.adds_up else 0,
         hooked=ranks.hooked,
+        hooks=hooks or ranks.peers is not None,  # who must say the same, and may have other ones
         windows=ranks.windows % _FEW,
         parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),

@@ -300,12 +300,20 @@ class Window:
         self._refuse_unreduced(ranks)
         if ledger.totals is not None:
             ledger.refuse_other_totals()
-        precise = self._loss_dtype == torch.float64
-        mine = together.statement(ledger, gradients, ranks, goes_on=goes_on, precise=precise, left_out=self._left_out)
+        mine = together.statement(
+            ledger,
+            gradients,
+            ranks,
+            goes_on=goes_on,
+            precise=self._loss_dtype == torch.float64,
+            left_out=self._left_out,
+            hooks=bool(self._stepper.hooks),
+        )
         agreement = agreed(ranks, mine, gradients.device)
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
         self.others_go_on = agreement.others_go_on
+        ranks.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
         skipped: bool | Tensor = True
         try:
@@ -324,11 +332,10 @@ class Window:
                 gradients.scale(correction)
                 if ranks.adds_up:
                     ranks.add_up(gradients.dense())
-                norm, skipped = self._stepper.step(gradients, 1.0)
+                norm, skipped = self._stepper.step(gradients, 1.0, hooks_elsewhere=agreement.hooks)
         except BaseException as error:
             self._broken, self._failure = error, self._stepper.give_up(error)
             raise
-        ranks.share_buffers()
         ranks.windows += 1
         self.discard()
         return Update(
