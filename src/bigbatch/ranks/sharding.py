@@ -80,7 +80,7 @@ class Shards:
         mine = _ids(own)
         for each in parameters_of(self.parts):
             if id(each.sharded_param) in mine:
-                each.unsharded_accumulated_grad = None
+                _set_waiting(each, None)
                 for whole in tensors_of(each)[1:]:
                     whole.grad = None
 
@@ -92,6 +92,12 @@ def _ids(parameters: Iterable[Tensor]) -> set[int]:
 def _waits(each: Any) -> bool:
     """Whether a gradient of this parameter is kept whole."""
     return each.unsharded_accumulated_grad is not None or any(p.grad is not None for p in tensors_of(each)[1:])
+
+
+def _set_waiting(each: Any, gradient: Tensor | None) -> None:
+    """Set what a parameter has added up whole; from torch 2.15 on, that is the `.grad` of the whole one itself."""
+    if not isinstance(getattr(type(each), "unsharded_accumulated_grad", None), property):
+        each.unsharded_accumulated_grad = gradient
 
 
 @contextmanager
@@ -109,14 +115,14 @@ def leaving_alone(parts: Iterable[Any], own: Iterable[Tensor]) -> Iterator[None]
             groups.append((group, group.reduce_grads))
             group.reduce_grads = False
     for each, _ in waiting:
-        each.unsharded_accumulated_grad = None
+        _set_waiting(each, None)
     try:
         yield
     finally:
         for group, reduces in reversed(groups):  # modules that share a group name it twice
             group.reduce_grads = reduces
         for each, gradient in reversed(waiting):
-            each.unsharded_accumulated_grad = gradient
+            _set_waiting(each, gradient)
 
 
 def sum_only(models: Sequence[nn.Module]) -> None:
