@@ -147,9 +147,21 @@ def _of_padding(padded: Part, cut: Part) -> str:
     )
 
 
-def _near(one: float, other: float, parts: Sequence[Part]) -> bool:
+def apart(whole: Part, halves: Sequence[Part]) -> float:
+    """Return how far the halves are from making the whole, relatively; infinite where their values do not tell."""
+    together = combined(halves)
+    values = [whole.value, math.nan if together is None else together, *(part.value for part in halves)]
+    return abs(values[0] - values[1]) / sized(*values) if all(map(math.isfinite, values)) else math.inf
+
+
+def sized(*values: float) -> float:
+    """Return what differences of losses are measured by."""
     # A loss near zero may be the difference of larger numbers, whose rounding it has.
-    size = max(abs(one), abs(other), _FLOOR, *(abs(part.value) for part in parts))
+    return max(_FLOOR, *map(abs, values))
+
+
+def _near(one: float, other: float, parts: Sequence[Part]) -> bool:
+    size = sized(one, other, *(part.value for part in parts))
     return abs(one - other) <= max(part.tolerance for part in parts) * size
 
 
@@ -159,8 +171,13 @@ def _listed(counts: Sequence[float]) -> str:
 
 def _tolerance(loss: Tensor) -> float:
     """Return how far rounding may move a loss, relatively."""
-    lowered = torch.is_autocast_enabled(loss.device.type) or loss.dtype in LOW_PRECISION or _low_inside(loss)
-    return _LOW_PRECISION_TOLERANCE if lowered else _TOLERANCE.get(loss.dtype, _LOW_PRECISION_TOLERANCE)
+    lowered = torch.is_autocast_enabled(loss.device.type) or _low_inside(loss)
+    return _LOW_PRECISION_TOLERANCE if lowered else tolerance_of(loss.dtype)
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return how far rounding to a dtype may move a loss, relatively."""
+    return _TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE)
 
 
 def _low_inside(loss: Tensor) -> bool:

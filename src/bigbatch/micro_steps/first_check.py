@@ -1,8 +1,8 @@
 """The first-step check at work: which samples to look at, how to evaluate them, and when enough was seen."""
 
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -21,6 +21,7 @@ from bigbatch.micro_steps.coupling import (
     refuse_padding,
     refused_together,
 )
+from bigbatch.micro_steps.doubting import rounding
 from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
 from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
@@ -49,7 +50,8 @@ class _Comparison(NamedTuple):
 
     evaluate: Callable[[], list[Part]]
     refuse: Callable[[list[Part]], None]
-    refuse_counts: Callable[[list[Part]], None]
+    refuse_counts: Callable[[list[Part]], None] = lambda _: None
+    controls: tuple[Callable[[], list[Part]], ...] = ()  # what to evaluate of samples that are there twice
 
 
 class FirstCheck:
@@ -102,13 +104,24 @@ class FirstCheck:
             if division.longest is not None:
                 longest = max(division.longest[:_SINGLES])
         halves = [group[:middle], group[middle:]] if together == self._measured else [[i] for i in group]
+
+        def evaluate(halves: list[list[int]]) -> list[Part]:
+            whole = [i for half in halves for i in half]
+            return [
+                *self._parts([division.part(half, longest) for half in halves], [len(half) for half in halves]),
+                *self._parts([division.part(whole, longest)], [len(whole)], together),
+            ]
+
         untold = self._compare(
             division,
-            lambda: [
-                *self._parts([division.part(half, longest) for half in halves], [len(half) for half in halves]),
-                *self._parts([division.part(group, longest)], [len(group)], together),
-            ],
-            lambda parts: refuse_coupled(parts[-1], parts[:-1], len(group)),
+            _Comparison(
+                lambda: evaluate(halves),
+                lambda parts: refuse_coupled(parts[-1], parts[:-1], len(group)),
+                controls=(
+                    lambda: evaluate([halves[0]] * len(halves)),
+                    lambda: evaluate([halves[-1][: len(halves[0])]] * len(halves)),
+                ),
+            ),
             # Statistics that micro-batches meet for are exact by themselves, and of a few samples amplify rounding.
             self._as_it_is if self._side_by_side is None else (without_statistics,),
         )
@@ -122,10 +135,10 @@ class FirstCheck:
         most = max(number * wide for number, wide in zip(division.sizes, division.longest, strict=True))
         roomy = most >= 2 * max(division.longest)
         comparison = self._trimmed if division.batch.collate is None else self._collated
-        evaluate, refuse, refuse_counts = comparison(division, division.longest, roomy=roomy)
-        untold = self._compare(division, evaluate, refuse, self._as_it_is) if self._compares else ""
+        found = comparison(division, division.longest, roomy=roomy)
+        untold = self._compare(division, found, self._as_it_is) if self._compares else ""
         if not self._compares or untold == _UNCHECKED:
-            self._count(division, evaluate, refuse_counts)
+            self._count(division, found.evaluate, found.refuse_counts)
         self._tell(untold)
         return True
 
@@ -201,24 +214,16 @@ class FirstCheck:
             let_go(error)
         return self._value(micro_batch)
 
-    def _compare(
-        self,
-        division: Division,
-        evaluate: Callable[[], list[Part]],
-        refuse: Callable[[list[Part]], None],
-        as_it_is: Circumstances,
-    ) -> str:
+    def _compare(self, division: Division, comparison: _Comparison, as_it_is: Circumstances) -> str:
         """Evaluate losses without random numbers: as things are, without dropout, or in evaluation mode.
 
         Returns what there is to say of that: nothing, where it could be done in training mode.
         """
         for circumstances in (as_it_is, (*as_it_is, without_dropout), (evaluating,)):
-            with untouched(self._models), ExitStack() as stack:
-                for each in circumstances:
-                    stack.enter_context(each(self._models))
+            with self._under(circumstances):
                 randomness = Randomness(devices_of(self._models))
                 try:
-                    parts = evaluate()
+                    parts = comparison.evaluate()
                 except Exception as error:
                     # As things are it is the user's error; otherwise a model may do something else.
                     told = isinstance(error, NeedsLockStep) or (isinstance(error, LossError) and not self._accepting)
@@ -228,23 +233,33 @@ class FirstCheck:
                 if randomness.drawn():
                     continue
             division.batch.refuse_changed()  # by collating: what is compared would not be the same samples
-            try:
-                refuse(parts)
-            except (CoupledLoss, BatchError):
+            accusation = _accusation(comparison, parts)
+            if accusation is not None:
+                with self._under(circumstances):
+                    tolerance = rounding(parts, comparison.evaluate, comparison.controls)
+                looser = [part._replace(tolerance=max(part.tolerance, tolerance)) for part in parts]
+                accusation = _accusation(comparison, looser)
+            if accusation is not None:
                 # Statistics of the micro-batch that no layer of torch's takes are accepted, too.
                 if not self._accepting or evaluating in circumstances:
-                    raise
+                    raise accusation
                 continue
             return _EVALUATED if evaluating in circumstances else ""
         return _UNCHECKED
+
+    @contextmanager
+    def _under(self, circumstances: Circumstances) -> Iterator[None]:
+        """Look at models in some circumstances, and leave them as they were."""
+        with untouched(self._models), ExitStack() as stack:
+            for each in circumstances:
+                stack.enter_context(each(self._models))
+            yield
 
     def _count(
         self, division: Division, evaluate: Callable[[], list[Part]], refuse: Callable[[list[Part]], None]
     ) -> None:
         """Refuse by counts alone, which are hardly ever random; where they are, nothing can be said."""
-        with untouched(self._models), ExitStack() as stack:
-            for each in self._as_it_is:
-                stack.enter_context(each(self._models))
+        with self._under(self._as_it_is):
             randomness = Randomness(devices_of(self._models))
             parts = evaluate()
             division.batch.refuse_changed()
@@ -262,3 +277,12 @@ class FirstCheck:
         if what and what not in self._told:
             self._told.add(what)
             warnings.warn(what, stacklevel=7)
+
+
+def _accusation(comparison: _Comparison, parts: list[Part]) -> Exception | None:
+    """Return what there is to refuse."""
+    try:
+        comparison.refuse(parts)
+    except (CoupledLoss, BatchError) as error:
+        return error
+    return None
