@@ -1,13 +1,14 @@
 """Several ranks that would part, die or wait without a word: each is right to 1e-12, or all of them say what it is."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,6 +18,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from bigbatch import Accumulator, BigStep, Options
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError
+from bigbatch.windows.ledger import Ledger
 from tests.ranks import run_on_ranks
 from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, model, two_heads
 from tests.test_ranks_hard import SIZES, one_process, refused, right
@@ -256,3 +258,61 @@ def test_a_hook_that_fails_leaves_nobody_waiting_for_a_norm(kind: str) -> None:
     assert other == ["", "ValueError: mine", ""]
     assert one[::2] == ["", ""]
     assert "RankFailed: a before_step hook failed on another rank" in one[1]
+
+
+# Micro-batches that count nothing, where every backward reduces.
+
+NOTHING = [(0, 1), (1, 2)]  # rank and number of those
+
+
+def of_some_values(network: nn.Module, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    """Return a mean that divides by its count by hand, 0 / 0 in some micro-batches, and the count."""
+    values = network(micro_batch(3, 10 * rank + number)[0]).pow(2).mean(1)
+    mask = torch.full_like(values.detach(), float((rank, number) not in NOTHING))
+    return (values * mask).sum() / mask.sum(), mask.sum()
+
+
+def dividing_by_nothing(rank: int, numbers: Sequence[int], overlap: bool) -> Any:
+    """Train by such means, with another number of micro-batches on each rank."""
+    network = DistributedDataParallel(model()) if overlap else shards(model())
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    accumulator = Accumulator(network, optimizer, steps=2, overlap=overlap)
+    for number in accumulator.over(range(numbers[rank])):
+        accumulator.backward(*of_some_values(network, rank, number))
+    every: list[Any] = list(network.parameters())
+    return [p.detach() if overlap else p.full_tensor().detach() for p in every]
+
+
+@pytest.mark.parametrize(("numbers", "overlap"), [([4, 4], True), ([4, 3], False)], ids=["overlap", "shards"])
+def test_what_counts_nothing_adds_nothing(numbers: list[int], overlap: bool) -> None:
+    """Though its gradient is NaN, also where it is passed by with once more, for company."""
+    network = model()
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    for window in ((0, 1), (2, 3)):
+        every = [(rank, number) for rank in (0, 1) for number in window if number < numbers[rank]]
+        means = [of_some_values(network, *each) for each in every if each not in NOTHING]
+        optimizer.zero_grad()
+        (torch.stack([value * count for value, count in means]).sum() / sum(count for _, count in means)).backward()
+        optimizer.step()
+    true = [p.detach() for p in network.parameters()]
+    right(run_on_ranks(2, dividing_by_nothing, numbers, overlap), true)
+
+
+def found_late(rank: int) -> Any:
+    """Have a count that only a device knows, which is 0 on one rank, and a gradient of 0 / 0."""
+    network = shards(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2)
+    values = network(micro_batch(3, rank)[0]).pow(2).mean(1)
+    accumulator.backward(values.mean() * (math.nan if rank else 1.0), count=torch.tensor(3.0))
+    window: Any = accumulator._window
+    window.ledger.nothings = torch.tensor(float(rank))  # as it would be there
+    accumulator.backward(network(micro_batch(3, rank)[0]).pow(2).mean(1).mean(), count=torch.tensor(3.0))
+
+
+def test_a_count_that_a_device_finds_to_be_nothing() -> None:
+    """Where its gradient is not finite, nobody steps with that."""
+    refused(run_on_ranks(2, found_late), LossError, "mask.sum().clamp(min=1)")
+    ledger = Ledger(steps=2, in_common=True)
+    ledger.pending = [(torch.tensor(math.nan), torch.tensor(0.0)), (torch.tensor(2.0), torch.tensor(3.0))]
+    ledger.fold()
+    assert (float(ledger.nothings), float(ledger.loss)) == (1.0, 6.0)

@@ -34,6 +34,7 @@ class Statement(NamedTuple):
     sparse: int = 0  # gradients that are, and should be added up
     hooked: int = 0  # wrappers with a communication hook that is not called
     hooks: bool = False  # whether it has any of its own to call before the step
+    nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
     windows: int = 0  # made until now
     parameters: int = 0  # a number of those that are trained
     weights: Count = 0.0  # one of their values, before the first window
@@ -52,6 +53,7 @@ class Agreement(NamedTuple):
     others_go_on: bool
     precise: bool
     hooks: bool  # whether any rank calls some before the step
+    nothings: bool  # whether a micro-batch of any counts nothing, and was added all the same
 
 
 def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
@@ -74,6 +76,7 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         found.going - float(mine.goes_on) > 0.5,  # noqa: PLR2004
         found.precise > 0,
         found.hooks > 0,
+        found.nothings > 0,
     )
 
 
@@ -100,6 +103,7 @@ class _Heard(NamedTuple):
     sparse: float
     hooked: float
     hooks: float
+    nothings: float
     windows: float
     squares_of_windows: float
     parameters: float
@@ -142,6 +146,7 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         float(mine.sparse),
         float(mine.hooked),
         float(mine.hooks),
+        mine.nothings,
         *(number for each in (mine.windows, mine.parameters, mine.weights) for number in (each, each * each)),
         mine.whole_weights,
     ]

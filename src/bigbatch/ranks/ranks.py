@@ -6,7 +6,7 @@ sum by that, and the gradients cross the wire once.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError, RankFailed, WindowError
 from bigbatch.ranks import meshes, sharding
-from bigbatch.ranks.groups import sharded
+from bigbatch.ranks.groups import sharded, whole_weights
 from bigbatch.ranks.sharding import Shards
 from bigbatch.ranks.spreading import Spread
 from bigbatch.ranks.wrappers import (
@@ -161,6 +161,10 @@ class Ranks:
         if self.shards is None:
             return nullcontext()
         return self.shards.around_backward(own, reduce=self.reduced or not self.overlap, apart=self.adds_up)
+
+    def leaves(self, own: Sequence[Tensor]) -> Iterable[Tensor]:
+        """Return what a backward adds gradients of some parameters to: those, or the whole ones of shards."""
+        return own if self.shards is None else whole_weights(self.shards.parts)
 
     def keep_quiet(self, owner: object) -> None:
         """Have wrappers reduce nothing by themselves, as long as `owner` lives."""

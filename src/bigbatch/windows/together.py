@@ -65,6 +65,7 @@ def statement(
         sparse=sum(p.grad is not None and p.grad.is_sparse for p in gradients.parameters) if ranks.adds_up else 0,
         hooked=ranks.hooked,
         hooks=hooks or ranks.peers is not None,  # who must say the same, and may have other ones
+        nothings=ledger.nothings,
         windows=ranks.windows % _FEW,
         parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
@@ -130,3 +131,16 @@ def fill(ranks: Ranks, gradients: Gradients, agreement: Agreement) -> None:
         return
     wanted = ranks.anywhere([p.grad is not None for p in gradients.parameters], gradients.device)
     gradients.fill(wanted)
+
+
+def refuse_nonfinite(ranks: Ranks, gradients: Gradients) -> None:
+    """Raise on all ranks where a micro-batch that counts nothing may have left 0 / 0 in the gradient."""
+    finite = bool(torch.isfinite(gradients.norm())) if gradients.dense() else True
+    if ranks.failed_anywhere(here=not finite, device=gradients.device):
+        msg = (
+            "the gradient is not finite, and a micro-batch of this window counts nothing, on this rank or another: "
+            "where its loss divides by its count by hand, 0 / 0 stands in its gradient, which all ranks got in its "
+            "backward. Nothing was stepped.\n"
+            "Divide by one at least:  loss = (values * mask).sum() / mask.sum().clamp(min=1), with count=mask.sum()"
+        )
+        raise LossError(msg)

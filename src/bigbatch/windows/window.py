@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
-from bigbatch.ranks.agreeing import agreed
+from bigbatch.ranks.agreeing import Agreement, agreed
 from bigbatch.ranks.meeting import announce
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import LOW_PRECISION, Count, wide
@@ -19,7 +20,7 @@ from bigbatch.reading.graph import is_leaf
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
 from bigbatch.windows import together
-from bigbatch.windows.engine import run_backward
+from bigbatch.windows.engine import adding_zeros, run_backward
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger, Tally, Weights
 from bigbatch.windows.side_by_side import weigh_together
@@ -153,7 +154,9 @@ class Window:
         hooks = _weigh_terms(weights, loss, terms, factors) if weights.each else ()
         try:
             start = self._start(weights.whole, loss)
-            self._run(loss, start, self._gradients.leaves if only_own else None)
+            # Where nothing is in common, those that count nothing are left out, or others are under way beside them.
+            adds = not (weights.nothing and self._ledger.in_common)
+            self._run(loss, start, self._gradients.leaves if only_own else None, adds=adds)
             if not factors or weights.of_value is not None:
                 return {}  # the value of the whole says it all
             return {node: factor / start.reshape(()) for node, factor in factors.items()}
@@ -167,11 +170,12 @@ class Window:
             for hook in hooks:
                 hook.remove()
 
-    def _run(self, loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None) -> None:
-        if self._stepper.ranks is None:
+    def _run(self, loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None, *, adds: bool) -> None:
+        ranks, own = self._stepper.ranks, self._gradients.parameters
+        if ranks is None:
             run_backward(loss, start, leaves)
             return
-        with self._stepper.ranks.around_backward(self._gradients.parameters):
+        with ranks.around_backward(own), nullcontext() if adds else adding_zeros(ranks.leaves(own)):
             run_backward(loss, start, leaves)
 
     def _awaits_reduction(self) -> bool:
@@ -234,7 +238,7 @@ class Window:
 
     def pass_by(self, loss: Tensor, *, only_own: bool = False) -> None:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
-        self._run(loss, torch.zeros_like(loss), self._gradients.leaves if only_own else None)
+        self._run(loss, torch.zeros_like(loss), self._gradients.leaves if only_own else None, adds=False)
         self._gradients.remember()
         self.passed_by += 1
 
@@ -313,6 +317,7 @@ class Window:
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
         self.others_go_on = agreement.others_go_on
+        self._refuse_nonfinite(ranks, agreement)
         ranks.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
         skipped: bool | Tensor = True
@@ -351,6 +356,11 @@ class Window:
         """Raise where shards have kept their gradients whole until a last backward that did not come."""
         if ranks.sharded and ranks.overlap and not ranks.reduced and self.passes:
             raise WindowError(_NOT_REDUCED)
+
+    def _refuse_nonfinite(self, ranks: Ranks, agreement: Agreement) -> None:
+        """Raise where a count of 0 may have left 0 / 0 in the gradient of all ranks, and nobody would skip it."""
+        if agreement.nothings and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
+            together.refuse_nonfinite(ranks, self._gradients)
 
     def discard(self) -> None:
         """Drop the window: no gradient is left of it."""
