@@ -1,5 +1,7 @@
 """Sharded models in hard places: several models, nested loops, failures, other numbers of steps."""
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -10,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch import Accumulator
-from bigbatch.errors import BatchError, ConfigurationError, StateError, WindowError
+from bigbatch import Accumulator, BigStep
+from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
 from bigbatch.planning.among_ranks import Company
+from bigbatch.ranks import ranks
+from bigbatch.ranks.ranks import Ranks
+from tests.ranks import RankFailed as Died
 from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, windows_of
+from tests.test_ranks import OPTIMIZERS, Batch, batches_of, mean, micro_batch, two_counts, windows_of
 from tests.test_ranks_sharded import model, shards
 
 SIZES = [[3, 5, 2, 4], [6, 1, 1, 7]]
@@ -272,3 +277,135 @@ def largest(rank: int) -> float:
 def test_a_plan_is_agreed_on_by_all_that_hold_a_part() -> None:
     """Not only by those that hold a part of the first parameter."""
     assert run_on_ranks(4, largest) == [3.0] * 4
+
+
+def failing(rank: int, how: str) -> Any:
+    """Fail on one rank, in its second micro-batch of the second update."""
+    network = shards(model())
+    calls = 0
+
+    def loss_fn(network: nn.Module, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if rank and calls == 5:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how != "several":
+                raise ValueError("mine") if how == "raises" else torch.OutOfMemoryError("CUDA out of memory")
+            batch[1][0] = -100
+        return two_counts(network, batch)
+
+    step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), loss_fn, micro_batch_size=2)
+    for number in range(2):
+        x, y = micro_batch(6, rank + number)
+        step((x, y.clamp(min=0)))
+
+
+FAILURES: dict[str, tuple[type[BaseException], str]] = {
+    "raises": (ValueError, "mine"),
+    "memory": (OutOfMemory, "Take a smaller micro_batch_size, or activation checkpointing"),
+    "several": (SeveralCounts, "averaged over different things"),
+    "killed": (Died, "the process died"),
+}
+BEFORE_GLOO = 18.0  # seconds: it gives up after 20, and a rank that fails should not wait for that
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_rank_that_fails_inside_a_sharded_model_says_nothing_there(how: str) -> None:
+    """It raises its own error at once; the others, who wait inside the model, end when its process does."""
+    waiting, failed = run_on_ranks(2, failing, how, limit=BEFORE_GLOO)
+    refused([failed], *FAILURES[how])
+    assert isinstance(waiting, RuntimeError), waiting
+
+
+def short_of_memory(rank: int, when: str) -> Any:
+    """Run out of memory on one rank: in a micro-batch, or when gradients are added up; or be killed there."""
+    ranks._BUCKET = 64  # one gradient is larger, and is sent from where it is
+    network = DistributedDataParallel(model())
+    plain, calls = Ranks.add_up, 0
+
+    def add_up(self: Ranks, gradients: Sequence[Tensor]) -> None:
+        if when == "adding up" and rank and self.windows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
+        plain(self, gradients)
+
+    def loss_fn(network: nn.Module, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if when == "killed" and rank and calls > 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if when == "micro-batch" and rank and calls > 9 and len(batch[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return mean(network, batch)
+
+    Ranks.add_up = add_up  # type: ignore[method-assign]  # in a process that ends
+    step = BigStep(network, OPTIMIZERS["adamw"](network.parameters()), loss_fn, micro_batch_size=4, clip_norm=1.0)
+    for number in range(4):
+        step(micro_batch(8 + rank, 100 * rank + number))
+    assert not rank or calls > 9
+    return weights(network)
+
+
+def test_a_rank_that_runs_out_of_memory_tries_again_alone() -> None:
+    """With smaller micro-batches, and all come to the weights of one process."""
+    network = model()
+    accumulator = Accumulator(network, OPTIMIZERS["adamw"](network.parameters()), steps=2, clip_norm=1.0)
+    for number in range(4):
+        for rank in range(2):
+            accumulator.backward(mean(network, micro_batch(8 + rank, 100 * rank + number)))
+    same(run_on_ranks(2, short_of_memory, "micro-batch"), weights(network))
+
+
+@pytest.mark.parametrize(
+    ("when", "kind", "says"),
+    [("adding up", OutOfMemory, "cannot try again alone"), ("killed", Died, "the process died")],
+)
+def test_a_rank_that_others_have_heard_of_ends(when: str, kind: type[BaseException], says: str) -> None:
+    """Others wait for its gradients, or for its statement, until it has ended."""
+    waiting, failed = run_on_ranks(2, short_of_memory, when, limit=BEFORE_GLOO)
+    refused([failed], kind, says)
+    assert isinstance(waiting, RuntimeError), waiting
+
+
+class DeepSpeedEngine(nn.Module):
+    """What a model is in after deepspeed.initialize(), by its name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Wrap a model."""
+        super().__init__()
+        self.module = module
+
+
+def other_wrappers(_: int) -> list[Any]:
+    """Give models in wrappers that reduce in ways of their own."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    cpu = torch.device("cpu")
+    inner = nn.Sequential(FullyShardedDataParallel(model(), device_id=cpu))
+    found = [
+        FullyShardedDataParallel(model(), device_id=cpu),
+        inner,
+        DeepSpeedEngine(model()),
+        nn.DataParallel(model()),
+    ]
+
+    def big_step(network: nn.Module) -> Any:
+        return BigStep(network, OPTIMIZERS["sgd"](network.parameters()), mean)
+
+    def accumulator(network: nn.Module) -> Any:
+        return Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+
+    return [tried(make, network) for network in found for make in (accumulator, big_step)]
+
+
+def test_wrappers_that_reduce_in_their_own_way_are_refused() -> None:
+    """Each with what to use instead."""
+    for found in run_on_ranks(2, other_wrappers):
+        says = [
+            "fully_shard(model)",
+            "(0) is wrapped in FullyShardedDataParallel",
+            "accumulates, clips and",
+            "torchrun",
+        ]
+        for place, each in enumerate(says):
+            refused(found[2 * place : 2 * place + 2], ConfigurationError, each)

@@ -1,6 +1,7 @@
 """A big batch comes in, an update comes out."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +45,12 @@ _ALL_RANKS_END = (
     "out of memory in a pass through a model in parts. Every pass is a meeting of ranks, so this one cannot try again "
     "alone: the others wait in the midst of it, and end with an error of their own when this process does.\n"
     "Take a smaller micro_batch_size, or activation checkpointing."
+)
+_OTHERS_HAVE_HEARD = (
+    "out of memory in adding up the gradients of all ranks; {}. This rank has told the others what it counted, so it "
+    "cannot try again alone: they wait for its gradients, or have stepped, and end with an error of their own when "
+    "this process does. Nothing was stepped here: go on from a checkpoint.\n"
+    "Take a smaller micro_batch_size or memory=, which leaves more room beside the gradients."
 )
 _NO_SAMPLES = (
     "this rank has no samples in this update, and every pass through a model that is sharded with fully_shard is a "
@@ -216,6 +223,8 @@ class BigStep:
         except BaseException as error:
             # Where others have heard of this window, it cannot be made once more alone.
             heard = self._stepper.ranks is not None and self._stepper.ranks.spoken
+            if heard and is_out_of_memory(error) and not isinstance(error, OutOfMemory):
+                raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error))) from error
             if heard or not self._can_do_better(division, error):
                 raise
         return None
@@ -312,8 +321,9 @@ class BigStep:
                     extras = self._together.run(window, micro_batches, division.sizes)
                 else:
                     passes = self._passes(division)  # agreed before the first: each is a meeting
-                    extras = self._runner.run(window, micro_batches, division)
-                    self._accompany(window, division, passes)
+                    with self._inside_the_model():
+                        extras = self._runner.run(window, micro_batches, division)
+                        self._accompany(window, division, passes)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 update = self._closed(window)
         except BaseException:
@@ -333,6 +343,16 @@ class BigStep:
         ranks = self._stepper.ranks
         own = len(division)
         return own if ranks is None or not ranks.sharded else ranks.most(own, self._mover.device)
+
+    @contextmanager
+    def _inside_the_model(self) -> Iterator[None]:
+        """Where it is sharded, others wait for this rank's passes: they would take a word for a part of those."""
+        ranks = self._stepper.ranks
+        if ranks is not None and ranks.sharded:
+            ranks.elsewhere = True
+        yield
+        if ranks is not None:
+            ranks.elsewhere = False  # all have made them, and come to their statements
 
     def _accompany(self, window: Window, division: Division, passes: int) -> None:
         """Make passes that add nothing, until there are as many."""

@@ -308,7 +308,7 @@ class Ranks:
         for bucket in _buckets(gradients):
             if len(under_way) == _IN_FLIGHT:
                 _arrived(*under_way.pop(0))
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            flat = _flat(bucket)
             if self.shards is not None:  # they may wait in host memory, and a wire begins at the device
                 flat = flat.to(self.shards.device)
             work = dist.all_reduce(flat, group=group, async_op=True)
@@ -369,7 +369,14 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             yield bucket
 
 
+def _flat(bucket: list[Tensor]) -> Tensor:
+    """Return a bucket as one row: a copy, but for a lone tensor, which may be large, and is sent from where it is."""
+    return bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
+
+
 def _arrived(work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
     work.wait()
+    if flat.data_ptr() == bucket[0].data_ptr():
+        return
     pieces = flat.split([gradient.numel() for gradient in bucket])
     torch._foreach_copy_(bucket, [piece.view_as(g) for piece, g in zip(pieces, bucket, strict=True)])
