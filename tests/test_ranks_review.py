@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from bigbatch import Accumulator, BigStep, Options
-from bigbatch.errors import BigBatchError, ConfigurationError, LossError
+from bigbatch.errors import BatchError, BigBatchError, ConfigurationError, LossError, WindowError
 from bigbatch.windows.ledger import Ledger
 from tests.ranks import run_on_ranks
 from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, model, two_heads
@@ -71,6 +71,30 @@ def counting_broadcasts(rank: int) -> Any:
 def test_buffers_are_sent_once_per_update() -> None:
     """Also where DDP reduces, whose forward would send them, too."""
     assert run_on_ranks(2, counting_broadcasts) == [4, 4]
+
+
+def with_other_batches(rank: int, left_out: str) -> Any:
+    """Have a rank without batches, or one that passes over its last."""
+    network = DistributedDataParallel(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
+    sizes = [SIZES[0], [] if left_out == "all" else SIZES[1]]
+    for number, batch in enumerate(accumulator.over(batches_of(rank, sizes))):
+        if number < 3 or (left_out == "the last of one" and rank == 0):
+            accumulator.backward(mean(network, batch))
+
+
+def test_a_rank_without_batches_is_heard_of_before_ddp_reduces() -> None:
+    """By all, once in every `over`."""
+    refused(run_on_ranks(2, with_other_batches, "all"), BatchError, "1 of 2 ranks have no batch in this `over`")
+
+
+def test_a_last_batch_without_a_backward_is_an_error_where_it_is_left_out() -> None:
+    """Others are in the midst of DDP's reduction, and hear from torch when this process ends."""
+    found = run_on_ranks(2, with_other_batches, "the last of both")
+    refused(found, WindowError, "the last batch of `over` had no accumulator.backward(loss)")
+    one, other = run_on_ranks(2, with_other_batches, "the last of one")
+    refused([other], WindowError, "leave batches out before accumulator.over(loader)")
+    assert isinstance(one, RuntimeError)
 
 
 # What DDP does not reduce.

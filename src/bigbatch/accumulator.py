@@ -23,6 +23,7 @@ from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, checked_count
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
+from bigbatch.windows import together
 from bigbatch.windows.gradients import all_parameters
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
@@ -119,6 +120,7 @@ class Accumulator:
         self._last = False
         self._totals: tuple[Count, ...] | None = None
         self._over = False  # whether batches come from `over`
+        self._begun = False  # whether it has given out any, or has none
         self._added = False  # whether the batch that `over` gave out has had its backward
         self._asked = 0  # how often anyone had asked for other micro-batches when it was given out
         self._warned = False
@@ -345,8 +347,15 @@ class Accumulator:
     def _open(self) -> None:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
-        self._resumed, self._over, self._added = False, True, True
+        self._resumed, self._over, self._added, self._begun = False, True, True, False
         self._promised = True  # those of other ranks that begin, too, expect one window at least
+
+    def _begin(self, *, has_batches: bool) -> None:
+        """At the first batch of an `over`, or where there is none, hear of other ranks whether theirs begins, too."""
+        ranks = self._stepper.ranks
+        if not self._begun and ranks is not None and ranks.overlap and not ranks.sharded:
+            together.begin(ranks, all_parameters(self._stepper.optimizers)[0].device, has_batches=has_batches)
+        self._begun = True
 
     def _refuse_backward_by_hand(self) -> None:
         """A batch went by without our backward: was it loss.backward() that the loop called?"""
@@ -360,11 +369,14 @@ class Accumulator:
 
     def _end(self) -> None:
         """Hear that all batches were given out; the last one may have made no backward."""
+        self._begin(has_batches=False)
+        ranks = self._stepper.ranks
         if not self._added:
             self._refuse_backward_by_hand()
+            if ranks is not None and ranks.overlap and not ranks.sharded:
+                raise WindowError(together.LAST_LEFT_OUT)
         self._last = True
         self.flush()
-        ranks = self._stepper.ranks
         while ranks is not None and not ranks.sharded and (self._promised or self._others_go_on):
             self._last = True
             # Others have batches left: their windows need this rank, which has none.
@@ -385,6 +397,7 @@ class Accumulator:
 
     def _announce(self, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - called by Over alone
         """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""
+        self._begin(has_batches=True)
         if not self._added:
             self._refuse_backward_by_hand()
         self._last, self._totals, self._added = last, totals, False

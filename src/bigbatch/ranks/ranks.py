@@ -42,10 +42,10 @@ from bigbatch.reading.counts import LOW_PRECISION, Count
 _BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
 _NUMBERS = 40  # in every message: a rank that fails need not know which one the others wait for
 _IN_FLIGHT = 2  # buckets under way while the next one is filled
-_MESSAGES = ("statement", "totals", "passes", "meeting")
+_MESSAGES = ("statement", "totals", "passes", "meeting", "beginning")
 _SAME = 1e-12
 _made: Counter[tuple[int, ...]] = Counter()  # by each group of processes that this one is in
-Message = Literal["statement", "totals", "passes", "meeting"]
+Message = Literal["statement", "totals", "passes", "meeting", "beginning"]
 
 
 class _Header(NamedTuple):

@@ -89,7 +89,7 @@ class Ledger:
     sure: bool = False  # the totals are sums of what comes: nothing to compare
     over: tuple[str, ...] = ()  # names of the terms over data
     in_common: bool = False  # whether other ranks' gradients are added to these before the window ends
-    nothings: Count = 0.0  # micro-batches in common that a device has found to count nothing, and so were added
+    nothings: Count = 0.0  # micro-batches that a device has found to count nothing, when they were added; with ranks
     once: float = 1.0  # this rank's share of a term that counts once
     shares_once: bool = False  # whether it has been added
     own_totals: tuple[Count, ...] | None = None  # of `totals`, where others have a part in them
@@ -199,7 +199,7 @@ class Ledger:
             self.loss = self.loss + torch.where(numbers > 0, losses * numbers, 0.0).sum()
             if self.kind == "mean":
                 self.total = self.total + numbers.sum()
-            if self.in_common:
+            if self.in_common or self.once < 1.0:  # other ranks will hear of it
                 self.nothings = self.nothings + (numbers <= 0).sum()
         else:
             known = [(value, float(count)) for value, count in self.pending if count]

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.errors import BatchError, ConfigurationError, LossError
 from bigbatch.ranks.agreeing import Agreement, Statement, agreed
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count, TotalOfSum
@@ -78,6 +78,25 @@ def _whole_weights(ranks: Ranks, gradients: Gradients) -> float:
     if ranks.windows or ranks.peers is None:
         return 0.0
     return gradients.sum_of_weights(ranks.spread.held_by_all(gradients.parameters))
+
+
+def begin(ranks: Ranks, device: torch.device, *, has_batches: bool) -> None:
+    """Make sure, before DDP reduces by itself, that all ranks have batches, or none: it could not be told there."""
+    (number,) = ranks.added([float(has_batches)], device, "beginning")
+    if number not in {0.0, float(ranks.size)}:
+        msg = (
+            f"{ranks.size - number:g} of {ranks.size} ranks have no batch in this `over`, and with overlap=True all "
+            "need as many windows.\n"
+            "Take overlap=True out: ranks may then have any number of micro-batches, or none."
+        )
+        raise BatchError(msg)
+
+
+LAST_LEFT_OUT = (
+    "the last batch of `over` had no accumulator.backward(loss) on this rank, and with overlap=True DDP reduces in "
+    "that backward: other ranks may be waiting for it inside, where nothing can be told them. Nothing was stepped.\n"
+    "Take overlap=True out, or leave batches out before accumulator.over(loader)."
+)
 
 
 @contextmanager
