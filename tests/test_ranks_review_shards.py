@@ -16,6 +16,7 @@ from bigbatch import Accumulator, BigStep
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
 from bigbatch.planning.among_ranks import Company
 from bigbatch.ranks import ranks
+from bigbatch.ranks.groups import groups_of
 from bigbatch.ranks.ranks import Ranks
 from tests.ranks import RankFailed as Died
 from tests.ranks import run_on_ranks
@@ -409,3 +410,42 @@ def test_wrappers_that_reduce_in_their_own_way_are_refused() -> None:
         ]
         for place, each in enumerate(says):
             refused(found[2 * place : 2 * place + 2], ConfigurationError, each)
+
+
+class Sent(Exception):
+    """Where something was to be sent from."""
+
+
+def offloaded(_: int) -> Any:
+    """Have shards compute on a device where they do not wait; nothing can really be sent from that."""
+    network: Any = shards(model())
+    for group in groups_of(network):
+        group.device = torch.device("meta")
+    step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), mean, micro_batch_size=2)
+    found = step._stepper.ranks
+    assert found is not None
+    host = torch.device("cpu")
+    for p in network.parameters():
+        p.grad = torch.zeros_like(p)
+
+    def send(tensor: Tensor, **_: Any) -> None:
+        raise Sent(tensor.device.type)
+
+    torch.distributed.all_reduce = send  # type: ignore[assignment]  # in a process that ends
+    said = [
+        tried(found.most, 1, host),
+        tried(found.fail, host),
+        tried(found.added, [1.0], host, "statement"),
+        tried(found.norm, list(network.parameters()), host),
+        tried(found.share_flags, [torch.zeros(1)]),
+        tried(found.anywhere, [True], host),
+    ]
+    return step._mover.device.type, [str(each) for each in said if isinstance(each, Sent)]
+
+
+def test_shards_in_host_memory_send_from_where_they_compute() -> None:
+    """Micro-batches go there, too: a group of NCCL alone serves no other device."""
+    for each in run_on_ranks(2, offloaded, limit=BEFORE_GLOO):
+        if isinstance(each, BaseException) and not isinstance(each, Died):
+            raise each
+        assert each == ("meta", ["meta"] * 6), each

@@ -128,8 +128,8 @@ class BigStep:
             self._stepper.ranks.keep_quiet(self)
         accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
         self._admission = Admission(self._models, optimizers, self._options.batch_norm, accepting)
-        self._devices = devices_of(self._models)
-        self._mover = Mover(_device(self._models))
+        self._mover = Mover(_device(self._models, self._stepper.ranks))
+        self._devices = devices_of(self._models) | {self._mover.device}
         if self._options.cuda_graph and self._mover.device.type != "cuda":
             msg = f"cuda_graph=True needs the model on a CUDA device; found it on {self._mover.device}"
             raise ConfigurationError(msg)
@@ -393,6 +393,8 @@ class _Done(NamedTuple):
     padding: Padding | None
 
 
-def _device(models: Sequence[nn.Module]) -> torch.device:
+def _device(models: Sequence[nn.Module], ranks: Ranks | None) -> torch.device:
     """Return where micro-batches go: to the first parameter, as a pipeline over devices begins there."""
+    if ranks is not None and ranks.shards is not None:
+        return ranks.shards.device  # where they compute: they may wait in host memory
     return next((p.device for model in models for p in model.parameters()), torch.device("cpu"))

@@ -239,6 +239,7 @@ class Ranks:
         device: torch.device,
         loosely: Mapping[int, float] | None = None,
     ) -> list[float]:
+        device = self._wire(device)
         precise = torch.float32 if device.type == "mps" else torch.float64
         said = [*header, *numbers, *[0.0] * (_NUMBERS - len(header) - len(numbers))]
         if any(isinstance(number, Tensor) for number in said):
@@ -252,6 +253,10 @@ class Ranks:
         dist.all_reduce(row, group=self.group)
         found: list[float] = row.tolist()
         return found
+
+    def _wire(self, device: torch.device) -> torch.device:
+        """Return where to send from: shards may wait in host memory, and their group may know no way from there."""
+        return device if self.shards is None else self.shards.device
 
     @staticmethod
     def _compare(row: Tensor, peers: dist.ProcessGroup, loosely: Mapping[int, float]) -> None:
@@ -270,17 +275,17 @@ class Ranks:
         if alike(self.size, total, squares):
             return number
         # They know by now that all of them ask for it: another one, who adds up, would not be understood.
-        largest = torch.tensor(float(number), device=device)
+        largest = torch.tensor(float(number), device=self._wire(device))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return round(largest.item())
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the norm of a gradient that is spread over ranks."""
-        return self.spread.norm(parameters, device)
+        return self.spread.norm(parameters, self._wire(device)).to(device)
 
     def share_flags(self, flags: Sequence[Tensor]) -> None:
         """Have flags that are up on any rank be so on all, in place."""
-        found = torch.stack([flag.to(flags[0].device) for flag in flags])
+        found = torch.stack([flag.to(self._wire(flags[0].device)) for flag in flags])
         for group in (self.group, self.peers):
             if group is not None:
                 dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
@@ -289,13 +294,13 @@ class Ranks:
 
     def failed_anywhere(self, *, here: bool, device: torch.device) -> bool:
         """Return whether any rank has failed, this one included, peers too."""
-        failed = torch.tensor(float(here), device=device)
+        failed = torch.tensor(float(here), device=self._wire(device))
         self.share_flags([failed])
         return bool(failed)
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Return of each flag whether any rank has it up."""
-        found = torch.tensor(flags, dtype=torch.uint8, device=device)
+        found = torch.tensor(flags, dtype=torch.uint8, device=self._wire(device))
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in found.tolist()]
 
@@ -309,8 +314,7 @@ class Ranks:
             if len(under_way) == _IN_FLIGHT:
                 _arrived(*under_way.pop(0))
             flat = _flat(bucket)
-            if self.shards is not None:  # they may wait in host memory, and a wire begins at the device
-                flat = flat.to(self.shards.device)
+            flat = flat.to(self._wire(flat.device))
             work = dist.all_reduce(flat, group=group, async_op=True)
             assert work is not None  # noqa: S101 - it is async
             under_way.append((work, flat, bucket))

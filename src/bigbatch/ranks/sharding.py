@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +42,7 @@ class Shards:
         (mesh,) = found.values()
         self.group = flat(mesh)
         self.replicas = replicas_of(self._groups)
-        self.device: Any = self._groups[0].device  # where they compute; shards may be elsewhere
+        self.device = torch.device(self._groups[0].device)  # where they compute; shards may be elsewhere
         if given is not None and members(given) != members(self.group):
             names = ", ".join(f'"{name}"' for name in mesh.mesh_dim_names or ("dp",))
             msg = (
