@@ -449,3 +449,25 @@ def test_shards_in_host_memory_send_from_where_they_compute() -> None:
         if isinstance(each, BaseException) and not isinstance(each, Died):
             raise each
         assert each == ("meta", ["meta"] * 6), each
+
+
+def breaking(rank: int, kind: str, on: tuple[int, ...]) -> Any:
+    """Leave the loop early on some ranks, and make an update of what there is."""
+    network = WRAPPED[kind](model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2)
+    for number, batch in enumerate(accumulator.over(batches_of(rank, SIZES))):
+        accumulator.backward(mean(network, batch))
+        if rank in on and number == 0:
+            break
+    accumulator.flush()
+    return weights(network)
+
+
+def test_a_break_on_one_rank_is_told_to_it() -> None:
+    """When it makes its last update; others end when its process does. With shards, all are told."""
+    going_on, broken = run_on_ranks(2, breaking, "ddp", (1,), limit=BEFORE_GLOO)
+    refused([broken], WindowError, "Break on all ranks in the same window")
+    assert isinstance(going_on, RuntimeError), going_on
+    refused(run_on_ranks(2, breaking, "shards", (1,), limit=BEFORE_GLOO), WindowError, "at different places")
+    one, other = run_on_ranks(2, breaking, "ddp", (0, 1))
+    same([other], one)

@@ -36,6 +36,11 @@ _WINDOW_OF_ONE = (
     "add them up once for each of them.\n"
     "Finish that window in one process, and save between two updates: such a state_dict loads on any number of ranks."
 )
+_OTHERS_GO_ON = (
+    "this rank has left its loop by break and made its last update, and others go on with theirs: each of their "
+    "windows would wait for one of this rank.\n"
+    "Break on all ranks in the same window, or on none: a rank whose loader has ended takes part by itself."
+)
 
 
 class Accumulator:
@@ -217,7 +222,10 @@ class Accumulator:
             return None
         if self._stepper.ranks is not None:
             self._stepper.ranks.prepare(last=False)  # nor was the latest backward, whatever the next would have been
-        return self._close(self._window)
+        update = self._close(self._window)
+        if self._others_go_on and not self._over:
+            raise WindowError(_OTHERS_GO_ON)
+        return update
 
     def _close(self, window: Window, *, checked: bool = False) -> Update:
         self._promised = self._over and not self._last
