@@ -20,6 +20,7 @@ from bigbatch import Accumulator, BigStep, Options
 from bigbatch.errors import BatchError, BigBatchError, ConfigurationError, LossError, WindowError
 from bigbatch.windows.ledger import Ledger
 from tests.ranks import run_on_ranks
+from tests.reference import distance
 from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, model, two_heads
 from tests.test_ranks_hard import SIZES, one_process, refused, right
 from tests.test_ranks_sharded import shards
@@ -187,6 +188,50 @@ def test_a_group_is_that_of_the_wrapper() -> None:
             ConfigurationError,
             f"ranks [0, 1, 2, 3], which have the same weights, and group= says {[[0, 1], [2, 3]][rank // 2]}",
         )
+
+
+def refused_on_one(rank: int) -> Any:
+    """Have objects refused on one rank alone, then make the same on all; and one more on one rank, in the end."""
+    network = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    found = []
+    if rank == 0:
+        found = [
+            heard(lambda: BigStep(network, optimizer, mean, micro_batch_size=0)),
+            heard(lambda: Accumulator(network, optimizer, steps=1, batch_norm="other")),  # type: ignore[arg-type]
+        ]
+    assert all("must be" in words for words in found)
+    step = BigStep(network, optimizer, mean, micro_batch_size=2)
+    step(micro_batch(3, rank))
+    more = [Accumulator(network, optimizer, steps=7)] if rank == 0 else []
+    last = Accumulator(network, optimizer, steps=1)
+    return [heard(last.backward, mean(network, micro_batch(3, rank))), len(more)]
+
+
+def test_what_was_refused_on_one_rank_does_not_count() -> None:
+    """The others go on with it; one that was made there alone does, and all are told."""
+    for words, _ in run_on_ranks(2, refused_on_one):
+        assert "must have made as many accumulators and BigSteps" in words
+
+
+def refused_shards(rank: int) -> Any:
+    """Have an object refused, then take a gradient by hand."""
+    network = shards(model())
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    words = heard(lambda: BigStep(network, optimizer, mean, micro_batch_size=0))
+    mean(network, micro_batch(4, rank)).backward()
+    every: list[Any] = list(network.parameters())
+    return words, [p.grad.full_tensor() for p in every]
+
+
+def test_what_was_refused_leaves_shards_as_they_were() -> None:
+    """They average, as fully_shard does by default."""
+    network = model()
+    parts = [torch.autograd.grad(mean(network, micro_batch(4, rank)), list(network.parameters())) for rank in (0, 1)]
+    true = [(one + other) / 2 for one, other in zip(*parts, strict=True)]
+    for words, gradients in run_on_ranks(2, refused_shards):
+        assert "micro_batch_size must be" in words
+        assert distance(gradients, true) <= 1e-12
 
 
 # What only some ranks know when a window closes.

@@ -113,12 +113,12 @@ class Accumulator:
             skip_nonfinite=checks.skip_nonfinite(skip_nonfinite),
             ranks=Ranks.of(self._models, group, mesh, overlap=checks.overlap(overlap, self._models, optimizers)),
         )
-        self._stepper.watch()
-        if self._stepper.ranks is not None:
-            self._stepper.ranks.keep_quiet(self)
-            self._stepper.ranks.prepare(last=self._steps == 1)
         accepting = 'Accumulator(..., batch_norm="micro")'
         self._admission = Admission(self._models, optimizers, checks.batch_norm(batch_norm), accepting)
+        self._stepper.watch()
+        if self._stepper.ranks is not None:
+            self._stepper.ranks.serve(self)
+            self._stepper.ranks.prepare(last=self._steps == 1)
         self._window: Window | None = None
         self._forgotten = Forgotten(self)
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it

@@ -123,9 +123,6 @@ class BigStep:
                 skip_nonfinite=self._options.skip_nonfinite,
                 ranks=Ranks.of(self._models, self._options.group, self._options.mesh),
             )
-        self._stepper.watch()
-        if self._stepper.ranks is not None:
-            self._stepper.ranks.keep_quiet(self)
         accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
         self._admission = Admission(self._models, optimizers, self._options.batch_norm, accepting)
         self._mover = Mover(_device(self._models, self._stepper.ranks))
@@ -163,6 +160,9 @@ class BigStep:
             self._mover,
         )
         self._padding: Padding | None = None
+        self._stepper.watch()
+        if self._stepper.ranks is not None:
+            self._stepper.ranks.serve(self)
 
     def __call__(self, batch: Any) -> Update:
         """Make one update of a whole batch.

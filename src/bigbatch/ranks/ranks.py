@@ -84,9 +84,7 @@ class Ranks:
         self.spoken = False  # whether this rank has made its statement for the window at hand
         self.elsewhere = False  # whether others wait for it inside a model or a loss, where no statement is heard
         self.windows = 0  # made together until now
-        together = meshes.members(group)
-        _made[together] += 1
-        self._number = _made[together]  # of all that these processes make together: the same on every rank
+        self._number = 0  # of all that these processes make together: the same on every rank
 
     @classmethod
     def of(
@@ -113,7 +111,7 @@ class Ranks:
         chosen = meshes.given_group(group, mesh)
         parts = sharded(models)
         if parts:
-            sharding.sum_only(models)
+            sharding.refuse_loose(models)
             shards = Shards(parts, chosen, by_mesh=mesh is not None)
             found = cls(shards.group, (), meshes.peers(models, shards.group, mesh, sharded=True))
             found.shards, found.overlap = shards, overlap
@@ -166,10 +164,17 @@ class Ranks:
         """Return what a backward adds gradients of some parameters to: those, or the whole ones of shards."""
         return own if self.shards is None else whole_weights(self.shards.parts)
 
-    def keep_quiet(self, owner: object) -> None:
-        """Have wrappers reduce nothing by themselves, as long as `owner` lives."""
+    def serve(self, owner: object) -> None:
+        """Begin, when nothing of `owner` can be refused any more: wrappers reduce nothing by themselves while it lives.
+
+        It is counted only now, so that one which was refused on one rank alone leaves numbers the same on all.
+        """
+        together = meshes.members(self.group)
+        _made[together] += 1
+        self._number = _made[together]
         keep_quiet(owner, self._wrappers)
         if self.shards is not None:
+            sharding.sum_only(self.shards.parts)
             sharding.average_after(owner, self.shards.parts)
 
     def prepare(self, *, last: bool) -> None:
@@ -333,7 +338,8 @@ _ELSEWHERE = (
     "the ranks are at different places: one closes a window that another has not come to, or has no part in.\n"
     "Have every rank close the same windows in the same order. Where one accumulator's `over` is inside another's, "
     "every rank needs as many batches; where the model is sharded, the same steps=; where samples are coupled, every "
-    "rank needs samples in each update."
+    "rank needs samples in each update. And every rank must have made as many accumulators and BigSteps with the "
+    "others, also of those that it does not use."
 )
 
 

@@ -126,8 +126,8 @@ def leaving_alone(parts: Iterable[Any], own: Iterable[Tensor]) -> Iterator[None]
             _set_waiting(each, gradient)
 
 
-def sum_only(models: Sequence[nn.Module]) -> None:
-    """Have a reduction add up and not average; refuse parameters that no reduction reaches."""
+def refuse_loose(models: Sequence[nn.Module]) -> None:
+    """Refuse parameters that no reduction reaches."""
     reached = {id(p) for part in sharded(models) for group in groups_of(part) for p in _parameters(group)}
     for model in models:
         loose = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in reached]
@@ -138,7 +138,11 @@ def sum_only(models: Sequence[nn.Module]) -> None:
                 "Shard the whole model as well, after its parts:  fully_shard(model)"
             )
             raise ConfigurationError(msg)
-    for module in sharded(models):
+
+
+def sum_only(parts: Sequence[Any]) -> None:
+    """Have a reduction add up and not average."""
+    for module in parts:
         module.set_gradient_divide_factor(1.0)
         if hasattr(module, "set_force_sum_reduction_for_comms"):  # other ways of adding up are NCCL's alone
             module.set_force_sum_reduction_for_comms(True)
