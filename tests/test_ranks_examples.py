@@ -76,3 +76,10 @@ def test_an_example_says_how_to_start_it(example: str) -> None:
     text = (ROOT / example).read_text().split('"""')[1]
     launcher = "python " if example.endswith("one_gpu.py") else "torchrun --nproc-per-node 2 "
     assert f"\n{launcher}{example} [weights.pt]\n" in text
+
+
+def test_a_number_of_ranks_that_would_make_another_batch_is_refused() -> None:
+    """Three ranks would make batches of 48."""
+    result = torchrun(3, FSDP2)
+    assert result.returncode
+    assert "a batch of 64 has no equal shares for 3 ranks" in result.stderr

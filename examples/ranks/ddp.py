@@ -36,6 +36,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
+    if BATCH % size:
+        sys.exit(f"a batch of {BATCH} has no equal shares for {size} ranks: start 2, 4, 8, 16, 32 or 64")
 
     torch.manual_seed(0)
     bare = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 2)).double().to(device)
