@@ -16,12 +16,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from bigbatch import Accumulator, BigStep, Options
+from bigbatch import Accumulator, BigStep, Options, counted, verify
 from bigbatch.errors import BatchError, BigBatchError, ConfigurationError, LossError, WindowError
 from bigbatch.windows.ledger import Ledger
 from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, model, two_heads
+from tests.test_ranks import (
+    CLASSES,
+    OPTIMIZERS,
+    Batch,
+    batches_of,
+    mean,
+    micro_batch,
+    model,
+    summed,
+    two_counts,
+    two_heads,
+)
 from tests.test_ranks_hard import SIZES, one_process, refused, right
 from tests.test_ranks_sharded import shards
 
@@ -385,3 +396,74 @@ def test_a_count_that_a_device_finds_to_be_nothing() -> None:
     ledger.pending = [(torch.tensor(math.nan), torch.tensor(0.0)), (torch.tensor(2.0), torch.tensor(3.0))]
     ledger.fold()
     assert (float(ledger.nothings), float(ledger.loss)) == (1.0, 6.0)
+
+
+# What is said.
+
+
+def misusing(rank: int) -> Any:
+    """Return what is said of some mistakes."""
+    network, other = shards(model()), shards(model())
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([*network.parameters(), scale], lr=0.1, foreach=False)
+    accumulator = Accumulator(network, optimizer, steps=2)
+    x, y = micro_batch(3, rank)
+    found = {"bare": heard(accumulator.backward, F.cross_entropy(network(x) * scale, y))}
+    accumulator = Accumulator(other, OPTIMIZERS["sgd"](other.parameters()), steps=2)
+    every: list[Any] = list(other.parameters())
+    penalty = torch.stack([p.full_tensor().pow(2).sum() for p in every]).sum()
+    found["sharded"] = heard(accumulator.backward, F.cross_entropy(other(x), y) + 0.1 * counted(penalty, "once"))
+    found["no optimizer"] = heard(lambda: Accumulator(network, only_one(network), steps=2, overlap=True))
+    found["verified shards"] = heard(verify, network, mean, (x, y), 2)
+    wrapped = DistributedDataParallel(model())
+    found["verified"] = heard(verify, wrapped, mean, (x, y), 2)
+    step = BigStep(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), mean, micro_batch_size=2)
+    found["empty"] = heard(step, micro_batch(3 * rank, rank))
+    return found
+
+
+def only_one(network: nn.Module) -> torch.optim.Optimizer:
+    """Train one parameter alone."""
+    return torch.optim.SGD([next(network.parameters())], lr=0.1)
+
+
+def test_what_is_said_is_of_what_there_is() -> None:
+    """A parameter that nobody has sharded is not called so, a sharded model is not called DDP, and None has a name."""
+    for rank, found in enumerate(run_on_ranks(2, misusing)):
+        assert "fully_shard has not sharded" in found["bare"]
+        assert "parameters that fully_shard has sharded" in found["sharded"]
+        assert "a sharded model keep whole gradients" in found["no optimizer"]
+        assert "before fully_shard is called" in found["verified shards"]
+        assert "before it is wrapped" in found["verified"]
+        assert ("1 of 2 ranks failed" if rank else "gives None:  step(None)") in found["empty"]
+
+
+def once_beside(rank: int) -> Any:
+    """Have a term of parameters alone beside two counts that are known, or a sum, and a rank without batches."""
+    network = DistributedDataParallel(model())
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def counts(batch: Batch) -> tuple[Tensor, int]:
+        return (batch[1] != -100).sum(), len(batch[1]) * CLASSES
+
+    def train(accumulator: Accumulator, loss: Callable[[nn.Module, Batch], Tensor]) -> None:
+        for batch in accumulator.over(batches_of(rank, [[3, 5], []])):
+            penalty = torch.stack([p.pow(2).sum() for p in network.parameters()]).sum()
+            accumulator.backward(loss(network, batch) + 0.01 * counted(penalty, "once"))
+
+    known = Accumulator(network, optimizer, steps=2, counts=counts)
+    found = [heard(train, known, two_counts)]
+    known.discard()
+    return [*found, heard(train, Accumulator(network, optimizer, steps=2), of_a_sum)]
+
+
+def of_a_sum(network: nn.Module, batch: Batch) -> Tensor:
+    """Count a loss as a sum."""
+    return counted(summed(network, batch), "sum")
+
+
+def test_a_share_of_a_term_is_spoken_of_as_what_it_stands_beside() -> None:
+    """Counts that are known are no sum."""
+    for known, of_sum in run_on_ranks(2, once_beside):
+        assert "beside terms whose counts are known in advance" in known
+        assert "beside a sum, every rank adds its share" in of_sum

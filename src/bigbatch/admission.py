@@ -125,7 +125,9 @@ class Admission:
         if found.alone:
             raise refusals.alone()
         if self._shards is not None and found.leaves & self._shards:
-            raise LossError(checks.SHARDS_IN_A_LOSS)
+            used = [p for p in all_parameters(self._optimizers) if id(p) in found.leaves]
+            in_parts = all(hasattr(p, "device_mesh") for p in used)
+            raise LossError(checks.SHARDS_IN_A_LOSS if in_parts else checks.BESIDE_SHARDS)
         if self.exact and found.batch_norm:
             self._refuse_escaped()
         if self._refuses:

@@ -46,14 +46,15 @@ def models(model: object, *, ranks: bool = False) -> tuple[nn.Module, ...]:
 
 
 def _refuse_ranks(module: nn.Module, *, replicas: bool) -> None:
-    """Several ranks would correct one averaged gradient by totals of their own."""
-    sharded = replicas and any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+    """Gradients that ranks reduce cannot be compared with those of one process."""
+    in_shards = replicas and bool(sharded([module]))
     several = isinstance(module, DistributedDataParallel) and module.process_group.size() > 1
-    if sharded or (several and replicas):
+    if in_shards or (several and replicas):
+        how = "before fully_shard is called" if in_shards else "before it is wrapped"
         msg = (
-            f"{type(module).__name__} over several ranks is not supported yet: counts would have to be summed over "
-            "ranks, and each rank would go its own way without.\n"
-            "Use one process per model for now."
+            f"{type(module).__name__} spreads a model over several ranks, and verify compares gradients within one "
+            "process.\n"
+            f"Give the model as it is {how}, in a process of its own."
         )
         raise ConfigurationError(msg)
 
@@ -377,6 +378,12 @@ SHARDS_IN_A_LOSS = (
     "ranks find for them there, so it would be a part of their gradient.\n"
     "Compute such a term inside the model's forward, where its parameters are whole; for a penalty on weights, give "
     "the optimizer weight_decay="
+)
+BESIDE_SHARDS = (
+    "this loss uses a parameter of the optimizer that fully_shard has not sharded, outside of the model: nothing adds "
+    "up what ranks find for it, so each would step it by itself.\n"
+    "Make it a parameter of the model before fully_shard(model) is called:  "
+    "self.scale = nn.Parameter(torch.ones(1)), and use it in the model's forward"
 )
 
 

@@ -236,7 +236,10 @@ def _kind(whole: Any) -> str:
     return f"{type(whole).__name__} of {found}" if _children(whole) is not None else type(whole).__name__
 
 
-_EMPTY = "this batch is empty: it has no sample. Leave it out, or look at how the loader makes it."
+_EMPTY = (
+    "this batch is empty: it has no sample. Leave it out, or look at how the loader makes it; over several ranks, one "
+    "that has no samples in an update gives None:  step(None)"
+)
 _PACKED = (
     "this batch holds a PackedSequence, whose samples lie interleaved and cannot be cut apart.\n"
     "Pass the padded tensor and its lengths, and pack in loss_fn:\n"

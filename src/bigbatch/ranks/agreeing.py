@@ -177,10 +177,19 @@ def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
     if apart > _SAME * found.squares_of_ratios:
         raise SeveralCounts(_OTHER_RATIOS)
     if found.shares and found.empties:
+        known = found.kinds > (_KINDS["sum"] + 0.5) * there
+        beside, instead = (
+            (
+                "terms whose counts are known in advance",
+                "weight_decay= of the optimizer, where it is a penalty on weights",
+            )
+            if known
+            else ("a sum", "a mean over data in the sum's place, whose weights need no share")
+        )
         raise WindowError(
-            f"this loss is a sum with a term of parameters alone, which every rank adds its share of, and "
+            f"this loss has a term of parameters alone beside {beside}, every rank adds its share of that, and "
             f"{found.empties:g} of {ranks.size} ranks have no micro-batch in this window.\n"
-            "Give every rank a micro-batch, or use a mean over data, whose weights need no share."
+            f"Give every rank a micro-batch, or use {instead}."
         )
 
 
