@@ -10,7 +10,7 @@ in forward for mean and variance, in backward for the two sums that the gradient
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from bigbatch.errors import BatchNormError
 from bigbatch.lockstep.crew import Worker, current
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
-from bigbatch.lockstep.parking import Parking
 from bigbatch.lockstep.renewing import Recipe, Recipes
 from bigbatch.lockstep.swapping import Swap
 from bigbatch.ranks import meeting
@@ -167,9 +166,7 @@ class _BatchNorm(torch.autograd.Function):
             if ctx.away:
                 del x  # it comes back: while micro-batches wait they hold as little as they can
             ranks: Ranks | None = ctx.worker.notes.get("ranks")
-            parking: Parking | None = ctx.worker.notes.get("parking") if ctx.away else None
-            with parking.parked(ctx.worker.number, above) if parking is not None else nullcontext():
-                total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
+            total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
             if ctx.away:
                 x = ctx.saved_tensors[0]
             below = _below(above, x, mean, inverse_std, weight, total, with_x, ctx.number)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bigbatch.lockstep.parking import Parking
 from bigbatch.lockstep.renewing import Recipes, view_of
 
 _WORTH_MOVING = 1 << 16  # bytes; smaller tensors cost more to copy than to keep
@@ -87,7 +86,6 @@ class Offload:
         self._memory = HostMemory()
         self.recipes = Recipes(self._stored, self._unpacked)
         self._stream = torch.cuda.Stream(device)  # one for all windows: host memory is read before it is written again
-        self.parking = Parking(device, self._stream)
         self._orders: dict[tuple[int, ...], list[int]] = {}
         self._begin()
 
@@ -117,7 +115,7 @@ class Offload:
     @property
     def held(self) -> int:
         """Bytes of host memory that are there for it."""
-        return self._memory.held + self.parking.held
+        return self._memory.held
 
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""

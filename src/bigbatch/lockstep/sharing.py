@@ -77,7 +77,7 @@ class _Gather(torch.autograd.Function):
         over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
         start, rows = ctx.rows
-        return _own(ctx.worker, total.narrow(0, start, rows).to(gradients[0].dtype)), None, None
+        return total.narrow(0, start, rows).to(gradients[0].dtype), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -98,12 +98,7 @@ class _Sum(torch.autograd.Function):
         refuse_changed([(ctx.together, ctx.title)])
         over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
-        return _own(ctx.worker, total.to(gradients[0].dtype)), None, None
-
-
-def _own(worker: Worker, gradient: Tensor) -> Tensor:
-    """Return a gradient that is this micro-batch's alone, where its memory may be taken from it while it waits."""
-    return gradient.clone() if worker.notes.get("parking") is not None else gradient
+        return total.to(gradients[0].dtype), None, None
 
 
 def _concatenated(pieces: list[Tensor], ranks: Ranks | None, title: str) -> tuple[Tensor, list[int]]:

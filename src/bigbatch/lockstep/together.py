@@ -103,10 +103,8 @@ class Together:
 
         with around, ExitStack() as spared:
             recipes = offload.recipes if offload is not None else None
-            parking = offload.parking if offload is not None else None
             beside = {
                 "recipes": recipes,
-                "parking": parking,
                 "leaving": leaving,
                 **_of_ranks(window.ranks, sizes, self._device, inside=self._meets_in_model()),
             }
