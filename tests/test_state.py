@@ -57,7 +57,7 @@ def stopped(steps: int = 3, **options: Any) -> Training:
 
 
 def test_between_windows_there_is_little_to_save() -> None:
-    """No window: the next one starts afresh, with as many steps."""
+    """No window: the next one starts afresh, with the steps of who loads."""
     training = Training(steps=3)
     training.train(BATCHES[:3])
     saved = training.accumulator.state_dict()
@@ -65,9 +65,9 @@ def test_between_windows_there_is_little_to_save() -> None:
     other = Training(steps=5)
     other.model.load_state_dict(training.model.state_dict())
     other.accumulator.load_state_dict(saved)
-    assert other.accumulator.steps == 3
+    assert other.accumulator.steps == 5
     other.train(BATCHES[3:])
-    other.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
+    other.assert_big_batches(BATCHES[:3], BATCHES[3:])
 
 
 def test_a_state_is_a_copy() -> None:

@@ -287,7 +287,11 @@ class Accumulator:
         return {"version": STATE_VERSION, "steps": self._steps, "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved window. Load the model and the optimizer first, then give `over` the remaining batches."""
+        """Go on with a saved window. Load the model and the optimizer first, then give `over` the remaining batches.
+
+        An open window was weighed for its own `steps`, which come with it. Where none was, `steps` stay as they are
+        here: they are one rank's, and another number of ranks takes others.
+        """
         if not isinstance(state, dict) or not {"version", "steps", "window"} <= state.keys():
             msg = "this is not the state_dict() of an Accumulator: it should hold version, steps and window"
             raise StateError(msg)
@@ -301,8 +305,8 @@ class Accumulator:
             raise StateError(_WINDOW_OF_ONE)
         steps = checks.steps(state["steps"])
         self.discard()
-        self.steps = steps
         if state["window"] is not None:
+            self.steps = steps
             window = Window(self._stepper, self._steps, self._gradient_dtype)
             try:
                 window.load_state_dict(state["window"])

@@ -52,11 +52,14 @@ _WHO = (
 )
 
 
-def given_group(group: dist.ProcessGroup | None, mesh: object) -> dist.ProcessGroup | None:
+def given_group(group: object, mesh: object) -> dist.ProcessGroup | None:
     """Return the ranks that `group=` or `mesh=` speaks of."""
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if group is not None and group == outside:
         raise ConfigurationError(_NO_GROUP)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        msg = f"group must be a torch.distributed.ProcessGroup, such as torch.distributed.group.WORLD; found {group!r}"
+        raise ConfigurationError(msg)
     if mesh is None:
         return group
     if group is not None:
