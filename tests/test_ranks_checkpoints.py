@@ -38,7 +38,7 @@ def trained(rank: int, ranks: int, kind: str, window: int, folder: str) -> Any:
     dcp: Any = checkpoint
     network = wrapped(kind)
     optimizer = OPTIMIZERS["adamw"](network.parameters())
-    accumulator = Accumulator(network, optimizer, steps=4)
+    accumulator = Accumulator(network, optimizer, steps=4 // ranks)  # one rank's
     if window:
         weights, moments = get_state_dict(network, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": moments, "window": accumulator.state_dict()}

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options
@@ -45,7 +44,7 @@ def test_an_open_window_keeps_its_own_steps() -> None:
     assert (other.steps, other.remaining) == (2, 1)
 
 
-def with_group(_: int, group: Any, big: bool) -> Any:  # noqa: FBT001 - how it is called
+def with_group(_: int, group: Any, big: bool) -> Any:
     """Give something else as `group=`."""
     network = DistributedDataParallel(model())
     optimizer = OPTIMIZERS["sgd"](network.parameters())
@@ -55,7 +54,7 @@ def with_group(_: int, group: Any, big: bool) -> Any:  # noqa: FBT001 - how it i
 
 
 @pytest.mark.parametrize(("group", "big"), [(2, False), ("nccl", False), ([0, 1], False), ([0, 1], True)], ids=repr)
-def test_a_group_is_a_process_group(group: object, big: bool) -> None:  # noqa: FBT001
+def test_a_group_is_a_process_group(group: object, big: bool) -> None:
     """It says what was found and what to type."""
     refused(
         run_on_ranks(2, with_group, group, big),
