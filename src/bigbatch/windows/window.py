@@ -1,14 +1,12 @@
 """One window: weigh, add up, correct, clip, step. Both entrances stand on it."""
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
@@ -16,7 +14,6 @@ from bigbatch.ranks.agreeing import Agreement, agreed
 from bigbatch.ranks.meeting import announce
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import LOW_PRECISION, Count, wide
-from bigbatch.reading.graph import is_leaf
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
 from bigbatch.windows import together
@@ -24,7 +21,9 @@ from bigbatch.windows.engine import adding_zeros, run_backward
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger, Tally, Weights
 from bigbatch.windows.side_by_side import weigh_together
+from bigbatch.windows.starting import Starts
 from bigbatch.windows.stepping import Stepper
+from bigbatch.windows.term_weights import refuse_rounded_weights, weigh_terms
 
 
 class Window:
@@ -53,9 +52,8 @@ class Window:
             if totals is not None:
                 self._ledger.own_totals = totals
                 self._ledger.totals = together.totals(stepper.ranks, totals, self._gradients.device)
-        self._residual: Count = 1.0  # what a low-precision loss could not be weighed with; see _low_precision
+        self._starts = Starts(stepper, self._gradients)
         self._loss_dtype = torch.float32
-        self._held_scale: Tensor | None = None
         self._first_count: Tensor | None = None  # on its way to the host
         self._reached = False  # whether any gradient has come yet
         self._witness = stepper.attending()
@@ -123,7 +121,7 @@ class Window:
         if ranks is not None and not ranks.elsewhere:
             announce(ranks, "the end of forward", device)
         weights = weigh_together(self._ledger, every, of_all)
-        _refuse_rounded_weights([loss for loss, _ in found], weights)
+        refuse_rounded_weights([loss for loss, _ in found], weights)
         self._gradients.widen()
         left = len(found)
         self._await([term for terms in every for term in terms])
@@ -151,9 +149,9 @@ class Window:
     def _backward(self, loss: Tensor, terms: list[Term], weights: Weights, *, only_own: bool) -> dict[Node, Tensor]:
         """Add a loss's gradient; returns the factors of terms that had weights of their own."""
         factors: dict[Node, Tensor] = {}
-        hooks = _weigh_terms(weights, loss, terms, factors) if weights.each else ()
+        hooks = weigh_terms(weights, loss, terms, factors) if weights.each else ()
         try:
-            start = self._start(weights.whole, loss)
+            start = self._starts.of(weights.whole, loss, first=not self._ledger.micro_batches)
             # Where nothing is in common, those that count nothing are left out, or others are under way beside them.
             adds = not (weights.nothing and self._ledger.in_common)
             self._run(loss, start, self._gradients.leaves if only_own else None, adds=adds)
@@ -208,14 +206,14 @@ class Window:
     @property
     def residual(self) -> Count:
         """What `.grad` is to be multiplied with beside all weights, because a low-precision loss could not be."""
-        return self._residual
+        return self._starts.residual
 
     @property
     def scale(self) -> Count:
         """The loss scale that is in the gradients; 1 where there is none."""
-        if self._stepper.scaler is None:
+        scale = self._starts.scale()
+        if scale is None:
             return 1.0
-        scale = self._scale(self._gradients.parameters[0])
         return scale.item() if scale.is_cpu else wide(scale)
 
     @property
@@ -280,9 +278,7 @@ class Window:
             if self._counted_anything():
                 if self._witness is not None:
                     self._witness.whole(self)
-                correction = ledger.correction() * self._residual
-                if self._held_scale is not None and self._stepper.scaler is not None:
-                    correction = correction * self._rescaled(self._stepper.scaler, self._held_scale)
+                correction = ledger.correction() * self._starts.correction()
                 norm, skipped = self._stepper.step(self._gradients, correction)
         except BaseException as error:
             self._broken, self._failure = error, self._stepper.give_up(error)
@@ -326,12 +322,9 @@ class Window:
                 if ranks.adds_up:
                     gradients.settle()
                     together.fill(ranks, gradients, agreement)
-                scale = self._scale(gradients.parameters[0]) if self._stepper.scaler is not None else None
-                correction: Count = self._residual
+                correction = self._starts.correction(of_all=True)
                 if agreement.kind == "mean":
                     correction = correction * ((ledger.provisional or 1.0) / agreement.total)
-                if scale is not None and self._stepper.scaler is not None:
-                    correction = correction * self._rescaled(self._stepper.scaler, scale)
                 if ranks.reduced and not ranks.sharded:
                     correction = correction * ranks.size  # DDP has averaged
                 gradients.scale(correction)
@@ -370,56 +363,6 @@ class Window:
             ranks.shards.forget(self._gradients.parameters)
         self._stepper.window_open = False
 
-    def _start(self, weight: Count, loss: Tensor) -> Tensor:
-        """Return what to start the backward with: the weight, times the loss scale where there is one."""
-        if loss.dtype in LOW_PRECISION:
-            weight = self._low_precision(weight, whole=loss.dtype == torch.float16 and self._stepper.scaler is None)
-        elif isinstance(self._residual, Tensor) or self._residual != 1.0:  # a low-precision loss came before
-            self._gradients.scale(self._residual)
-            self._residual = 1.0
-        plain = isinstance(weight, float) and self._stepper.scaler is None and not loss.dim()
-        key = (weight, loss.dtype, loss.device)
-        if plain and self._stepper.start is not None and self._stepper.start[0] == key:
-            return self._stepper.start[1]
-        if isinstance(weight, Tensor):
-            gradient = weight.to(loss.device, torch.float32 if loss.dtype in LOW_PRECISION else loss.dtype)
-        else:
-            gradient = torch.full((), weight, dtype=loss.dtype, device=loss.device)
-        if self._stepper.scaler is not None:
-            gradient = gradient * self._scale(loss)
-        start = gradient.to(loss.dtype).reshape(loss.shape)
-        if plain:
-            self._stepper.start = (key, start)
-        return start
-
-    def _scale(self, loss: Tensor) -> Tensor:
-        """Return the loss scale that this window began with: another user of the scaler may change it meanwhile."""
-        if self._held_scale is None and self._stepper.scaler is not None:
-            self._held_scale = self._stepper.scaler.scale(torch.ones((), device=loss.device)).clone()
-        return self._held_scale if self._held_scale is not None else torch.ones((), device=loss.device)
-
-    @staticmethod
-    def _rescaled(scaler: GradScaler, held: Tensor) -> Count:
-        """Return the scale that gradients will be divided by over the one they have; 1 unless others use it, too."""
-        ratio = scaler.scale(torch.ones_like(held)).double() / held.double()
-        return ratio.item() if ratio.is_cpu else ratio
-
-    def _low_precision(self, weight: Count, *, whole: bool) -> Count:
-        """Split a weight into a power of two, which bf16 holds exactly, and a residual.
-
-        `whole`: all of it goes into the residual. That is for fp16, in which a backward that starts with a small weight
-        underflows; a scaler, where there is one, is tuned to what it does then.
-        The gradients are kept in units of the latest residual, so they are rescaled, in float32, when it changes.
-        """
-        if isinstance(weight, Tensor):
-            residual: Count = torch.where(weight > 0, weight if whole else torch.frexp(weight)[0] * 2, 1.0)
-        else:
-            residual = weight if whole else math.frexp(weight)[0] * 2
-        if self._ledger.micro_batches and not (isinstance(residual, float) and residual == self._residual):
-            self._gradients.scale(self._residual / residual)
-        self._residual = residual
-        return weight / residual
-
     def _counted_anything(self) -> bool:
         """Whether anything was counted; an empty window makes no update."""
         if (
@@ -445,9 +388,10 @@ class Window:
     def state_dict(self) -> dict[str, Any]:
         """Return the window: its provisional gradients and its running totals."""
         self.check()
+        residual = self._starts.residual
         return {
             "gradients": self._gradients.snapshot(),
-            "residual": self._residual.clone() if isinstance(self._residual, Tensor) else self._residual,
+            "residual": residual.clone() if isinstance(residual, Tensor) else residual,
             "double": self._loss_dtype == torch.float64,
             **self._ledger.state_dict(),
         }
@@ -461,7 +405,7 @@ class Window:
         self._ledger.load_state_dict(state)
         self._gradients.restore(state["gradients"])
         residual = state["residual"]
-        self._residual = residual.clone() if isinstance(residual, Tensor) else residual
+        self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
         self._loss_dtype = torch.float64 if state["double"] else torch.float32
         self._shown = True  # or never: its first gradient has others added to it by now
 
@@ -477,55 +421,3 @@ _ROUNDED_IN_COMMON = (
     "all ranks are added up in backward (fully_shard, or overlap=True).\n"
     "Compute the loss in float32:  criterion(logits.float(), labels)"
 )
-
-
-def _refuse_rounded_weights(losses: list[Tensor], weights: list[Weights]) -> None:
-    """Refuse low-precision losses of micro-batches that weigh differently: what is left over is one for all of them."""
-    whole = [each.whole for each in weights]
-    alike = all(isinstance(weight, float) and weight == whole[0] for weight in whole)
-    if losses[0].dtype in LOW_PRECISION and len(losses) > 1 and not alike:
-        msg = (
-            f"micro-batches that run side by side have losses of {losses[0].dtype} and weigh differently, and such a "
-            "loss would round their weights.\n"
-            "Compute the loss in float32:  criterion(logits.float(), labels)"
-        )
-        raise LossError(msg)
-
-
-def _weigh_terms(weights: Weights, loss: Tensor, terms: list[Term], factors: dict[Node, Tensor]) -> list[Any]:
-    """Put each term's own weight on its node, where terms have different ones; returns the handles."""
-    if weights.each and loss.dtype in LOW_PRECISION:
-        names = ", ".join(term.name for term in terms)
-        msg = (
-            f"the terms of this loss ({names}) need weights of their own, and a {loss.dtype} loss would round them.\n"
-            "Compute the loss in float32:  criterion(logits.float(), labels)"
-        )
-        raise SeveralCounts(msg)
-    of = dict(weights.each)
-    for term in terms:
-        if term.shared and term.node in of:
-            msg = (
-                f"a term of this loss ({term.name}) needs a weight of its own, and its value is used elsewhere in the "
-                "loss, too.\n"
-                "Give the term a place of its own:  counted(term, 'once'), or counted(term, n) for a mean over n things"
-            )
-            raise SeveralCounts(msg)
-    return [node.register_prehook(_weigher(node, weight, factors)) for node, weight in of.items()]
-
-
-Hook: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-
-
-def _weigher(node: Node, weight: Count, factors: dict[Node, Tensor]) -> Hook:
-    def weigh(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        factors[node] = gradients[0].detach()
-        factor = weight.to(gradients[0].dtype) if isinstance(weight, Tensor) else weight
-        return (gradients[0] * factor, *gradients[1:])
-
-    if is_leaf(node):
-        msg = (
-            "a bare parameter stands as a term beside a sum, and cannot carry a weight of its own.\n"
-            "Say that it counts once per window:  loss = x.sum() + counted(parameter, 'once')"
-        )
-        raise SeveralCounts(msg)
-    return weigh
