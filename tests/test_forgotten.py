@@ -27,8 +27,9 @@ def left_open() -> Training:
 def test_a_forgotten_flush_is_warned_of() -> None:
     """When the accumulator is collected, which is at once."""
     training = left_open()
-    with pytest.warns(UserWarning, match=TEXT):
+    with pytest.warns(UserWarning, match=TEXT) as caught:
         del training
+    assert Path(caught[0].filename).name == "training.py"  # which has made the accumulator
 
 
 def test_a_window_left_by_break_is_warned_of() -> None:

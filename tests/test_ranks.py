@@ -594,4 +594,5 @@ def test_other_numbers_of_windows_are_refused() -> None:
     found = run_on_ranks(2, overlapped, [[3, 5, 2], [6, 1]], False, {})
     for error in found:
         assert isinstance(error, WindowError), error
+        assert "1 of 2 ranks have no batch after this window, and others have; overlap=True needs" in str(error)
         assert "overlap=True out" in str(error)

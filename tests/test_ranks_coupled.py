@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import BigStep, Options, across
+from bigbatch.errors import WindowError
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 from tests.test_ranks import CLASSES, OPTIMIZERS, micro_batch
@@ -130,3 +131,22 @@ def test_however_activations_wait(activations: str) -> None:
             raise each
     assert distance(one[0], other[0]) == 0
     assert distance(one[0], again[0]) <= 1e-12
+
+
+def without_samples(rank: int, name: str) -> Any:
+    """Have none in the second update."""
+    kind, loss = CASES[name]
+    network = DistributedDataParallel(made(kind), find_unused_parameters=True)
+    step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), loss, micro_batch_size=2)
+    step(micro_batch(4, rank))
+    step(None if rank else micro_batch(4, rank))
+
+
+@pytest.mark.parametrize("name", ["batch norm", "contrastive"])
+def test_a_rank_without_samples_is_told_that_it_has_none(name: str) -> None:
+    """The others are at another place, and hear of that."""
+    one, other = run_on_ranks(2, without_samples, name)
+    assert isinstance(one, WindowError), one
+    assert isinstance(other, WindowError), other
+    assert "this rank has no samples in this update, and samples are coupled" in str(other)
+    assert "Give every rank a part of each batch" in str(other)

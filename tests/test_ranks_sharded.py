@@ -78,7 +78,8 @@ def test_a_rank_without_any_batch_is_refused() -> None:
     """It has nothing to pass by with."""
     found = run_on_ranks(2, accumulated, [[3, 5], []], "mean", "sgd")
     assert isinstance(found[1], BatchError), found[1]
-    assert "one at least" in str(found[1])
+    assert "one batch at least" in str(found[1])
+    assert "Give every rank a share of the samples:  Subset(data, order[rank::size])" in str(found[1])
 
 
 @pytest.mark.parametrize("sizes", [[[3, 5, 2, 4], [6, 1, 1, 7]], [[3, 5, 2], [6]]], ids=str)

@@ -137,6 +137,18 @@ def test_a_factor_that_changes_within_a_window_is_refused(factor: Callable[[Batc
         accumulator.backward(factor(second) * plain.loss(model, second))
 
 
+def test_a_factor_that_is_nan_is_called_so() -> None:
+    """It differs from itself, and is no count in disguise."""
+    plain = next(case for case in READABLE if case.name == "mse-mean")
+    model = plain.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    first, second = plain.micro_batches((3, 2))
+    accumulator.backward(float("nan") * plain.loss(model, first))
+    with pytest.raises(UnreadableLoss, match=r"^this loss is multiplied by NaN: .*\nLook at what computes the factor"):
+        accumulator.backward(float("nan") * plain.loss(model, second))
+    accumulator.discard()
+
+
 def test_a_changing_factor_is_exact_with_a_count() -> None:
     """Mixup draws a factor for each micro-batch; `count=` says that the loss is a mean all the same."""
     case = Loss(

@@ -19,7 +19,7 @@ from bigbatch.batches.moving import Mover
 from bigbatch.batches.packing import Padding
 from bigbatch.batches.splitting import Batch
 from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards
-from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError
+from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.lockstep.together import Together
 from bigbatch.memory.sizes import Sizes
@@ -54,8 +54,13 @@ _OTHERS_HAVE_HEARD = (
 )
 _NO_SAMPLES = (
     "this rank has no samples in this update, and every pass through a model that is sharded with fully_shard is a "
-    "meeting of all ranks, so each needs a sample at least, to pass by with.\n"
+    "meeting of all ranks, so each needs a sample at least to run.\n"
     "Give it some, without targets that count:  labels.fill_(-100)"
+)
+_NONE_COUPLED = (
+    "this rank has no samples in this update, and samples are coupled (BatchNorm in training mode, or across in the "
+    "loss or the model), so that ranks meet in the midst of a batch: each needs a sample at least. Nothing was stepped."
+    "\nGive every rank a part of each batch, batch[rank::size], or leave a batch out that has fewer samples than ranks."
 )
 _WHOLE_MODELS = (
     "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and every "
@@ -197,6 +202,11 @@ class BigStep:
                 if self._several:
                     raise
                 self._several = True
+            except WindowError as error:
+                self._admission.open()
+                if self._asked or self._admission.needs_lock_step():
+                    raise WindowError(_NONE_COUPLED) from error
+                raise WindowError(f"this rank has no samples in this update, and {error}") from error
 
     def _tried(self, whole: Batch) -> "_Done | None":
         """Make the update; None where it failed in a way that another try can do better."""

@@ -46,19 +46,18 @@ def checked_size(size: object, options: Options) -> int | Literal["auto"]:
 
 def refuse_for_shards(options: Options, size: object) -> None:
     """Refuse what would take another number of passes on every rank."""
-    wrong = (
-        'micro_batch_size="auto" tries sizes'
+    wrong, instead = (
+        ('micro_batch_size="auto" tries sizes', "Give the size yourself:  BigStep(..., micro_batch_size=8)")
         if size == "auto"
-        else "Options(lengths=...) packs each rank's batch in its own way"
+        else ("Options(lengths=...) packs each rank's batch in its own way", "Leave lengths= out of the Options.")
         if options.lengths is not None
-        else "Options(cuda_graph=True) replays without meeting"
+        else ("Options(cuda_graph=True) replays without meeting", "Leave cuda_graph=True out of the Options.")
         if options.cuda_graph
-        else ""
+        else ("", "")
     )
     if wrong:
         msg = (
             "every pass through a model that is sharded with fully_shard, or spread by tensor parallelism, is a "
-            f"meeting of all ranks that have a part of it, and {wrong}.\n"
-            "Give the size yourself:  BigStep(..., micro_batch_size=8), without it"
+            f"meeting of all ranks that have a part of it, and {wrong}.\n{instead}"
         )
         raise ConfigurationError(msg)

@@ -17,6 +17,7 @@ class Forgotten:
         """Watch over an owner, also at the end of the program."""
         self.ledger: Ledger | None = None  # of the open window
         self._saved = 0  # how many of its micro-batches a state_dict holds
+        self._made = _line_outside()  # where it goes may be anywhere, also in Python's own end
         weakref.finalize(owner, self._warn)
 
     def saved(self) -> None:
@@ -30,12 +31,21 @@ class Forgotten:
     def _warn(self) -> None:
         if self.ledger is None or self.ledger.micro_batches == self._saved or _failed():
             return
-        warnings.warn(
+        warnings.warn_explicit(
             f"a window was left open with {self.ledger.micro_batches} of {self.ledger.steps} micro-batches, and made "
             "no update. End the last window with accumulator.flush() or wrap the loader, accumulator.over(loader); "
             "accumulator.discard() drops it without a word.",
-            stacklevel=2,
+            UserWarning,
+            *self._made,
         )
+
+
+def _line_outside() -> tuple[str, int]:
+    """Return the file and the line that made the owner: the innermost that is not of this package."""
+    frame = sys._getframe(1)  # noqa: SLF001 - as `warnings` has it
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "bigbatch":
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _failed() -> bool:

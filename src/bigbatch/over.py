@@ -111,7 +111,10 @@ class Over(Generic[Batch]):
         if most(int(not held)):
             msg = (
                 f"{'another' if held else 'this'} rank's loader has no batch, and others have: every pass through a "
-                "sharded model is a meeting of all ranks, so each needs one at least, to pass by with."
+                "sharded model is a meeting of all ranks, so each needs one batch at least, which it runs again, for "
+                "nothing, where others have more.\n"
+                "Give every rank a share of the samples:  Subset(data, order[rank::size])\n"
+                "Where there are fewer samples than ranks, start fewer ranks."
             )
             raise BatchError(msg)
         mine = more = True

@@ -161,9 +161,13 @@ def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
     if found.left_out:
         raise LossError(_LEFT_OUT)
     if found.overlapped and (found.overlapped != ranks.size or 0 < found.going < ranks.size):
+        what = (
+            f"{ranks.size - found.overlapped:g} of {ranks.size} ranks have not reduced in their last backward"
+            if found.overlapped != ranks.size
+            else f"{ranks.size - found.going:g} of {ranks.size} ranks have no batch after this window, and others have"
+        )
         raise WindowError(
-            f"{ranks.size - found.overlapped:g} of {ranks.size} ranks have not reduced in their last backward, or have "
-            "no window after this one, and overlap=True needs all of them.\n"
+            f"{what}; overlap=True needs all of them in every window.\n"
             "Take overlap=True out: ranks may then have any number of micro-batches, or none."
         )
     if found.several and not mine.several:

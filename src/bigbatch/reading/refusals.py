@@ -98,7 +98,12 @@ def scaled_sum(name: str, by: str) -> UnreadableLoss:
 
 
 def changing_factor(name: str, before: str, now: str) -> UnreadableLoss:
-    """Explain that a factor is not constant over the window."""
+    """Explain that a factor is not constant over the window, as NaN never is."""
+    if "nan" in now.split(" x "):
+        return UnreadableLoss(
+            f"this loss is multiplied by NaN: the factor of {name} is {now}, and so would its gradient be.\n"
+            "Look at what computes the factor: 0 / 0, inf - inf, the mean of no elements."
+        )
     return UnreadableLoss(
         f"the factor of {name} is not the same in all micro-batches of this window: {before} before and {now} now. The "
         "big batch has one factor, so this may be a count in disguise.\n"
