@@ -4,6 +4,7 @@ import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +55,8 @@ def _run(  # noqa: PLR0917 - what a process is started with
 ) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Many tests train a model on each rank alone as well, to compare with.
+    warnings.filterwarnings("ignore", message="this process is one of")
     dist.init_process_group(
         by,
         init_method=f"file://{folder}/meeting",

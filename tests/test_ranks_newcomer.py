@@ -1,11 +1,16 @@
 """What someone new to several ranks does first, and is told of: a wrong group, other settings, a model not wrapped."""
 
+import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch import Accumulator, BigStep, Options
+from bigbatch import Accumulator, BigStep, Options, verify
 from bigbatch.errors import ConfigurationError
 from tests.ranks import run_on_ranks
 from tests.test_ranks import OPTIMIZERS, mean, micro_batch, model
@@ -61,3 +66,65 @@ def test_a_group_is_a_process_group(group: object, big: bool) -> None:
         ConfigurationError,
         f"group must be a torch.distributed.ProcessGroup, such as torch.distributed.group.WORLD; found {group!r}",
     )
+
+
+def said(work: Callable[[], object]) -> list[str]:
+    """Return the warnings that something gives."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        work()
+    return [f"{Path(each.filename).name}: {each.message}" for each in found if each.category is UserWarning]
+
+
+def made(network: nn.Module, *, big: bool, **options: Any) -> Any:
+    """Return an object that trains a model."""
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    if big:
+        return BigStep(network, optimizer, mean, micro_batch_size=2, options=Options(**options))
+    return Accumulator(network, optimizer, steps=2, **options)
+
+
+def without_a_wrapper(rank: int) -> list[list[str]]:
+    """Train a plain model, one of a group, one of this process's own, and one in DDP."""
+    alone: Any = dist.new_group([rank], use_local_synchronization=True)
+    ways: list[tuple[Any, Any]] = [
+        (model, None),
+        (model, dist.group.WORLD),
+        (model, alone),
+        (lambda: DistributedDataParallel(model()), None),
+        (lambda: DistributedDataParallel(model(), process_group=alone), None),
+    ]
+    return [said(lambda: made(way(), big=big, group=who)) for big in (False, True) for way, who in ways]  # noqa: B023
+
+
+def test_a_process_among_others_that_would_train_alone_is_told() -> None:
+    """It says what to type, and nothing where somebody has said who trains together."""
+    for found in run_on_ranks(2, without_a_wrapper):
+        for told in (found[:5], found[5:]):
+            ((plain,), *others) = told
+            assert plain.startswith("test_ranks_newcomer.py: this process is one of 2, and nothing says")
+            assert "make the Accumulator or BigStep after that" in plain
+            assert "group=torch.distributed.group.WORLD" in plain
+            assert others == [[]] * 4
+
+
+def verified(_: int) -> list[str]:
+    """Look at a plain model on every rank."""
+    return said(lambda: verify(model(), mean, micro_batch(8, 1), micro_batch_size=4))
+
+
+def test_looking_alone_is_no_training() -> None:
+    """`verify` compares gradients within a process."""
+    assert run_on_ranks(2, verified) == [[], []]
+
+
+def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun starts it, and nobody called init_process_group; one process alone hears nothing."""
+    assert said(lambda: made(model(), big=False)) == []
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert said(lambda: made(model(), big=True)) == []
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (told,) = said(lambda: made(model(), big=True))
+    assert "one of 4 that were started together, and torch.distributed is not initialised" in told
+    assert "init_process_group() first" in told

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bigbatch.errors import ConfigurationError
+from bigbatch.ranks.alone import warn_of_others
 
 _BOTH = (
     "group= and mesh= say the same thing, who has samples of its own, and both were given.\n"
@@ -135,10 +136,11 @@ def peers(
 def this_one_alone(models: Sequence[nn.Module]) -> dist.ProcessGroup | None:
     """Return the group of this process, where all ranks hold parts of one model; raise where some may not.
 
-    None where no parameter is spread at all.
+    None where no parameter is spread at all: others may be there, and train by themselves.
     """
     every = list(spread_parameters(models))
     if not every or dist.get_world_size() == 1:
+        warn_of_others()
         return None
     for name, parameter in every:
         mesh: DeviceMesh = parameter.device_mesh

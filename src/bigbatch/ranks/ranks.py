@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError, RankFailed, WindowError
 from bigbatch.ranks import meshes, sharding
+from bigbatch.ranks.alone import warn_of_others
 from bigbatch.ranks.groups import sharded, whole_weights
 from bigbatch.ranks.sharding import Shards
 from bigbatch.ranks.spreading import Spread
@@ -107,6 +108,7 @@ class Ranks:
                     "torch.distributed.init_process_group() first, under torchrun"
                 )
                 raise ConfigurationError(msg)
+            warn_of_others()
             return None
         chosen = meshes.given_group(group, mesh)
         parts = sharded(models)

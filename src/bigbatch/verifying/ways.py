@@ -71,13 +71,18 @@ class OwnWay:
             found.update({name: wide(p.grad) for name, p in standing.parameters.items()})
 
         optimizer.register_step_pre_hook(read)
-        step = BigStep(
-            standing.model, optimizer, seen if options.lengths else loss, micro_batch_size=self.size, options=options
-        )
         whole = samples.batch.whole if options.collate is not None else samples.in_dtype(dtype)
         with warnings.catch_warnings():
-            # What its first look could not see is looked at here.
-            warnings.filterwarnings("ignore", message="this (loss draws random numbers|model could be looked at)")
+            # What its first look could not see is looked at here, and one process is enough for that.
+            words = "this (loss draws random numbers|model could be looked at|process is one of)"
+            warnings.filterwarnings("ignore", message=words)
+            step = BigStep(
+                standing.model,
+                optimizer,
+                seen if options.lengths else loss,
+                micro_batch_size=self.size,
+                options=options,
+            )
             update = step(whole)
         if not found:  # it was skipped: nothing counted
             found = dict.fromkeys(standing.parameters)

@@ -1,6 +1,5 @@
 """From a window's summed gradient to the step: correct, show, clip, step, each once."""
 
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.errors import ConfigurationError, RankFailed, WindowDisturbed
+from bigbatch.pointing import outside
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.spreading import unscale_parts
 from bigbatch.reading.counts import Count
@@ -268,14 +268,6 @@ def _moves(scheduler: LRScheduler) -> int:
     """Return how often a scheduler was stepped; a chained one keeps no number of its own."""
     inner = () if hasattr(scheduler, "last_epoch") else getattr(scheduler, "_schedulers", ())
     return sum(_moves(each) for each in inner) if inner else int(getattr(scheduler, "last_epoch", 0))
-
-
-def outside() -> int:
-    """Return the stacklevel at which a warning points to the first line outside of this package."""
-    level, frame = 1, sys._getframe(1)  # noqa: SLF001 - warnings has it from Python 3.12 on
-    while frame.f_back is not None and (frame.f_globals.get("__package__") or "").partition(".")[0] == "bigbatch":
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def _is_fused(optimizer: Optimizer) -> bool:

@@ -1,0 +1,36 @@
+"""A process that was started with others and trains by itself: rarely meant, and told at once."""
+
+import os
+import warnings
+
+import torch.distributed as dist
+
+from bigbatch.pointing import outside
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # as torchrun sets them
+_BY_ITSELF = (
+    "this process is one of {size}{how}, and nothing says that they train this model together: each would train one of "
+    "its own, on its own batches alone.\n"
+    "{begin}Wrap the model first, and make the Accumulator or BigStep after that:  "
+    "model = DistributedDataParallel(model), or fully_shard(model). Without a wrapper, say who trains together:  "
+    "group=torch.distributed.group.WORLD (for BigStep in Options(group=...)).\n"
+    "To train apart on purpose, give a group of one process:  "
+    "group=torch.distributed.new_group([rank], use_local_synchronization=True); or filter this warning."
+)
+
+
+def warn_of_others() -> None:
+    """Warn where other processes are there, or were started with this one, and it has found none to train with."""
+    if dist.is_available() and dist.is_initialized():
+        size, how, begin = dist.get_world_size(), "", ""
+    else:
+        size, how = _started(), " that were started together, and torch.distributed is not initialised"
+        begin = "Call torch.distributed.init_process_group() first. "
+    if size > 1:
+        warnings.warn(_BY_ITSELF.format(size=size, how=how, begin=begin), stacklevel=outside())
+
+
+def _started() -> int:
+    """Return how many processes a launcher says that it has started."""
+    said = os.environ.get("WORLD_SIZE", "")
+    return int(said) if said.isdecimal() and all(name in os.environ for name in _LAUNCHED) else 1
