@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.errors import LossError, SeveralCounts, StateError
-from bigbatch.reading import refusals
+from bigbatch.errors import SeveralCounts, StateError
 from bigbatch.reading.counts import Count, Kind
 from bigbatch.reading.terms import Term
 from bigbatch.windows.disagreements import listed, other_total, several
+from bigbatch.windows.one_loss import in_ratio, keep_factors, keep_names, names_of, refuse_doubtful, refuse_shared_nodes
 
-RATIO_TOLERANCE = 1e-12
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 _PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
 
@@ -107,18 +106,20 @@ class Ledger:
             ):
                 return Weights(term.count / self.provisional)
         data = over_data(terms)
-        self.keep_factors(data)
+        keep_factors(self.factors, data)
         if self.totals is not None:
             return self.known(terms, data, first=self.micro_batches == 0)
         kinds = {term.kind for term in data}
         if len(kinds) > 1 or (self.kind and kinds and kinds != {self.kind}):
-            self._refuse_doubtful(data)
+            refuse_doubtful(data)
             raise SeveralCounts(several(terms, "a mean beside a sum"))
         if "mean" in kinds:
-            self._keep_ratio(data, terms)
-            self._keep_names(terms)
+            kept = in_ratio(self.reference, data, terms)
+            if kept is not None:
+                self.in_ratio = kept if self.in_ratio is None else self.in_ratio & kept
+            keep_names(self.names, terms)
             return Weights(self._share(data))
-        self._keep_names(terms)
+        keep_names(self.names, terms)
         first = self.micro_batches == 0
         self.shares_once = self.shares_once or len(data) < len(terms)
         share = self.once if first else 0.0
@@ -310,50 +311,6 @@ class Ledger:
             return count  # itself the weight: no kernel is spent on it
         return count / self.provisional
 
-    def _keep_names(self, terms: list[Term]) -> None:
-        """A window is one big batch of one loss."""
-        now = names_of(terms)
-        if self.names and now != self.names and "count=" not in (*now, *self.names):
-            raise LossError(
-                f"the loss changed within a window: its terms were {', '.join(self.names)} and are {', '.join(now)} "
-                "now. A window makes one big batch, which has one loss.\n"
-                "Use one accumulator per loss, or add the losses of a batch; accumulator.flush() ends a window early."
-            )
-
-    def keep_factors(self, data: list[Term]) -> None:
-        """A constant factor is constant: one that changes with the micro-batch may be a count in disguise."""
-        now = [term.factors for term in data]
-        if self.factors is not None and len(now) == len(self.factors) and now != self.factors:
-            before, term = next((b, t) for b, t in zip(self.factors, data, strict=True) if t.factors != b)
-            raise refusals.changing_factor(term.name, _shown(before), _shown(term.factors))
-
-    def _keep_ratio(self, data: list[Term], terms: list[Term]) -> None:
-        """Several counts in constant ratio are as good as one."""
-        if len(data) == 1 and len(self.reference) <= 1:
-            return
-        counts = [term.count for term in data]
-        if not self.reference:
-            if not isinstance(counts[0], Tensor) and not counts[0] and any(counts):
-                raise SeveralCounts(several(terms, "counts not in constant ratio"))
-            return
-        if len(counts) != len(self.reference):
-            raise SeveralCounts(several(terms, f"{len(counts)} terms here and {len(self.reference)} before"))
-        first, *others = counts
-        for now, then in zip(others, self.reference[1:], strict=True):
-            here, there = now * self.reference[0], then * first
-            if isinstance(here, Tensor) or isinstance(there, Tensor):
-                kept = torch.as_tensor((here - there) ** 2 <= (RATIO_TOLERANCE * here) ** 2)
-                self.in_ratio = kept if self.in_ratio is None else self.in_ratio & kept
-            elif abs(here - there) > RATIO_TOLERANCE * max(here, there):
-                self._refuse_doubtful(data)
-                raise SeveralCounts(several(terms, "counts not in constant ratio"))
-
-    @staticmethod
-    def _refuse_doubtful(data: list[Term]) -> None:
-        for term in data:
-            if term.doubtful:
-                raise refusals.data_or_constant(term.name)
-
     def known(
         self, terms: list[Term], data: list[Term], shares: tuple[Count, ...] | None = None, *, first: bool
     ) -> Weights:
@@ -380,7 +337,7 @@ class Ledger:
         self.shares_once = self.shares_once or len(data) < len(terms)
         own = self.once if first else 0.0
         weights += [(term.node, own) for term in terms if term.kind == "once" and term.node is not None]
-        _refuse_shared_nodes(terms, weights)
+        refuse_shared_nodes(terms, weights)
         if len(weights) == 1:
             return Weights(weights[0][1])
         return Weights(1.0, tuple(weights))
@@ -390,11 +347,6 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)([_copied(each) for each in value])
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def names_of(terms: list[Term]) -> tuple[str, ...]:
-    """Return what the terms of a loss are called."""
-    return tuple([term.name for term in terms])
 
 
 def over_data(terms: list[Term]) -> list[Term]:
@@ -418,19 +370,3 @@ def _ratio(count: Count, total: Count) -> Count:
         share = torch.as_tensor(count / total)
         return torch.where(torch.as_tensor(total) > 0, share, torch.zeros_like(share))
     return count / total if total else 0.0
-
-
-def _shown(factors: tuple[float | None, ...]) -> str:
-    return " x ".join("a tensor" if factor is None else f"{factor:g}" for factor in factors) or "none"
-
-
-def _refuse_shared_nodes(terms: list[Term], weights: list[tuple[Node, Count]]) -> None:
-    """One learned factor over terms of different counts leaves no place for two weights."""
-    seen: dict[Node, Count] = {}
-    for node, weight in weights:
-        if node in seen and seen[node] is not weight and seen[node] != weight:
-            raise SeveralCounts(
-                f"terms with different counts stand under one learned factor: {listed(terms)}.\n"
-                "Multiply it into each term: a * x + a * y instead of a * (x + y)."
-            )
-        seen[node] = weight

@@ -12,7 +12,8 @@ from torch import Tensor
 from bigbatch.errors import LossError
 from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.reading.terms import Term
-from bigbatch.windows.ledger import RATIO_TOLERANCE, Ledger, Weights, names_of, over_data
+from bigbatch.windows.ledger import Ledger, Weights, over_data
+from bigbatch.windows.one_loss import RATIO_TOLERANCE, keep_factors, names_of
 
 OfAll = Callable[[tuple[Count, ...]], tuple[Count, ...]]
 
@@ -28,7 +29,7 @@ def weigh_together(ledger: Ledger, every: list[list[Term]], of_all: OfAll | None
                 "write every term for every micro-batch, times 0 where it does not apply."
             )
             raise LossError(msg)
-        ledger.keep_factors(data)
+        keep_factors(ledger.factors, data)
         ledger.factors = [term.factors for term in data]
     columns = [_Column(column) for column in zip(*rows, strict=True)]
     totals = tuple(column.total for column in columns)
