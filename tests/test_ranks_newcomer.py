@@ -15,6 +15,7 @@ from bigbatch.errors import ConfigurationError
 from tests.ranks import run_on_ranks
 from tests.test_ranks import OPTIMIZERS, mean, micro_batch, model
 from tests.test_ranks_hard import refused
+from tests.test_ranks_sharded import shards
 
 
 def between_updates(steps: int) -> dict[str, Any]:
@@ -128,3 +129,19 @@ def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPa
     (told,) = said(lambda: made(model(), big=True))
     assert "one of 4 that were started together, and torch.distributed is not initialised" in told
     assert "init_process_group() first" in told
+
+
+def sharded_later(rank: int, big: bool) -> Any:
+    """Make an object first, and shard its model then."""
+    network = model()
+    step = made(network, big=big)
+    shards(network)
+    return step(micro_batch(4, rank)) if big else step.backward(mean(network, micro_batch(4, rank)))
+
+
+@pytest.mark.parametrize("big", [False, True], ids=["Accumulator", "BigStep"])
+def test_a_model_that_is_sharded_later_is_refused(big: bool) -> None:
+    """It says in which order to make them."""
+    found = run_on_ranks(2, sharded_later, big)
+    refused(found, ConfigurationError, f"after the {'BigStep' if big else 'accumulator'} was made")
+    refused(found, ConfigurationError, "Make it after fully_shard:  fully_shard(model)")

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
 from bigbatch import checks
-from bigbatch.errors import BatchNormError, BigBatchError, LossError
+from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError, LossError
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.ranks.groups import parameters_of, sharded, tensors_of, whole_weights
 from bigbatch.ranks.sharding import leaving_alone
@@ -53,7 +53,8 @@ class Admission:
         self.may_wake = False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
         # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
         self.only_own = not sharded(models)
-        self._shards = None if self.only_own else surroundings.own
+        self._own = surroundings.own
+        self._shards = None if self.only_own else self._own
         _present.add(self)
 
     def open(self) -> None:
@@ -119,6 +120,8 @@ class Admission:
     def _scan(self, loss: Tensor) -> None:
         if hasattr(loss, "device_mesh"):
             raise LossError(checks.LOSS_IN_PARTS)
+        if self._shards is None and self.reader.fresh:
+            self._refuse_sharded_since()
         found = checks.scan(loss)
         if found.reentrant_checkpoint:
             self.only_own = False  # it cannot run a backward with a chosen set of parameters
@@ -134,6 +137,12 @@ class Admission:
             if found.batch_norm:
                 raise BatchNormError(checks.foreign_batch_norm(self._accepting))
             self.may_wake = self.may_wake or (found.resting and not self.batch_norms)
+
+    def _refuse_sharded_since(self) -> None:
+        """What fully_shard puts in the place of parameters is in no optimizer that was made before."""
+        trained = [each.sharded_param for each in parameters_of(sharded(self.models))]
+        if any(p.requires_grad and id(p) not in self._own for p in trained):
+            raise ConfigurationError(checks.SHARDED_SINCE)
 
     def _refuse_escaped(self) -> None:
         """BatchNorm in training mode stands in a graph: it was not met by all micro-batches."""

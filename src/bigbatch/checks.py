@@ -120,8 +120,8 @@ def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimiz
         if not mine & theirs:
             msg = (
                 f"{name} shares no parameter with the model: it holds {len(mine)} tensors, none of them among the "
-                f"model's {len(theirs)}.\nMake it from this model:  {name}(model.parameters(), ...). (A model moved or "
-                "re-created after its optimizer was made has other parameters.)"
+                f"model's {len(theirs)}.\nMake it from this model:  {name}(model.parameters(), ...). (A model moved, "
+                "sharded or re-created after its optimizer was made has other parameters.)"
             )
             raise ConfigurationError(msg)
         if mine & seen:
@@ -372,6 +372,12 @@ def scan(value: Tensor) -> Scan:
 LOSS_IN_PARTS = (
     "this loss is a DTensor, spread over ranks, as loss_parallel() returns it.\n"
     "Give its value, which is the same on all of them:  accumulator.backward(loss.full_tensor())"
+)
+SHARDED_SINCE = (
+    "fully_shard was called on this model after the accumulator was made, and has put shards in the place of "
+    "parameters that the optimizer holds: this loss reaches none of those.\n"
+    "Make it after fully_shard:  fully_shard(model); optimizer = AdamW(model.parameters()); "
+    "Accumulator(model, optimizer, ...)"
 )
 SHARDS_IN_A_LOSS = (
     "this loss uses parameters that fully_shard has sharded, beside the model's own forward: nothing adds up what "
