@@ -145,3 +145,28 @@ def test_a_model_that_is_sharded_later_is_refused(big: bool) -> None:
     found = run_on_ranks(2, sharded_later, big)
     refused(found, ConfigurationError, f"after the {'BigStep' if big else 'accumulator'} was made")
     refused(found, ConfigurationError, "Make it after fully_shard:  fully_shard(model)")
+
+
+def dividing(rank: int, divisors: list[tuple[int, int]]) -> list[list[str]]:
+    """Divide the loss by something, with so many steps."""
+    found = []
+    for steps, divisor in divisors:
+        network = DistributedDataParallel(model())
+        accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=steps)
+        found.append(said(lambda: accumulator.backward(mean(network, micro_batch(5, rank)) / divisor)))  # noqa: B023
+        accumulator.discard()
+    return found
+
+
+def test_a_loss_divided_by_the_number_of_ranks_is_told() -> None:
+    """By the cause it has: ranks, steps, either of them, or both; and by nothing else."""
+    for ranks, steps, either, both, alone, other in run_on_ranks(
+        2, dividing, [(3, 2), (3, 3), (2, 2), (3, 6), (1, 2), (3, 7)]
+    ):
+        assert "divided by the number of ranks (2) already, as a training loop for several" in ranks[0]
+        assert "bigbatch averages by itself over all ranks, so its gradients would be 2 times too small" in ranks[0]
+        assert "divided by steps (3) already, as hand-written accumulation" in steps[0]
+        assert "divided by steps or the number of ranks (2) already" in either[0]
+        assert "divided by steps times the number of ranks (6) already" in both[0]
+        assert "divided by the number of ranks (2) already" in alone[0]
+        assert other == []

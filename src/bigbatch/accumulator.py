@@ -324,9 +324,12 @@ class Accumulator:
             return [Term(None, kind, number, "count=", None)]
         reader = self._admission.reader
         terms = reader.read(loss)
-        if reader.fresh and not self._warned and checks.looks_divided(loss, terms, self._steps):
-            self._warned = True
-            warnings.warn(checks.divided_message(self._steps), stacklevel=3)
+        if reader.fresh and not self._warned:
+            ranks = 1 if self._stepper.ranks is None else self._stepper.ranks.size
+            divided = checks.divided_message(loss, terms, self._steps, ranks)
+            if divided is not None:
+                self._warned = True
+                warnings.warn(divided, stacklevel=3)
         return terms
 
     def _refuse_in_over(self) -> None:

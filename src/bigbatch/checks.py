@@ -266,7 +266,7 @@ def _is_scaled(value: Tensor, grad_scaler: GradScaler) -> bool:
 
 
 def looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
-    """Tell whether the last thing done to the loss was to divide it by `steps`."""
+    """Tell whether the last thing done to the loss was to divide it by a number."""
     node = value.grad_fn
     if node is None or number == 1 or operation(node) not in {"Div", "Mul"}:
         return False
@@ -279,11 +279,19 @@ def looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
     return factor == (number if operation(node) == "Div" else 1 / number)
 
 
-def divided_message(number: int) -> str:
-    """Say what a loss divided by `steps` comes to."""
+def divided_message(value: Tensor, terms: Sequence[Term], number: int, ranks: int = 1) -> str | None:
+    """Say what a loss divided by `steps`, the number of ranks or both comes to; None of any other."""
+    each = {"steps": number, "the number of ranks": ranks, "steps times the number of ranks": number * ranks}
+    known = {name: divisor for name, divisor in each.items() if looks_divided(value, terms, divisor)}
+    if not known:
+        return None
+    found = next(iter(known.values()))
+    named = [name for name in known if "times" not in name] or list(known)  # one of them may be 1
+    how = "hand-written accumulation" if named == ["steps"] else "a training loop for several processes"
     return (
-        f"this loss looks divided by steps ({number}) already, as hand-written accumulation does; bigbatch averages by "
-        f"itself, so its gradients would be {number} times too small. Pass the undivided loss."
+        f"this loss looks divided by {' or '.join(named)} ({found}) already, as {how} does; bigbatch averages by "
+        f"itself{' over all ranks' if ranks > 1 else ''}, so its gradients would be {found} times too small. Pass the "
+        "undivided loss."
     )
 
 
