@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -259,21 +260,51 @@ def test_torchrun_trains_a_file_unchanged(ranks: int, file: Path) -> None:
     if flags:
         data = json.loads(result.stdout)
         assert (data["ranks"], data["steps"], data["micro_batch_size"]) == (2, 2, 8)
-        assert result.stderr.count("read by 0") == 1
+        assert result.stderr.count("read by") == result.stderr.count("read by 0") == 1
     else:
         assert result.stdout.count("read by") == result.stdout.count("epoch  updates") == 1
         assert "mine.py: batch 32 = up to 6 × 2 on each of 3 ranks, clipped at 1, seed 0" in result.stdout
+        assert f"\nNext: torchrun --nproc-per-node 3 -m bigbatch train {file} --seed 1\n" in result.stdout
 
 
 def test_a_rank_that_fails_ends_all_and_says_why_once(file: Path) -> None:
     """What the others meet because of it is not shown."""
     result = torchrun(2, "-m", "bigbatch", "train", str(file), WEIGHTS=str(file.parent / "none.pt"), FAILS="1")
     assert result.returncode != 0
-    assert result.stderr.count("error: loss_fn failed in epoch 1, micro-batch 1 (mine.py, line ") == 1
+    assert result.stderr.count("error: rank 1: loss_fn failed in epoch 1, micro-batch 1 (mine.py, line ") == 1
     assert result.stderr.count("ValueError: only here") == 1
     assert "error: the connection" not in result.stderr
     assert "window was left open" not in result.stderr
     assert not (file.parent / "none.pt").exists()
+
+
+def test_a_file_that_joins_by_itself_is_told_that_it_has(tmp_path: Path) -> None:
+    """Ranks are joined before its setup() is called."""
+    path = tmp_path / "joins.py"
+    path.write_text("import torch.distributed as dist\ndef setup():\n    dist.init_process_group('gloo')\n")
+    result = torchrun(2, "-m", "bigbatch", "train", str(path))
+    assert result.returncode != 0
+    assert re.search(r"^error: rank [01]: setup\(\) failed \(joins\.py, line 3", result.stderr, re.MULTILINE)
+    assert result.stderr.count("hint: The processes that torchrun has started are joined before setup()") == 1
+
+
+def test_of_several_processes_one_verifies(file: Path) -> None:
+    """The others end without a word."""
+    result = torchrun(2, "-m", "bigbatch", "verify", str(file), WEIGHTS=str(file.parent / "none.pt"))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("mine.py: ") == result.stdout.count("Next: ") == 1
+    assert result.stdout.count("read by") == result.stdout.count("read by 0") == 1
+
+
+def test_of_several_processes_one_reads(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`lint` says what it has found once, also what it cannot read of its command line."""
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("RANK", "1")
+    for arguments in (["lint", str(file)], ["lint", "--none"], ["verify", "none.py"]):
+        result = CliRunner().invoke(app, arguments)
+        assert (result.exit_code, result.output) == (0, "")
+    monkeypatch.setenv("RANK", "0")
+    assert "All checks passed" in CliRunner().invoke(app, ["lint", str(file)]).output
 
 
 def test_random_numbers_are_left_alone_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import typer
 from bigbatch.cli.failures import FAILED
 from bigbatch.cli.html import prepare, wrote
 from bigbatch.cli.several import one_of_several
-from bigbatch.cli.terminal import next_step, paragraph, progress, results
+from bigbatch.cli.terminal import next_step, paragraph, progress, results, typed
 
 if TYPE_CHECKING:
     from bigbatch.planning.report import Plan
@@ -158,7 +158,7 @@ def _next(found: "Plan", file: Path) -> tuple[str, str]:
             f"on micro-batches of {found.size:,} on every rank",
         )
     if found.ranks is not None:
-        train = f"torchrun --nproc-per-node {found.ranks.ranks} -m bigbatch {train}"
+        train = typed(train, found.ranks.ranks)
     if any("lock-step" in note for note in found.notes):
         return f"BigStep(model, optimizer, loss_fn, micro_batch_size={found.size})", "whose micro-batches meet"
     if found.steps == 1:

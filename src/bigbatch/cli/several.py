@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from bigbatch.recipes.launching import Place
 
 
+def is_a_further_one() -> bool:
+    """Tell whether torchrun has started another process before this one; without loading torch."""
+    return "MASTER_ADDR" in os.environ and os.environ.get("RANK", "0") != "0"
+
+
 @contextmanager
 def one_of_several(seed: int) -> Iterator["Place | None"]:
     """Join the processes that torchrun has started, where it has; errors are shown once, by the first that has one."""
@@ -27,7 +32,8 @@ def one_of_several(seed: int) -> Iterator["Place | None"]:
         return
     with open(os.devnull, "w", encoding="utf-8") as nowhere:  # noqa: PTH123 - it is no file
         try:
-            with errors_as_text(), nullcontext() if place.speaks else redirect_stdout(nowhere), _failing_once(place):
+            whose = errors_as_text(f"rank {place.rank}: ")
+            with whose, nullcontext() if place.speaks else redirect_stdout(nowhere), _failing_once(place):
                 if not place.speaks:  # what the others have to say is what the first one says
                     warnings.simplefilter("ignore")
                 yield place

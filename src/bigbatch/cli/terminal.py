@@ -1,8 +1,11 @@
 """What the commands share of the terminal: results on stdout, everything else on stderr, lines that fit."""
 
+import os
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -41,21 +44,36 @@ def paragraph(console: Console, text: str) -> None:
     console.print(wrapped(text, console.width), markup=False, soft_wrap=True)
 
 
-def next_step(console: Console, arguments: str, why: str) -> None:
+def next_step(console: Console, arguments: str, why: str, ranks: int = 1) -> None:
     """The next thing worth typing, whole on its line, as the last of a report."""
-    command = f"Next: {typed(arguments)}"
+    command = f"Next: {typed(arguments, ranks)}"
     fits = len(command) + len(why) + len("  ()") <= min(console.width, READABLE)
     console.print(f"{command}  ({why})" if fits else command, markup=False, soft_wrap=True)
     if not fits:
         paragraph(console, f"({why})")
 
 
-def typed(arguments: str) -> str:
-    """A command as it can be typed here: under `make`, the environment is not active and needs its path."""
+def typed(arguments: str, ranks: int = 1) -> str:
+    """A command as it can be typed here: under `make`, the environment is not active and needs its path.
+
+    Several ranks are started by torchrun, as this one was.
+    """
+    if ranks > 1:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        nodes = f"--nnodes {ranks // here} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if here < ranks else ""
+        return f"torchrun {nodes}--nproc-per-node {here} -m bigbatch {arguments}"
     started = Path(sys.argv[0])
     if started.name == "bigbatch" and shutil.which("bigbatch") is None:
         return f"{started} {arguments}"
     return f"bigbatch {arguments}"
+
+
+@contextmanager
+def hidden(bar: Progress) -> Iterator[None]:
+    """Take a bar away while a line is printed where it stands: stdout and stderr may be one terminal."""
+    bar.stop()
+    yield
+    bar.start()
 
 
 def progress(*, quiet: bool = False) -> Progress:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bigbatch.cli.several import one_of_several
-from bigbatch.cli.terminal import progress, results
+from bigbatch.cli.terminal import hidden, progress, results
 
 if TYPE_CHECKING:
     from bigbatch.recipes.launching import Place
     from bigbatch.recipes.recipe import Recipe
+    from bigbatch.recipes.training import Training
 
 DEFAULT_SEEDS = 5
 
@@ -120,31 +121,41 @@ def _train_recipe(recipe: "Recipe", clip: float | None, epochs: int | None, seed
 def _train_file(  # noqa: PLR0917 - what was typed, in its order
     path: Path, clip: float | None, epochs: int | None, seed: int, as_json: bool, place: "Place | None"
 ) -> None:
-    """Train what the file's setup() returns, under a progress bar, then report; of several processes, the first."""
+    """Train what the file's setup() returns, under a progress bar; of several processes, the first reports.
+
+    Each epoch as soon as it is done: a log shows how far it has come, and what was done before it is stopped.
+    """
     import torch
 
     from bigbatch.cli.setup_file import read_setup
-    from bigbatch.cli.training_report import print_training
+    from bigbatch.cli.training_report import print_end, print_epoch
     from bigbatch.recipes.training import expected_updates, train_setup
 
     torch.manual_seed(seed)
+    speaks = place is None or place.speaks
+    console = results()
     # What their code prints must not stand among the JSON.
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+    with redirect_stdout(sys.stderr) if as_json and speaks else nullcontext():
         setup = read_setup(path)
         setup = dataclasses.replace(setup, epochs=epochs or setup.epochs, clip_norm=clip or setup.clip_norm)
-        with progress(quiet=place is not None and not place.speaks) as bar:
+        with progress(quiet=not speaks) as bar:
             task = bar.add_task(path.name, total=expected_updates(setup))
 
             def on_update(epoch: int) -> None:
                 bar.update(task, advance=1, description=f"epoch {epoch} of {setup.epochs}")
 
-            training = train_setup(setup, on_update=on_update, place=place)
-    if place is not None and not place.speaks:
+            def on_epoch(training: "Training") -> None:
+                if speaks and not as_json:
+                    with hidden(bar):
+                        print_epoch(training, path, seed, console)
+
+            training = train_setup(setup, on_update=on_update, on_epoch=on_epoch, place=place)
+    if not speaks:
         return
     if as_json:
         _print_json({"file": str(path), "seed": seed, **dataclasses.asdict(training)})
     else:
-        print_training(training, path, seed, results())
+        print_end(training, path, seed, console)
 
 
 def _print_json(data: dict[str, Any]) -> None:

@@ -1,33 +1,48 @@
-"""A finished training of a user's file, as text."""
+"""A training of a user's file, as text: epoch by epoch, while it runs."""
 
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from bigbatch.cli.terminal import next_step, paragraph
-from bigbatch.recipes.training import Training
+from bigbatch.recipes.training import Epoch, Training
 
 HUGE = 1e6
+NUMBER = 8  # letters, as of 123.4567
 
 
-def print_training(training: Training, path: Path, seed: int, console: Console) -> None:
-    """Epoch by epoch, then what it cost and what to try next."""
-    names = list(dict.fromkeys(name for epoch in training.epochs for name in epoch.metrics))
-    table = Table(box=None, pad_edge=False)
-    for heading in ("epoch", "updates", "loss", *names, "ms/update"):
-        table.add_column(heading, justify="right", overflow="fold")
-    for number, epoch in enumerate(training.epochs, start=1):
-        table.add_row(
-            str(number),
-            f"{epoch.updates:,}",
-            "unknown" if epoch.loss is None else _number(epoch.loss),
-            *(_number(epoch.metrics[name]) if name in epoch.metrics else "" for name in names),
-            f"{1e3 * epoch.seconds / max(epoch.updates, 1):.2f}",
-        )
+def print_epoch(training: Training, path: Path, seed: int, console: Console) -> None:
+    """Print the last epoch that is done, in a line that stays whatever comes after; before the first, what it is."""
+    if len(training.epochs) == 1:
+        _print_headline(training, path, seed, console)
+    names = _names(training.epochs)
+    headings = ("epoch", "updates", "loss", *names, "ms/update")
+    if len(training.epochs) == 1 or names != _names(training.epochs[:-1]):
+        _print_row(headings, headings, console)
+    epoch = training.epochs[-1]
+    cells = (
+        str(len(training.epochs)),
+        f"{epoch.updates:,}",
+        "unknown" if epoch.loss is None else _number(epoch.loss),
+        *(_number(epoch.metrics[name]) if name in epoch.metrics else "" for name in names),
+        f"{1e3 * epoch.seconds / max(epoch.updates, 1):.2f}",
+    )
+    _print_row(cells, headings, console)
+
+
+def print_end(training: Training, path: Path, seed: int, console: Console) -> None:
+    """Print, below all epochs, what it cost and what to try next."""
+    console.print()
+    for sentence in _remarks(training):
+        paragraph(console, sentence)
+    again = f"train {shlex.quote(str(path))} --seed {seed + 1}"
+    next_step(console, again, "how much of this is luck?", training.ranks)
+
+
+def _print_headline(training: Training, path: Path, seed: int, console: Console) -> None:
     steps = f"{training.micro_batch_size} × {training.steps}"
     if training.micro_batch_size * training.steps * training.ranks != training.batch_size:
         steps = f"up to {steps}"
@@ -35,11 +50,17 @@ def print_training(training: Training, path: Path, seed: int, console: Console) 
     ranks = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
     paragraph(console, f"{path.name}: batch {training.batch_size} = {steps}{ranks}{clipped}, seed {seed}")
     console.print()
-    console.print(table)
-    console.print()
-    for sentence in _remarks(training):
-        paragraph(console, sentence)
-    next_step(console, f"train {shlex.quote(str(path))} --seed {seed + 1}", "how much of this is luck?")
+
+
+def _print_row(cells: Sequence[str], headings: Sequence[str], console: Console) -> None:
+    """Print cells below their headings; what an epoch will bring is not known before, so numbers have room."""
+    widths = [max(len(name), NUMBER if place > 1 else 0) for place, name in enumerate(headings)]
+    row = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+    console.print(row, markup=False, soft_wrap=True)
+
+
+def _names(epochs: Sequence[Epoch]) -> list[str]:
+    return list(dict.fromkeys(name for epoch in epochs for name in epoch.metrics))
 
 
 def _number(value: float) -> str:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Training:
-    """A finished training."""
+    """A training, finished or as far as it has come."""
 
     batch_size: int
     micro_batch_size: int
@@ -53,9 +53,12 @@ def train_setup(
     setup: Setup,
     *,
     on_update: Callable[[int], None] = lambda epoch: None,  # noqa: ARG005
+    on_epoch: Callable[[Training], None] = lambda training: None,  # noqa: ARG005
     place: Place | None = None,
 ) -> Training:
     """Train for `setup.epochs`; `on_update(epoch)` is told of every update, epochs counted from 1.
+
+    `on_epoch(training)` is told of every epoch when it is done, with all those before it.
 
     At a `place` among several processes each trains on its part of every batch, to the weights that one process would
     have come to. What the user's own code raises comes out as a `UserCodeError` that says which call it was.
@@ -82,21 +85,25 @@ def train_setup(
         )
     if not setup.model.training:  # as from_pretrained() returns it; else layers frozen by .eval() stay so
         setup.model.train()
-    numbers = range(1, setup.epochs + 1)
-    try:
-        epochs = tuple(_one_epoch(setup, accumulator, epoch, partial(on_update, epoch), share) for epoch in numbers)
-    except BaseException:
-        accumulator.discard()  # what ended here is no window that somebody forgot
-        raise
-    return Training(
+    training = Training(
         batch_size=setup.batch_size,
         micro_batch_size=(setup.micro_batch_size or setup.batch_size) if share is None else share.micro_batch_size,
         steps=steps,
         clip_norm=setup.clip_norm,
-        epochs=epochs,
-        peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        epochs=(),
+        peak_bytes=None,
         ranks=1 if place is None else place.size,
     )
+    try:
+        for number in range(1, setup.epochs + 1):
+            epoch = _one_epoch(setup, accumulator, number, partial(on_update, number), share)
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+            training = replace(training, epochs=(*training.epochs, epoch), peak_bytes=peak)
+            on_epoch(training)
+    except BaseException:
+        accumulator.discard()  # what ended here is no window that somebody forgot
+        raise
+    return training
 
 
 def expected_updates(setup: Setup) -> int | None:
