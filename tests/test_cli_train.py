@@ -116,6 +116,33 @@ def test_a_file_is_trained_and_seeded(tmp_path: Path) -> None:
     assert losses("--clip", "0.001") != losses()
 
 
+@pytest.mark.parametrize("ending", ["KeyboardInterrupt", "ValueError"])
+def test_epochs_are_shown_as_they_end_whatever_comes_after(tmp_path: Path, ending: str) -> None:
+    """A row each, before the next one begins; a metric that comes later has a heading of its own."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from tests.test_setup import make\n"
+        "seen = []\n"
+        "def evaluate(model):\n"
+        "    print('evaluating', len(seen) + 1)\n"
+        "    seen.append(1)\n"
+        f"    if len(seen) == 4: raise {ending}\n"
+        "    return {'always': 0.25, **({'late': 1234.5} if len(seen) == 3 else {})}\n"
+        "def setup():\n"
+        "    return make(micro_batch_size=8, epochs=5, evaluate=evaluate)\n"
+    )
+    result = run("train", str(file))
+    assert result.exit_code == (130 if ending == "KeyboardInterrupt" else 1)
+    first, what, _, heading, one, second, two, third, other, three, last = result.stdout.splitlines()
+    assert [first, second, third, last] == [f"evaluating {epoch}" for epoch in range(1, 5)]
+    assert what == "mine.py: batch 32 = 8 × 4, seed 0"
+    assert heading == "epoch  updates      loss    always  ms/update"
+    assert other == "epoch  updates      loss    always      late  ms/update"
+    for number, row in enumerate((one, two, three), start=1):
+        assert re.fullmatch(rf"    {number} +\d  +\d\.\d{{4}}    0\.2500  (1234\.5000  )? +[0-9.]+", row), row
+    assert "Next: " not in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message", "hint"),
     [
