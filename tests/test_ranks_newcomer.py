@@ -6,15 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options, verify
 from bigbatch.errors import ConfigurationError
+from bigbatch.windows.settings import rates_in_one, settings
+from bigbatch.windows.stepping import Stepper
 from tests.ranks import run_on_ranks
+from tests.reference import distance
 from tests.test_ranks import OPTIMIZERS, mean, micro_batch, model
 from tests.test_ranks_hard import refused
+from tests.test_ranks_review import heard
 from tests.test_ranks_sharded import shards
 
 
@@ -170,3 +175,98 @@ def test_a_loss_divided_by_the_number_of_ranks_is_told() -> None:
         assert "divided by steps times the number of ranks (6) already" in both[0]
         assert "divided by the number of ranks (2) already" in alone[0]
         assert other == []
+
+
+def sgd(network: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Return an optimizer with some options."""
+    return torch.optim.SGD(network.parameters(), **{"lr": 0.1, **options})
+
+
+def halves(network: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return two optimizers of one model."""
+    first, *others = network.parameters()
+    return [torch.optim.SGD([first], lr=0.1), torch.optim.SGD(others, lr=0.1)]
+
+
+def scheduled(network: nn.Module) -> dict[str, Any]:
+    """Return an optimizer with its scheduler."""
+    optimizer = sgd(network)
+    return {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+UNLIKE: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
+    "clip_norm": (lambda network: {"optimizer": sgd(network), "clip_norm": 2.0}, "clip_norm (here 2)"),
+    "skip": (lambda network: {"optimizer": sgd(network), "skip_nonfinite": True}, "skip_nonfinite (here True)"),
+    "dtype": (lambda network: {"optimizer": sgd(network), "gradient_dtype": None}, "gradient_dtype (here None)"),
+    "scheduler": (scheduled, "scheduler (here StepLR)"),
+    "lr": (lambda network: {"optimizer": sgd(network, lr=0.2)}, "lr (here 0.2)"),
+    "weight_decay": (lambda network: {"optimizer": sgd(network, weight_decay=0.5)}, "weight_decay (here 0.5)"),
+    "momentum": (lambda network: {"optimizer": sgd(network, momentum=0.5)}, "options of the optimizer (here "),
+    "optimizers": (
+        lambda network: {"optimizer": halves(network)},
+        "optimizer (here SGD of 1 groups and SGD of 1 groups)",
+    ),
+}
+HERE = {"clip_norm": "None", "skip": "False", "dtype": "torch.float32", "scheduler": "None", "lr": "0.1"}
+
+
+def set_unlike(rank: int, big: bool) -> list[str]:
+    """Give one rank another setting, each in turn."""
+    found = []
+    for name, (options, _) in UNLIKE.items():
+        network = DistributedDataParallel(model())
+        given: dict[str, Any] = options(network) if rank else {"optimizer": sgd(network)}
+        before = [p.detach().clone() for p in network.parameters()]
+        words = ""
+        if big:
+            inner = {key: given.pop(key) for key in ("skip_nonfinite", "gradient_dtype") if key in given}
+            step = BigStep(network, given.pop("optimizer"), mean, micro_batch_size=2, options=Options(**inner), **given)
+            words = heard(step, micro_batch(4, rank))
+        else:
+            accumulator = Accumulator(network, given.pop("optimizer"), steps=1, **given)
+            words = heard(accumulator.backward, mean(network, micro_batch(4, rank)))
+            accumulator.discard()
+        assert distance([p.detach() for p in network.parameters()], before) == 0, name
+        found.append(words)
+    return found
+
+
+@pytest.mark.parametrize("big", [False, True], ids=["Accumulator", "BigStep"])
+def test_settings_that_differ_are_named(big: bool) -> None:
+    """On all ranks, with what each of them has; nothing is stepped."""
+    first, second = run_on_ranks(2, set_unlike, big)
+    for (name, (_, words)), one, other in zip(UNLIKE.items(), first, second, strict=True):
+        assert one.startswith("ConfigurationError: the ranks of this window have different settings"), name
+        assert words.split("(here")[0] + f"(here {HERE.get(name, '')}" in one, name
+        assert words in other, name
+
+
+def rates_that_part(rank: int, kind: str) -> list[str]:
+    """Set another learning rate on one rank after the first window."""
+    network = DistributedDataParallel(model())
+    rate: Any = 0.1 if kind == "float" else torch.tensor(0.1)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate)
+    accumulator = Accumulator(network, optimizer, steps=1)
+    found = []
+    for window in range(3):
+        optimizer.param_groups[0]["lr"] = rate * (1.5 if window == 2 and rank else 0.5**window)
+        found.append(heard(accumulator.backward, mean(network, micro_batch(4, rank))))
+    accumulator.discard()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["float", "tensor"])
+def test_learning_rates_are_compared_in_every_window(kind: str) -> None:
+    """As where each rank has a validation loss of its own."""
+    for same, later, other in run_on_ranks(2, rates_that_part, kind):
+        assert (same, later) == ("", "")
+        assert other.startswith("ConfigurationError: the ranks of this window have different learning rates")
+
+
+def test_a_learning_rate_on_a_device_is_not_read() -> None:
+    """That would wait for it."""
+    rate = torch.empty((), device="meta")  # whoever reads it raises
+    optimizer = torch.optim.AdamW(model().parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = rate
+    assert rates_in_one([optimizer]) == 0.0
+    assert settings(Stepper([optimizer]), None)["lr"] == "on the device"

@@ -1,7 +1,8 @@
 """What a rank says when its window closes, and what all of them come to."""
 
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from bigbatch.reading.counts import Count
 
 _KINDS = {"": 0.0, "mean": 1.0, "sum": 2.0, "known": 3.0}
 _SAME = 1e-9
+_DIGESTS = 1 << 20
+_NONE: Mapping[str, str] = {}
 
 
 class Statement(NamedTuple):
@@ -39,6 +42,8 @@ class Statement(NamedTuple):
     parameters: int = 0  # a number of those that are trained
     weights: Count = 0.0  # one of their values, before the first window
     whole_weights: Count = 0.0  # the same of those that ranks with other parts of the model have in common
+    settings: Mapping[str, str] = _NONE  # before the first window: names in common, with what this rank has for each
+    rates: float = 0.0  # a number of the learning rates
 
 
 class Agreement(NamedTuple):
@@ -64,6 +69,8 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
     ranks.spoken = True
     found = _Heard(*ranks.added(_numbers(mine), device, "statement", _LOOSELY))
     _refuse(ranks, mine, found)
+    if not found.several:
+        _refuse_other_settings(ranks, mine, found, device)
     there = ranks.size - found.empties
     code = found.kinds / there if there else 0.0
     return Agreement(
@@ -111,6 +118,10 @@ class _Heard(NamedTuple):
     weights: float
     squares_of_weights: float
     whole_weights: float
+    settings: float
+    squares_of_settings: float
+    rates: float
+    squares_of_rates: float
 
 
 # What ranks that hold parts of one model may have different: the loss by rounding, and weights, of which each has its
@@ -149,6 +160,7 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         mine.nothings,
         *(number for each in (mine.windows, mine.parameters, mine.weights) for number in (each, each * each)),
         mine.whole_weights,
+        *(number for each in (_digest(*mine.settings.values()), mine.rates) for number in (each, each * each)),
     ]
 
 
@@ -242,3 +254,33 @@ def _refuse_unlike(ranks: Ranks, same: Sequence[float]) -> None:
     for place, why in enumerate((_APART, _OTHER_PARAMETERS, _OTHER_WEIGHTS)):
         if not alike(ranks.size, same[2 * place], same[2 * place + 1]):
             raise WindowError(why)
+
+
+_OTHER_SETTINGS = (
+    "the ranks of this window have different settings, so each would make a step of its own: {}.\n"
+    "Give every rank the same ones. Nothing was stepped."
+)
+_OTHER_RATES = (
+    "the ranks of this window have different learning rates, so each would make a step of its own. Nothing was "
+    "stepped.\n"
+    "Set the same on every rank; where a validation loss sets it, give all ranks the same one:  "
+    "torch.distributed.broadcast(loss, 0)"
+)
+
+
+def _refuse_other_settings(ranks: Ranks, mine: Statement, found: _Heard, device: torch.device) -> None:
+    """Raise where ranks would step in different ways, and say which setting it is, and what this rank has."""
+    if not alike(ranks.size, found.settings, found.squares_of_settings):
+        # All of them know by now, and come to ask which one it is.
+        other = ranks.unlike([_digest(each) for each in mine.settings.values()], device)
+        named = [
+            f"{name} (here {own})" for (name, own), is_it in zip(mine.settings.items(), other, strict=True) if is_it
+        ]
+        raise ConfigurationError(_OTHER_SETTINGS.format(", ".join(named)))
+    if not alike(ranks.size, found.rates, found.squares_of_rates):
+        raise ConfigurationError(_OTHER_RATES)
+
+
+def _digest(*words: str) -> float:
+    """Return one number of some words, the same in every process."""
+    return float(zlib.crc32("\n".join(words).encode()) % _DIGESTS)

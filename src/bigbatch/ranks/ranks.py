@@ -311,6 +311,13 @@ class Ranks:
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in found.tolist()]
 
+    def unlike(self, numbers: Sequence[float], device: torch.device) -> list[bool]:
+        """Return of each number whether ranks have different ones."""
+        both = [[each, each * each] for each in numbers]
+        row = torch.tensor(both, dtype=torch.float64, device=self._wire(device))
+        dist.all_reduce(row, group=self.group)
+        return [not alike(self.size, total, squares) for total, squares in row.tolist()]
+
     def add_up(self, gradients: Sequence[Tensor]) -> None:
         """Add up tensors over all ranks, in place, bucket by bucket; shards over their replicas."""
         group = self.group if self.shards is None else self.shards.replicas
@@ -347,8 +354,8 @@ _ELSEWHERE = (
 
 _OTHER_SAMPLES = (
     "ranks that hold parts of one model (tensor parallelism) have come to different windows: other counts, another "
-    "loss, another number of micro-batches, or other values of parameters that each of them has whole. Nothing was "
-    "stepped.\n"
+    "loss, another number of micro-batches, other settings (clip_norm, lr), or other values of parameters that each of "
+    "them has whole. Nothing was stepped.\n"
     "Give them the same samples, by their place in the data-parallel dimension alone:\n"
     '    rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()\n'
     "and the same seed before the model is made, and where dropout draws."

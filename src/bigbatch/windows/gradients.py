@@ -39,7 +39,7 @@ class Gradients:
 
     def __init__(self, optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
         """Take hold of the parameters; `dtype` is what low-precision ones add up in."""
-        self._dtype = dtype
+        self.dtype = dtype
         self.parameters = [p for p in all_parameters(optimizers) if p.requires_grad]
         self.leaves = tuple(self.parameters)
         if not self.leaves:
@@ -65,8 +65,8 @@ class Gradients:
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """Return what the gradient of a parameter is added up in."""
-        wide = self._dtype is not None and parameter.dtype in LOW_PRECISION
-        return self._dtype if wide and self._dtype is not None else parameter.dtype
+        wide = self.dtype is not None and parameter.dtype in LOW_PRECISION
+        return self.dtype if wide and self.dtype is not None else parameter.dtype
 
     def preset(self, gradients: Sequence[Tensor | None]) -> None:
         """Start from gradients at addresses of someone's choice, instead of from none."""
@@ -78,7 +78,7 @@ class Gradients:
     def widen(self) -> None:
         """Give low-precision parameters a gradient of zero to add to, where several backwards are under way at once."""
         for p in self._wide:
-            _hand(p, torch.zeros_like(p, dtype=self._dtype, requires_grad=False))
+            _hand(p, torch.zeros_like(p, dtype=self.dtype, requires_grad=False))
         self._narrow = []
         self._hold()
         self._zeros = {id(p): p.grad._version for p in self._wide if p.grad is not None}  # noqa: SLF001 - torch's counter
@@ -105,7 +105,7 @@ class Gradients:
                 if p.grad is None:
                     waiting.append(p)
                 else:
-                    _hand(p, p.grad.to(self._dtype))
+                    _hand(p, p.grad.to(self.dtype))
             self._narrow = waiting
         self._hold()
 
@@ -231,7 +231,7 @@ class Gradients:
                 found = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
                 msg = f"gradient {number} of this window is {found}, and its parameter has shape {tuple(p.shape)}"
                 raise StateError(msg)
-            wide = self._dtype if p.dtype in LOW_PRECISION else None
+            wide = self.dtype if p.dtype in LOW_PRECISION else None
             allowed = (p.dtype, wide or p.dtype)
             if isinstance(gradient, Tensor) and gradient.dtype not in allowed:
                 msg = (
@@ -241,7 +241,7 @@ class Gradients:
                 raise StateError(msg)
         for p, gradient in zip(self.parameters, gradients, strict=True):
             _hand(p, gradient.to(p.device, copy=True) if isinstance(gradient, Tensor) else None)
-        self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self._dtype]
+        self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self.dtype]
         self._hold()
 
 

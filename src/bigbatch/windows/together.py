@@ -13,6 +13,8 @@ from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger
+from bigbatch.windows.settings import rates_in_one, settings
+from bigbatch.windows.stepping import Stepper
 
 _TERMS = 16  # with totals that are counted in advance
 _FEW = 4093  # numbers below it can be told apart by their squares' sum
@@ -41,7 +43,14 @@ def totals(ranks: Ranks, own: tuple[Count, ...], device: torch.device) -> tuple[
 
 
 def statement(
-    ledger: Ledger, gradients: Gradients, ranks: Ranks, *, goes_on: bool, precise: bool, left_out: int, hooks: bool
+    ledger: Ledger,
+    gradients: Gradients,
+    ranks: Ranks,
+    *,
+    goes_on: bool,
+    precise: bool,
+    left_out: int,
+    stepper: Stepper,
 ) -> Statement:
     """Say what this rank's window came to."""
     unknown: Count = 1.0 - ledger.loss_known.double() if isinstance(ledger.loss_known, Tensor) else 0.0
@@ -64,12 +73,14 @@ def statement(
         overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
         sparse=sum(p.grad is not None and p.grad.is_sparse for p in gradients.parameters) if ranks.adds_up else 0,
         hooked=ranks.hooked,
-        hooks=hooks or ranks.peers is not None,  # who must say the same, and may have other ones
+        hooks=bool(stepper.hooks) or ranks.peers is not None,  # who must say the same, and may have other ones
         nothings=ledger.nothings,
         windows=ranks.windows % _FEW,
         parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
         whole_weights=_whole_weights(ranks, gradients),
+        settings={} if ranks.windows else settings(stepper, gradients.dtype),
+        rates=rates_in_one(stepper.optimizers),
     )
 
 

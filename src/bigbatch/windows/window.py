@@ -307,7 +307,7 @@ class Window:
             goes_on=goes_on,
             precise=self._loss_dtype == torch.float64,
             left_out=self._left_out,
-            hooks=bool(self._stepper.hooks),
+            stepper=self._stepper,
         )
         agreement = agreed(ranks, mine, gradients.device)
         if ledger.in_ratio is not None:
