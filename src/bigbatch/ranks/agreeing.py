@@ -276,7 +276,9 @@ def _refuse_other_settings(ranks: Ranks, mine: Statement, found: _Heard, device:
         named = [
             f"{name} (here {own})" for (name, own), is_it in zip(mine.settings.items(), other, strict=True) if is_it
         ]
-        raise ConfigurationError(_OTHER_SETTINGS.format(", ".join(named)))
+        # Two numbers of a million that are next to each other look alike: then all it could be is named.
+        told = ", ".join(named) or "one of " + ", ".join(mine.settings)
+        raise ConfigurationError(_OTHER_SETTINGS.format(told))
     if not alike(ranks.size, found.rates, found.squares_of_rates):
         raise ConfigurationError(_OTHER_RATES)
 
