@@ -238,7 +238,7 @@ def test_sharded_models_are_planned_by_all_ranks_together() -> None:
     assert [way.how for way in one.ranks.ways] == ["the default", "overlap=True"]
     text = str(one)
     assert "Batch of 16 on each of 2 ranks" in text
-    assert "each of 2 ranks sends for weights and for gradients" in text
+    assert "each of 2 ranks sends these bytes for weights and for gradients" in text
     assert "overlap=True" in text
 
 

@@ -42,8 +42,9 @@ from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
 _ALL_RANKS_END = (
-    "out of memory in a pass through a model in parts. Every pass is a meeting of ranks, so this one cannot try again "
-    "alone: the others wait in the midst of it, and end with an error of their own when this process does.\n"
+    "out of memory in a pass through a model that is cut over ranks (fully_shard, tensor parallelism). Every pass is a "
+    "meeting of them, so this one cannot try again alone: the others wait in the midst of it, and end with an error of "
+    "their own when this process does.\n"
     "Take a smaller micro_batch_size, or activation checkpointing."
 )
 _OTHERS_HAVE_HEARD = (

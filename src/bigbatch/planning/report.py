@@ -77,8 +77,8 @@ def ranks_headline(costs: Costs) -> str:
     """Say what the table of costs is of."""
     often = "1 micro-batch" if costs.micro_batches == 1 else f"{costs.micro_batches:,} micro-batches"
     return (
-        f"In an update of {often}, each of {costs.ranks:,} ranks sends for weights and for gradients, receives as "
-        "much, and holds of gradients:"
+        f"In an update of {often}, each of {costs.ranks:,} ranks sends these bytes for weights and for gradients, "
+        "and receives as many; held is what it keeps of gradients:"
     )
 
 
