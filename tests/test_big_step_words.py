@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted, errors
 from bigbatch.batches.packing import pack
+from bigbatch.big_step_checks import refuse_for_shards
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
@@ -160,3 +161,20 @@ def test_a_scheduler_stepped_by_hand_in_a_script_is_warned_of() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "scheduler" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "instead"),
+    [
+        (Options(), "auto", "Give the size yourself:  BigStep(..., micro_batch_size=8)"),
+        (Options(lengths="attention_mask"), 8, "Leave lengths= out of the Options."),
+        (Options(cuda_graph=True), 8, "Leave cuda_graph=True out of the Options."),
+    ],
+    ids=lambda value: str(value)[:7],
+)
+def test_what_shards_cannot_have_is_named(options: Options, size: object, instead: str) -> None:
+    """With what to type in its place, and nothing else."""
+    with pytest.raises(errors.ConfigurationError) as error:
+        refuse_for_shards(options, size)
+    assert str(error.value).endswith(f".\n{instead}")
+    refuse_for_shards(Options(), 8)

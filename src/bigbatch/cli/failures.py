@@ -28,7 +28,7 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _MEMORY = "A smaller micro_batch_size needs less memory and gives the same gradients."
 _JOINED = (
     "The processes that torchrun has started are joined before setup() is called. Take init_process_group() out of the "
-    "file, or write  if not dist.is_initialized():  before it."
+    "file, or write before it\n    if not dist.is_initialized():"
 )
 _EXIT = 'It ended the program. Put what is not to run here under  if __name__ == "__main__":'
 
