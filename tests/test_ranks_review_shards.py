@@ -131,7 +131,7 @@ def without_a_batch(rank: int) -> Any:
 
 def test_all_hear_of_a_rank_without_a_batch() -> None:
     """Nobody goes into the model to wait for it."""
-    refused(run_on_ranks(2, without_a_batch), BatchError, "one at least")
+    refused(run_on_ranks(2, without_a_batch), BatchError, "one batch at least")
 
 
 def small() -> nn.Module:
