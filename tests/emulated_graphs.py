@@ -114,5 +114,5 @@ def emulated(step: BigStep, patch: Any) -> Graphs:
     patch.setattr(reductions, "targets", _counted_on_a_device)
     patch.setattr(reader, "targets", _counted_on_a_device)
     graphs = step._runner._graphs = Graphs(torch.device("cpu"))
-    step._options = replace(step._options, cuda_graph=True)
+    step._options = step._divider._options = replace(step._options, cuda_graph=True)
     return graphs

@@ -23,7 +23,7 @@ from bigbatch.errors import ConfigurationError, RankFailed
 from bigbatch.ranks.costs import Collective, Costs, Way, costs
 from bigbatch.ranks.spreading import local
 from bigbatch.recipes.training import train_setup
-from tests.launched import torchrun
+from tests.launched import assert_ended, torchrun
 from tests.ranks import run_on_ranks
 from tests.test_ranks_sharded import shards
 
@@ -356,7 +356,7 @@ def test_the_command_on_several_ranks_prints_once(tmp_path: Path) -> None:
     file, page = tmp_path / "mine.py", tmp_path / "plan.html"
     file.write_text(FILE.replace("SHARDED", "True"))
     result = torchrun(2, "-m", "bigbatch", "plan", str(file), "--json", "--html", str(page))
-    assert result.returncode == 0, result.stderr
+    assert_ended(result)
     found = json.loads(result.stdout)
     assert found["batch_size"] == 32
     assert [way["name"] for way in found["ranks"]["ways"]] == ["every micro-batch", "once per update"]
@@ -370,7 +370,7 @@ def test_the_command_says_what_ranks_with_a_whole_model_send(tmp_path: Path) -> 
     file = tmp_path / "mine.py"
     file.write_text(FILE.replace("SHARDED", "False"))
     result = torchrun(2, "-m", "bigbatch", "plan", str(file))
-    assert result.returncode == 0, result.stderr
+    assert_ended(result)
     text = " ".join(result.stdout.split())
     assert text.count("Batch of 32 on each of 2 ranks") == 1
     assert "once per update 0 B 150 KiB 150 KiB 150 KiB the default" in text

@@ -25,7 +25,7 @@ from bigbatch.recipes.launching import Place, lost_connection
 from bigbatch.recipes.sharing import Share
 from bigbatch.recipes.training import train_setup
 from bigbatch.recipes.user_code import UserCodeError
-from tests.launched import torchrun
+from tests.launched import assert_ended, torchrun
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 from tests.test_setup import make
@@ -255,7 +255,7 @@ def test_torchrun_trains_a_file_unchanged(ranks: int, file: Path) -> None:
         assert done.exit_code == 0, done.output
     flags = ["--json"] if ranks == 2 else []
     result = torchrun(ranks, "-m", "bigbatch", "train", str(file), *flags, WEIGHTS=str(several))
-    assert result.returncode == 0, result.stderr
+    assert_ended(result)
     assert distance(torch.load(several), torch.load(one)) <= 1e-12
     if flags:
         data = json.loads(result.stdout)
@@ -291,7 +291,7 @@ def test_a_file_that_joins_by_itself_is_told_that_it_has(tmp_path: Path) -> None
 def test_of_several_processes_one_verifies(file: Path) -> None:
     """The others end without a word."""
     result = torchrun(2, "-m", "bigbatch", "verify", str(file), WEIGHTS=str(file.parent / "none.pt"))
-    assert result.returncode == 0, result.stderr
+    assert_ended(result)
     assert result.stdout.count("mine.py: ") == result.stdout.count("Next: ") == 1
     assert result.stdout.count("read by") == result.stdout.count("read by 0") == 1
 
