@@ -152,9 +152,12 @@ class Window:
         hooks = weigh_terms(weights, loss, terms, factors) if weights.each else ()
         try:
             start = self._starts.of(weights.whole, loss, first=not self._ledger.micro_batches)
-            # Where nothing is in common, those that count nothing are left out, or others are under way beside them.
-            adds = not (weights.nothing and self._ledger.in_common)
-            self._run(loss, start, self._gradients.leaves if only_own else None, adds=adds)
+            leaves = self._gradients.leaves if only_own else None
+            if self._stepper.ranks is None:
+                run_backward(loss, start, leaves)
+            else:
+                # Where nothing is in common, what counts nothing is left out, or others are under way beside it.
+                self._run(loss, start, leaves, adds=not (weights.nothing and self._ledger.in_common))
             if not factors or weights.of_value is not None:
                 return {}  # the value of the whole says it all
             return {node: factor / start.reshape(()) for node, factor in factors.items()}
