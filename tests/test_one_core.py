@@ -71,3 +71,18 @@ def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_processor_that_may_not_be_used() -> None:
     """Is no error."""
     one_core.stay_on(100_000)
+
+
+@needs_linux
+def test_a_thread_that_takes_turns_waits_when_it_is_woken() -> None:
+    """As a batch job does; the caller stays as it is."""
+
+    def task() -> int:
+        worker = current()
+        assert worker is not None
+        worker.meet("here", 0, len)
+        return os.sched_getscheduler(0)
+
+    before = os.sched_getscheduler(0)
+    assert Crew().run([task] * 3, Carried.here(torch.device("cpu"))) == [os.SCHED_BATCH] * 3
+    assert os.sched_getscheduler(0) == before

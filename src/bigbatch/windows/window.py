@@ -172,10 +172,9 @@ class Window:
                 hook.remove()
 
     def _run(self, loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None, *, adds: bool) -> None:
+        """Run a backward in company."""
         ranks, own = self._stepper.ranks, self._gradients.parameters
-        if ranks is None:
-            run_backward(loss, start, leaves)
-            return
+        assert ranks is not None  # noqa: S101 - or it is run as it is
         with ranks.around_backward(own), nullcontext() if adds else adding_zeros(ranks.leaves(own)):
             run_backward(loss, start, leaves)
 

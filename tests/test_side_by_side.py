@@ -1,0 +1,52 @@
+"""Weights of micro-batches that run side by side: counts that are tensors, as on a device, weigh as numbers do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bigbatch.reading.terms import Term
+from bigbatch.windows.ledger import Ledger
+from bigbatch.windows.side_by_side import weigh_together
+
+rows = st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=2, max_size=6)
+
+
+def terms(counts: Sequence[int], *, on_device: bool) -> list[Term]:
+    """Return means over as many things, each with a node of its own."""
+    nodes = [(torch.ones((), requires_grad=True) * 2).grad_fn for _ in counts]
+    numbers: list[Any] = [torch.tensor(float(n)) if on_device else float(n) for n in counts]
+    return [Term(node, "mean", n, f"term {at}", None) for at, (node, n) in enumerate(zip(nodes, numbers, strict=True))]
+
+
+def weighed(every: Sequence[Sequence[int]], *, on_device: bool) -> tuple[list[list[float]], Ledger]:
+    """Return the weight of every term of every micro-batch."""
+    ledger = Ledger(len(every))
+    found = weigh_together(ledger, [terms(counts, on_device=on_device) for counts in every])
+    number = len(every[0])
+    return [[float(n) for _, n in w.each] if w.each else [float(w.whole)] * number for w in found], ledger
+
+
+@given(rows)
+def test_counts_on_a_device_weigh_as_numbers_do(every: list[tuple[int, int]]) -> None:
+    """Each term's weights are its counts' shares: they add up to 1, or to 0 where nothing counted."""
+    found, ledger = weighed(every, on_device=True)
+    for mine, plain in zip(found, weighed(every, on_device=False)[0], strict=True):
+        assert mine == pytest.approx(plain, rel=1e-12, abs=1e-12)
+    for at, column in enumerate(zip(*every, strict=True)):
+        assert sum(row[at] for row in found) == pytest.approx(float(any(column)), rel=1e-12)
+    known = ledger.loss_known
+    same = all(abs(one - other) <= 1e-12 * one for one, other in found)
+    assert isinstance(known, Tensor)
+    assert bool(known) == same
+
+
+@given(st.lists(st.integers(0, 9), min_size=2, max_size=6))
+def test_one_term_has_one_weight(counts: list[int]) -> None:
+    """Its share, for the whole loss."""
+    found, _ = weighed([(n,) for n in counts], on_device=True)
+    assert [n for (n,) in found] == pytest.approx([n / (sum(counts) or 1) for n in counts], rel=1e-12)
