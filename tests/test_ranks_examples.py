@@ -54,8 +54,7 @@ def test_two_nodes_end_with_the_weights_of_one_process(tmp_path: Path, one: tupl
     nodes = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", meeting, "--local-addr", "127.0.0.1")
     with ThreadPoolExecutor(2) as launchers:
         results = list(launchers.map(lambda _: torchrun(1, *nodes, FSDP2, str(several)), range(2)))
-    for result in results:
-        assert_ended(result)
+    assert_ended(*results)
     assert sorted(result.stdout for result in results) == ["", one[1]]
     assert_same(several, one[0])
 
