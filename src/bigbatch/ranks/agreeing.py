@@ -10,7 +10,7 @@ import torch
 from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
 from bigbatch.ranks.ranks import Ranks, alike
 from bigbatch.ranks.wrappers import HOOKED
-from bigbatch.reading.counts import Count
+from bigbatch.reading.counts import RATIO_TOLERANCE, Count
 
 _KINDS = {"": 0.0, "mean": 1.0, "sum": 2.0, "known": 3.0}
 _SAME = 1e-9
@@ -31,6 +31,7 @@ class Statement(NamedTuple):
     shares_once: bool = False  # whether it has added its share of a term that counts once
     ratio: Count | None = None  # of its several counts to the first, where it has counted anything
     several: bool = False  # whether its counts must be known in advance
+    form: str = ""  # its terms and their factors, where those are the same in every micro-batch
     precise: bool = False  # whether its loss is of float64
     left_out: int = 0  # gradients that DDP has not reduced in the last backward, though it should have
     overlapped: bool = False  # whether it has reduced there
@@ -39,7 +40,7 @@ class Statement(NamedTuple):
     hooks: bool = False  # whether it has any of its own to call before the step
     nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
     windows: int = 0  # made until now
-    parameters: int = 0  # a number of those that are trained
+    parameters: int = 0  # a number of which are trained
     weights: Count = 0.0  # one of their values, before the first window
     whole_weights: Count = 0.0  # the same of those that ranks with other parts of the model have in common
     settings: Mapping[str, str] = _NONE  # before the first window: names in common, with what this rank has for each
@@ -71,6 +72,7 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
     _refuse(ranks, mine, found)
     if not found.several:
         _refuse_other_settings(ranks, mine, found, device)
+        _refuse_other_ratios(ranks, mine, found, device)
     there = ranks.size - found.empties
     code = found.kinds / there if there else 0.0
     return Agreement(
@@ -100,10 +102,12 @@ class _Heard(NamedTuple):
     going: float
     shares: float
     ratios: float
-    squares_of_ratios: float
     with_ratio: float
     empties: float
     several: float
+    forms: float
+    squares_of_forms: float
+    with_form: float
     precise: float
     left_out: float
     overlapped: float
@@ -136,6 +140,8 @@ _LOOSELY = {
 def _numbers(mine: Statement) -> Sequence[Count]:
     """Return what a rank says, in numbers that add up."""
     kind = _KINDS[mine.kind]
+    form = _digest(mine.form) if mine.form else 0.0
+    parameters = float(mine.parameters % _DIGESTS)
     return [
         mine.total,
         mine.loss,
@@ -147,10 +153,12 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         float(mine.goes_on),
         float(mine.shares_once),
         0.0 if mine.ratio is None else mine.ratio,
-        0.0 if mine.ratio is None else mine.ratio * mine.ratio,
         float(mine.ratio is not None),
         float(mine.micro_batches == 0),
         float(mine.several),
+        form,
+        form * form,
+        float(bool(mine.form)),
         float(mine.precise),
         float(mine.left_out),
         float(mine.overlapped),
@@ -158,7 +166,7 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         float(mine.hooked),
         float(mine.hooks),
         mine.nothings,
-        *(number for each in (mine.windows, mine.parameters, mine.weights) for number in (each, each * each)),
+        *(number for each in (mine.windows, parameters, mine.weights) for number in (each, each * each)),
         mine.whole_weights,
         *(number for each in (_digest(*mine.settings.values()), mine.rates) for number in (each, each * each)),
     ]
@@ -189,9 +197,8 @@ def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
     there = ranks.size - found.empties
     if there and abs(there * found.squares_of_kinds - found.kinds * found.kinds) > _SAME * found.squares_of_kinds:
         raise LossError(_OTHER_LOSSES)
-    apart = abs(found.with_ratio * found.squares_of_ratios - found.ratios * found.ratios)
-    if apart > _SAME * found.squares_of_ratios:
-        raise SeveralCounts(_OTHER_RATIOS)
+    if not found.several and not alike(round(found.with_form), found.forms, found.squares_of_forms):
+        raise LossError(_OTHER_FORMS.format(f"; here {mine.form}" if mine.form else ""))
     if found.shares and found.empties:
         known = found.kinds > (_KINDS["sum"] + 0.5) * there
         beside, instead = (
@@ -228,9 +235,15 @@ _OTHER_LOSSES = (
     "the ranks of this window have different losses: a mean here and a sum there. One big batch has one loss; "
     "compute the same on every rank."
 )
+_OTHER_FORMS = (
+    "the ranks of this window have different losses: other terms, or other factors of them{}. One big batch has one "
+    "loss, so a factor that differs may be a count in disguise. Nothing was stepped.\n"
+    "Compute the same on every rank. If it is meant to differ (mixup), say what the loss was averaged over:\n"
+    "    accumulator.backward(loss, count=n)"
+)
 _OTHER_RATIOS = (
-    "the terms of this loss were averaged over different things, and the ratio of their counts is another on "
-    "every rank.\n"
+    "the terms of this loss were averaged over different things, and the ratio of their counts is not the same on all "
+    "ranks.\n"
     "Give the counts of a batch in advance:  Accumulator(..., counts=lambda batch: (tokens, samples))"
 )
 _APART = (
@@ -243,9 +256,10 @@ _OTHER_PARAMETERS = (
     "Make the same model on every rank, freeze the same of its parameters, and give all of them to the optimizer."
 )
 _OTHER_WEIGHTS = (
-    "the ranks of this window began with different weights, so each would train a model of its own.\n"
+    "the ranks of this window began with different weights, or with the same in another order, so each would train a "
+    "model of its own.\n"
     "Call torch.manual_seed(0) before the model is made, load the same checkpoint on every rank, or wrap the model in "
-    "DistributedDataParallel, which sends the first rank's weights to all."
+    "DistributedDataParallel, which sends the first rank's weights to all; and give them to the optimizer in one order."
 )
 
 
@@ -266,6 +280,16 @@ _OTHER_RATES = (
     "Set the same on every rank; where a validation loss sets it, give all ranks the same one:  "
     "torch.distributed.broadcast(loss, 0)"
 )
+
+
+def _refuse_other_ratios(ranks: Ranks, mine: Statement, found: _Heard, device: torch.device) -> None:
+    """Raise where several counts are in ratios that differ between ranks, by however little."""
+    if found.ratios == found.with_ratio:  # all have one count
+        return
+    # Sums of squares would tell only what differs by a part of 1e-6.
+    least, most = ranks.span(mine.ratio, device)
+    if most - least > RATIO_TOLERANCE * most:
+        raise SeveralCounts(_OTHER_RATIOS)
 
 
 def _refuse_other_settings(ranks: Ranks, mine: Statement, found: _Heard, device: torch.device) -> None:

@@ -5,6 +5,7 @@ numbers, added up over all ranks (`agreeing.py`). Then everyone knows what the b
 sum by that, and the gradients cross the wire once.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -285,6 +286,18 @@ class Ranks:
         largest = torch.tensor(float(number), device=self._wire(device))
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return round(largest.item())
+
+    def span(self, number: Count | None, device: torch.device) -> tuple[float, float]:
+        """Return the least and the largest of all ranks' numbers; some may have none."""
+        device = self._wire(device)
+        found = torch.full(
+            (2,), -math.inf, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
+        )
+        if number is not None:
+            found[0], found[1] = -number, number
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        least, most = found.tolist()
+        return -least, most
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the norm of a gradient that is spread over ranks."""

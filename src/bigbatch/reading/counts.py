@@ -16,6 +16,7 @@ class TotalOfSum(float):
     """The total of a sum, which divides nothing: 1, however many have a part in it."""
 
 
+RATIO_TOLERANCE = 1e-12  # of counts that are in one ratio in all micro-batches
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 

@@ -3,6 +3,8 @@
 In mid-window `.grad` holds a provisional sum. It is ours: whoever else steps, zeroes or adds in between is noticed.
 """
 
+import zlib
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +42,8 @@ class Gradients:
     def __init__(self, optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
         """Take hold of the parameters; `dtype` is what low-precision ones add up in."""
         self.dtype = dtype
-        self.parameters = [p for p in all_parameters(optimizers) if p.requires_grad]
+        self._every = all_parameters(optimizers)
+        self.parameters = [p for p in self._every if p.requires_grad]
         self.leaves = tuple(self.parameters)
         if not self.leaves:
             msg = (
@@ -176,13 +179,22 @@ class Gradients:
         """Return the norm over all gradients, of all optimizers."""
         return torch.nn.utils.get_total_norm(self.dense())
 
+    def which(self) -> int:
+        """Return one number of which parameters are trained, by their places in the optimizers and their sizes."""
+        sizes = array("q", [p.numel() if p.requires_grad else -1 for p in self._every])
+        return zlib.crc32(sizes.tobytes())
+
     def sum_of_weights(self, parameters: Sequence[Tensor] | None = None) -> float:
-        """Return one number of all parameters' values, by which other ones are told; this waits for a device."""
+        """Return one number of all parameters' values, by which other ones are told; this waits for a device.
+
+        Each counts by its place, so that the same ones in another order are others, too.
+        """
         found = self.parameters if parameters is None else parameters
         if not found:
             return 0.0
-        sums = torch._foreach_norm([local(p.detach()) for p in found], 1)  # noqa: SLF001
-        return float(torch.stack([each.to(self.device, torch.float32) for each in sums]).sum())
+        norms = torch._foreach_norm([local(p.detach()) for p in found], 1)  # noqa: SLF001
+        sums: list[float] = torch.stack([each.to(self.device, torch.float32) for each in norms]).tolist()
+        return sum(place * each for place, each in enumerate(sums, 1))
 
     def dense(self) -> list[Tensor]:
         """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""

@@ -8,11 +8,10 @@ from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts
 from bigbatch.reading import refusals
-from bigbatch.reading.counts import Count
+from bigbatch.reading.counts import RATIO_TOLERANCE, Count
 from bigbatch.reading.terms import Term
 from bigbatch.windows.disagreements import listed, several
 
-RATIO_TOLERANCE = 1e-12
 Factors = tuple[float | None, ...]
 
 
@@ -37,7 +36,7 @@ def keep_factors(before: Sequence[Factors] | None, data: list[Term]) -> None:
     now = [term.factors for term in data]
     if before is not None and len(now) == len(before) and now != before:
         then, term = next((b, t) for b, t in zip(before, data, strict=True) if t.factors != b)
-        raise refusals.changing_factor(term.name, _shown(then), _shown(term.factors))
+        raise refusals.changing_factor(term.name, shown(then), shown(term.factors))
 
 
 def in_ratio(reference: list[Count], data: list[Term], terms: list[Term]) -> Tensor | None:
@@ -86,5 +85,6 @@ def refuse_shared_nodes(terms: list[Term], weights: list[tuple[Node, Count]]) ->
         seen[node] = weight
 
 
-def _shown(factors: Factors) -> str:
+def shown(factors: Factors) -> str:
+    """Return the factors of a term in words."""
     return " x ".join("a tensor" if factor is None else f"{factor:g}" for factor in factors) or "none"

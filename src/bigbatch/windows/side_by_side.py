@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
-from bigbatch.reading.counts import Count, TotalOfSum
+from bigbatch.reading.counts import RATIO_TOLERANCE, Count, TotalOfSum
 from bigbatch.reading.terms import Term
 from bigbatch.windows.ledger import Ledger, Weights, over_data
-from bigbatch.windows.one_loss import RATIO_TOLERANCE, keep_factors, names_of
+from bigbatch.windows.one_loss import keep_factors, names_of
 
 OfAll = Callable[[tuple[Count, ...]], tuple[Count, ...]]
 

@@ -13,6 +13,7 @@ from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger
+from bigbatch.windows.one_loss import shown
 from bigbatch.windows.settings import rates_in_one, settings
 from bigbatch.windows.stepping import Stepper
 
@@ -68,6 +69,7 @@ def statement(
         shares_once=ledger.shares_once and ledger.kind != "mean",
         ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else None,
         several=lost,
+        form=_form(ledger),
         precise=precise,
         left_out=left_out + ranks.left_by_ddp(gradients.parameters) if ranks.reduced and not ranks.sharded else 0,
         overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
@@ -76,12 +78,21 @@ def statement(
         hooks=bool(stepper.hooks) or ranks.peers is not None,  # who must say the same, and may have other ones
         nothings=ledger.nothings,
         windows=ranks.windows % _FEW,
-        parameters=sum(p.numel() + place for place, p in enumerate(gradients.parameters)) % _FEW,
+        parameters=gradients.which(),
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
         whole_weights=_whole_weights(ranks, gradients),
         settings={} if ranks.windows else settings(stepper, gradients.dtype),
         rates=rates_in_one(stepper.optimizers),
     )
+
+
+def _form(ledger: Ledger) -> str:
+    """Return what a loss is made of, in words that all ranks must have in common; nothing where they may differ."""
+    if not ledger.names or "count=" in ledger.names:
+        return ""
+    names = "its terms" if ledger.totals is not None else ", ".join(ledger.names)  # counted in advance by place alone
+    factors = ledger.factors or []
+    return f"{names} times {' and '.join(map(shown, factors))}" if any(factors) else names
 
 
 def _whole_weights(ranks: Ranks, gradients: Gradients) -> float:

@@ -1,0 +1,160 @@
+"""Ranks that would add up unlike things: other parameters, other losses, other ratios. All are told, nobody steps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator, BigStep, Options, counted
+from bigbatch.errors import LossError, SeveralCounts, WindowError
+from tests.ranks import run_on_ranks
+from tests.reference import distance
+from tests.test_ranks_hard import refused, right, weights
+
+WIDTH = 4
+
+
+def square() -> Any:
+    """Return a model whose layers have the same shapes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).double()
+
+
+def sample(size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and what they should become."""
+    by = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(size, WIDTH, generator=by, dtype=torch.float64) for _ in range(2))  # type: ignore[return-value]
+
+
+def steps_of(rank: int, network: Any, trained: list[nn.Parameter], between: Callable[[int], None]) -> list[Tensor]:
+    """Make three updates; something happens before each."""
+    accumulator = Accumulator(network, torch.optim.SGD(trained, lr=0.1), steps=1, group=dist.group.WORLD)
+    for number in range(3):
+        between(number)
+        x, y = sample(3, 10 * number + rank)
+        accumulator.backward(F.mse_loss(network(x), y))
+    return weights(network)
+
+
+def freezing(rank: int, which: list[int], since: int) -> Any:
+    """Freeze a layer, each rank its own, in some window."""
+    network = square()
+
+    def between(number: int) -> None:
+        if number == since:
+            network[which[rank]].requires_grad_(False)
+
+    return steps_of(rank, network, list(network.parameters()), between)
+
+
+@pytest.mark.parametrize("since", [0, 2])
+def test_ranks_that_freeze_other_parameters_are_told(since: int) -> None:
+    """Also such of the same shape, and in the midst of training."""
+    refused(run_on_ranks(2, freezing, [0, 2], since), WindowError, "train different parameters")
+
+
+def test_ranks_that_freeze_the_same_go_on() -> None:
+    """In the midst of training, too."""
+    one, other = run_on_ranks(2, freezing, [2, 2], 1)
+    right([other], one)
+
+
+def ordered(rank: int) -> Any:
+    """Give the optimizer the same parameters, on every rank in another order."""
+    network = square()
+    found = list(network.parameters())
+    return steps_of(rank, network, found[2:] + found[:2] if rank else found, lambda _: None)
+
+
+def test_ranks_that_have_parameters_in_another_order_are_told() -> None:
+    """What is added up is the first with the first."""
+    refused(run_on_ranks(2, ordered), WindowError, "began with different weights, or with the same in another order")
+
+
+LOSSES: dict[str, Callable[[Any, Tensor, Tensor, int], Tensor]] = {
+    "a factor": lambda network, x, y, _: F.mse_loss(network(x), y) * len(x),
+    "a factor in advance": lambda network, x, y, _: F.mse_loss(network(x), y) * len(x),
+    "a term": lambda network, x, y, rank: (F.l1_loss if rank else F.mse_loss)(network(x), y),
+}
+
+
+def losing(rank: int, name: str, big_step: bool) -> Any:
+    """Make updates of a loss that is another on every rank, though it does not change on any."""
+    network = square()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    x, y = sample(6 - 2 * rank, rank)
+
+    def loss(net: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return LOSSES[name](net, batch[0], batch[1], rank)
+
+    if big_step:
+        options = Options(group=dist.group.WORLD, check=False)
+        return BigStep(network, optimizer, loss, micro_batch_size=3 - rank, options=options)((x, y))
+    counts = (lambda batch: batch[1].numel()) if "advance" in name else None
+    accumulator = Accumulator(network, optimizer, steps=2, group=dist.group.WORLD, counts=counts)
+    for batch in accumulator.over(list(zip(x.chunk(2), y.chunk(2), strict=True))):
+        accumulator.backward(loss(network, batch))
+    return None
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_big_batch_has_one_loss_on_all_ranks(name: str) -> None:
+    """As on one process, where another factor may be a count in disguise."""
+    words = "have different losses: other terms, or other factors of them"
+    found = run_on_ranks(2, losing, name, False)
+    refused(found, LossError, words)
+    refused(found, LossError, "accumulator.backward(loss, count=n)")
+
+
+def test_one_big_batch_has_one_loss_in_big_step() -> None:
+    """In its words."""
+    found = run_on_ranks(2, losing, "a factor", True)
+    refused(found, LossError, "other factors of them; here MseLoss times")
+    refused(found, LossError, "return counted(loss, n)")
+
+
+COUNTS = [(50_000, 49_999), (100_000, 99_999)]  # what a shift by one leaves of long sequences
+
+
+def close_ratios(rank: int, big_step: bool) -> Any:
+    """Have two counts of nearly the same ratio on both ranks."""
+    network = square()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        out, (first, second) = net(batch[0]), COUNTS[rank]
+        return counted(F.mse_loss(out, batch[1]), first) + counted(out.abs().mean(), second)
+
+    batch = sample(1, rank)
+    if big_step:
+        BigStep(network, optimizer, loss, micro_batch_size=1, options=Options(group=dist.group.WORLD))(batch)
+    else:
+        Accumulator(network, optimizer, steps=1, group=dist.group.WORLD).backward(loss(network, batch))
+    return weights(network)
+
+
+def test_ratios_that_differ_by_little_are_others() -> None:
+    """They would be a hundred-thousandth wrong."""
+    refused(
+        run_on_ranks(2, close_ratios, False), SeveralCounts, "the ratio of their counts is not the same on all ranks"
+    )
+
+
+def test_ratios_that_differ_by_little_are_counted_in_advance() -> None:
+    """By BigStep, which has the whole batch."""
+    network = square()
+    totals = [sum(column) for column in zip(*COUNTS, strict=True)]
+    true = []
+    for rank, counts in enumerate(COUNTS):
+        x, y = sample(1, rank)
+        out = network(x)
+        for value, count, total in zip((F.mse_loss(out, y), out.abs().mean()), counts, totals, strict=True):
+            true.append(value * count / total)
+    torch.stack(true).sum().backward()
+    torch.optim.SGD(network.parameters(), lr=0.1).step()
+    for found in run_on_ranks(2, close_ratios, True):
+        assert distance(found, weights(network)) <= 1e-12
