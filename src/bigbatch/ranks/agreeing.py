@@ -39,6 +39,7 @@ class Statement(NamedTuple):
     hooked: int = 0  # wrappers with a communication hook that is not called
     hooks: bool = False  # whether it has any of its own to call before the step
     nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
+    partial: int = 0  # backwards that have not reached all shards
     windows: int = 0  # made until now
     parameters: int = 0  # a number of which are trained
     weights: Count = 0.0  # one of their values, before the first window
@@ -60,6 +61,7 @@ class Agreement(NamedTuple):
     precise: bool
     hooks: bool  # whether any rank calls some before the step
     nothings: bool  # whether a micro-batch of any counts nothing, and was added all the same
+    partial: bool  # whether a backward of any has not reached all shards
 
 
 def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
@@ -86,6 +88,7 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
         found.precise > 0,
         found.hooks > 0,
         found.nothings > 0,
+        found.partial > 0,
     )
 
 
@@ -115,6 +118,7 @@ class _Heard(NamedTuple):
     hooked: float
     hooks: float
     nothings: float
+    partial: float
     windows: float
     squares_of_windows: float
     parameters: float
@@ -166,6 +170,7 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         float(mine.hooked),
         float(mine.hooks),
         mine.nothings,
+        float(mine.partial),
         *(number for each in (mine.windows, parameters, mine.weights) for number in (each, each * each)),
         mine.whole_weights,
         *(number for each in (_digest(*mine.settings.values()), mine.rates) for number in (each, each * each)),

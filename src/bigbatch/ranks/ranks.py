@@ -161,7 +161,16 @@ class Ranks:
         """Have a backward reduce the shards of some parameters as the window at hand wants it."""
         if self.shards is None:
             return nullcontext()
-        return self.shards.around_backward(own, reduce=self.reduced or not self.overlap, apart=self.adds_up)
+        return self.shards.around_backward(own, reduce=self.scatters, apart=self.adds_up)
+
+    @property
+    def scatters(self) -> bool:
+        """Whether the next backward reduces shards, of all that it reaches."""
+        return self.shards is not None and (self.reduced or not self.overlap)
+
+    def scattering(self) -> dist.ProcessGroup:
+        """Return the ranks whose backwards are added up: all, or those of a replica, which is left apart."""
+        return self.shards.within if self.shards is not None and self.adds_up else self.group
 
     def leaves(self, own: Sequence[Tensor]) -> Iterable[Tensor]:
         """Return what a backward adds gradients of some parameters to: those, or the whole ones of shards."""
@@ -287,15 +296,17 @@ class Ranks:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return round(largest.item())
 
-    def span(self, number: Count | None, device: torch.device) -> tuple[float, float]:
-        """Return the least and the largest of all ranks' numbers; some may have none."""
+    def span(
+        self, number: Count | None, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> tuple[float, float]:
+        """Return the least and the largest of all ranks' numbers, or of those in a group; some may have none."""
         device = self._wire(device)
         found = torch.full(
             (2,), -math.inf, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
         )
         if number is not None:
             found[0], found[1] = -number, number
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group or self.group)
         least, most = found.tolist()
         return -least, most
 

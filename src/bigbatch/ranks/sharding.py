@@ -42,6 +42,7 @@ class Shards:
         (mesh,) = found.values()
         self.group = flat(mesh)
         self.replicas = replicas_of(self._groups)
+        self.within: dist.ProcessGroup = self._groups[0].mesh_info.shard_process_group  # the ranks of one replica
         self.device = torch.device(self._groups[0].device)  # where they compute; shards may be elsewhere
         if given is not None and members(given) != members(self.group):
             names = ", ".join(f'"{name}"' for name in mesh.mesh_dim_names or ("dp",))

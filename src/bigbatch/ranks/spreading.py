@@ -20,6 +20,12 @@ def local(tensor: Tensor) -> Tensor:
     return whole.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def held(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor itself, not a view of it: its version tells of whatever is added to it."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
 class Spread:
     """How the parameters of a model are spread over ranks."""
 

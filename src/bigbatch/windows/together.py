@@ -10,6 +10,7 @@ from torch import Tensor
 from bigbatch.errors import BatchError, ConfigurationError, LossError
 from bigbatch.ranks.agreeing import Agreement, Statement, agreed
 from bigbatch.ranks.ranks import Ranks
+from bigbatch.ranks.reaching import Reached
 from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger
@@ -51,6 +52,7 @@ def statement(
     goes_on: bool,
     precise: bool,
     left_out: int,
+    partial: int,
     stepper: Stepper,
 ) -> Statement:
     """Say what this rank's window came to."""
@@ -77,6 +79,7 @@ def statement(
         hooked=ranks.hooked,
         hooks=bool(stepper.hooks) or ranks.peers is not None,  # who must say the same, and may have other ones
         nothings=ledger.nothings,
+        partial=partial,
         windows=ranks.windows % _FEW,
         parameters=gradients.which(),
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
@@ -183,5 +186,19 @@ def refuse_nonfinite(ranks: Ranks, gradients: Gradients) -> None:
             "where its loss divides by its count by hand, 0 / 0 stands in its gradient, which all ranks got in its "
             "backward. Nothing was stepped.\n"
             "Divide by one at least:  loss = (values * mask).sum() / mask.sum().clamp(min=1), with count=mask.sum()"
+        )
+        raise LossError(msg)
+
+
+def refuse_other_parts(ranks: Ranks, reached: Reached, device: torch.device) -> None:
+    """Raise on all ranks where backwards that were added up have reached other parts of a sharded model."""
+    least, most = ranks.span(float(reached.digest), device, ranks.scattering())
+    if ranks.failed_anywhere(here=least != most, device=device):
+        msg = (
+            "micro-batches of this window have reached other parameters on one rank than on another, and fully_shard "
+            "adds up what they have reached one after the other: gradients of one parameter may be in another's. "
+            "Nothing was stepped.\n"
+            "Run the same parts of the model in every pass on all ranks (the output of a part that does not apply, "
+            "times 0), or wrap the model in DistributedDataParallel, where ranks may take different paths."
         )
         raise LossError(msg)

@@ -13,6 +13,7 @@ from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, 
 from bigbatch.ranks.agreeing import Agreement, agreed
 from bigbatch.ranks.meeting import announce
 from bigbatch.ranks.ranks import Ranks
+from bigbatch.ranks.reaching import Reached
 from bigbatch.reading.counts import LOW_PRECISION, Count, wide
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
@@ -61,6 +62,8 @@ class Window:
         self.passed_by = 0  # passes that added nothing, for company
         self._left_out = 0  # gradients that the latest backward has not added to
         self.others_go_on = False  # whether other ranks have batches for another window
+        in_parts = stepper.ranks is not None and stepper.ranks.sharded
+        self._shards_reached = Reached(self._gradients.parameters) if in_parts else None
         self._broken: BaseException | None = None
         self._failure = ""  # what it was that failed, and what is true of the window since
         stepper.window_open = True
@@ -99,7 +102,7 @@ class Window:
         factors: dict[Node, Tensor] = {}
         if in_common or not weights.nothing:  # every pass is a meeting
             factors = self._backward(loss, terms, weights, only_own=only_own)
-            if in_common:
+            if in_common and self._shards_reached is None:
                 self._left_out = self._gradients.unchanged()
             self._gradients.remember()
             if not self._reached and not (in_common and self._awaits_reduction()):
@@ -175,7 +178,8 @@ class Window:
         """Run a backward in company."""
         ranks, own = self._stepper.ranks, self._gradients.parameters
         assert ranks is not None  # noqa: S101 - or it is run as it is
-        with ranks.around_backward(own), nullcontext() if adds else adding_zeros(ranks.leaves(own)):
+        noted = nullcontext() if self._shards_reached is None or not ranks.scatters else self._shards_reached.noting()
+        with noted, ranks.around_backward(own), nullcontext() if adds else adding_zeros(ranks.leaves(own)):
             run_backward(loss, start, leaves)
 
     def _awaits_reduction(self) -> bool:
@@ -309,12 +313,15 @@ class Window:
             goes_on=goes_on,
             precise=self._loss_dtype == torch.float64,
             left_out=self._left_out,
+            partial=0 if self._shards_reached is None else self._shards_reached.partial,
             stepper=self._stepper,
         )
         agreement = agreed(ranks, mine, gradients.device)
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
         self.others_go_on = agreement.others_go_on
+        if self._shards_reached is not None and agreement.partial:
+            together.refuse_other_parts(ranks, self._shards_reached, gradients.device)
         self._refuse_nonfinite(ranks, agreement)
         ranks.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
