@@ -534,3 +534,35 @@ def without_samples_in_company(rank: int) -> Any:
 def test_coupled_samples_need_every_rank() -> None:
     """All say so, and none waits."""
     refused(run_on_ranks(2, without_samples_in_company, limit=15), WindowError, "needs samples in each update")
+
+
+# A group of one process, as `torchrun --nproc-per-node 1` makes it.
+
+
+def as_one_of_one(rank: int) -> Any:
+    """Train with DDP and without: bf16 parameters, and such that only some micro-batches use."""
+    found = []
+    for wrapped in (True, False):
+        plain = two_heads().bfloat16()
+        network: Any = DistributedDataParallel(plain) if wrapped else plain
+        optimizer = OPTIMIZERS["adamw"](network.parameters())
+        accumulator = Accumulator(network, optimizer, steps=2)
+        for number, (x, y) in enumerate(accumulator.over(batches_of(rank, SIZES))):
+            accumulator.backward(F.cross_entropy(network(x.bfloat16(), number % 2).float(), y))
+        del accumulator
+        step = BigStep(
+            network,
+            optimizer,
+            lambda net, batch: F.cross_entropy(net(batch[0].bfloat16(), 0).float(), batch[1]),
+            micro_batch_size=2,
+        )
+        step(batches_of(rank, SIZES)[0])
+        found.append(weights(plain))
+    return found
+
+
+def test_ddp_of_one_process_is_kept_quiet_too() -> None:
+    """What goes on two ranks goes on one: DDP would refuse float32 sums, and parameters without a gradient."""
+    (found,) = run_on_ranks(1, as_one_of_one)
+    assert isinstance(found, list), found
+    right([found[0]], found[1])

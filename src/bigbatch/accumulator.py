@@ -18,7 +18,7 @@ from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
 from bigbatch.lockstep.needing import times_asked
 from bigbatch.over import Listener, Over
-from bigbatch.ranks.ranks import Ranks
+from bigbatch.ranks.ranks import Ranks, serve
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, checked_count
 from bigbatch.reading.terms import Term
@@ -116,8 +116,8 @@ class Accumulator:
         accepting = 'Accumulator(..., batch_norm="micro")'
         self._admission = Admission(self._models, optimizers, checks.batch_norm(batch_norm), accepting)
         self._stepper.watch()
+        serve(self, self._stepper.ranks, self._models)
         if self._stepper.ranks is not None:
-            self._stepper.ranks.serve(self)
             self._stepper.ranks.prepare(last=self._steps == 1)
         self._window: Window | None = None
         self._forgotten = Forgotten(self)

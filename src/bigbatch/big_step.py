@@ -31,7 +31,7 @@ from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
 from bigbatch.ranks.meeting import OthersTryAgain, try_again
-from bigbatch.ranks.ranks import Ranks
+from bigbatch.ranks.ranks import Ranks, serve
 from bigbatch.reading.counts import Count
 from bigbatch.update import Update
 from bigbatch.windows.stepping import Stepper
@@ -167,8 +167,7 @@ class BigStep:
         )
         self._padding: Padding | None = None
         self._stepper.watch()
-        if self._stepper.ranks is not None:
-            self._stepper.ranks.serve(self)
+        serve(self, self._stepper.ranks, self._models)
 
     def __call__(self, batch: Any) -> Update:
         """Make one update of a whole batch.

@@ -367,6 +367,14 @@ class Ranks:
                 wrapper._sync_buffers()  # noqa: SLF001 - as its own forward does
 
 
+def serve(owner: object, ranks: Ranks | None, models: Sequence[nn.Module]) -> None:
+    """Begin with others, or alone: DDP of one process has nothing to reduce, and would refuse what ranks may have."""
+    if ranks is None:
+        keep_quiet(owner, data_parallel(models))
+    else:
+        ranks.serve(owner)
+
+
 _ELSEWHERE = (
     "the ranks are at different places: one closes a window that another has not come to, or has no part in.\n"
     "Have every rank close the same windows in the same order. Where one accumulator's `over` is inside another's, "
