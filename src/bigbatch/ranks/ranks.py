@@ -44,10 +44,10 @@ from bigbatch.reading.counts import LOW_PRECISION, Count
 _BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
 _NUMBERS = 40  # in every message: a rank that fails need not know which one the others wait for
 _IN_FLIGHT = 2  # buckets under way while the next one is filled
-_MESSAGES = ("statement", "totals", "passes", "meeting", "beginning")
+_MESSAGES = ("statement", "totals", "passes", "meeting", "beginning", "about")
 _SAME = 1e-12
 _made: Counter[tuple[int, ...]] = Counter()  # by each group of processes that this one is in
-Message = Literal["statement", "totals", "passes", "meeting", "beginning"]
+Message = Literal["statement", "totals", "passes", "meeting", "beginning", "about"]
 
 
 class _Header(NamedTuple):
@@ -85,6 +85,7 @@ class Ranks:
         self.reduced = False  # whether it has
         self.spoken = False  # whether this rank has made its statement for the window at hand
         self.elsewhere = False  # whether others wait for it inside a model or a loss, where no statement is heard
+        self.about: float | None = None  # what a window counts, as all have guessed together, where they need one unit
         self.windows = 0  # made together until now
         self._number = 0  # of all that these processes make together: the same on every rank
 

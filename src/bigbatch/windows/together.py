@@ -12,6 +12,7 @@ from bigbatch.ranks.agreeing import Agreement, Statement, agreed
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.reaching import Reached
 from bigbatch.reading.counts import Count, TotalOfSum
+from bigbatch.reading.terms import Term
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger
 from bigbatch.windows.one_loss import shown
@@ -42,6 +43,13 @@ def totals(ranks: Ranks, own: tuple[Count, ...], device: torch.device) -> tuple[
         )
         raise LossError(msg)
     return tuple(TotalOfSum(1.0) if flag else total for flag, total in zip(of_sums, found[:number], strict=True))
+
+
+def about(ranks: Ranks, ledger: Ledger, terms: list[Term], device: torch.device) -> float:
+    """Return what a window of all ranks counts, if each of its micro-batches is like the first."""
+    own = next((term.count for term in terms if term.kind == "mean"), 0.0)
+    (found,) = ranks.added([own * ledger.steps], device, "about")
+    return max(found, 1.0)
 
 
 def statement(

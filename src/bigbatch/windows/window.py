@@ -50,6 +50,7 @@ class Window:
         if stepper.ranks is not None:
             self._ledger.once = 1.0 / stepper.ranks.size
             self._ledger.in_common = stepper.ranks.sharded or stepper.ranks.overlap
+            self._ledger.provisional = stepper.ranks.about  # also on a rank that only passes by
             if totals is not None:
                 self._ledger.own_totals = totals
                 self._ledger.totals = together.totals(stepper.ranks, totals, self._gradients.device)
@@ -96,6 +97,8 @@ class Window:
             self.check()
         if in_common and dtype in LOW_PRECISION:
             raise LossError(_ROUNDED_IN_COMMON.format(dtype))
+        if first and in_common and ledger.provisional is None:
+            self._guess_together(terms)
         weights = ledger.weigh(terms)
         if first:
             self._await(terms)
@@ -142,6 +145,13 @@ class Window:
             self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
 
         return [partial(backward, *each, weight) for each, weight in zip(found, weights, strict=True)]
+
+    def _guess_together(self, terms: list[Term]) -> None:
+        """Agree on a unit of weights, once: a scaler that is tuned to means would overflow with those of sums."""
+        ranks, scaler = self._stepper.ranks, self._stepper.scaler
+        if ranks is None or scaler is None or not scaler.is_enabled() or self._ledger.totals is not None:
+            return
+        ranks.about = self._ledger.provisional = together.about(ranks, self._ledger, terms, self._gradients.device)
 
     def _await(self, terms: list[Term]) -> None:
         """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
