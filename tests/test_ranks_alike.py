@@ -158,3 +158,23 @@ def test_ratios_that_differ_by_little_are_counted_in_advance() -> None:
     torch.optim.SGD(network.parameters(), lr=0.1).step()
     for found in run_on_ranks(2, close_ratios, True):
         assert distance(found, weights(network)) <= 1e-12
+
+
+# Loops that one rank has left.
+
+
+def in_another_loop(rank: int) -> Any:
+    """Have one rank leave its first epoch between two windows, and begin the second."""
+    network = square()
+    accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=0.1), steps=1, group=dist.group.WORLD)
+    for epoch in range(2):
+        for number in accumulator.over(range(3)):
+            x, y = sample(3, 100 * epoch + 10 * number + rank)
+            accumulator.backward(F.mse_loss(network(x), y))
+            if (rank, epoch, number) == (1, 0, 0):
+                break
+
+
+def test_ranks_in_different_loops_are_told() -> None:
+    """One epoch's window would be made with another's."""
+    refused(run_on_ranks(2, in_another_loop), WindowError, "one has left its loop over `over`")

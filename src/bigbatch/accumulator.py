@@ -363,6 +363,8 @@ class Accumulator:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
         self._resumed, self._over, self._added, self._begun = False, True, True, False
+        if self._stepper.ranks is not None:
+            self._stepper.ranks.loops += 1
         self._promised = True  # those of other ranks that begin, too, expect one window at least
 
     def _begin(self, *, has_batches: bool) -> None:

@@ -45,6 +45,7 @@ _BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and sm
 _NUMBERS = 40  # in every message: a rank that fails need not know which one the others wait for
 _IN_FLIGHT = 2  # buckets under way while the next one is filled
 _MESSAGES = ("statement", "totals", "passes", "meeting", "beginning", "about")
+_LOOPS = 16  # that are told apart
 _SAME = 1e-12
 _made: Counter[tuple[int, ...]] = Counter()  # by each group of processes that this one is in
 Message = Literal["statement", "totals", "passes", "meeting", "beginning", "about"]
@@ -87,6 +88,7 @@ class Ranks:
         self.elsewhere = False  # whether others wait for it inside a model or a loss, where no statement is heard
         self.about: float | None = None  # what a window counts, as all have guessed together, where they need one unit
         self.windows = 0  # made together until now
+        self.loops = 0  # begun over batches: a window of one epoch is not made with that of another
         self._number = 0  # of all that these processes make together: the same on every rank
 
     @classmethod
@@ -218,7 +220,8 @@ class Ranks:
 
         Peers must say the same, but for those that may differ, `loosely`, by so much (see `alike`).
         """
-        place = float(self._number * len(_MESSAGES) + _MESSAGES.index(about))
+        of = self._number * len(_MESSAGES) + _MESSAGES.index(about)
+        place = float(of * _LOOPS + self.loops % _LOOPS)
         found = self._sum(_Header(place=place, square=place * place), numbers, device, loosely=loosely)
         self._refuse(found)
         if not alike(self.size, found[_PLACE], found[_PLACE + 1]):
@@ -377,11 +380,12 @@ def serve(owner: object, ranks: Ranks | None, models: Sequence[nn.Module]) -> No
 
 
 _ELSEWHERE = (
-    "the ranks are at different places: one closes a window that another has not come to, or has no part in.\n"
-    "Have every rank close the same windows in the same order. Where one accumulator's `over` is inside another's, "
-    "every rank needs as many batches; where the model is sharded, the same steps=; where samples are coupled, every "
-    "rank needs samples in each update. And every rank must have made as many accumulators and BigSteps with the "
-    "others, also of those that it does not use."
+    "the ranks are at different places: one closes a window that another has not come to, or has no part in, or one "
+    "has left its loop over `over` by break and begun another.\n"
+    "Have every rank close the same windows in the same order, and break on all in the same one. Where one "
+    "accumulator's `over` is inside another's, every rank needs as many batches; where the model is sharded, the same "
+    "steps=; where samples are coupled, every rank needs samples in each update. And every rank must have made as many "
+    "accumulators and BigSteps with the others, also of those that it does not use."
 )
 
 
