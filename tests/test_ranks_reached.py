@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator
-from bigbatch.errors import LossError
+from bigbatch.errors import WindowError
 from tests.ranks import run_on_ranks
 from tests.test_ranks import CLASSES, OPTIMIZERS, batches_of, micro_batch
 from tests.test_ranks_hard import SIZES, refused, right
-from tests.test_ranks_sharded import shards, whole
+from tests.test_ranks_sharded import model, shards, whole
 
 
 class Heads(nn.Module):
@@ -65,7 +65,7 @@ def test_ranks_that_reach_other_shards_are_told_or_right(path: str, overlap: boo
     """FSDP would add gradients of one head to those of the other, without a word."""
     found = run_on_ranks(2, over_heads, path, overlap)
     if path == "each rank its own" or (path == "all of them, in turn" and not overlap):
-        refused(found, LossError, "have reached other parameters on one rank than on another")
+        refused(found, WindowError, "have reached other parameters on one rank than on another")
     else:
         right(found, over_heads_at_once(path))
 
@@ -83,4 +83,30 @@ def test_replicas_may_reach_other_shards() -> None:
     """They are added up by parameters; ranks of one replica are not."""
     one, *others = run_on_ranks(4, over_replicas, "apart")
     right(others, one)
-    refused(run_on_ranks(4, over_replicas, "within"), LossError, "have reached other parameters on one rank")
+    refused(run_on_ranks(4, over_replicas, "within"), WindowError, "have reached other parameters on one rank")
+
+
+def dropping(rank: int, on: tuple[int, ...]) -> Any:
+    """Drop the first micro-batch on some ranks, and make two updates of the others."""
+    network = shards(model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=4)
+    for number, (x, y) in enumerate(batches_of(rank, SIZES)):
+        accumulator.backward(F.cross_entropy(network(x), y))
+        if number == 0 and rank in on:
+            accumulator.discard()
+        if number in {1, 3}:
+            accumulator.flush()
+    return whole(network)
+
+
+def test_ranks_drop_a_window_together() -> None:
+    """A rank that drops alone what all have added has the others' shards with it, and its own without."""
+    refused(run_on_ranks(2, dropping, (1,)), WindowError, "or one rank has dropped a window that others go on with")
+    network = model()
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    for numbers in ([1], [2, 3]):
+        every = [batches_of(rank, SIZES)[number] for rank in range(2) for number in numbers]
+        optimizer.zero_grad()
+        F.cross_entropy(network(torch.cat([x for x, _ in every])), torch.cat([y for _, y in every])).backward()
+        optimizer.step()
+    right(run_on_ranks(2, dropping, (0, 1)), [p.detach() for p in network.parameters()])

@@ -19,7 +19,8 @@ class Reached:
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         """Watch the gradients of some parameters, which are shards."""
         self._parameters = parameters
-        self.partial = 0  # backwards that have not reached all of them
+        self.backwards = 0  # until now
+        self.partial = 0  # of them have not reached all
         self.digest = 0  # one number of all that were reached, in order
 
     @contextmanager
@@ -29,6 +30,7 @@ class Reached:
         yield
         both = zip(before, self._gradients(), strict=True)
         flags = bytes(now is not was or version != then for (was, then), (now, version) in both)
+        self.backwards += 1
         self.partial += not all(flags)
         self.digest = zlib.crc32(flags, self.digest)
 

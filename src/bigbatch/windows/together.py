@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from bigbatch.errors import BatchError, ConfigurationError, LossError
+from bigbatch.errors import BatchError, ConfigurationError, LossError, WindowError
 from bigbatch.ranks.agreeing import Agreement, Statement, agreed
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.reaching import Reached
@@ -203,10 +203,11 @@ def refuse_other_parts(ranks: Ranks, reached: Reached, device: torch.device) -> 
     least, most = ranks.span(float(reached.digest), device, ranks.scattering())
     if ranks.failed_anywhere(here=least != most, device=device):
         msg = (
-            "micro-batches of this window have reached other parameters on one rank than on another, and fully_shard "
-            "adds up what they have reached one after the other: gradients of one parameter may be in another's. "
-            "Nothing was stepped.\n"
+            "micro-batches of this window have reached other parameters on one rank than on another, or one rank has "
+            "dropped a window that others go on with. fully_shard adds up what all have reached one after the other, "
+            "and leaves a part of it with each: gradients of one parameter may be in another's. Nothing was stepped.\n"
             "Run the same parts of the model in every pass on all ranks (the output of a part that does not apply, "
-            "times 0), or wrap the model in DistributedDataParallel, where ranks may take different paths."
+            "times 0), and discard() on all of them; or wrap the model in DistributedDataParallel, where ranks may "
+            "take different paths."
         )
-        raise LossError(msg)
+        raise WindowError(msg)

@@ -323,7 +323,7 @@ class Window:
             goes_on=goes_on,
             precise=self._loss_dtype == torch.float64,
             left_out=self._left_out,
-            partial=0 if self._shards_reached is None else self._shards_reached.partial,
+            partial=0 if self._shards_reached is None else self._shards_reached.partial + ranks.dropped,
             stepper=self._stepper,
         )
         agreement = agreed(ranks, mine, gradients.device)
@@ -332,6 +332,7 @@ class Window:
         self.others_go_on = agreement.others_go_on
         if self._shards_reached is not None and agreement.partial:
             together.refuse_other_parts(ranks, self._shards_reached, gradients.device)
+            ranks.dropped = 0
         self._refuse_nonfinite(ranks, agreement)
         ranks.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
@@ -354,6 +355,7 @@ class Window:
             self._broken, self._failure = error, self._stepper.give_up(error)
             raise
         ranks.windows += 1
+        self._shards_reached = None  # nothing of them is dropped
         self.discard()
         return Update(
             micro_batches=agreement.micro_batches,
@@ -378,6 +380,9 @@ class Window:
         """Drop the window: no gradient is left of it."""
         self._gradients.release()
         ranks = self._stepper.ranks
+        if ranks is not None and self._shards_reached is not None and not ranks.overlap:
+            ranks.dropped += self._shards_reached.backwards
+            self._shards_reached = None
         if ranks is not None and ranks.shards is not None and ranks.overlap:
             ranks.shards.forget(self._gradients.parameters)
         self._stepper.window_open = False
