@@ -87,9 +87,7 @@ class Ranks:
         self.spoken = False  # whether this rank has made its statement for the window at hand
         self.elsewhere = False  # whether others wait for it inside a model or a loss, where no statement is heard
         self.about: float | None = None  # what a window counts, as all have guessed together, where they need one unit
-        self.dropped = (
-            0  # backwards of windows that this rank has dropped since, though others have their shards of them
-        )
+        self.dropped = 0  # backwards that this rank has dropped since the latest, though all have shards of them
         self.windows = 0  # made together until now
         self.loops = 0  # begun over batches: a window of one epoch is not made with that of another
         self._number = 0  # of all that these processes make together: the same on every rank
