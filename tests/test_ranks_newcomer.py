@@ -194,6 +194,25 @@ def scheduled(network: nn.Module) -> dict[str, Any]:
     return {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
 
 
+def loaded(network: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that goes on from a checkpoint, which one rank alone has loaded."""
+    found = sgd(network, momentum=0.5)
+    found.load_state_dict(
+        {
+            "state": {0: {"momentum_buffer": torch.ones_like(next(network.parameters()))}},
+            "param_groups": found.state_dict()["param_groups"],
+        }
+    )
+    return found
+
+
+def scaler(tracker: int) -> torch.amp.GradScaler:
+    """Return a scaler that has seen some steps."""
+    found = torch.amp.GradScaler("cpu")
+    found.load_state_dict({**found.state_dict(), "_growth_tracker": tracker})
+    return found
+
+
 UNLIKE: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "clip_norm": (lambda network: {"optimizer": sgd(network), "clip_norm": 2.0}, "clip_norm (here 2)"),
     "skip": (lambda network: {"optimizer": sgd(network), "skip_nonfinite": True}, "skip_nonfinite (here True)"),
@@ -202,6 +221,7 @@ UNLIKE: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "lr": (lambda network: {"optimizer": sgd(network, lr=0.2)}, "lr (here 0.2)"),
     "weight_decay": (lambda network: {"optimizer": sgd(network, weight_decay=0.5)}, "weight_decay (here 0.5)"),
     "momentum": (lambda network: {"optimizer": sgd(network, momentum=0.5)}, "options of the optimizer (here "),
+    "scaler": (lambda network: {"optimizer": sgd(network), "scaler": scaler(0)}, "scaler (here scale 65536, "),
     "optimizers": (
         lambda network: {"optimizer": halves(network)},
         "optimizer (here SGD of 1 groups and SGD of 1 groups)",
@@ -239,6 +259,27 @@ def test_settings_that_differ_are_named(big: bool) -> None:
         assert one.startswith("ConfigurationError: the ranks of this window have different settings"), name
         assert words.split("(here")[0] + f"(here {HERE.get(name, '')}" in one, name
         assert words in other, name
+
+
+def resumed_on_one(rank: int) -> list[str]:
+    """Load what an optimizer and a scaler have learned on one rank alone."""
+    found = []
+    for name in ("optimizer", "scaler"):
+        network = DistributedDataParallel(model())
+        optimizer = loaded(network) if rank and name == "optimizer" else sgd(network, momentum=0.5)
+        accumulator = Accumulator(network, optimizer, steps=1, scaler=scaler(7 * rank if name == "scaler" else 0))
+        found.append(heard(accumulator.backward, mean(network, micro_batch(4, rank))))
+        accumulator.discard()
+    return found
+
+
+def test_a_checkpoint_is_loaded_on_all_ranks() -> None:
+    """DDP sends weights, and nothing of what an optimizer or a scaler keeps: ranks would part without a word."""
+    first, second = run_on_ranks(2, resumed_on_one)
+    for (optimizer, scaled), has, seen in ((first, "none", 0), (second, "some", 7)):
+        assert f"state of the optimizer (here {has})" in optimizer
+        assert "load a checkpoint on every rank" in optimizer
+        assert f"_growth_tracker {seen}" in scaled
 
 
 def rates_that_part(rank: int, kind: str) -> list[str]:

@@ -277,7 +277,7 @@ def _refuse_unlike(ranks: Ranks, same: Sequence[float]) -> None:
 
 _OTHER_SETTINGS = (
     "the ranks of this window have different settings, so each would make a step of its own: {}.\n"
-    "Give every rank the same ones. Nothing was stepped."
+    "Give every rank the same ones, and load a checkpoint on every rank. Nothing was stepped."
 )
 _OTHER_RATES = (
     "the ranks of this window have different learning rates, so each would make a step of its own. Nothing was "

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from bigbatch.windows.stepping import Stepper
@@ -22,13 +23,15 @@ def settings(stepper: Stepper, gradient_dtype: torch.dtype | None) -> dict[str, 
     return {
         "optimizer": " and ".join(f"{type(each).__name__} of {len(each.param_groups)} groups" for each in optimizers),
         "scheduler": " and ".join(type(each).__name__ for each in stepper.schedulers) or "None",
-        "scaler": str(stepper.scaler is not None and stepper.scaler.is_enabled()),
+        "scaler": _scaler(stepper.scaler),
         "clip_norm": _text(stepper.clip_norm),
         "skip_nonfinite": str(stepper.skip_nonfinite),
         "gradient_dtype": str(gradient_dtype),
         "lr": rates(optimizers),
         "weight_decay": ", ".join(_text(group.pop("weight_decay", None)) for group in rest),
         "options of the optimizer": "; ".join(_options(group) for group in rest),
+        # What it holds may be each rank's own, as that of ZeroRedundancyOptimizer is.
+        "state of the optimizer": "some" if any(each.state for each in optimizers) else "none",
     }
 
 
@@ -41,6 +44,12 @@ def rates_in_one(optimizers: Sequence[Optimizer]) -> float:
     """Return one number of the learning rates, without waiting for a device that has any."""
     every = [group["lr"] for each in optimizers for group in each.param_groups if "lr" in group]
     return sum(place * float(rate) for place, rate in enumerate(every, 1) if _is_here(rate))
+
+
+def _scaler(scaler: GradScaler | None) -> str:
+    """Return what a loss scale is and will be; this waits for a device that has it."""
+    known = {} if scaler is None else scaler.state_dict()  # nothing of one that is not enabled
+    return ", ".join(f"{name} {_text(value)}" for name, value in known.items()) or "None"
 
 
 def _options(group: Mapping[str, Any]) -> str:
