@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch import Accumulator, BigStep
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
 from bigbatch.planning.among_ranks import Company
-from bigbatch.ranks import ranks
+from bigbatch.ranks import buckets
 from bigbatch.ranks.groups import groups_of
 from bigbatch.ranks.ranks import Ranks
 from tests.ranks import RankFailed as Died
@@ -321,7 +321,7 @@ def test_a_rank_that_fails_inside_a_sharded_model_says_nothing_there(how: str) -
 
 def short_of_memory(rank: int, when: str) -> Any:
     """Run out of memory on one rank: in a micro-batch, or when gradients are added up; or be killed there."""
-    ranks._BUCKET = 64  # one gradient is larger, and is sent from where it is
+    buckets._BUCKET = 64  # one gradient is larger, and is sent from where it is
     network = DistributedDataParallel(model())
     plain, calls = Ranks.add_up, 0
 

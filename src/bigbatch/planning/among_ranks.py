@@ -18,6 +18,7 @@ from bigbatch.memory.sizing import Probe
 from bigbatch.planning.report import Plan
 from bigbatch.ranks.costs import Costs, costs, gathered_at_once, of_replicas
 from bigbatch.ranks.groups import groups_of, sharded
+from bigbatch.ranks.launcher import is_of_the_wire
 from bigbatch.ranks.meshes import groups_by_dimension, members, spread_parameters
 from bigbatch.ranks.replicas import within_a_replica
 from bigbatch.ranks.wrappers import data_parallel, silence
@@ -77,7 +78,7 @@ class Company:
             with within_a_replica([group for group, _ in groups]):
                 yield
         except RuntimeError as error:
-            if self.meets and _is_of_the_wire(error):
+            if self.meets and is_of_the_wire(error):
                 raise RankFailed(_GONE) from error
             raise
         finally:
@@ -149,11 +150,6 @@ class Company:
                 f"{row.size:,}, a rank would send {human(every.sent)} and hold {human(every.gradients_held)} of "
                 f"gradients; with overlap=True, {human(once.sent)} and {human(once.gradients_held)}."
             )
-
-
-def _is_of_the_wire(error: BaseException) -> bool:
-    """Whether an error is torch's word for a rank that is gone; gloo's have no type of their own."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
 
 
 def _everyone(models: Sequence[nn.Module]) -> list[dist.ProcessGroup]:

@@ -1,13 +1,12 @@
 """A process that was started with others and trains by itself: rarely meant, and told at once."""
 
-import os
 import warnings
 
 import torch.distributed as dist
 
 from bigbatch.pointing import outside
+from bigbatch.ranks.launcher import started
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # as torchrun sets them
 _BY_ITSELF = (
     "this process is one of {size}{how}, and nothing says that they train this model together: each would train one of "
     "its own, on its own batches alone.\n"
@@ -26,13 +25,7 @@ def warn_of_others() -> None:
     if dist.is_available() and dist.is_initialized():
         size, how, begin, apart = dist.get_world_size(), "", "", _GROUP_OF_ONE
     else:
-        size, how = _started(), " that were started together, and torch.distributed is not initialised"
+        size, how = started(), " that were started together, and torch.distributed is not initialised"
         begin, apart = "Call torch.distributed.init_process_group() first. ", ""
     if size > 1:
         warnings.warn(_BY_ITSELF.format(size=size, how=how, begin=begin, apart=apart), stacklevel=outside())
-
-
-def _started() -> int:
-    """Return how many processes a launcher says that it has started."""
-    said = os.environ.get("WORLD_SIZE", "")
-    return int(said) if said.isdecimal() and all(name in os.environ for name in _LAUNCHED) else 1

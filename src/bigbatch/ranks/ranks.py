@@ -7,7 +7,7 @@ sum by that, and the gradients cross the wire once.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.errors import ConfigurationError, RankFailed, WindowError
 from bigbatch.ranks import meshes, sharding
 from bigbatch.ranks.alone import warn_of_others
+from bigbatch.ranks.buckets import add_up
 from bigbatch.ranks.groups import sharded, whole_weights
 from bigbatch.ranks.sharding import Shards
 from bigbatch.ranks.spreading import Spread
@@ -41,9 +42,7 @@ from bigbatch.ranks.wrappers import (
 )
 from bigbatch.reading.counts import LOW_PRECISION, Count
 
-_BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
 _NUMBERS = 40  # in every message: a rank that fails need not know which one the others wait for
-_IN_FLIGHT = 2  # buckets under way while the next one is filled
 _MESSAGES = ("statement", "totals", "passes", "meeting", "beginning", "about")
 _LOOPS = 16  # that are told apart
 _SAME = 1e-12
@@ -348,21 +347,10 @@ class Ranks:
         return [not alike(self.size, total, squares) for total, squares in row.tolist()]
 
     def add_up(self, gradients: Sequence[Tensor]) -> None:
-        """Add up tensors over all ranks, in place, bucket by bucket; shards over their replicas."""
+        """Add up tensors over all ranks, in place; shards over their replicas."""
         group = self.group if self.shards is None else self.shards.replicas
-        if self.size == 1 or group is None:
-            return
-        under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
-        for bucket in _buckets(gradients):
-            if len(under_way) == _IN_FLIGHT:
-                _arrived(*under_way.pop(0))
-            flat = _flat(bucket)
-            flat = flat.to(self._wire(flat.device))
-            work = dist.all_reduce(flat, group=group, async_op=True)
-            assert work is not None  # noqa: S101 - it is async
-            under_way.append((work, flat, bucket))
-        for each in under_way:
-            _arrived(*each)
+        if self.size > 1 and group is not None:
+            add_up(gradients, group, self._wire)
 
     def share_buffers(self) -> None:
         """Send the first rank's buffers to all, as DDP does where it was told to."""
@@ -406,34 +394,3 @@ def alike(ranks: int, total: float, squares: float, within: float = _SAME) -> bo
     Two numbers that differ by a part of 1e-6 are alike within 1e-12. One that is not finite tells nothing.
     """
     return not abs(ranks * squares - total * total) > within * ranks * squares
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for group in groups.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for gradient in group:
-            bytes_ = gradient.numel() * gradient.element_size()
-            if bucket and size + bytes_ > _BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(gradient)
-            size += bytes_
-        if bucket:
-            yield bucket
-
-
-def _flat(bucket: list[Tensor]) -> Tensor:
-    """Return a bucket as one row: a copy, but for a lone tensor, which may be large, and is sent from where it is."""
-    return bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
-
-
-def _arrived(work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
-    work.wait()
-    if flat.data_ptr() == bucket[0].data_ptr():
-        return
-    pieces = flat.split([gradient.numel() for gradient in bucket])
-    torch._foreach_copy_(bucket, [piece.view_as(g) for piece, g in zip(pieces, bucket, strict=True)])

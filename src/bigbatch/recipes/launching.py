@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from bigbatch.errors import BigBatchError, ConfigurationError, RankFailed
+from bigbatch.ranks.launcher import is_of_the_wire, started
 
 _OURS = "bigbatch"  # begins our keys in the launcher's store
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PATIENCE = timedelta(days=1)  # others wait for the first rank's evaluate() without a word
 _HEARD = timedelta(seconds=10)  # that the rank that failed first has had its say
 
@@ -81,7 +81,7 @@ def joined(seed: int = 0) -> Place | None:
 
     Every process has the same random numbers then, those of Python and NumPy too, so that all make the same data set.
     """
-    if any(name not in os.environ for name in _NEEDED) or os.environ["WORLD_SIZE"] == "1":
+    if started() == 1:
         return None
     # As init_process_group does it; but the store is wanted here.
     store, rank, size = next(iter(rendezvous("env://")))
@@ -105,7 +105,7 @@ def joined(seed: int = 0) -> Place | None:
 def lost_connection(error: BaseException | None) -> BigBatchError | None:
     """Say what an exception means that comes of a process that is gone; None of any other."""
     while error is not None:
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+        if is_of_the_wire(error):
             line = (str(error).splitlines() or [type(error).__name__])[0].split(". This is")[0]
             return RankFailed(
                 f"the connection to another rank was lost: {line}\n"
