@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options
-from bigbatch.lockstep import offloading, together
+from bigbatch.lockstep import fetching, host_memory, offloading, together
 from tests.reference import distance, sgd, trained, weights
 
 Batch = tuple[Tensor, Tensor]
@@ -57,9 +57,10 @@ class _Torch:
 @pytest.fixture(autouse=True)
 def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offload on the host, in small pieces."""
-    monkeypatch.setattr(offloading, "torch", _Torch())
+    for module in (offloading, fetching, host_memory):
+        monkeypatch.setattr(module, "torch", _Torch())
     monkeypatch.setattr(offloading, "_WORTH_MOVING", 64)
-    monkeypatch.setattr(offloading, "_SLAB", 1 << 14)
+    monkeypatch.setattr(host_memory, "_SLAB", 1 << 14)
     monkeypatch.setattr(offloading, "_IN_FLIGHT", 2)
     monkeypatch.setattr(together.Together, "_activations", lambda _, number: "keep" if number == 1 else "offload")
 
@@ -275,4 +276,5 @@ def test_nothing_is_left_behind(fails: bool) -> None:
     offload = step._together._offload
     assert offload is not None
     recipes = offload.recipes
-    assert not any([offload._out, offload._there, offload._leaving, recipes._known, recipes._latest])
+    assert not any([offload._outs, offload._saved, offload._leaving, offload._absent, recipes._known, recipes._latest])
+    assert not any([offload._fetcher.there, offload._coming_home.there, offload._holdings._of])

@@ -10,7 +10,7 @@ in forward for mean and variance, in backward for the two sums that the gradient
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -21,12 +21,12 @@ from torch.nn import functional as F
 from bigbatch.errors import BatchNormError
 from bigbatch.lockstep.crew import Worker, current
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
+from bigbatch.lockstep.offloading import Offload
 from bigbatch.lockstep.renewing import Recipe, Recipes
 from bigbatch.lockstep.swapping import Swap
 from bigbatch.ranks import meeting
 from bigbatch.ranks.ranks import Ranks
 
-_MANY = 8  # micro-batches: with more, even one large tensor of each takes more room than one has in all
 Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of its running mean or its weight
 
 
@@ -144,12 +144,15 @@ class _BatchNorm(torch.autograd.Function):
         gradient = " with gradient" if any(ctx.needs_input_grad) else ""
         ctx.title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
         local = _local(x, running)
-        pooled: _Pooled = meet_in_forward(worker, ctx.title, local, lambda parts: _pool(parts, eps, worker))
+        offload: Offload | None = worker.notes.get("offload")
+        # Not where a checkpoint takes what is saved: it can be asked once.
+        ctx.offload = offload if offload is not None and offload.recipes.in_force and gradient else None
+        if ctx.offload is not None:
+            ctx.offload.recipes.store(x)  # now, and not after the meeting: others may need its memory meanwhile
+        with ctx.offload.waiting(worker) if ctx.offload is not None else nullcontext():
+            pooled: _Pooled = meet_in_forward(worker, ctx.title, local, lambda parts: _pool(parts, eps, worker))
         ctx.worker, ctx.number = worker, pooled.number
         ctx.title += f", meeting {worker.meetings}"  # backward must come to the same one of several
-        recipes: Recipes | None = worker.notes.get("recipes")
-        # Not a checkpoint's, which can be asked once.
-        ctx.away = recipes is not None and recipes.in_force and worker.size > _MANY
         ctx.save_for_backward(x, weight, pooled.mean, pooled.inverse_std)
         return _normalised(x, weight, bias, pooled), pooled
 
@@ -163,11 +166,14 @@ class _BatchNorm(torch.autograd.Function):
         below = None
         if needs_x:
             name = f"the backward of {ctx.title}"
-            if ctx.away:
-                del x  # it comes back: while micro-batches wait they hold as little as they can
             ranks: Ranks | None = ctx.worker.notes.get("ranks")
-            total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
-            if ctx.away:
+            offload: Offload | None = ctx.offload
+            beside = x.numel() * x.element_size()
+            with offload.waiting(ctx.worker, above, beside) if offload is not None else nullcontext() as without:
+                if without:
+                    del x  # it comes back
+                total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
+            if without:
                 x = ctx.saved_tensors[0]
             below = _below(above, x, mean, inverse_std, weight, total, with_x, ctx.number)
         own_weight = sums.weight if weight is not None and needs_weight else None

@@ -1,7 +1,7 @@
 """Activations in pinned host memory: copied out beside the computation, fetched ahead of it in backward."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -9,47 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bigbatch.lockstep.absence import Held, Holdings
+from bigbatch.lockstep.crew import Worker, current
+from bigbatch.lockstep.fetching import Fetcher, Homecoming, Out
+from bigbatch.lockstep.host_memory import HostMemory
 from bigbatch.lockstep.renewing import Recipes, view_of
 
 _WORTH_MOVING = 1 << 16  # bytes; smaller tensors cost more to copy than to keep
 _IN_FLIGHT = 4  # times the largest tensor: what waits to be copied out, or is fetched ahead
-_SLAB = 1 << 28  # bytes of host memory that are pinned at once
-_ALIGNED = 512
-_FAR = 256  # how many questions ahead are looked at
-_ORDERS = 8  # kinds of windows whose backward is remembered
-
-
-class HostMemory:
-    """Pinned host memory that is handed out piece by piece, and all of it anew in the next window.
-
-    Pinning takes longer than copying, and torch's own pool rounds every tensor up to a power of two.
-    """
-
-    def __init__(self) -> None:
-        """Have none yet."""
-        self._slabs: list[Tensor] = []
-        self._at = self._used = 0
-
-    def like(self, tensor: Tensor, size: int) -> Tensor:
-        """Return room for a tensor of these strides."""
-        step = -(-size // _ALIGNED) * _ALIGNED
-        while self._at < len(self._slabs) and self._used + step > self._slabs[self._at].numel():
-            self._at, self._used = self._at + 1, 0
-        if self._at == len(self._slabs):
-            slab = torch.empty(max(_SLAB, step), dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._slabs.append(slab)
-        piece = self._slabs[self._at][self._used : self._used + size].view(tensor.dtype)
-        self._used += step
-        return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
-
-    @property
-    def held(self) -> int:
-        """Bytes that are pinned."""
-        return sum(slab.numel() for slab in self._slabs)
-
-    def begin_anew(self) -> None:
-        """Hand out all of it again."""
-        self._at = self._used = 0
+_COMING_HOME = 2  # likewise: what comes back before its micro-batch goes on
+_ORDERS = 24  # kinds of forwards and backwards that are remembered
 
 
 class _Away(NamedTuple):
@@ -65,52 +34,60 @@ class _Kept(NamedTuple):
     version: int
 
 
-class _Out(NamedTuple):
-    host: Tensor
-    bytes: int
+class _Saved(NamedTuple):
     source: Tensor  # without its memory: it knows whether that was changed in place
     version: int
 
 
 class Offload:
-    """The saved tensors of one window after the other.
-
-    Backward asks for them in an order that is the same in every window of the same tensors. The first is written down;
-    in those after it, what comes next is fetched while the present one is used, and kept where it is needed once more
-    before long.
-    """
+    """The saved tensors of one window after the other, and what micro-batches leave behind while they wait."""
 
     def __init__(self, device: torch.device) -> None:
         """Have nothing yet."""
         self._device = device
         self._memory = HostMemory()
         self.recipes = Recipes(self._stored, self._unpacked)
-        self._stream = torch.cuda.Stream(device)  # one for all windows: host memory is read before it is written again
-        self._orders: dict[tuple[int, ...], list[int]] = {}
-        self._begin()
+        # Each one for all windows: host memory is read before it is written again.
+        self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._orders: dict[Any, list[int]] = {}
+        self._begin(None, tuple, 0)
 
-    def _begin(self) -> None:
-        self._out: list[_Out] = []
+    def _begin(self, limit: int | None, kept: Callable[[], Iterable[Tensor]], kind: Any) -> None:
+        self._outs: list[Out] = []
+        self._saved: list[_Saved] = []
+        self._largest = 0
         self._known: dict[int, tuple[StorageWeakRef, dict[tuple[Any, ...], int]]] = {}
-        self._leaving: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
-        self._leaving_bytes = self._largest = 0
-        self._asked: list[int] = []  # for which tensors, in backward, so far
-        self._order: list[int] | None = None  # for which it will ask
-        self._there: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self._leaving: deque[tuple[int, Tensor]] = deque()
+        self._leaving_bytes = 0
+        self._holdings = Holdings(limit, kept)
+        self._absent: dict[int, Held] = {}  # memory that may go as soon as it was copied
+        self._free: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}  # where gradients have been, and read when
+        self._kinds: list[tuple[Any, Fetcher]] = []
+        self._coming_home = self._homecoming(kind)
+        # A loss may be looked at before it goes back.
+        self._fetcher = Fetcher(self._device, self._inward, self._outs, 0)
 
     @contextmanager
-    def window(self) -> Iterator[None]:
-        """Begin with nothing, and leave nothing behind."""
+    def window(
+        self, limit: int | None = None, kept: Callable[[], Iterable[Tensor]] = tuple, kind: Any = 0
+    ) -> Iterator[None]:
+        """Begin with nothing, and leave nothing behind.
+
+        Beyond `limit` bytes micro-batches wait without what they hold, but for the memory of what is `kept`. Windows of
+        one `kind` are alike.
+        """
+        self._outward.wait_stream(self._inward)
         self._memory.begin_anew()
-        self._begin()
+        self._begin(limit, kept, kind)
         try:
             yield
             self._learn()
         finally:
             here = torch.cuda.current_stream(self._device)
-            here.wait_stream(self._stream)  # what was fetched for nothing is given back after its copy
+            for stream in (self._outward, self._inward):
+                here.wait_stream(stream)  # what was fetched for nothing is given back after its copy
             self.recipes.forget()
-            self._begin()
+            self._begin(None, tuple, 0)
 
     @property
     def held(self) -> int:
@@ -119,25 +96,34 @@ class Offload:
 
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""
-        for out in self._out:
-            _refuse_changed(out.source, out.version)
+        for saved in self._saved:
+            _refuse_changed(saved.source, saved.version)
+        kind = tuple([out.bytes for out in self._outs])
+        self._fetcher = Fetcher(self._device, self._inward, self._outs, _IN_FLIGHT * self._largest)
+        self._fetcher.order = self._orders.get(kind)
+        self._kinds.append((kind, self._fetcher))
         # What was saved last is asked for first: it need not come back.
-        self._there = {number: (tensor, event) for number, tensor, event in self._leaving}
+        self._fetcher.there = {number: (tensor, self._outs[number].copied) for number, tensor in self._leaving}
         self._leaving.clear()
-        self._order = self._orders.get(self._kind)
+        self._leaving_bytes = 0
+        self._holdings.forget()
+        self._coming_home = self._homecoming(("back", *kind))
         self._known.clear()
         self.recipes.forget()
 
-    @property
-    def _kind(self) -> tuple[int, ...]:
-        return tuple([out.bytes for out in self._out])
+    def _homecoming(self, kind: Any) -> Homecoming:
+        found = Homecoming(self._device, self._inward, self._outs, _COMING_HOME * self._largest)
+        found.order = self._orders.get(kind)
+        self._kinds.append((kind, found))
+        return found
 
     def _learn(self) -> None:
-        """Remember in which order this window's backward has asked, if that was not known."""
-        if self._asked and self._asked != self._order:
-            self._orders[self._kind] = self._asked
-            while len(self._orders) > _ORDERS:
-                del self._orders[next(iter(self._orders))]
+        """Remember in which order this window has asked, if that was not known."""
+        for kind, fetcher in self._kinds:
+            if fetcher.asked and fetcher.asked != fetcher.order:
+                self._orders[kind] = fetcher.asked
+        while len(self._orders) > _ORDERS:
+            del self._orders[next(iter(self._orders))]
 
     def _stored(self, tensor: Tensor) -> Any:
         """Put a tensor away that the micro-batch at hand has saved."""
@@ -154,80 +140,92 @@ class Offload:
         copies = known[1]
         view = view_of(tensor)
         if view not in copies:  # two operations may save the same tensor
-            copies[view] = self._copied_out(tensor, size)
+            copies[view] = self._copied_out(tensor, self._memory.like(tensor, size), size)
+            witness = tensor.detach()
+            witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._saved.append(_Saved(witness, tensor._version))  # noqa: SLF001
+        worker = current()
+        if worker is not None and not tensor.is_leaf:  # a leaf may be everybody's
+            self._holdings.add(worker, tensor, copies[view])
         return _Away(copies[view])
 
-    def _copied_out(self, tensor: Tensor, size: int) -> int:
-        host = self._memory.like(tensor, size)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+    def _copied_out(self, tensor: Tensor, host: Tensor, size: int) -> int:
+        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._outward):
             host.copy_(tensor.detach(), non_blocking=True)
             event = torch.cuda.Event()
-            event.record(self._stream)
-        witness = tensor.detach()
-        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._leaving.append((len(self._out), tensor.detach(), event))
-        self._out.append(_Out(host, size, witness, tensor._version))  # noqa: SLF001
+            event.record(self._outward)
+        number = len(self._outs)
+        self._outs.append(Out(host, size, event))
+        self._leaving.append((number, tensor.detach()))
         self._leaving_bytes += size
-        self._largest = max(self._largest, size)
+        if size > self._largest:
+            self._largest = size
+            self._coming_home.room = _COMING_HOME * size
         while self._leaving_bytes > _IN_FLIGHT * self._largest:
             self._let_go()
-        return len(self._out) - 1
+        return number
 
     def _let_go(self) -> None:
         """Give up the oldest tensor that was copied: whoever gets its memory on this stream waits for the copy."""
-        number, _, event = self._leaving.popleft()
-        self._leaving_bytes -= self._out[number].bytes
-        torch.cuda.current_stream(self._device).wait_event(event)
+        number, _ = self._leaving.popleft()
+        self._leaving_bytes -= self._outs[number].bytes
+        torch.cuda.current_stream(self._device).wait_event(self._outs[number].copied)
+        if number in self._absent and self._holdings.may_go(self._absent[number]):
+            self._coming_home.empty(number, self._absent[number])
 
     def _unpacked(self, packed: Any) -> Tensor:
         if isinstance(packed, _Kept):
             _refuse_changed(packed.tensor, packed.version)
             return packed.tensor
-        number, here = packed.number, torch.cuda.current_stream(self._device)
-        at = len(self._asked)
-        self._asked.append(number)
-        found, event = self._fetched(number)
-        here.wait_event(event)
-        if self._order is not None and (at >= len(self._order) or self._order[at] != number):
-            self._order = None  # another way this time: one after the other, and nothing ahead
-            for _, fetched in self._there.values():
-                here.wait_event(fetched)  # their memory is given out again: not before it was filled
-            self._there.clear()
-        if self._order is None:
-            self._there.pop(number, None)
+        return self._fetcher.ask(packed.number)
+
+    @contextmanager
+    def waiting(self, worker: Worker, gradient: Tensor | None = None, beside: int = 0) -> Iterator[bool]:
+        """Have a micro-batch wait inside of this, without the memory of what it holds where others need that.
+
+        Yields whether it does; then it need not hold the `beside` bytes either that it can ask for again. A `gradient`
+        that it has come with must not be another's. Nobody may look at what it has meanwhile.
+        """
+        if gradient is not None and gradient.numel() * gradient.element_size() >= _WORTH_MOVING:
+            self._holdings.add(worker, gradient)
+        left = self._holdings.leaving(worker, beside)
+        numbers = [self._left(each) for each in left]
+        try:
+            yield bool(left)
+        finally:
+            for each, number in zip(left, numbers, strict=True):
+                del self._absent[number]
+                read = self._coming_home.come_home(number)
+                if each.number is None and read is not None:
+                    out = self._outs[number]
+                    self._free.setdefault(out.bytes, []).append((out.host, read))
+            self._coming_home.fetch_ahead()  # also for the first one who was away, when those before it go on
+
+    def _left(self, held: Held) -> int:
+        """Give up a piece of memory when it has been copied out; returns the number of the copy."""
+        number = held.number
+        if number is None:
+            number = self._gradient_copied_out(held)
+            self._absent[number] = held
         else:
-            self._fetch_ahead(at, self._order)
-        return found
+            self._absent[number] = held
+            if all(number != leaving for leaving, _ in self._leaving):
+                self._coming_home.empty(number, held)
+        return number
 
-    def _fetch_ahead(self, at: int, order: list[int]) -> None:
-        """Fetch what is asked for next, up to a limit; of what is there keep that alone."""
-        room = _IN_FLIGHT * self._largest
-        soon: dict[int, None] = {}
-        for number in order[at + 1 : at + 1 + _FAR]:
-            if number not in soon:
-                room -= self._out[number].bytes
-                if room < 0:
-                    break
-                soon[number] = None
-        if order[at] not in soon:
-            self._there.pop(order[at], None)
-        for number in soon:
-            self._fetched(number)
-
-    def _fetched(self, number: int) -> tuple[Tensor, torch.cuda.Event]:
-        """Bring a tensor back, if it is not there."""
-        if number in self._there:
-            return self._there[number]
-        host = self._out[number].host
-        there = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use that memory
-        with torch.cuda.stream(self._stream):
-            there.copy_(host, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        self._there[number] = there, event
-        return there, event
+    def _gradient_copied_out(self, held: Held) -> int:
+        """Copy a gradient, now: the next time it may have another added to it."""
+        storage = held.taken()
+        assert storage is not None  # noqa: S101 - it was seen to live
+        tensor = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        size = storage.nbytes()
+        if self._free.get(size):
+            host, read = self._free[size].pop()
+            self._outward.wait_event(read)
+        else:
+            host = self._memory.like(tensor, size)
+        return self._copied_out(tensor, host, size)
 
 
 def _refuse_changed(tensor: Tensor, version: int) -> None:

@@ -98,7 +98,10 @@ class _Sum(torch.autograd.Function):
         refuse_changed([(ctx.together, ctx.title)])
         over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
-        return total.to(gradients[0].dtype), None, None
+        own = total.to(gradients[0].dtype)
+        if ctx.worker.notes.get("offload") is not None and own is total:
+            own = total.clone()  # its memory may go while this micro-batch waits, and others have the same
+        return own, None, None
 
 
 def _concatenated(pieces: list[Tensor], ranks: Ranks | None, title: str) -> tuple[Tensor, list[int]]:

@@ -31,6 +31,7 @@ from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.terms import Term
 from bigbatch.windows.window import Window
 
+_WAITING = 1.25  # times what autograd saves of one micro-batch: more of all others does not wait on the device
 _FILLED = 0.9  # of the room on a device: more is not filled with activations that wait
 Result = TypeVar("Result")
 Activations = Literal["auto", "keep", "recompute", "offload"]
@@ -73,7 +74,8 @@ class Together:
         if self._recomputed:
             around = recomputing(self._models, calls)
         elif offload is not None:
-            around = offload.window()
+            limit = None if self._waiting is None else int(_WAITING * self._waiting * max(sizes))
+            around = offload.window(limit, self._own_tensors, tuple(sizes))
 
         def task() -> Any:
             worker = current()
@@ -105,6 +107,7 @@ class Together:
             recipes = offload.recipes if offload is not None else None
             beside = {
                 "recipes": recipes,
+                "offload": offload,
                 "leaving": leaving,
                 **_of_ranks(window.ranks, sizes, self._device, inside=self._meets_in_model()),
             }
@@ -208,6 +211,11 @@ class Together:
         if not self._inside and not self._meets_in_model():
             return "recompute"
         return "offload" if self._tight else "keep"
+
+    def _own_tensors(self) -> Iterator[Tensor]:
+        for model in self._models:
+            yield from model.parameters()
+            yield from model.buffers()
 
     def _meets_in_model(self) -> bool:
         return any(checks.is_awake(module) for _, module in checks.batch_norms(self._models))

@@ -1,0 +1,128 @@
+"""Tensors in host memory that are fetched before they are asked for, since one window asks as the other did."""
+
+from collections.abc import Container
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bigbatch.lockstep.absence import Held
+
+_FAR = 256  # how many questions ahead are looked at
+
+
+class Out(NamedTuple):
+    """A tensor that was copied to the host."""
+
+    host: Tensor
+    bytes: int
+    copied: torch.cuda.Event
+
+
+class Fetcher:
+    """What comes back from the host while one forward or one backward runs.
+
+    Questions come in an order that is the same in every window of the same tensors. The first is written down; in those
+    after it, what comes next is fetched while the present one is used, and kept where it is needed once more before
+    long.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, outs: list[Out], room: int) -> None:
+        """Copy on a stream of its own; `room` is how many bytes may be fetched ahead."""
+        self._device, self._stream, self._outs, self.room = device, stream, outs, room
+        self.there: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self.order: list[int] | None = None  # in which questions will come
+        self.asked: list[int] = []  # so far
+
+    def ask(self, number: int) -> Tensor:
+        """Return a tensor, for use on the present stream."""
+        here = torch.cuda.current_stream(self._device)
+        at = len(self.asked)
+        self.asked.append(number)
+        found, event = self._fetched(number)
+        here.wait_event(event)
+        if self.order is not None and (at >= len(self.order) or self.order[at] != number):
+            self.order = None  # another way this time: one after the other, and nothing ahead
+            for _, fetched in self.there.values():
+                here.wait_event(fetched)  # their memory is given out again: not before it was filled
+            self.there.clear()
+        if number not in self.fetch_ahead():
+            self.there.pop(number, None)
+        return found
+
+    def fetch_ahead(self) -> Container[int]:
+        """Fetch what is asked for next, if that is known, up to a limit; returns which those are."""
+        soon: dict[int, None] = {}
+        if self.order is None:
+            return soon
+        room, at = self.room, len(self.asked)
+        for number in self.order[at : at + _FAR]:
+            if number not in soon:
+                if not self._is_away(number):
+                    break
+                room -= self._outs[number].bytes
+                if room < 0:
+                    break
+                soon[number] = None
+        for number in soon:
+            self._fetched(number)
+        return soon
+
+    def _fetched(self, number: int) -> tuple[Tensor, torch.cuda.Event]:
+        """Bring a tensor back, if it is not there."""
+        if number in self.there:
+            return self.there[number]
+        out = self._outs[number]
+        there = self._room_for(number, out)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use that memory
+        self._stream.wait_event(out.copied)
+        with torch.cuda.stream(self._stream):
+            there.copy_(out.host, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self.there[number] = there, event
+        return there, event
+
+    def _is_away(self, number: int) -> bool:
+        return number < len(self._outs)
+
+    def _room_for(self, number: int, out: Out) -> Tensor:
+        del number
+        host = out.host
+        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
+
+
+class Homecoming(Fetcher):
+    """Tensors that live on without their memory, and get it back: whoever holds one finds it as it was."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, outs: list[Out], room: int) -> None:
+        """Have nobody away."""
+        super().__init__(device, stream, outs, room)
+        self._homes: dict[int, Held] = {}
+
+    def empty(self, number: int, home: Held) -> None:
+        """Give up the memory of a tensor that has been copied out, if there still is one."""
+        storage = home.taken()
+        if storage is not None:
+            self._homes[number] = home
+            storage.resize_(0)
+
+    def come_home(self, number: int) -> torch.cuda.Event | None:
+        """Have a tensor's memory back, for use on the present stream; returns when its copy was read."""
+        event = None
+        if self._is_away(number):
+            event = self._fetched(number)[1]
+            self.ask(number)
+            self.there.pop(number, None)
+        self._homes.pop(number, None)
+        return event
+
+    def _is_away(self, number: int) -> bool:
+        return number in self._homes and not self._homes[number].reference.expired()
+
+    def _room_for(self, number: int, out: Out) -> Tensor:
+        home = self._homes[number].taken()
+        assert home is not None  # noqa: S101 - it was seen to live
+        home.resize_(out.bytes)
+        host = out.host
+        return torch.empty(0, dtype=host.dtype, device=self._device).set_(home, 0, host.shape, host.stride())
