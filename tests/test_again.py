@@ -498,11 +498,6 @@ def test_buffers_that_a_run_reads_and_moves(kind: type[Features]) -> None:
 
 
 @pytest.mark.parametrize("kind", [Centred, Replacing, Spectral])
-@pytest.mark.xfail(
-    strict=True,
-    reason="torch's checkpoint runs a model again with its buffers as they are in backward, not as the first run found "
-    "them: activations.py would have to put them back, as found_before.py does for again.py",
-)
 def test_buffers_that_a_run_reads_and_moves_in_a_checkpoint(kind: type[Features]) -> None:
     """The same where the loss also hangs on the inside, so that torch's own checkpoint is taken."""
     ours = left_behind(kind, by_what_was_put_aside, "recompute")

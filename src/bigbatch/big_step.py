@@ -154,7 +154,13 @@ class BigStep:
         self._check = FirstCheck(self._models, self._runner, self._mover, checked)
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
         self._asked = False  # whether the loss has asked for other micro-batches: then they run side by side
-        self._together = Together(self._models, self._runner, self._mover.device, self._options.activations)
+        self._together = Together(
+            self._models,
+            self._runner,
+            self._mover.device,
+            self._options.activations,
+            norms_meet=self._options.batch_norm == "exact",
+        )
         self._divider = Divider(
             self._models,
             self._sizes,

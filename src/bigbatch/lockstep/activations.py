@@ -6,8 +6,7 @@ beside the computation and fetched ahead of it in backward (`offloading.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import count
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.lockstep.crew import Worker, current
-from bigbatch.micro_steps.restoring import Buffers
+from bigbatch.lockstep.found_before import FoundBefore
 
 
 class MeetsInside(ConfigurationError):
@@ -56,17 +55,19 @@ def _recomputed(model: nn.Module, calls: Calls | None) -> Iterator[None]:
         if calls is not None:
             return calls.call(model, plain, worker, arguments, named)
 
-        runs = count()
+        before: list[FoundBefore] = []
 
         def run(*arguments: Any, **named: Any) -> Any:
-            buffers = Buffers([model]) if next(runs) else None  # the first time has changed what it changes
+            first = FoundBefore(model.modules(), None) if not before else None
             worker.notes["recomputing"] = True  # no other task runs before this one leaves: it must not meet inside
             try:
-                return plain(*arguments, **named)
+                with nullcontext() if first is not None else before[0].again():
+                    return plain(*arguments, **named)
             finally:
                 worker.notes["recomputing"] = False
-                if buffers is not None:
-                    buffers.restore()
+                if first is not None:
+                    first.settle()
+                    before.append(first)
 
         return checkpoint(run, *arguments, use_reentrant=False, **named)
 

@@ -1,7 +1,8 @@
 """BatchNorm over all micro-batches of a window: the big batch's output, gradients and running statistics.
 
 `F.batch_norm` is swapped while a window runs, and acts on its workers alone: that catches every layer that ends there,
-subclasses and other libraries' included, also when a checkpoint runs it again in backward. Micro-batches meet twice:
+subclasses and other libraries' included, also when a checkpoint runs it again in backward. What calls the function
+below it, `torch.batch_norm`, would normalise by the micro-batch, and is refused. Micro-batches meet twice:
 in forward for mean and variance, in backward for the two sums that the gradient depends on.
 
     mean     = sum of n_i * mean_i / N
@@ -9,7 +10,7 @@ in forward for mean and variance, in backward for the two sums that the gradient
     dx       = weight / std * (dy - sum of dy / N - x_hat * sum of (dy * x_hat) / N)
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -45,9 +46,11 @@ def norms_of(models: Sequence[nn.Module]) -> Norms:
 def batch_norm_met() -> Iterator[None]:
     """Have BatchNorm layers of workers' micro-batches, whoever's they are, normalise by their whole window."""
     swap.enter()
+    _swap_below.enter()
     try:
         yield
     finally:
+        _swap_below.leave()
         swap.leave()
 
 
@@ -62,10 +65,8 @@ def _met(  # noqa: PLR0917 - torch's own signature
     eps: float = 1e-5,
 ) -> Tensor:
     """Take the place of `F.batch_norm`."""
-    worker = current()
-    rehearsing = worker is not None and worker.notes.get("rehearsing")  # one of many, alone for once
-    alone = worker is not None and worker.size == 1 and not rehearsing and worker.notes.get("ranks") is None
-    if worker is None or not training or alone:
+    worker = current() if training else None
+    if worker is None or not _meets(worker):
         found: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return found
     norms: Norms = worker.notes["norms"]
@@ -81,7 +82,35 @@ def _met(  # noqa: PLR0917 - torch's own signature
     return found
 
 
+def _meets(worker: Worker) -> bool:
+    """Whether a micro-batch has others to normalise with, and is to."""
+    rehearsing = worker.notes.get("rehearsing")  # one of many, alone for once
+    alone = worker.size == 1 and not rehearsing and worker.notes.get("ranks") is None
+    return not alone and worker.notes.get("norms") is not None
+
+
+def _refusing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Take the place of `torch.batch_norm`."""
+
+    def below(*arguments: Any, **named: Any) -> Tensor:
+        worker = current()
+        training = named["training"] if "training" in named else arguments[_TRAINING]
+        if worker is not None and training and _meets(worker):
+            raise BatchNormError(_ESCAPED)
+        return plain(*arguments, **named)
+
+    return below
+
+
+_TRAINING = 5  # its place among the arguments of torch.batch_norm
+_ESCAPED = (
+    "a BatchNorm in training mode calls torch.batch_norm, which micro-batches cannot meet at: it would have normalised "
+    "by the micro-batch.\n"
+    "Write the layer with torch.nn.functional.batch_norm, called by that name, or nn.BatchNorm; freeze it; or accept the "
+    'difference:  BigStep(..., options=Options(batch_norm="micro"))'
+)
 swap = Swap(F, "batch_norm", lambda _: _met)
+_swap_below = Swap(torch, "batch_norm", _refusing)
 
 
 _FOREIGN = (

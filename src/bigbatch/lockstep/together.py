@@ -40,9 +40,21 @@ Activations = Literal["auto", "keep", "recompute", "offload"]
 class Together:
     """Runs micro-batches of one model in lock-step."""
 
-    def __init__(self, models: Sequence[nn.Module], runner: Runner, device: torch.device, given: Activations) -> None:
-        """Have no threads yet; `given` says where activations stay while micro-batches wait."""
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        runner: Runner,
+        device: torch.device,
+        given: Activations,
+        *,
+        norms_meet: bool = True,
+    ) -> None:
+        """Have no threads yet; `given` says where activations stay while micro-batches wait.
+
+        Without `norms_meet` BatchNorm is left to normalise by the micro-batch.
+        """
         self._models, self._runner, self._device, self._given = models, runner, device, given
+        self._norms_meet = norms_meet
         self._crew = Crew()
         self._lone = Lone(models, device, self._crew)
         self._seen_once: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
@@ -218,7 +230,7 @@ class Together:
             yield from model.buffers()
 
     def _meets_in_model(self) -> bool:
-        return any(checks.is_awake(module) for _, module in checks.batch_norms(self._models))
+        return self._norms_meet and any(checks.is_awake(module) for _, module in checks.batch_norms(self._models))
 
     def _side_by_side(
         self,
@@ -229,7 +241,7 @@ class Together:
         notes: dict[str, Any] = {
             "sizes": tuple(sizes),
             "seen once": self._seen_once,
-            "norms": norms_of(self._models),
+            "norms": norms_of(self._models) if self._norms_meet else None,
             **(beside or {}),
         }
         recipes: Recipes | None = notes.get("recipes")
