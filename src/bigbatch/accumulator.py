@@ -1,6 +1,7 @@
 """Micro-batches come in, updates come out."""
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from bigbatch import checks
 from bigbatch.admission import Admission
 from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
-from bigbatch.lockstep.needing import times_asked
+from bigbatch.lockstep.needing import asked_anywhere, times_asked
 from bigbatch.over import Listener, Over
 from bigbatch.ranks.ranks import Ranks, serve
 from bigbatch.reading import refusals
@@ -128,6 +129,9 @@ class Accumulator:
         self._begun = False  # whether it has given out any, or has none
         self._added = False  # whether the batch that `over` gave out has had its backward
         self._asked = 0  # how often anyone had asked for other micro-batches when it was given out
+        self._asked_in_training = times_asked(in_training=True)  # when a loss last passed
+        self._asked_anywhere = asked_anywhere[0]  # when that was last looked at
+        self._refused: weakref.ref[Tensor] | None = None  # the loss that was refused for it
         self._warned = False
         self._promised = False  # whether other ranks were told of another window
         self._others_go_on = False  # whether they have told of one
@@ -183,8 +187,9 @@ class Accumulator:
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
         checks.loss(loss, self._stepper.scaler)
-        if self._over and (self._added or times_asked() != self._asked):
-            self._refuse_in_over()
+        if asked_anywhere[0] != self._asked_anywhere or (self._over and self._added):
+            self._refuse_questions(loss)
+            self._refuse_second_backward()
         admission = self._admission
         if self._window is None:
             admission.open()
@@ -332,15 +337,28 @@ class Accumulator:
                 warnings.warn(divided, stacklevel=3)
         return terms
 
-    def _refuse_in_over(self) -> None:
-        """Refuse what can be told of a batch that `over` gave out."""
-        if times_asked() != self._asked:
-            raise refusals.alone()  # since then, perhaps by a value that has no place in the graph
-        msg = (
-            "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
-            "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"
-        )
-        raise WindowError(msg)
+    def _refuse_questions(self, loss: Tensor) -> None:
+        """Refuse a loss that may have asked for other micro-batches, perhaps for a value without a place in its graph.
+
+        In `over` it may since its batch was given out, else since the last backward, with gradients enabled.
+        """
+        if self._over:
+            if times_asked() != self._asked:
+                raise refusals.alone()
+        elif times_asked(in_training=True) != self._asked_in_training or (self._refused and self._refused() is loss):
+            self._asked_in_training, self._asked_anywhere = times_asked(in_training=True), -1  # look again
+            self._refused = weakref.ref(loss)
+            raise refusals.alone() if checks.scan(loss).alone else refusals.asked_since()
+        self._asked_anywhere, self._refused = asked_anywhere[0], None
+
+    def _refuse_second_backward(self) -> None:
+        """Refuse another loss of a batch that `over` gave out once."""
+        if self._over and self._added:
+            msg = (
+                "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
+                "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"
+            )
+            raise WindowError(msg)
 
     def _known_totals(self) -> tuple[Count, ...] | None:
         if self._counts is not None and self._totals is None:
@@ -420,4 +438,4 @@ class Accumulator:
         self._last, self._totals, self._added = last, totals, False
         if self._stepper.ranks is not None:
             self._prepare()
-        self._asked = times_asked()
+        self._asked, self._asked_anywhere = times_asked(), asked_anywhere[0]

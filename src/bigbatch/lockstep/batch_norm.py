@@ -32,13 +32,14 @@ Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of i
 
 
 def norms_of(models: Sequence[nn.Module]) -> Norms:
-    """Look up the layers of some models that normalise by batches."""
+    """Look up the layers of some models that may normalise by batches: those that keep something beside parameters."""
     found: Norms = {}
     for model in models:
         for name, module in model.named_modules():
-            for tensor in (getattr(module, "weight", None), getattr(module, "running_mean", None)):
-                if isinstance(tensor, Tensor) and hasattr(module, "running_mean"):
-                    found[id(tensor)] = (name, module)
+            if module._buffers:  # noqa: SLF001 - also those that are not saved; a layer may call them what it likes
+                for tensor in (getattr(module, "weight", None), *module._buffers.values()):  # noqa: SLF001
+                    if isinstance(tensor, Tensor):
+                        found[id(tensor)] = (name, module)
     return found
 
 
@@ -66,7 +67,11 @@ def _met(  # noqa: PLR0917 - torch's own signature
 ) -> Tensor:
     """Take the place of `F.batch_norm`."""
     worker = current() if training else None
-    if worker is None or not _meets(worker):
+    rests = worker is not None and worker.notes.get("resting") and running_mean is not None
+    if worker is None or rests or not _meets(worker):
+        if worker is not None and rests and _meets(worker):
+            meet_in_forward(worker, "BatchNorm", None, lambda _: None)  # for nothing, but the others have their turn
+        training = training and not rests
         found: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return found
     norms: Norms = worker.notes["norms"]
@@ -106,8 +111,8 @@ _TRAINING = 5  # its place among the arguments of torch.batch_norm
 _ESCAPED = (
     "a BatchNorm in training mode calls torch.batch_norm, which micro-batches cannot meet at: it would have normalised "
     "by the micro-batch.\n"
-    "Write the layer with torch.nn.functional.batch_norm, called by that name, or nn.BatchNorm; freeze it; or accept the "
-    'difference:  BigStep(..., options=Options(batch_norm="micro"))'
+    "Write the layer with torch.nn.functional.batch_norm, called by that name, or nn.BatchNorm; freeze it; or accept "
+    'the difference:  BigStep(..., options=Options(batch_norm="micro"))'
 )
 swap = Swap(F, "batch_norm", lambda _: _met)
 _swap_below = Swap(torch, "batch_norm", _refusing)

@@ -29,9 +29,12 @@ def one_after_the_other() -> Iterator[None]:
         _here.alone = before
 
 
-def times_asked() -> int:
-    """Return how often other micro-batches were asked for on this thread where there were none."""
-    found: int = getattr(_here, "asked", 0)
+asked_anywhere = [0]  # how often others were asked for where there were none, on any thread: a number to be had quickly
+
+
+def times_asked(*, in_training: bool = False) -> int:
+    """Return how often that was on this thread; `in_training`, with gradients enabled, which validation has not."""
+    found: int = getattr(_here, "asked_in_training" if in_training else "asked", 0)
     return found
 
 
@@ -39,7 +42,10 @@ def refuse_alone(x: Value, name: str) -> Value:
     """Return a value that is the whole batch's, as it is; in a window of micro-batches ask for lock-step instead."""
     if getattr(_here, "alone", False):
         raise NeedsLockStep(f"across.{name}")
+    asked_anywhere[0] += 1
     _here.asked = times_asked() + 1
+    if torch.is_grad_enabled():
+        _here.asked_in_training = times_asked(in_training=True) + 1
     if x is None or not x.requires_grad:
         return x
     found: Value = _Alone.apply(x)  # type: ignore[no-untyped-call]  # torch leaves apply untyped

@@ -129,9 +129,17 @@ class Together:
         return extras
 
     def each(
-        self, evaluate: Callable[[Any], Result], micro_batches: Sequence[Any], sizes: Sequence[int]
+        self,
+        evaluate: Callable[[Any], Result],
+        micro_batches: Sequence[Any],
+        sizes: Sequence[int],
+        *,
+        resting: bool = False,
     ) -> list[Result]:
-        """Evaluate something of some micro-batches that are one batch together."""
+        """Evaluate something of some micro-batches that are one batch together.
+
+        Where it is `resting`, BatchNorm uses what it has learned, and micro-batches meet there for nothing.
+        """
 
         def task(micro_batch: Any) -> Callable[[], Result]:
             def run() -> Result:
@@ -142,7 +150,7 @@ class Together:
 
             return run
 
-        return self._side_by_side([task(each) for each in micro_batches], sizes)
+        return self._side_by_side([task(each) for each in micro_batches], sizes, {"resting": resting})
 
     def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
         """Run one micro-batch alone that is meant to run beside others."""

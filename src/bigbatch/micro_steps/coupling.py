@@ -74,12 +74,28 @@ def refused_together(error: Exception) -> CoupledLoss:
     )
 
 
-def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:
-    """Raise where the halves do not make the whole."""
+def shared_state(error: Exception) -> CoupledLoss:
+    """Explain that a micro-batch fails beside others, though it runs alone."""
+    said = str(error).strip().splitlines()
+    return CoupledLoss(
+        f"a micro-batch runs alone, and fails beside others with {type(error).__name__}: {said[0] if said else ''}\n"
+        f"{_SHARED_STATE} Nothing was changed."
+    )
+
+
+_SHARED_STATE = (
+    "Micro-batches take turns at BatchNorm and at `across`: what the model, a hook or the loss keeps outside of the "
+    "call for later, as in self.features = x or features['teacher'] = x, is another micro-batch's after that. Return "
+    "it, or pass it on as an argument."
+)
+
+
+def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int, *, side_by_side: bool = False) -> None:
+    """Raise where the parts do not make the whole."""
     numbers = [len(part.kinds) for part in (whole, *halves) if part.kinds]
     if len(set(numbers)) > 1:
         msg = (
-            f"the loss of {samples} samples has {numbers[0]} terms, and those of its halves {numbers[1]} and "
+            f"the loss of {samples} samples has {numbers[0]} terms, and those of two parts of it {numbers[1]} and "
             f"{numbers[-1]}: it has terms for single samples or for what happens to be in a batch, and how they were "
             "averaged does not show. Nothing was changed.\n"
             "Compute all samples' losses in one tensor and reduce it once, or say what the loss is over:  "
@@ -95,15 +111,20 @@ def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int) -> None:
     elif together is None or not math.isfinite(together) or _near(alone, together, (whole, *halves)):
         return
     msg = (
-        f"the samples of this batch are coupled: {samples} of them have a loss of {alone:.6g}, and their two halves "
+        f"the samples of this batch are coupled: {samples} of them have a loss of {alone:.6g}, and two parts of them "
         f"{together:.6g} together. Something in the model or the loss looks across samples, so no split into "
         "micro-batches gives the big batch's gradient. Nothing was changed.\n"
         "Look for attention, pooling or a statistic over the batch dimension (in a loss: of across.gather, across.sum "
         "or across.mean; rows of own samples begin at across.offset()), for padding that the loss counts, and "
         "for a tensor in the batch that all samples share and that has as many rows as there are samples.\n"
+        f"{_turns(side_by_side)}"
         "If the loss only looks so, as one with random numbers of its own:  Options(check=False)"
     )
     raise CoupledLoss(msg)
+
+
+def _turns(side_by_side: bool) -> str:  # noqa: FBT001 - a part of a sentence
+    return f"{_SHARED_STATE}\n" if side_by_side else ""
 
 
 def refuse_padding(padded: Part, cut: Part) -> None:

@@ -3,7 +3,8 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from bigbatch.micro_steps.coupling import (
     refuse_more_together,
     refuse_padding,
     refused_together,
+    shared_state,
 )
 from bigbatch.micro_steps.doubting import rounding
 from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
@@ -29,7 +31,7 @@ from bigbatch.options import Options
 
 _UNCHECKED = (
     "this loss draws random numbers that evaluation mode does not turn off, or fails there, so the first step could "
-    "not see whether samples are coupled: whether a micro-batch's loss is that of its halves, and that of a packed one "
+    "not see whether samples are coupled: whether a micro-batch's loss is that of its parts, and that of a packed one "
     "the same without its padding. If no sample looks at another or at padding, all is well; Options(check=False) says "
     "that you know."
 )
@@ -41,8 +43,16 @@ _EVALUATED = (
 _SINGLES = 4  # samples that are looked at together where one at a time goes through the model
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
 _LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
-SideBySide: TypeAlias = Callable[[Callable[[Any], Part], list[Any], list[int]], list[Part]]
 Circumstances: TypeAlias = tuple[Callable[[Sequence[nn.Module]], AbstractContextManager[None]], ...]
+
+
+class SideBySide(Protocol):
+    """Evaluates parts of one batch that may ask for each other."""
+
+    def __call__(
+        self, evaluate: Callable[[Any], Part], micro_batches: list[Any], sizes: list[int], *, resting: bool = False
+    ) -> list[Part]:
+        """Evaluate each; `resting` BatchNorm uses what it has learned."""
 
 
 class _Comparison(NamedTuple):
@@ -83,6 +93,8 @@ class FirstCheck:
         if "padding" in self._left and self._padding(division):
             seen.add("padding")
         if "samples" in self._left and division.batch.size > 1:
+            if side_by_side is not None:  # statistics of a few samples amplify rounding, and are exact by themselves
+                self._side_by_side = partial(side_by_side, resting=True)
             self._samples(division)
             seen.add("samples")
         return seen
@@ -91,40 +103,54 @@ class FirstCheck:
         """Look for these no more."""
         self._left -= seen
 
+    def look_again(self) -> None:
+        """Look at samples once more: the models do something else from now on."""
+        if self._compares:
+            self._left.add("samples")
+
     def _samples(self, division: Division) -> None:
-        """See that a micro-batch's loss is that of its halves."""
+        """See that a micro-batch's loss is that of its parts."""
         number = max(range(len(division)), key=division.sizes.__getitem__)
         group, longest = division.indices(division.groups[number]), None
-        middle, together = len(group) // 2, self._measured
         if division.longest is not None:
             longest = division.longest[number]
-        if len(group) == 1:  # two at a time may be too many, but hardly without a graph
-            group = [i for single in division.groups[:_SINGLES] for i in division.indices(single)]
-            middle, together = 1, self._value
+        single = len(group) == 1
+        if single:  # two at a time may be too many, but hardly without a graph
+            group = [i for one in division.groups[:_SINGLES] for i in division.indices(one)]
             if division.longest is not None:
                 longest = max(division.longest[:_SINGLES])
-        halves = [group[:middle], group[middle:]] if together == self._measured else [[i] for i in group]
 
-        def evaluate(halves: list[list[int]]) -> list[Part]:
-            whole = [i for half in halves for i in half]
+        def evaluate(shares: list[list[int]]) -> list[Part]:
+            whole = [i for share in shares for i in share]
             return [
-                *self._parts([division.part(half, longest) for half in halves], [len(half) for half in halves]),
-                *self._parts([division.part(whole, longest)], [len(whole)], together),
+                *self._parts([division.part(share, longest) for share in shares], [len(share) for share in shares]),
+                *self._parts([division.part(whole, longest)], [len(whole)], self._value if single else self._measured),
             ]
 
-        untold = self._compare(
-            division,
-            _Comparison(
-                lambda: evaluate(halves),
-                lambda parts: refuse_coupled(parts[-1], parts[:-1], len(group)),
-                controls=(
-                    lambda: evaluate([halves[0]] * len(halves)),
-                    lambda: evaluate([halves[-1][: len(halves[0])]] * len(halves)),
+        def comparison(shares: list[list[int]]) -> _Comparison:
+            return _Comparison(
+                lambda: evaluate(shares),
+                lambda parts: refuse_coupled(
+                    parts[-1], parts[:-1], len(group), side_by_side=self._side_by_side is not None
                 ),
-            ),
-            # Statistics that micro-batches meet for are exact by themselves, and of a few samples amplify rounding.
-            self._as_it_is if self._side_by_side is None else (without_statistics,),
-        )
+                controls=(
+                    lambda: evaluate([shares[0]] * len(shares)),
+                    lambda: evaluate([shares[-1][: len(shares[0])]] * len(shares)),
+                ),
+            )
+
+        if single:
+            self._tell(self._compare(division, comparison([[i] for i in group]), self._as_it_is))
+            return
+        # Equal parts hide how they are weighed; but samples may come in pairs.
+        third, half = ([group[:middle], group[middle:]] for middle in (max(len(group) // 3, 1), len(group) // 2))
+        try:
+            untold = self._compare(division, comparison(third), self._as_it_is)
+        except Exception as error:
+            if isinstance(error, BigBatchError) or is_out_of_memory(error):
+                raise
+            let_go(error)
+            untold = self._compare(division, comparison(half), self._as_it_is)
         self._tell(untold)
 
     def _padding(self, division: Division) -> bool:
@@ -179,7 +205,15 @@ class FirstCheck:
         measure = measure or self._measured
         if self._side_by_side is None:
             return [measure(each) for each in micro_batches]
-        found = self._side_by_side(measure, micro_batches, sizes)
+        try:
+            found = self._side_by_side(measure, micro_batches, sizes)
+        except Exception as error:
+            other = isinstance(error, BigBatchError) and not isinstance(error, CoupledLoss)
+            if other or is_out_of_memory(error) or len(sizes) == 1:
+                raise
+            for each, size in zip(micro_batches, sizes, strict=True):
+                self._side_by_side(measure, [each], [size])  # raises where it is not for the others
+            raise shared_state(error) from error
         return [part._replace(tolerance=_MEETING * part.tolerance) for part in found]
 
     def _part(self, micro_batch: Any, size: int) -> Part:

@@ -185,6 +185,17 @@ def shared_alone(name: str) -> UnreadableLoss:
     )
 
 
+def asked_since() -> CoupledLoss:
+    """Explain that something asked for all samples, and that it may have been this loss."""
+    return CoupledLoss(
+        "all samples of the big batch were asked for (bigbatch.across) since the last accumulator.backward, and an "
+        "Accumulator gets one micro-batch after the other. What was asked has no gradient, so nothing shows whether "
+        "this loss is made of it.\n"
+        "Use BigStep, which has the whole batch:  step = BigStep(model, optimizer, loss_fn); step(batch)\n"
+        "If it was validation, have no gradients there:  with torch.no_grad(): ..."
+    )
+
+
 def alone() -> CoupledLoss:
     """Explain that across needs a BigStep."""
     return CoupledLoss(
