@@ -18,8 +18,9 @@ from bigbatch.batches.joining import joined
 from bigbatch.batches.moving import Mover
 from bigbatch.batches.packing import Padding
 from bigbatch.batches.splitting import Batch
-from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards
+from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
+from bigbatch.lockstep.crew import current
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.lockstep.together import Together
 from bigbatch.memory.sizes import Sizes
@@ -52,6 +53,11 @@ _OTHERS_HAVE_HEARD = (
     "cannot try again alone: they wait for its gradients, or have stepped, and end with an error of their own when "
     "this process does. Nothing was stepped here: go on from a checkpoint.\n"
     "Take a smaller micro_batch_size or memory=, which leaves more room beside the gradients."
+)
+_INSIDE = (
+    "a BigStep was called inside of another's loss_fn or model, where micro-batches run in lock-step: an update in the "
+    "midst of a forward would not be the big batch's.\n"
+    "Make one step after the other:  inner(batch); outer(batch)"
 )
 _NO_SAMPLES = (
     "this rank has no samples in this update, and every pass through a model that is sharded with fully_shard is a "
@@ -120,6 +126,7 @@ class BigStep:
         self._options = checked_options(options)
         with speaking_of("BigStep"):
             self._models = checks.models(model, ranks=True)
+            refuse_lazy(self._models)
             optimizers = checks.optimizers(optimizer, self._models)
             self._stepper = Stepper(
                 optimizers,
@@ -180,6 +187,8 @@ class BigStep:
 
         Over several ranks each gives its own part; None where it has none in this update.
         """
+        if current() is not None:
+            raise WindowError(_INSIDE)
         with telling_of_failure(self._stepper.ranks, self._mover.device):
             if batch is None and self._stepper.ranks is not None:
                 if self._is_sharded:

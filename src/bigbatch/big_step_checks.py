@@ -1,9 +1,10 @@
 """What a `BigStep` is given, checked before anything is changed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.options import Options
@@ -61,3 +62,16 @@ def refuse_for_shards(options: Options, size: object) -> None:
             f"meeting of all ranks that have a part of it, and {wrong}.\n{instead}"
         )
         raise ConfigurationError(msg)
+
+
+def refuse_lazy(models: Sequence[nn.Module]) -> None:
+    """Refuse layers that have no size before their first forward: what a step changes must be known before it."""
+    for model in models:
+        for name, module in model.named_modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if any(is_lazy(each) for each in own):
+                msg = (
+                    f"{type(module).__name__} '{name}' has no size yet: a lazy layer gets it in its first forward.\n"
+                    "Run one before BigStep is made:  with torch.no_grad(): model(inputs)"
+                )
+                raise ConfigurationError(msg)

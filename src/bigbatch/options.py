@@ -26,8 +26,8 @@ class Options:
             gradient where we measured.
         activations: where they stay while micro-batches in lock-step wait for each other. "keep" them: the memory of
             the big batch. "recompute": the model runs again in backward, one micro-batch at a time, where they meet
-            outside of it, as in a contrastive loss. "offload" them to the host's memory. "auto": the first of these
-            that fits.
+            outside of it, as in a contrastive loss. "offload" them to the host's memory. "auto" recomputes where they
+            meet outside of the model, and else keeps what fits and offloads what does not.
         cuda_graph: capture a micro-step once per shape and replay it: for small micro-batches, where launching kernels
             takes longer than running them. With `lengths`, micro-batches are trimmed to one of eight widths per power
             of two, so that shapes come again. Falls back, saying so once, where a model cannot be captured.

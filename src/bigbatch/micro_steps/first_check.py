@@ -67,7 +67,8 @@ class _Comparison(NamedTuple):
 class FirstCheck:
     """Looks once, before a first update, whether a batch may be cut and trimmed at all.
 
-    Not every batch has two samples, or padding: what one does not show is looked for in the next.
+    Not every batch has two samples, or padding: what one does not show is looked for in the next. Samples are looked at
+    once more where other modules are in training mode than before.
     """
 
     def __init__(self, models: Sequence[nn.Module], runner: Runner, mover: Mover, options: Options) -> None:
@@ -77,11 +78,12 @@ class FirstCheck:
         self._accepting = options.batch_norm == "micro"
         self._as_it_is: Circumstances = (without_statistics,) if self._accepting else ()
         self._compares = options.check
-        self._left = {"samples"} if options.check else set[str]()
-        if options.lengths is not None:  # padding is looked at in any case: nobody says check=False for it
-            self._left.add("padding")
+        # Padding is looked at in any case: nobody says check=False for it.
+        self._left = set[str]() if options.lengths is None else {"padding"}
         self._told: set[str] = set()
         self._side_by_side: SideBySide | None = None
+        self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+        self._modes: set[bytes] = set()  # which of them were in training mode, when samples were looked at
 
     def __call__(self, division: Division, side_by_side: SideBySide | None = None) -> set[str]:
         """Refuse what cannot be cut; returns what was looked at, to be `passed` when the update is made.
@@ -92,7 +94,8 @@ class FirstCheck:
         seen: set[str] = set()
         if "padding" in self._left and self._padding(division):
             seen.add("padding")
-        if "samples" in self._left and division.batch.size > 1:
+        # What was frozen at first may couple samples now.
+        if self._compares and self._mode() not in self._modes and division.batch.size > 1:
             if side_by_side is not None:  # statistics of a few samples amplify rounding, and are exact by themselves
                 self._side_by_side = partial(side_by_side, resting=True)
             self._samples(division)
@@ -102,11 +105,11 @@ class FirstCheck:
     def passed(self, seen: set[str]) -> None:
         """Look for these no more."""
         self._left -= seen
+        if "samples" in seen:
+            self._modes.add(self._mode())
 
-    def look_again(self) -> None:
-        """Look at samples once more: the models do something else from now on."""
-        if self._compares:
-            self._left.add("samples")
+    def _mode(self) -> bytes:
+        return bytes([module.training for module in self._modules])
 
     def _samples(self, division: Division) -> None:
         """See that a micro-batch's loss is that of its parts."""

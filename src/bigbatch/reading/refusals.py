@@ -181,7 +181,8 @@ def shared_alone(name: str) -> UnreadableLoss:
     return UnreadableLoss(
         f"a term of this loss ({name.removeprefix('_')}) is made of values of all micro-batches alone: it is the same "
         "in each of them, and would be counted once per micro-batch.\n"
-        "Say that it counts once:  across.once(term)"
+        "Say that it counts once:  across.once(term); or, where it is a mean over n rows of this micro-batch's own "
+        "that were taken out of those of all:  counted(term, n)"
     )
 
 
