@@ -75,6 +75,21 @@ def test_ranks_that_have_parameters_in_another_order_are_told() -> None:
     refused(run_on_ranks(2, ordered), WindowError, "began with different weights, or with the same in another order")
 
 
+def in_low_precision(rank: int, dtype: torch.dtype, size: int) -> Any:
+    """Begin with other weights, whose norms are the same or infinite in the type that they have."""
+    torch.manual_seed(rank)
+    network = nn.Sequential(*[nn.Linear(size, size, bias=False) for _ in range(2)]).to(dtype)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    accumulator = Accumulator(network, optimizer, steps=1, group=dist.group.WORLD)
+    accumulator.backward(network(torch.ones(1, size, dtype=dtype)).float().pow(2).mean())
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 512), (torch.float16, 4096)], ids=["bf16", "fp16"])
+def test_other_weights_are_told_in_low_precision(dtype: torch.dtype, size: int) -> None:
+    """One number of them is found in float32."""
+    refused(run_on_ranks(2, in_low_precision, dtype, size), WindowError, "began with different weights")
+
+
 LOSSES: dict[str, Callable[[Any, Tensor, Tensor, int], Tensor]] = {
     "a factor": lambda network, x, y, _: F.mse_loss(network(x), y) * len(x),
     "a factor in advance": lambda network, x, y, _: F.mse_loss(network(x), y) * len(x),

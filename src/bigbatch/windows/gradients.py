@@ -192,7 +192,11 @@ class Gradients:
         found = self.parameters if parameters is None else parameters
         if not found:
             return 0.0
-        norms = torch._foreach_norm([local(p.detach()) for p in found], 1)  # noqa: SLF001
+        # bf16 would round those of other weights to the same, and fp16 has none so large.
+        norms = [
+            torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
+            for p in found
+        ]
         sums: list[float] = torch.stack([each.to(self.device, torch.float32) for each in norms]).tolist()
         return sum(place * each for place, each in enumerate(sums, 1))
 
