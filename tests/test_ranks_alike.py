@@ -90,6 +90,33 @@ def test_other_weights_are_told_in_low_precision(dtype: torch.dtype, size: int) 
     refused(run_on_ranks(2, in_low_precision, dtype, size), WindowError, "began with different weights")
 
 
+def with_a_part_of_its_own(rank: int) -> Any:
+    """Begin with a frozen layer that every rank has drawn by itself."""
+    network = square()
+    torch.manual_seed(rank)
+    network[0] = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+    return steps_of(rank, network, list(network[2].parameters()), lambda _: None)
+
+
+def with_a_packed_part(rank: int) -> Any:
+    """Have frozen weights of 8 bits, as quantised ones are."""
+    network = square()
+    for name, dtype in (("whole", torch.uint8), ("float", torch.float8_e4m3fn)):
+        network.register_parameter(name, nn.Parameter(torch.ones(2).to(dtype), requires_grad=False))
+    return steps_of(rank, network, list(network[0].parameters()), lambda _: None)
+
+
+def test_weights_that_cannot_be_summed_are_left_out() -> None:
+    """They are nobody's mistake."""
+    one, other = run_on_ranks(2, with_a_packed_part)
+    right([other], one)
+
+
+def test_other_weights_that_nobody_trains_are_told() -> None:
+    """Each rank would train for features of its own."""
+    refused(run_on_ranks(2, with_a_part_of_its_own), WindowError, "began with different weights")
+
+
 LOSSES: dict[str, Callable[[Any, Tensor, Tensor, int], Tensor]] = {
     "a factor": lambda network, x, y, _: F.mse_loss(network(x), y) * len(x),
     "a factor in advance": lambda network, x, y, _: F.mse_loss(network(x), y) * len(x),

@@ -79,6 +79,7 @@ class Ranks:
         """Belong to a group; `wrappers` are what this process has its models in."""
         self.group, self._wrappers = group, list(wrappers)
         self.peers, self.spread = peers, Spread(peers)
+        self._models: Sequence[nn.Module] = ()  # whose weights nobody has sent to all
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.shards: Shards | None = None  # where every pass through the model is a meeting, and reduces by itself
         self.overlap = False  # whether DDP reduces in a window's last backward
@@ -141,6 +142,7 @@ class Ranks:
             return None
         made = cls(chosen, wrappers, peers)
         made.overlap = bool(overlap)
+        made._models = () if wrappers else models
         return made
 
     @property
@@ -152,6 +154,11 @@ class Ranks:
     def in_parts(self) -> bool:
         """Whether this rank has a part of the model alone, so that every pass is a meeting with others."""
         return self.shards is not None or self.peers is not None
+
+    def frozen(self) -> list[Tensor]:
+        """Return the weights that nobody trains, and that all should have in common; but for packed ones (8 bits)."""
+        every = (p for model in self._models for p in model.parameters() if not p.requires_grad)
+        return [p for p in every if type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1]
 
     @property
     def adds_up(self) -> bool:

@@ -184,21 +184,9 @@ class Gradients:
         sizes = array("q", [p.numel() if p.requires_grad else -1 for p in self._every])
         return zlib.crc32(sizes.tobytes())
 
-    def sum_of_weights(self, parameters: Sequence[Tensor] | None = None) -> float:
-        """Return one number of all parameters' values, by which other ones are told; this waits for a device.
-
-        Each counts by its place, so that the same ones in another order are others, too.
-        """
-        found = self.parameters if parameters is None else parameters
-        if not found:
-            return 0.0
-        # bf16 would round those of other weights to the same, and fp16 has none so large.
-        norms = [
-            torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
-            for p in found
-        ]
-        sums: list[float] = torch.stack([each.to(self.device, torch.float32) for each in norms]).tolist()
-        return sum(place * each for place, each in enumerate(sums, 1))
+    def sum_of_weights(self, frozen: Sequence[Tensor]) -> float:
+        """Return one number of all parameters' values, by which other ones are told; this waits for a device."""
+        return sum_of_weights([*self.parameters, *frozen], self.device)
 
     def dense(self) -> list[Tensor]:
         """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""
@@ -277,3 +265,16 @@ def sparing(parameters: Iterable[Tensor]) -> Iterator[None]:
 def all_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Return each parameter of the optimizers once, in order."""
     return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
+
+
+def sum_of_weights(parameters: Sequence[Tensor], device: torch.device) -> float:
+    """Return one number of some values; each parameter counts by its place, so that another order is told, too."""
+    if not parameters:
+        return 0.0
+    # bf16 would round those of other weights to the same, and fp16 has none so large.
+    norms = [
+        torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
+        for p in parameters
+    ]
+    sums: list[float] = torch.stack([each.to(device, torch.float32) for each in norms]).tolist()
+    return sum(place * each for place, each in enumerate(sums, 1))

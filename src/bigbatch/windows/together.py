@@ -13,7 +13,7 @@ from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.reaching import Reached
 from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.reading.terms import Term
-from bigbatch.windows.gradients import Gradients
+from bigbatch.windows.gradients import Gradients, sum_of_weights
 from bigbatch.windows.ledger import Ledger
 from bigbatch.windows.one_loss import shown
 from bigbatch.windows.settings import rates_in_one, settings
@@ -90,7 +90,7 @@ def statement(
         partial=partial,
         windows=ranks.windows % _FEW,
         parameters=gradients.which(),
-        weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(),
+        weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(ranks.frozen()),
         whole_weights=_whole_weights(ranks, gradients),
         settings={} if ranks.windows else settings(stepper, gradients.dtype),
         rates=rates_in_one(stepper.optimizers),
@@ -110,7 +110,7 @@ def _whole_weights(ranks: Ranks, gradients: Gradients) -> float:
     """Return one number of what ranks with other parts of the model should have in common, before the first window."""
     if ranks.windows or ranks.peers is None:
         return 0.0
-    return gradients.sum_of_weights(ranks.spread.held_by_all(gradients.parameters))
+    return sum_of_weights(ranks.spread.held_by_all(gradients.parameters), gradients.device)
 
 
 def begin(ranks: Ranks, device: torch.device, *, has_batches: bool) -> None:
