@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator
-from bigbatch.errors import WindowError
+from bigbatch.errors import ConfigurationError, WindowError
 from tests.ranks import run_on_ranks
 from tests.test_ranks import CLASSES, OPTIMIZERS, batches_of, micro_batch
 from tests.test_ranks_hard import SIZES, refused, right
@@ -110,3 +110,20 @@ def test_ranks_drop_a_window_together() -> None:
         F.cross_entropy(network(torch.cat([x for x, _ in every])), torch.cat([y for _, y in every])).backward()
         optimizer.step()
     right(run_on_ranks(2, dropping, (0, 1)), [p.detach() for p in network.parameters()])
+
+
+def hooked(rank: int, when: str) -> Any:
+    """Have FSDP call a function of one's own for what it has reduced, such as one that adds up over other ranks."""
+    network: Any = shards(model())
+    if when == "before":
+        network.set_all_reduce_hook(lambda gradient: gradient.mul_(2.0))
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+    network.set_all_reduce_hook(lambda gradient: gradient.mul_(2.0))
+    x, y = micro_batch(4, rank)
+    accumulator.backward(F.cross_entropy(network(x), y.clamp(min=0)))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_of_shards_is_refused(when: str) -> None:
+    """What it adds, nobody has counted."""
+    refused(run_on_ranks(2, hooked, when), ConfigurationError, "set_all_reduce_hook(...)")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
+from bigbatch.ranks import sharding
 from bigbatch.ranks.ranks import Ranks, alike
 from bigbatch.ranks.wrappers import HOOKED
 from bigbatch.reading.counts import RATIO_TOLERANCE, Count
@@ -182,7 +183,7 @@ def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
     if found.sparse:
         raise ConfigurationError(_SPARSE)
     if found.hooked:
-        raise ConfigurationError(HOOKED)
+        raise ConfigurationError(sharding.HOOKED if ranks.sharded else HOOKED)
     if found.left_out:
         raise LossError(_LEFT_OUT)
     if found.overlapped and (found.overlapped != ranks.size or 0 < found.going < ranks.size):

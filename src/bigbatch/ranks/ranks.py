@@ -207,7 +207,9 @@ class Ranks:
 
     @property
     def hooked(self) -> int:
-        """How many wrappers have a communication hook by now that is not called."""
+        """How many wrappers have a communication hook by now that is not called, or that of shards, which is."""
+        if self.shards is not None:
+            return self.shards.hooked
         return 0 if self.overlap else hooked(self._wrappers)
 
     def left_by_ddp(self, trained: Sequence[Tensor]) -> int:

@@ -20,6 +20,13 @@ from bigbatch.ranks.groups import groups_of, parameters_of, sharded, tensors_of
 from bigbatch.ranks.meshes import flat, members
 from bigbatch.ranks.replicas import replicas_of, within_a_replica
 
+HOOKED = (
+    "this sharded model has an all-reduce hook, set_all_reduce_hook(...), which changes what ranks have added up: over "
+    "other ranks, whose samples nobody has counted, or otherwise.\n"
+    "Take it out. For replicas of shards, give fully_shard a mesh of two dimensions:  "
+    'fully_shard(model, mesh=mesh["replicas", "shards"])'
+)
+
 
 class Shards:
     """The parts of a model that are sharded, and the ranks that have samples of their own (`group`)."""
@@ -43,6 +50,8 @@ class Shards:
         self.group = flat(mesh)
         self.replicas = replicas_of(self._groups)
         self.within: dist.ProcessGroup = self._groups[0].mesh_info.shard_process_group  # the ranks of one replica
+        if self.hooked:
+            raise ConfigurationError(HOOKED)
         self.device = torch.device(self._groups[0].device)  # where they compute; shards may be elsewhere
         if given is not None and members(given) != members(self.group):
             names = ", ".join(f'"{name}"' for name in mesh.mesh_dim_names or ("dp",))
@@ -53,6 +62,11 @@ class Shards:
                 f"Leave it out, or give what fully_shard was given, without tensor parallelism:  mesh=mesh[{names}]"
             )
             raise ConfigurationError(msg)
+
+    @property
+    def hooked(self) -> int:
+        """How many groups call a function of the user's own for what they have reduced."""
+        return sum(getattr(group, "_all_reduce_hook", None) is not None for group in self._groups)
 
     @contextmanager
     def around_backward(self, own: Iterable[Tensor], *, reduce: bool, apart: bool) -> Iterator[None]:
