@@ -98,7 +98,10 @@ class Admission:
             checks.batch_norms_rest(self.batch_norms, self._accepting)
         elif not self.side_by_side and self.needs_lock_step():
             raise NeedsLockStep("BatchNorm in training mode")
-        elif self.side_by_side > 1 and self.batch_norms:
+
+    def look_at_compiled(self) -> None:
+        """Refuse BatchNorm in training mode inside of compiled code, before any is compiled."""
+        if self.exact and self.batch_norms:
             checks.refuse_compiled(self.models)
 
     def read(self, loss: Tensor) -> list[Term]:

@@ -335,6 +335,8 @@ class BigStep:
         side_by_side = bool(self._admission.side_by_side)
         ragged = division.longest is not None
         try:
+            if side_by_side:
+                self._admission.look_at_compiled()
             seen = self._check(division, self._together.each if side_by_side else None)
             totals = self._counted_ahead(division) if self._several and not side_by_side else None
             division.batch.refuse_changed()  # by counting or checking
@@ -389,7 +391,6 @@ class BigStep:
     def _meet_with(self, division: Division) -> None:
         """Make sure that what waits while micro-batches run side by side has room."""
         self._admission.side_by_side = len(division)
-        self._admission.look()  # before anything is compiled
         self._together.make_room(
             lambda: self._mover.moved(division.micro_batch(0)), division.sizes, self._sizes.budget()
         )

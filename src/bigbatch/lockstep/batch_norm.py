@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from bigbatch.errors import BatchNormError
 from bigbatch.lockstep.crew import Worker, current
+from bigbatch.lockstep.inner import refuse_inner_mean
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
 from bigbatch.lockstep.offloading import Offload
 from bigbatch.lockstep.renewing import Recipe, Recipes
@@ -36,9 +37,10 @@ def norms_of(models: Sequence[nn.Module]) -> Norms:
     found: Norms = {}
     for model in models:
         for name, module in model.named_modules():
-            if module._buffers:  # noqa: SLF001 - also those that are not saved; a layer may call them what it likes
-                for tensor in (getattr(module, "weight", None), *module._buffers.values()):  # noqa: SLF001
-                    if isinstance(tensor, Tensor):
+            # Whatever a layer calls them. Not by attributes, which may be computed: a spectral norm moves by that.
+            if module._buffers:  # noqa: SLF001 - also those that are not saved
+                for tensor in (module._parameters.get("weight"), *module._buffers.values()):  # noqa: SLF001
+                    if tensor is not None:
                         found[id(tensor)] = (name, module)
     return found
 
@@ -193,6 +195,7 @@ class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
+        refuse_inner_mean(ctx.worker, ctx.title)
         x, weight, mean, inverse_std = ctx.saved_tensors
         above = _dense(gradients[0])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -260,6 +263,8 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> _Pooled:
     if first is not None:
         last = parts[-1].running or first
         _update(first, mean, variance * (number / max(number - 1, 1)), counted=last.version - first.version)
+        if last.counter is not first.counter and last.counter is not None and first.counter is not None:
+            last.counter.copy_(first.counter)  # each has put another in its place
     return _Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
 
 

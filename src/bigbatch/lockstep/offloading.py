@@ -96,8 +96,6 @@ class Offload:
 
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""
-        for saved in self._saved:
-            _refuse_changed(saved.source, saved.version)
         kind = tuple([out.bytes for out in self._outs])
         self._fetcher = Fetcher(self._device, self._inward, self._outs, _IN_FLIGHT * self._largest)
         self._fetcher.order = self._orders.get(kind)
@@ -178,6 +176,7 @@ class Offload:
         if isinstance(packed, _Kept):
             _refuse_changed(packed.tensor, packed.version)
             return packed.tensor
+        _refuse_changed(*self._saved[packed.number])
         return self._fetcher.ask(packed.number)
 
     @contextmanager

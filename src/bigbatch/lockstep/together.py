@@ -16,6 +16,7 @@ from bigbatch.lockstep.again import Calls, RunsDiffer
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.carrying import Carried
 from bigbatch.lockstep.crew import Crew, Worker, current
+from bigbatch.lockstep.inner import derivatives_known
 from bigbatch.lockstep.lone import Lone
 from bigbatch.lockstep.numbers import Streams
 from bigbatch.lockstep.offloading import Offload
@@ -107,7 +108,10 @@ class Together:
             return extra
 
         def turn(found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
-            _refuse_changes(current())
+            worker = current()
+            assert worker is not None  # noqa: S101 - the last of them
+            _refuse_changes(worker)
+            worker.notes["inside"] = None  # from now on gradients are the loss's own
             if calls is not None:
                 calls.refuse_changed()
             spared.enter_context(self._runner.sparing_others())  # known to be needed by now
@@ -250,6 +254,7 @@ class Together:
             "sizes": tuple(sizes),
             "seen once": self._seen_once,
             "norms": norms_of(self._models) if self._norms_meet else None,
+            "inside": self._runner.kinds,
             **(beside or {}),
         }
         recipes: Recipes | None = notes.get("recipes")
@@ -267,7 +272,7 @@ class Together:
 
         try:
             knowing = activations_known() if recipes is not None else nullcontext()
-            with batch_norm_met(), knowing:
+            with batch_norm_met(), derivatives_known(), knowing:
                 own = [with_own_numbers(number, task) for number, task in enumerate(tasks)]
                 return self._crew.run(own, Carried.here(self._device), notes)
         finally:

@@ -74,6 +74,10 @@ class Runner:
         self._admission.scan(loss)
         return terms
 
+    def kinds(self, loss: Tensor) -> set[str]:
+        """Return what a loss inside of another is: means, sums over samples, what is the same in every micro-batch."""
+        return {term.kind for term in self._admission.reader.read(loss)}
+
     @contextmanager
     def window(self, *, ragged: bool, side_by_side: bool = False) -> Iterator[None]:
         """Between two updates: weights do not change inside, so what is made of them once serves all micro-batches.

@@ -1,0 +1,70 @@
+"""Derivatives inside of a loss, as an adversarial attack takes them, that go through a meeting.
+
+There the gradients of all micro-batches' inner losses are added up. Of sums over samples that is the big batch's. Of
+means, each over a micro-batch's own samples, it is not: what they weigh in the big batch's mean is known of the loss
+that a step returns, and not of one that is used up inside.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from bigbatch.errors import LossError
+from bigbatch.lockstep.crew import Worker, current
+from bigbatch.lockstep.swapping import Swap
+
+
+@contextmanager
+def derivatives_known() -> Iterator[None]:
+    """Have it known, on workers, what inner derivatives are of."""
+    _swap.enter()
+    try:
+        yield
+    finally:
+        _swap.leave()
+
+
+def refuse_inner_mean(worker: Worker, title: str) -> None:
+    """Raise in the backward of a meeting that belongs to a derivative inside of a loss, if that is not of a sum."""
+    if worker.notes.get("inside") and worker.number not in worker.notes.get(_OF_SUMS, ()):
+        msg = (
+            f"a derivative inside of the loss goes through {title}, and is of a mean over this micro-batch, or of "
+            "something that cannot be told from one: micro-batches' means do not add up to the big batch's.\n"
+            "Take it of a sum over samples, and scale that as you need:  torch.autograd.grad(F.cross_entropy(scores, "
+            'labels, reduction="sum"), x)'
+        )
+        raise LossError(msg)
+
+
+def _knowing(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *arguments: Any, **named: Any) -> Any:
+        worker = current()
+        if worker is None or not worker.notes.get("inside"):
+            return plain(outputs, inputs, grad_outputs, *arguments, **named)
+        of_sums: set[int] = worker.notes.setdefault(_OF_SUMS, set())
+        # Who gives gradients to begin with, weighs by himself; one inside of another is of what that is of.
+        if worker.number in of_sums or (grad_outputs is None and not _is_sum(worker, outputs)):
+            return plain(outputs, inputs, grad_outputs, *arguments, **named)
+        of_sums.add(worker.number)
+        try:
+            return plain(outputs, inputs, grad_outputs, *arguments, **named)
+        finally:
+            of_sums.discard(worker.number)
+
+    return grad
+
+
+def _is_sum(worker: Worker, outputs: Any) -> bool:
+    read: Callable[[Tensor], set[str]] = worker.notes["inside"]
+    try:
+        return all(read(each) <= {"sum", "once"} for each in tree_leaves(outputs))
+    except LossError:
+        return False
+
+
+_OF_SUMS = "derivatives of sums"  # the micro-batches that are in one
+_swap = Swap(torch.autograd, "grad", _knowing)
