@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options
-from bigbatch.lockstep import fetching, host_memory, offloading, together
+from bigbatch.errors import OutOfMemory
+from bigbatch.lockstep import fetching, host_memory, offloading, room, together
 from tests.reference import distance, sgd, trained, weights
 
 Batch = tuple[Tensor, Tensor]
@@ -152,6 +153,26 @@ def test_what_follows_a_norm_is_made_again() -> None:
     assert stored["relu"] < 0.8 * stored["gelu"]
 
 
+def test_a_change_in_place_of_what_the_loss_does_not_use() -> None:
+    """As torch has it: whoever asks for what was changed is told, and nobody asks."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    twin = copy.deepcopy(model)
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        hidden = model[1](model[0](batch[0])).exp()
+        beside = hidden.exp()  # saves its result
+        beside.mul_(3)
+        return F.cross_entropy(model[2](hidden), batch[1])
+
+    by = torch.Generator().manual_seed(0)
+    batch = (torch.randn(16, 3, generator=by, dtype=torch.float64), torch.randint(4, (16,), generator=by))
+    BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=8, options=Options(check=False))(batch)
+    loss_fn(twin, batch).backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+
+
 @pytest.mark.parametrize("rows", [2, 64])
 def test_a_change_in_place_is_noticed_as_torch_would(rows: int) -> None:
     """Whether the tensor was moved or too small for it."""
@@ -183,8 +204,12 @@ def test_a_batch_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("bigbatch.lockstep.together.host_available", lambda: 0)
     offload = step._together._offload
     assert offload is not None
-    step._together._waiting = offload.held / 8 * 0.9
+    held = offload.held
+    monkeypatch.setattr(room.Waiting, "of", lambda *_: held / 8 * 0.9)
     step(images(8, 1))
+    monkeypatch.setattr(room.Waiting, "of", lambda *_: held / 8 * 1.1)
+    with pytest.raises(OutOfMemory, match="Nothing was changed"):
+        step(images(8, 2))
 
 
 # What may be saved, and how.

@@ -392,7 +392,10 @@ class BigStep:
         """Make sure that what waits while micro-batches run side by side has room."""
         self._admission.side_by_side = len(division)
         self._together.make_room(
-            lambda: self._mover.moved(division.micro_batch(0)), division.sizes, self._sizes.budget()
+            lambda: self._mover.moved(division.micro_batch(0)),
+            division.sizes,
+            division.batch.signature(),
+            self._sizes.budget(),
         )
 
     def _closed(self, window: Window) -> Update:

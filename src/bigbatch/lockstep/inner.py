@@ -30,7 +30,7 @@ def derivatives_known() -> Iterator[None]:
 
 def refuse_inner_mean(worker: Worker, title: str) -> None:
     """Raise in the backward of a meeting that belongs to a derivative inside of a loss, if that is not of a sum."""
-    if worker.notes.get("inside") and worker.number not in worker.notes.get(_OF_SUMS, ()):
+    if worker.number in worker.notes.get(_OF_MEANS, ()):
         msg = (
             f"a derivative inside of the loss goes through {title}, and is of a mean over this micro-batch, or of "
             "something that cannot be told from one: micro-batches' means do not add up to the big batch's.\n"
@@ -45,15 +45,14 @@ def _knowing(plain: Callable[..., Any]) -> Callable[..., Any]:
         worker = current()
         if worker is None or not worker.notes.get("inside"):
             return plain(outputs, inputs, grad_outputs, *arguments, **named)
-        of_sums: set[int] = worker.notes.setdefault(_OF_SUMS, set())
-        # Who gives gradients to begin with, weighs by himself; one inside of another is of what that is of.
-        if worker.number in of_sums or (grad_outputs is None and not _is_sum(worker, outputs)):
+        if grad_outputs is not None or _is_sum(worker, outputs):  # who gives gradients to begin with, weighs by himself
             return plain(outputs, inputs, grad_outputs, *arguments, **named)
-        of_sums.add(worker.number)
+        of_means: set[int] = worker.notes.setdefault(_OF_MEANS, set())
+        of_means.add(worker.number)
         try:
             return plain(outputs, inputs, grad_outputs, *arguments, **named)
         finally:
-            of_sums.discard(worker.number)
+            of_means.discard(worker.number)
 
     return grad
 
@@ -66,5 +65,5 @@ def _is_sum(worker: Worker, outputs: Any) -> bool:
         return False
 
 
-_OF_SUMS = "derivatives of sums"  # the micro-batches that are in one
+_OF_MEANS = "derivatives of means"  # the micro-batches that are in one
 _swap = Swap(torch.autograd, "grad", _knowing)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import checks
-from bigbatch.errors import OutOfMemory, UnreadableLoss
+from bigbatch.errors import UnreadableLoss
 from bigbatch.lockstep.activations import MeetsInside, recomputing, saved_bytes
 from bigbatch.lockstep.again import Calls, RunsDiffer
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
@@ -21,9 +21,9 @@ from bigbatch.lockstep.lone import Lone
 from bigbatch.lockstep.numbers import Streams
 from bigbatch.lockstep.offloading import Offload
 from bigbatch.lockstep.renewing import Recipes, activations_known
+from bigbatch.lockstep.room import Waiting, refuse_too_much
 from bigbatch.lockstep.sharing import refuse_changed
 from bigbatch.lockstep.workspaces import workspaces_given_back
-from bigbatch.memory.budget import human
 from bigbatch.memory.host import host_available, resident
 from bigbatch.micro_steps.restoring import devices_of, untouched
 from bigbatch.micro_steps.running import Runner
@@ -66,7 +66,8 @@ class Together:
         self._settled = self._valued, self._inside  # as they were when a window last went well
         self._tight = False  # whether keeping all activations has been too much
         self._offload: Offload | None = None
-        self._waiting: float | None = None  # bytes of a sample's activations
+        self._waiting = Waiting()
+        self._of_a_sample: float | None = None  # bytes of the latest window's that wait
 
     def run(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         """Add all micro-batches to the window; returns their extras."""
@@ -87,7 +88,7 @@ class Together:
         if self._recomputed:
             around = recomputing(self._models, calls)
         elif offload is not None:
-            limit = None if self._waiting is None else int(_WAITING * self._waiting * max(sizes))
+            limit = None if self._of_a_sample is None else int(_WAITING * self._of_a_sample * max(sizes))
             around = offload.window(limit, self._own_tensors, tuple(sizes))
 
         def task() -> Any:
@@ -188,31 +189,28 @@ class Together:
             return True
         return False
 
-    def make_room(self, micro_batch: Callable[[], Any], sizes: Sequence[int], budget: int) -> None:
+    def make_room(self, micro_batch: Callable[[], Any], sizes: Sequence[int], shape: str, budget: int) -> None:
         """Decide where activations wait; raise before the window begins where the host's memory will not hold them.
 
-        `budget` is what may be used on the device. What a micro-batch's activations take is measured once, on one.
+        `budget` is what may be used on the device. What a micro-batch's activations take is measured on one, once for
+        samples of a `shape`.
         """
         if len(sizes) == 1 or self._given == "keep" or self._activations(len(sizes)) == "recompute":
             return
-        if self._waiting is None:
-            self._waiting = self._measured(micro_batch(), sizes[0]) / sizes[0]
-        needed = int(self._waiting * sum(sizes))
-        if self._device.type == "cuda":
-            self._tight = self._tight or needed > _FILLED * (budget - torch.cuda.memory_allocated(self._device))
-        is_away = self._device.type != "cuda" or self._activations(len(sizes)) == "offload"
-        there = host_available() + (self._offload.held if self._offload is not None else 0)
-        if self._device.type != "cuda":
-            there = min(there, max(budget - resident(), 0))
-        if is_away and needed > there:
-            msg = (
-                f"the samples of this batch are coupled, so the activations of all {sum(sizes)}, about "
-                f"{human(needed)}, wait in the host's memory while micro-batches run in lock-step, and there are "
-                f"{human(there)} for them. Nothing was changed.\n"
-                "Take a smaller batch, activation checkpointing between the norms, or GroupNorm, which needs no "
-                'lock-step; or say that it will do:  Options(activations="keep")'
-            )
-            raise OutOfMemory(msg)
+        on_device = self._device.type == "cuda"
+        host = host_available() + (self._offload.held if self._offload is not None else 0)
+        there = host if on_device else min(host, max(budget - resident(), 0))
+        free = budget - torch.cuda.memory_allocated(self._device) if on_device else there
+        self._of_a_sample = self._waiting.of(
+            shape,
+            lambda: self._measured(micro_batch(), sizes[0]) / sizes[0],
+            lambda each: each * sum(sizes) <= min(_FILLED * free, there),
+        )
+        needed = int(self._of_a_sample * sum(sizes))
+        if on_device:
+            self._tight = self._tight or needed > _FILLED * free
+        if not on_device or self._activations(len(sizes)) == "offload":
+            refuse_too_much(sum(sizes), needed, there, budgeted=there < host)
 
     def _measured(self, micro_batch: Any, size: int) -> int:
         """Return how much autograd saves of one micro-batch."""
