@@ -15,6 +15,8 @@ those of the big batch. Anywhere else a batch is the whole batch, and these are 
 `sum` and `mean` return their argument. An `Accumulator` sees one micro-batch after the other, and refuses such a loss.
 """
 
+import builtins
+import math
 import os
 import sys
 from typing import Any
@@ -53,7 +55,7 @@ def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
     worker = current()
     if x.dtype == torch.bool:
         x = x.long()  # how many are true
-    return summed(worker, x, f"sum{_called_from()}") if worker is not None else refuse_alone(x, "sum")
+    return summed(worker, x, "sum", _called_from()) if worker is not None else refuse_alone(x, "sum")
 
 
 def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
@@ -67,8 +69,8 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
         return refuse_alone(x, "mean")
     if count is None:
         sizes: tuple[int, ...] = worker.notes["sizes"]
-        total = float(worker.notes.get("all samples") or _total(sizes))
-        return summed(worker, x * (sizes[worker.number] / total), f"mean{_called_from()}")
+        total = float(worker.notes.get("all samples") or builtins.sum(sizes))
+        return summed(worker, x * (sizes[worker.number] / total), "mean", _called_from())
     if not (isinstance(count, Tensor) and count.device.type != "cpu") and float(count) < 0:  # no wait for a device
         msg = f"the count of across.mean is a number of things; found {float(count):g}"
         raise LossError(msg)
@@ -79,8 +81,8 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
     wide = x.float() if x.dtype in LOW_PRECISION else x
     # A mean over nothing is NaN, and counts nothing.
     own = torch.where(number > 0, wide * number.to(wide.dtype), torch.zeros_like(wide))
-    every = summed(worker, number, f"mean{_called_from()}")
-    return (summed(worker, own, f"mean{_called_from()}") / every.to(wide.dtype)).to(x.dtype)
+    every = summed(worker, number, "mean", _called_from())
+    return (summed(worker, own, "mean", _called_from()) / every.to(wide.dtype)).to(x.dtype)
 
 
 def offset() -> int:
@@ -91,7 +93,7 @@ def offset() -> int:
         return 0
     sizes: tuple[int, ...] = worker.notes["sizes"]
     before: int = worker.notes.get("samples before", 0)  # those of other ranks
-    return before + int(_total(sizes[: worker.number]))
+    return before + builtins.sum(sizes[: worker.number])
 
 
 def once(term: Tensor) -> Tensor:
@@ -124,7 +126,13 @@ def _called_from() -> str:
 
 
 def _refuse_unlike(worker: Any, term: Tensor, place: str) -> None:
-    """See once for every place that all micro-batches have the same value; it waits for a device."""
+    """See once for every term that all micro-batches have the same value; it waits for a device.
+
+    Terms are told apart by the line that marks them and, where one line marks several, by their order. A value of 0
+    says nothing yet: what is cut off below says more later.
+    """
+    time = worker.visits[place] = worker.visits.get(place, 0) + 1
+    place += f", time {time}" if time > 1 else ""
     seen: set[str] = worker.notes["seen once"]
     if place in seen:
         return
@@ -140,13 +148,7 @@ def _refuse_unlike(worker: Any, term: Tensor, place: str) -> None:
                 "mean over samples."
             )
             raise LossError(msg)
-        seen.add(place)
+        if all(0 < abs(value) < math.inf for value in values):
+            seen.add(place)
 
     meet_in_forward(worker, f"across.once{place}", float(term.detach()), compared)
-
-
-def _total(sizes: tuple[int, ...]) -> int:
-    total = 0
-    for size in sizes:
-        total += size
-    return total

@@ -153,9 +153,11 @@ class Admission:
             raise NeedsLockStep("BatchNorm in training mode")
         if self.side_by_side > 1:
             msg = (
-                "this loss went through BatchNorm in training mode that micro-batches did not meet at: it does not "
-                "call torch.nn.functional.batch_norm, so it has normalised by the micro-batch.\n"
-                "Write the layer with F.batch_norm or nn.BatchNorm, freeze it, or accept the difference:\n"
+                "this loss went through BatchNorm in training mode that micro-batches did not meet at, so it has "
+                "normalised by the micro-batch: it was called on a thread of the model's own, or does not call "
+                "torch.nn.functional.batch_norm.\n"
+                "Call it on the thread that the model is called on, write the layer with F.batch_norm or nn.BatchNorm, "
+                "freeze it, or accept the difference:\n"
                 f"    {self._accepting}"
             )
             raise BatchNormError(msg)

@@ -25,7 +25,7 @@ from bigbatch.lockstep.inner import refuse_inner_mean
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
 from bigbatch.lockstep.offloading import Offload
 from bigbatch.lockstep.renewing import Recipe, Recipes
-from bigbatch.lockstep.swapping import Swap
+from bigbatch.lockstep.swapping import Swap, swapped
 from bigbatch.ranks import meeting
 from bigbatch.ranks.ranks import Ranks
 
@@ -48,13 +48,8 @@ def norms_of(models: Sequence[nn.Module]) -> Norms:
 @contextmanager
 def batch_norm_met() -> Iterator[None]:
     """Have BatchNorm layers of workers' micro-batches, whoever's they are, normalise by their whole window."""
-    swap.enter()
-    _swap_below.enter()
-    try:
+    with swapped(swap, _swap_below):
         yield
-    finally:
-        _swap_below.leave()
-        swap.leave()
 
 
 def _met(  # noqa: PLR0917 - torch's own signature

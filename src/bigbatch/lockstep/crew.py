@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from bigbatch.errors import PathsDiffer
+from bigbatch.errors import ConfigurationError, PathsDiffer
 from bigbatch.lockstep.carrying import Carried
 from bigbatch.lockstep.one_core import stay_on, this_processor, wait_when_woken
 
@@ -35,6 +35,7 @@ class Worker:
         """Belong to a round of tasks."""
         self._round, self.number = round_, number
         self.meetings = 0  # how many this task has had
+        self.visits: dict[str, int] = {}  # how often it has come by a place that wants to know
 
     @property
     def size(self) -> int:
@@ -75,13 +76,21 @@ def current() -> Worker | None:
     return getattr(_here, "worker", None)
 
 
+def began_inside() -> bool:
+    """Whether this thread has been started while a window runs, as a task's own code starts some."""
+    thread = threading.current_thread()
+    # One that Python has not started is first seen when it is asked.
+    known = not isinstance(thread, threading._DummyThread)  # noqa: SLF001 - no public name
+    return known and any(round_.runs and thread not in round_.threads for round_ in list(_running))
+
+
 class Crew:
     """Threads that run tasks in lock-step, as many as there are tasks."""
 
     def __init__(self) -> None:
         """Have no threads yet."""
         self._seats: list[_Seat] = []
-        self._busy = False
+        self._latest: weakref.ref[_Round] | None = None
         self._end = weakref.finalize(self, _dismiss, self._seats)
 
     def run(
@@ -91,19 +100,18 @@ class Crew:
 
         `notes` is what all of them know.
         """
-        if self._busy:
+        latest = self._latest() if self._latest is not None else None
+        if latest is not None and latest.runs:
             msg = "a window in lock-step cannot be run inside of another with the same threads"
             raise RuntimeError(msg)
         if not all(seat.thread.is_alive() for seat in self._seats):
-            self._seats.clear()  # threads do not live on in a process that was forked
+            _dismiss(self._seats)  # those that are left: in a process that was forked, none
         while len(self._seats) < len(tasks):
-            self._seats.append(_Seat(f"bigbatch-{len(self._seats)}"))
-        self._busy = True
-        try:
-            processor = this_processor() if carried.stream is not None and len(tasks) > 1 else None
-            return _Round(tasks, self._seats[: len(tasks)], carried, notes or {}, processor).run()
-        finally:
-            self._busy = False
+            self._seats.append(_seat(len(self._seats), len(tasks)))
+        processor = this_processor() if carried.stream is not None and len(tasks) > 1 else None
+        round_ = _Round(tasks, self._seats[: len(tasks)], carried, notes or {}, processor)
+        self._latest = weakref.ref(round_)
+        return round_.run()
 
     def dismiss(self) -> None:
         """End the threads; later tasks get new ones."""
@@ -115,6 +123,19 @@ def _dismiss(seats: "list[_Seat]") -> None:
         seat.ended = True
         seat.wake()
     seats.clear()
+
+
+def _seat(number: int, tasks: int) -> "_Seat":
+    try:
+        return _Seat(f"bigbatch-{number}")
+    except RuntimeError as error:
+        msg = (
+            f"micro-batches in lock-step have a thread each, and of {tasks:,} the system would start {number:,}: "
+            f"{error}.\n"
+            "Take fewer micro-batches, larger ones:  BigStep(..., micro_batch_size=...); or allow this process more "
+            "threads (ulimit -u, or the limit on pids of its container)."
+        )
+        raise ConfigurationError(msg) from error
 
 
 class _Seat:
@@ -175,13 +196,18 @@ class _Round:
         self._turn = -1  # whose it is to run
         self._finished = threading.Lock()
         self._finished.acquire()
+        self.threads: frozenset[Any] = frozenset(threading.enumerate())  # those that were there when it began
+
+    @property
+    def runs(self) -> bool:
+        """Whether a task may run."""
+        return self._turn >= 0 and not self._over
 
     def run(self) -> list[Any]:
-        for number, seat in enumerate(self._seats):
-            seat.job = self._job(number)
         self._wait()
         failure, results = self._failure, self._results
         self._tasks, self._values, self._results, self._combined, self._failure = [], [], [], None, None
+        self.threads = frozenset()
         self.notes.clear()
         if failure is not None:
             try:
@@ -195,14 +221,30 @@ class _Round:
         try:  # around all of it: nothing has begun before this line, and all is over after it
             while not self._over:
                 if self._turn < 0:
+                    _running.add(self)
+                    for number, seat in enumerate(self._seats):
+                        seat.job = self._job(number)
                     self._hand_to(0)
                 elif not self._begun:
                     self._seats[0].wake()  # an interrupt came between its turn and its waking
                 # Not for ever: an interrupt that came by another thread is noticed when this one runs.
-                self._finished.acquire(timeout=_GLANCE)
+                if not self._finished.acquire(timeout=_GLANCE):
+                    self._miss()
         except BaseException as interrupt:  # noqa: BLE001 - raised again when no task runs any more
             self._failure = self._failure or interrupt
             self._wait()
+
+    def _miss(self) -> None:
+        """End the others where the thread whose turn it is has ended: it would pass on no baton."""
+        number = self._turn
+        gone = number >= 0 and not self._seats[number].thread.is_alive()
+        if gone and self._turn == number and not self._over:  # nor has it passed on the baton before
+            msg = (
+                f"the thread that ran micro-batch {number} of this window has ended without a word; what Python has to "
+                "say of it is on stderr. The next window has new threads."
+            )
+            self._failure = self._failure or RuntimeError(msg)
+            self._end(number)
 
     def meet(
         self,
@@ -265,9 +307,9 @@ class _Round:
                 return  # woken for nothing
             self._begun = True
             self._seats[number].job = None
-            _here.worker = Worker(self, number)
-            self._seats[number].stay_on(self._processor)
             try:
+                _here.worker = Worker(self, number)
+                self._seats[number].stay_on(self._processor)
                 if self._failure is None:
                     with self._carried.there():
                         self._results[number] = self._carried.context.copy().run(self._tasks[number])
@@ -277,7 +319,7 @@ class _Round:
                 if self._failure is None:
                     self._failure = error
             finally:
-                del _here.worker
+                _here.worker = None
             self._end(number)
 
         return job
@@ -295,6 +337,7 @@ class _Round:
         left = next((i for i in range(seats) if not self._done[i]), None)
         if left is None:
             self._over = True
+            _running.discard(self)
             self._finished.release()
         else:
             self._hand_to(left)
@@ -302,6 +345,9 @@ class _Round:
     def _hand_to(self, number: int) -> None:
         self._turn = number
         self._seats[number].wake()
+
+
+_running: set[_Round] = set()  # of all crews
 
 
 def _numbered(numbers: Sequence[int]) -> str:

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bigbatch.errors import BigBatchError
+from bigbatch.errors import BigBatchError, LossError
+from bigbatch.lockstep.crew import began_inside
 
 _here = threading.local()
 Value = TypeVar("Value", bound=Tensor | None)
@@ -42,6 +43,13 @@ def refuse_alone(x: Value, name: str) -> Value:
     """Return a value that is the whole batch's, as it is; in a window of micro-batches ask for lock-step instead."""
     if getattr(_here, "alone", False):
         raise NeedsLockStep(f"across.{name}")
+    if began_inside():
+        msg = (
+            f"across.{name} was called on a thread that has begun while micro-batches run in lock-step, and other "
+            "micro-batches cannot be met there: it would have answered for this one alone.\n"
+            "Call it on the thread that loss_fn is called on, before or after threads of your own."
+        )
+        raise LossError(msg)
     asked_anywhere[0] += 1
     _here.asked = times_asked() + 1
     if torch.is_grad_enabled():

@@ -26,10 +26,9 @@ def gathered(worker: Worker, x: Tensor, place: str) -> Tensor:
     return _remembered(found)
 
 
-def summed(worker: Worker, x: Tensor, of: str) -> Tensor:
-    """Return the sum of all micro-batches' tensors, which have one shape."""
-    kind, _, place = of.partition(" (")
-    name = f"across.{kind} of {_named(x, x.shape)}{' (' + place if place else ''}"
+def summed(worker: Worker, x: Tensor, kind: str, place: str) -> Tensor:
+    """Return the sum of all micro-batches' tensors, which have one shape; `kind` and `place`: who asked, and where."""
+    name = f"across.{kind} of {_named(x, x.shape)}{place}"
     found: Tensor = _Sum.apply(x, worker, name)  # type: ignore[no-untyped-call]
     return _remembered(found)
 

@@ -1,13 +1,17 @@
 """What a plan has to say of models whose samples are coupled."""
 
-from collections.abc import Iterator, Sequence
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bigbatch import checks
+from bigbatch.lockstep.swapping import Swap, swapped
 from bigbatch.memory.budget import human
 from bigbatch.memory.host import host_available
 from bigbatch.planning.report import Plan
@@ -16,20 +20,35 @@ from bigbatch.planning.report import Plan
 @contextmanager
 def single_samples() -> Iterator[None]:
     """Let BatchNorm take a single sample, as it does beside others; what it keeps of one is of no use."""
-    functional: Any = F
-    refuse, plain = functional._verify_batch_size, functional.batch_norm  # noqa: SLF001 - what raises there
-
-    def batch_norm(x: Tensor, mean: Tensor | None, variance: Tensor | None, *rest: Any, **named: Any) -> Any:
-        training = named.get("training", rest[2] if len(rest) > 2 else False)  # noqa: PLR2004 - after weight and bias
-        if training and x.numel() == x.shape[1]:
-            mean = variance = None
-        return plain(x, mean, variance, *rest, **named)
-
-    functional._verify_batch_size, functional.batch_norm = lambda _: None, batch_norm  # noqa: SLF001
+    before = getattr(_here, "single", False)
     try:
-        yield
+        _here.single = True
+        with swapped(_swap):
+            yield
     finally:
-        functional._verify_batch_size, functional.batch_norm = refuse, plain  # noqa: SLF001
+        _here.single = before
+
+
+def _taking_one(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Take the place of `F.batch_norm`, on the threads that want it."""
+
+    def batch_norm(x: Tensor, *given: Any, **named: Any) -> Tensor:
+        if not getattr(_here, "single", False):
+            return plain(x, *given, **named)
+        called = _signature.bind(x, *given, **named)
+        called.apply_defaults()
+        _, _, _, weight, bias, training, momentum, eps = called.args
+        if not training or x.numel() != x.shape[1]:
+            return plain(x, *given, **named)
+        # What F.batch_norm comes to when it does not refuse a single value.
+        return torch.batch_norm(x, weight, bias, None, None, True, momentum, eps, torch.backends.cudnn.enabled)  # noqa: FBT003
+
+    return batch_norm
+
+
+_here = threading.local()
+_signature = inspect.signature(F.batch_norm)
+_swap = Swap(F, "batch_norm", _taking_one)
 
 
 def awake_norms(models: Sequence[nn.Module]) -> list[str]:
