@@ -189,12 +189,12 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_refusal_of_the_library_has_no_traceback(directory: Path) -> None:
     """A setup that cannot work: where, what is wrong, then what to write."""
     (directory / "mine.py").write_text(FILE.replace("make(", "Setup(**vars(make()) | dict(").replace("})", "}))"))
-    source = (directory / "mine.py").read_text().replace("micro_batch_size=8", "micro_batch_size=7")
+    source = (directory / "mine.py").read_text().replace("micro_batch_size=8", "micro_batch_size=64")
     (directory / "mine.py").write_text("from bigbatch import Setup\n" + source)
     result = run("train", "mine.py")
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: mine.py, line 5: Setup(batch_size=32, micro_batch_size=7): 32 is")
-    assert "\n\nhint: Take batch_size=28 or 35" in result.stderr
+    assert result.stderr.startswith("error: mine.py, line 5: Setup(batch_size=32, micro_batch_size=64): a")
+    assert "\n\nhint: Did you mean batch_size=64" in result.stderr
     assert "Traceback" not in result.stderr
 
 
@@ -293,6 +293,32 @@ def test_samples_that_make_no_batch_are_no_bug_of_ours(directory: Path) -> None:
     assert result.stderr.endswith("\nerror: making a batch of data failed in epoch 1\n")
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "what"),
+    [
+        ("nn.ReLU()", "nn.BatchNorm1d(8)", "batch 64 = 16 × 4, in lock-step"),
+        (
+            "labels)\n\n",
+            "labels) + across.once(across.mean(model(inputs).mean()))\n\n",
+            "batch 64 = 16 × 4, in lock-step",
+        ),
+        ("size=16", "size=24", "batch 64 = up to 22 × 3"),
+    ],
+)
+def test_what_is_proved_and_planned_is_trained(right: str, wrong: str, what: str, directory: Path) -> None:
+    """Coupled samples and sizes that do not divide: the three commands take one file, each names the next."""
+    text = MINE.replace("import Setup", "import Setup, across").replace(right, wrong, 1)
+    (directory / "mine.py").write_text(text)
+    proved = run("verify", "mine.py")
+    assert proved.exit_code == 0, proved.output
+    assert "Exact" in proved.stdout
+    assert "Next: bigbatch train mine.py  (with the gradients that were proved)" in proved.stdout
+    assert "Next: bigbatch train mine.py" in run("plan", "mine.py").stdout
+    trained = run("train", "mine.py", "--clip", "1.0", "--epochs", "2")
+    assert trained.exit_code == 0, trained.output
+    assert f"mine.py: {what}, clipped at 1, seed 0" in trained.stdout
+
+
 def test_out_of_memory_has_a_hint(directory: Path) -> None:
     """The one that this library is for."""
     (directory / "mine.py").write_text(MINE.replace("inputs, labels = batch", "raise torch.OutOfMemoryError('no')"))
@@ -309,10 +335,15 @@ def test_out_of_memory_has_a_hint(directory: Path) -> None:
         ("return F.", "F.", "loss_fn returned None, not a tensor.", "Does it end with `return loss`?"),
         ("labels)\n\n", "labels, reduction='none')\n\n", "loss_fn returned a tensor of shape (16,)", "Reduce it"),
         ("labels)\n\n", "labels).sqrt()\n\n", "loss_fn: this loss does not add up", ""),
-        ("nn.ReLU()", "nn.BatchNorm1d(8)", "BatchNorm1d '1.0' is in training mode", "Either use BigStep"),
+        (
+            "return Setup(",
+            'model[1][0] = nn.BatchNorm1d(8)\n    return Setup(batch_norm="refuse",',
+            "BatchNorm1d '1.0' is in training mode",
+            'Either leave batch_norm="exact"',
+        ),
         ('{"nothing": 0.0}', "0.5", "evaluate is to return numbers by name; found float.", "Name them:"),
         ("loss_fn=loss_fn", "loss_fn=F.mse_loss", "mine.py, line 23: Setup(loss_fn=mse_loss)", "Call it in a"),
-        ("batch_size=64", "batch_size=65", "mine.py, line 23: Setup(batch_size=65, micro", "Take batch_size=64"),
+        ("batch_size=64", "batch_size=6", "mine.py, line 23: Setup(batch_size=6, micro", "Did you mean batch_size=16"),
     ],
 )
 def test_what_the_library_refuses_of_a_file_speaks_of_the_file(

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from bigbatch import Setup
 from bigbatch.cli import app
-from bigbatch.errors import ConfigurationError, RankFailed
+from bigbatch.errors import BatchError, ConfigurationError, RankFailed
 from bigbatch.recipes.launching import Place, lost_connection
 from bigbatch.recipes.sharing import Share
 from bigbatch.recipes.training import train_setup
@@ -28,7 +28,7 @@ from bigbatch.recipes.user_code import UserCodeError
 from tests.launched import assert_ended, torchrun
 from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_setup import make
+from tests.test_setup import contrastive, make
 
 FILE = """\
 import os
@@ -88,7 +88,24 @@ class Stream(IterableDataset[Any]):
             yield x, place % 3
 
 
+class Normed(nn.Linear):
+    """A layer, and a norm by the batch."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 3, bias=False, dtype=torch.float64)  # a norm's input has none that counts
+        self.norm = nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise what it gives."""
+        normed: Tensor = self.norm(super().forward(x))
+        return normed
+
+
 SETUPS: dict[str, dict[str, Any]] = {
+    "sizes that do not divide": {"micro_batch_size": 5},
+    "a loss that asks for all samples": {"micro_batch_size": 4, "loss_fn": contrastive},
+    "a stream whose loss asks": {"micro_batch_size": 4, "loss_fn": contrastive, "data": Stream(45)},
+    "a norm by the batch": {"micro_batch_size": 4, "kind": Normed},
     "whole micro-batches": {"micro_batch_size": 4},
     "one micro-batch a batch": {},
     "as the samples come": {"micro_batch_size": 8, "shuffle": False},
@@ -107,15 +124,21 @@ def trained(rank: int, settings: dict[str, Any]) -> Any:
         for parameter in setup.model.parameters():
             parameter.add_(rank)
     training = train_setup(setup, place=here(rank))
-    return [p.detach() for p in setup.model.parameters()], training
+    return state(setup), training
 
 
 def made(settings: dict[str, Any]) -> Setup:
     """Make the same on every rank, from the same seed."""
     torch.manual_seed(3)
-    setup = make(**{"epochs": 2, **settings})
-    inner = [p for group in setup.optimizer.param_groups for p in group["params"]]  # type: ignore[union-attr]
-    return make(**{"epochs": 2, **settings, "model": setup.model, "optimizer": torch.optim.AdamW(inner, lr=0.05)})
+    settings = {"epochs": 2, **settings}
+    kind = settings.pop("kind", None)
+    model = make().model if kind is None else kind()
+    return make(**{**settings, "model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05)})
+
+
+def state(setup: Setup) -> list[Tensor]:
+    """Return weights and statistics."""
+    return [each.detach().double() for each in setup.model.state_dict().values()]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +152,42 @@ def test_ranks_train_to_the_weights_of_one_process(name: str, ranks: int) -> Non
         if isinstance(found, BaseException):
             raise found
         weights, training = found
-        assert distance(weights, [p.detach() for p in setup.model.parameters()]) <= 1e-12
-        assert training.ranks == ranks
+        assert distance(weights, state(setup)) <= 1e-12
+        assert (training.ranks, training.lock_step) == (ranks, true.lock_step)
         if rank == 0:
             assert [epoch.updates for epoch in training.epochs] == [epoch.updates for epoch in true.epochs]
             assert [epoch.loss for epoch in training.epochs] == pytest.approx([epoch.loss for epoch in true.epochs])
+
+
+def fails(rank: int, settings: dict[str, Any]) -> str:
+    """Say what training raises."""
+    setup = made(settings)
+    before = [p.detach().clone() for p in setup.model.parameters()]
+    with pytest.raises(BatchError) as caught:
+        train_setup(setup, place=here(rank))
+    assert distance(before, [p.detach() for p in setup.model.parameters()]) == 0
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "what", "instead"),
+    [
+        (
+            {"kind": Normed, "batch_size": 23},
+            "the last batch of an epoch, 1 samples of 23, cannot",
+            "range(len(data) - 1)",
+        ),
+        ({"loss_fn": contrastive, "batch_size": 23}, "the last batch of an epoch, 1 samples of 23, cannot", "Subset"),
+        ({"kind": Normed, "batch_size": 2}, "a batch of 2 cannot be shared by 3 ranks", "no more than 2 ranks"),
+    ],
+)
+def test_coupled_batches_too_small_for_all_ranks_are_refused_at_once(
+    settings: dict[str, Any], what: str, instead: str
+) -> None:
+    """Ranks meet in the midst of a batch: none may be without a sample, and that is known before the first update."""
+    for text in run_on_ranks(3, fails, settings):
+        assert text.startswith(what)
+        assert instead in text
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 12))

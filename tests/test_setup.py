@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from bigbatch import Accumulator, counted
+from bigbatch import Accumulator, across, counted
 from bigbatch.cli.setup_file import read_setup
-from bigbatch.errors import BatchNormError, ConfigurationError, LossError
+from bigbatch.errors import BatchNormError, ConfigurationError, CoupledLoss, LossError
+from bigbatch.options import Options
 from bigbatch.recipes.training import expected_updates, train_setup
 from bigbatch.recipes.user_code import UserCodeError
 from bigbatch.setup import Setup
@@ -132,16 +133,160 @@ def test_what_an_accumulator_takes_a_setup_takes() -> None:
         "mesh",
         "overlap",
     }  # ranks are torchrun's, and there is no DDP to overlap
-    for name in set(theirs) - of_loops:
+    for name in set(theirs) - of_loops - {"batch_norm"}:
         assert ours[name] == theirs[name].default, name
+    assert ours["batch_norm"] == Options().batch_norm  # what an Accumulator refuses, a BigStep does
 
 
-def test_batch_norm_is_accepted_where_the_setup_says_so() -> None:
-    """Refused without, in the words of a Setup."""
+def test_batch_norm_is_refused_or_accepted_where_the_setup_says_so() -> None:
+    """In the words of a Setup."""
     settings = {**with_batch_norm(), "micro_batch_size": 8}
-    with pytest.raises(BatchNormError, match=r'\n    Setup\(\.\.\., batch_norm="micro"\)'):
-        train_setup(make(**settings))
-    assert train_setup(make(**settings, batch_norm="micro")).epochs[0].updates == 3
+    text = r'leave batch_norm="exact", which(.|\n)*\n    Setup\(\.\.\., batch_norm="micro"\)'
+    with pytest.raises(BatchNormError, match=text):
+        train_setup(make(**settings, batch_norm="refuse"))
+    training = train_setup(make(**settings, batch_norm="micro"))
+    assert training.epochs[0].updates == 3
+    assert not training.lock_step
+
+
+def contrastive(model: Any, batch: Any) -> Tensor:
+    """Each sample against all, with its own one as the target."""
+    scores = model(batch[0])
+    own = across.offset() + torch.arange(len(scores))
+    return cross_entropy(scores @ across.gather(scores * 0.5 + 1).T, own)
+
+
+def normed() -> nn.Module:
+    """A model with BatchNorm, the same every time."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+
+
+def linear() -> nn.Module:
+    """A model without, the same every time."""
+    torch.manual_seed(5)
+    return nn.Linear(5, 3).double()
+
+
+class Once(IterableDataset[Any]):
+    """A stream that can be read once, and draws as it goes."""
+
+    def __init__(self, samples: Any) -> None:
+        self.samples = iter(samples)
+
+    def __iter__(self) -> Any:
+        for inputs, label in self.samples:
+            torch.rand(3)
+            yield inputs, label
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [None, 8, 5])
+@pytest.mark.parametrize(("kind", "loss_fn"), [(normed, loss_of), (linear, contrastive), (normed, contrastive)])
+def test_coupled_samples_train_to_the_weights_of_whole_batches(
+    kind: Any, loss_fn: Any, micro_batch_size: int | None, streamed: bool
+) -> None:
+    """BatchNorm and `across`, a last batch of 6, statistics, clipping and a scheduler; a stream loses no sample."""
+    data: Any = make().data
+    model, epochs = kind(), 1 if streamed else 2
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    setup = make(
+        model=model,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+        data=Once(data) if streamed else data,
+        micro_batch_size=micro_batch_size,
+        shuffle=False,
+        epochs=epochs,
+        clip_norm=0.3,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9),
+    )
+    told: list[int] = []
+    training = train_setup(setup, on_update=told.append)
+    assert training.lock_step
+    assert told == [number for number in range(1, epochs + 1) for _ in range(3)]
+    true = kind()
+    optimizer = torch.optim.SGD(true.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    for _ in range(epochs):
+        for batch in DataLoader(data, batch_size=32):
+            optimizer.zero_grad()
+            loss_fn(true, batch).backward()
+            nn.utils.clip_grad_norm_(true.parameters(), 0.3)
+            optimizer.step()
+            scheduler.step()
+    for found, wanted in zip(model.state_dict().values(), true.state_dict().values(), strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_that_asks_finds_all_as_it_was() -> None:
+    """The loss that showed it has moved no buffer and drawn no number."""
+
+    class Counting(nn.Linear):
+        calls: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(5, 3, dtype=torch.float64)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls.add_(1)
+            drawn.append(torch.rand(()).item())
+            return super().forward(x)
+
+    drawn: list[float] = []
+    model = Counting()
+    setup = make(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss_fn=contrastive, micro_batch_size=8
+    )
+    torch.manual_seed(7)
+    train_setup(setup)
+    assert model.calls == 4 + 4 + 1
+    torch.manual_seed(7)
+    next(iter(setup.micro_batches()))
+    assert drawn[0] == torch.rand(()).item()
+    assert drawn.count(drawn[0]) > 1  # and again, in the update
+
+
+def test_a_loss_that_asks_later_says_from_when_on() -> None:
+    """By then updates were made without it."""
+    calls: list[int] = []
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        calls.append(1)
+        loss = loss_of(model, batch)
+        return loss if len(calls) < 6 else loss + across.mean(model(batch[0]).mean())
+
+    text = r"^loss_fn: this loss asks for all samples .*in epoch 1, micro-batch 6, and did not(.|\n)*\+ 0\.0 \* term$"
+    with pytest.raises(CoupledLoss, match=text):
+        train_setup(make(loss_fn=loss_fn, micro_batch_size=8))
+
+
+def test_what_a_step_refuses_is_said_to_a_setup() -> None:
+    """It has no Options, and a loss_fn."""
+
+    def forgetful(model: Any, batch: Any) -> Tensor:
+        scores = model(batch[0])
+        return cross_entropy(scores @ across.gather(scores).T, torch.arange(len(scores)))
+
+    with pytest.raises(
+        CoupledLoss, match=r"^loss_fn: (.|\n)*BigStep\(\.\.\., options=Options\(check=False\)\) in a loop"
+    ):
+        train_setup(make(loss_fn=forgetful, micro_batch_size=8))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_batch_need_not_be_a_multiple(streamed: bool) -> None:
+    """Micro-batches of a batch differ by one at most, and updates are those of the batch."""
+    data: Any = make().data
+    settings = {"shuffle": False, "epochs": 1, "loss_fn": loss_of}
+    whole, split = make(**settings), make(**settings, micro_batch_size=5, data=Once(data) if streamed else data)
+    assert (split.steps, split.sizes) == (7, [5, 5, 5, 5, 4, 4, 4])
+    one, other = train_setup(whole), train_setup(split)
+    assert one.epochs[0].updates == other.epochs[0].updates == 3
+    assert (weights(split) - weights(whole)).norm() <= 1e-12 * weights(whole).norm()
+    cut = [len(batch[1]) for batch in dataclasses.replace(split, data=data).micro_batches()]
+    assert cut == [5, 5, 5, 5, 4, 4, 4, 5, 5, 5, 5, 4, 4, 4, 5, 1]
 
 
 def test_a_frozen_layer_stays_frozen_and_a_model_in_eval_mode_is_trained() -> None:
@@ -237,7 +382,6 @@ def test_clipped_updates_are_counted() -> None:
         ({"epochs": 1.5}, "epochs is a positive integer"),
         ({"micro_batch_size": -1}, "micro_batch_size is a positive integer"),
         ({"batch_size": 16, "micro_batch_size": 32}, "Did you mean batch_size=32, micro_batch_size=16"),
-        ({"batch_size": 100, "micro_batch_size": 16}, "Take batch_size=96 or 112"),
         ({"data": DataLoader([1, 2])}, r"data=loader\.dataset"),  # type: ignore[arg-type]
         ({"data": iter([1])}, r"data=list\(samples\)"),
         ({"data": "train.csv"}, r"data='train\.csv'(.|\n)*this is a str\.\n(.|\n)*TensorDataset"),
@@ -265,7 +409,7 @@ def test_clipped_updates_are_counted() -> None:
         ({"scheduler": "cosine"}, r"scheduler must be a torch\.optim\.lr_scheduler"),
         ({"scaler": 1024}, r"scaler must be a torch\.amp\.GradScaler"),
         ({"gradient_dtype": torch.int8}, "gradient_dtype must be"),
-        ({"batch_norm": "maybe"}, 'batch_norm must be "refuse" or "micro"'),
+        ({"batch_norm": "maybe"}, 'batch_norm must be "exact", "refuse" or "micro"'),
         ({"skip_nonfinite": "yes"}, "skip_nonfinite must be True or False"),
     ],
 )

@@ -1,7 +1,8 @@
 """What to train: the one object that `bigbatch train FILE.py` and its siblings ask a file for."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any, Literal
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from bigbatch import setup_checks
+from bigbatch.batches.splitting import balanced
 from bigbatch.errors import ConfigurationError
 
 
@@ -38,8 +40,9 @@ class Setup:
         optimizer: one, or several that step together.
         data: samples, not batches: the same samples are cut into micro-batches here and elsewhere into big ones.
         batch_size: samples behind one optimizer step.
-        micro_batch_size: samples that go through the model at once; the whole batch where it is not given.
-        loss_fn: called as `loss_fn(model, batch)`; `model(**batch).loss` where it is not given.
+        micro_batch_size: the most samples that go through the model at once; the whole batch where it is not given.
+        loss_fn: called as `loss_fn(model, batch)`; `model(**batch).loss` where it is not given. Where it, or the model,
+            asks for all samples of the batch (`across`), micro-batches run in lock-step, by a `BigStep`.
         epochs: passes over `data`.
         collate: makes a batch of samples, as `collate_fn` of a DataLoader.
         shuffle: a new order in every epoch; streams come as they are.
@@ -49,7 +52,8 @@ class Setup:
         scheduler: stepped once per update.
         scaler: unscaled, stepped and updated once per update; `loss_fn` returns the loss unscaled.
         gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
-        batch_norm: "refuse" training-mode BatchNorm, or accept "micro"-batch statistics, which differ.
+        batch_norm: "exact" has BatchNorm in training mode normalise by the big batch: micro-batches run in lock-step,
+            by a `BigStep`. "refuse" it, or accept "micro"-batch statistics, which differ.
         counts: a function from a batch to the counts of the loss's terms, for losses with several counts.
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
     """
@@ -68,7 +72,7 @@ class Setup:
     scheduler: LRScheduler | Sequence[LRScheduler] | None = None
     scaler: GradScaler | None = None
     gradient_dtype: torch.dtype | None = torch.float32
-    batch_norm: Literal["refuse", "micro"] = "refuse"
+    batch_norm: Literal["exact", "refuse", "micro"] = "exact"
     counts: Callable[[Any], Any] | None = None
     skip_nonfinite: bool = False
 
@@ -89,18 +93,28 @@ class Setup:
         )
 
     @property
+    def sizes(self) -> list[int]:
+        """Samples of each micro-batch of a whole batch: as few as there can be, of at most two sizes."""
+        return balanced(self.batch_size, self.micro_batch_size or self.batch_size)
+
+    @property
     def steps(self) -> int:
         """Micro-batches in one update."""
-        return self.batch_size // (self.micro_batch_size or self.batch_size)
+        return len(self.sizes)
 
     def micro_batches(self) -> DataLoader[Any]:
         """One pass over the data, cut into micro-batches; the last may be short, none is dropped."""
-        return DataLoader(
-            self.data,  # type: ignore[arg-type]  # a plain sequence of samples serves as a Dataset
-            batch_size=self.micro_batch_size or self.batch_size,
-            shuffle=self.shuffle and not isinstance(self.data, IterableDataset),
-            collate_fn=self.collate,
+        data: Any = self.data  # a plain sequence of samples serves as a Dataset
+        stream = isinstance(data, IterableDataset)
+        sizes = self.sizes
+        plain: DataLoader[Any] = DataLoader(
+            data, batch_size=sizes[0], shuffle=self.shuffle and not stream, collate_fn=self.collate
         )
+        if len(set(sizes)) == 1:
+            return plain
+        if stream:
+            return DataLoader(_Parts(data, sizes), batch_size=None, collate_fn=self.collate or default_collate)
+        return DataLoader(data, batch_sampler=_Parts(plain.sampler, sizes), collate_fn=self.collate)
 
     def loss(self, batch: Any) -> Tensor:
         """The loss of one batch, refused in the words of who wrote it where it is none."""
@@ -120,3 +134,18 @@ class Setup:
                 f"Say how a loss is made of it:\n{setup_checks.LOSS_FN}"
             )
         return setup_checks.loss("model(**batch).loss", outputs.loss)
+
+
+class _Parts(IterableDataset[list[Any]]):
+    """Things in lists of some sizes, over and over: a batch is as many of them as there are sizes."""
+
+    def __init__(self, things: Iterable[Any], sizes: Sequence[int]) -> None:
+        self._things, self._sizes = things, sizes
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        source = iter(self._things)
+        for size in cycle(self._sizes):
+            part = list(islice(source, size))
+            if not part:
+                return
+            yield part

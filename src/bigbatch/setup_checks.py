@@ -73,7 +73,7 @@ def optimizer(found: object, trained: nn.Module) -> None:
 
 
 def sizes(batch: object, micro: object, epochs: object) -> None:
-    """Accept positive integers, and a batch of whole micro-batches."""
+    """Accept positive integers, and a micro-batch that is a part of the batch."""
     batch_size = _count("batch_size", batch)
     _count("epochs", epochs)
     if micro is None:
@@ -84,12 +84,6 @@ def sizes(batch: object, micro: object, epochs: object) -> None:
         raise ConfigurationError(
             f"{given}: a micro-batch is a part of the batch.\n"
             f"Did you mean batch_size={micro_size}, micro_batch_size={batch_size}?"
-        )
-    if batch_size % micro_size:
-        below = batch_size - batch_size % micro_size
-        raise ConfigurationError(
-            f"{given}: {batch_size} is not a multiple of {micro_size}.\n"
-            f"Take batch_size={below} or {below + micro_size}, or a micro_batch_size that divides {batch_size}."
         )
 
 
@@ -189,7 +183,9 @@ def accumulation(
     checks.schedulers(scheduler, optimizers if isinstance(optimizers, list | tuple) else (optimizers,))
     checks.scaler(scaler)
     checks.gradient_dtype(gradient_dtype)
-    checks.batch_norm(batch_norm)
+    if batch_norm not in {"exact", "refuse", "micro"}:
+        msg = f'batch_norm must be "exact", "refuse" or "micro"; found {batch_norm!r}'
+        raise ConfigurationError(msg)
     checks.skip_nonfinite(skip_nonfinite)
 
 

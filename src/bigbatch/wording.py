@@ -41,7 +41,7 @@ def in_words_of(entrance: str, message: str) -> str:
     message = _WITH_COUNT.sub(r"return counted(\1, \2)", message)
     for said, instead in _OF_LOOPS.items():
         message = message.replace(said, instead)
-    for said, instead in _OF_NORMS.items() if entrance == "BigStep" else ():
+    for said, instead in _OF_NORMS.items() if entrance in {"BigStep", "Setup"} else ():
         message = message.replace(said, instead)
     for pattern, instead in _OF_COUNTS if entrance == "BigStep" else ():
         message = pattern.sub(instead, message)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bigbatch.planning.report import Plan
     from bigbatch.recipes.launching import Place
 
-_WHOLE = ("BigStep", "Accumulator", "torchrun")  # begin what is no command of ours
+_WHOLE = ("Accumulator", "torchrun")  # begin what is no command of ours
 
 
 def plan(
@@ -159,10 +159,6 @@ def _next(found: "Plan", file: Path) -> tuple[str, str]:
         )
     if found.ranks is not None:
         train = typed(train, found.ranks.ranks)
-    if any("lock-step" in note for note in found.notes):
-        return f"BigStep(model, optimizer, loss_fn, micro_batch_size={found.size})", "whose micro-batches meet"
     if found.steps == 1:
         return train, "with no micro_batch_size in its Setup"
-    # A Setup's batch is made of micro-batches of one size.
-    even = max(n for n in range(1, found.size + 1) if found.batch_size % n == 0)
-    return train, f"with micro_batch_size={even} in its Setup"
+    return train, f"with micro_batch_size={found.size} in its Setup"

@@ -48,7 +48,8 @@ def _print_headline(training: Training, path: Path, seed: int, console: Console)
         steps = f"up to {steps}"
     clipped = f", clipped at {training.clip_norm:g}" if training.clip_norm is not None else ""
     ranks = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
-    paragraph(console, f"{path.name}: batch {training.batch_size} = {steps}{ranks}{clipped}, seed {seed}")
+    meets = ", in lock-step" if training.lock_step and training.steps * training.ranks > 1 else ""
+    paragraph(console, f"{path.name}: batch {training.batch_size} = {steps}{ranks}{meets}{clipped}, seed {seed}")
     console.print()
 
 

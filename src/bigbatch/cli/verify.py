@@ -88,7 +88,6 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
         batch = next(iter(whole.micro_batches()))
     if not setup.model.training:  # as `bigbatch train` has it
         setup.model.train()
-    norm = "micro" if setup.batch_norm == "micro" else "exact"
     size = micro_batch_size or setup.micro_batch_size or max(1, whole.batch_size * 2 // 5)
     with progress() as bar:
         task = bar.add_task(file.name, total=None)
@@ -99,7 +98,7 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
                 batch,
                 size,
                 train_window=train_window,
-                options=Options(batch_norm=norm, gradient_dtype=setup.gradient_dtype),  # type: ignore[arg-type]
+                options=Options(batch_norm=setup.batch_norm, gradient_dtype=setup.gradient_dtype),
                 on_run=lambda what: bar.update(task, advance=1, description=what),
             )
     return _with_notes(found, setup, whole.batch_size, [] if train_window is not None else _misspelt(names))

@@ -7,6 +7,7 @@ into parts that differ by one at most, and some may be empty.
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,13 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.recipes.launching import Place
 from bigbatch.setup import Setup
 
 
 class Share:
     """One rank's part of a `Setup`."""
+
+    _meets = False  # whether ranks meet in the midst of a batch, of which each then needs a sample
+    _fewest: int | None = None  # samples of the smallest batch so far
 
     def __init__(self, setup: Setup, place: Place) -> None:
         """See that all ranks have the same, and begin with the first rank's weights."""
@@ -49,6 +53,11 @@ class Share:
         """How many micro-batches this rank has of every whole batch."""
         return max(len(self.own_parts(range(self.batch_size))), 1)
 
+    @property
+    def samples(self) -> int:
+        """How many samples this rank has of every whole batch."""
+        return len(_even(self.batch_size, self.place.size)[self.place.rank])
+
     def micro_batches(self) -> Iterator[Any]:
         """One pass over this rank's part of the data."""
         state = torch.get_rng_state()
@@ -56,7 +65,7 @@ class Share:
         torch.set_rng_state(state)  # the first rank's, which draws the order of all
         if isinstance(self._setup.data, IterableDataset):
             return self._of_a_stream()
-        plain = self._setup.micro_batches()
+        plain = replace(self._setup, micro_batch_size=None).micro_batches()
         loader = DataLoader(plain.dataset, batch_sampler=_Own(self, plain.sampler), collate_fn=plain.collate_fn)
         return iter(loader)
 
@@ -65,8 +74,24 @@ class Share:
         self._refuse_unlike("a stream that differs from rank to rank", *self._seen)
         self._send(self._setup.model.buffers())
 
+    def any_says(self, yes: bool) -> bool:  # noqa: FBT001 - what this rank says
+        """Whether this rank or another one says so."""
+        found = torch.tensor([int(yes)])
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.place.talk)
+        return bool(found)
+
+    def meet(self) -> None:
+        """Have ranks meet in the midst of a batch; refuse one that leaves a rank none, once that is known."""
+        self._meets = True
+        data: Any = self._setup.data
+        last = 0 if isinstance(data, IterableDataset) else len(data) % self.batch_size
+        self._refuse_too_few(min(self.batch_size, last or self.batch_size, self._fewest or self.batch_size))
+
     def own_parts(self, batch: Sequence[Any]) -> list[list[Any]]:
         """This rank's micro-batches of one batch."""
+        self._fewest = min(len(batch), self._fewest or len(batch))
+        if self._meets:
+            self._refuse_too_few(len(batch))
         own = _even(len(batch), self.place.size)[self.place.rank]
         most = self._setup.micro_batch_size or self.batch_size
         pieces = _even(len(own), -(-len(own) // most))
@@ -99,6 +124,20 @@ class Share:
                 checksum = zlib.crc32(repr(_looks(sample)).encode(), checksum)
             self._seen = (number + len(batch), checksum)
             yield from map(collate, self.own_parts(batch))
+
+    def _refuse_too_few(self, samples: int) -> None:
+        """Raise, on all ranks, where a batch has fewer samples than there are ranks."""
+        if samples >= self.place.size:
+            return
+        whole = self.batch_size
+        what, instead = f"a batch of {whole}", f"Take a larger batch_size, or start no more than {samples} ranks."
+        if samples < whole:
+            what = f"the last batch of an epoch, {samples} samples of {whole},"
+            instead = f"Take another batch_size, or leave samples out:  data=Subset(data, range(len(data) - {samples}))"
+        raise BatchError(
+            f"{what} cannot be shared by {self.place.size} ranks: samples are coupled (BatchNorm in training mode, or "
+            f"across in the loss or the model), and every rank needs one at least.\n{instead}"
+        )
 
     def _refuse_unlike_data(self) -> None:
         data: Any = self._setup.data

@@ -1,7 +1,7 @@
-"""Train a user's `Setup` with an `Accumulator`, alone or as one of several processes."""
+"""Train a user's `Setup`, alone or as one of several processes."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from bigbatch import setup_checks
-from bigbatch.accumulator import Accumulator
 from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.recipes.feeding import Feed
 from bigbatch.recipes.launching import Place
 from bigbatch.recipes.sharing import Share
-from bigbatch.recipes.user_code import calling, in_a_setups_words
+from bigbatch.recipes.updating import InLockStep, LossAsks, Way, way_of
+from bigbatch.recipes.user_code import calling
 from bigbatch.setup import Setup
 from bigbatch.update import Update
 
@@ -47,6 +48,8 @@ class Training:
     """Peak of CUDA memory, where the model is there."""
     ranks: int = 1
     """Processes that have trained together; sizes, steps and memory are then those of the first."""
+    lock_step: bool = False
+    """Whether samples are coupled, and the micro-batches of a batch meet, in a `BigStep`."""
 
 
 def train_setup(
@@ -64,31 +67,17 @@ def train_setup(
     have come to. What the user's own code raises comes out as a `UserCodeError` that says which call it was.
     """
     setup_checks.refuse_shards(setup.model)
-    share = None if place is None else Share(setup, place)
-    steps = setup.steps if share is None else share.steps
+    share = None if place is None else Share(replace(setup, collate=list), place)  # a feed collates
     device = next((parameter.device for parameter in setup.model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    with in_a_setups_words():
-        accumulator = Accumulator(
-            setup.model,
-            setup.optimizer,
-            steps=steps,
-            clip_norm=setup.clip_norm,
-            scheduler=setup.scheduler,
-            scaler=setup.scaler,
-            gradient_dtype=setup.gradient_dtype,
-            batch_norm=setup.batch_norm,
-            counts=_counts(setup),
-            skip_nonfinite=setup.skip_nonfinite,
-            group=None if share is None else share.group,
-        )
     if not setup.model.training:  # as from_pretrained() returns it; else layers frozen by .eval() stay so
         setup.model.train()
+    way = way_of(setup, share)
     training = Training(
         batch_size=setup.batch_size,
-        micro_batch_size=(setup.micro_batch_size or setup.batch_size) if share is None else share.micro_batch_size,
-        steps=steps,
+        micro_batch_size=max(setup.sizes) if share is None else share.micro_batch_size,
+        steps=setup.steps if share is None else share.steps,
         clip_norm=setup.clip_norm,
         epochs=(),
         peak_bytes=None,
@@ -96,44 +85,49 @@ def train_setup(
     )
     try:
         for number in range(1, setup.epochs + 1):
-            epoch = _one_epoch(setup, accumulator, number, partial(on_update, number), share)
+            of_it = Feed(setup, share, number), number, partial(on_update, number), share
+            epoch = _unless_it_asks(partial(_one_epoch, setup, way, *of_it))
+            if epoch is None:
+                way.leave()
+                way = InLockStep(setup, share)
+                epoch = _one_epoch(setup, way, *of_it)
             peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-            training = replace(training, epochs=(*training.epochs, epoch), peak_bytes=peak)
+            epochs = (*training.epochs, epoch)
+            training = replace(training, epochs=epochs, peak_bytes=peak, lock_step=way.lock_step)
             on_epoch(training)
     except BaseException:
-        accumulator.discard()  # what ended here is no window that somebody forgot
+        way.leave()
         raise
     return training
+
+
+def _unless_it_asks(epoch: Callable[[], Epoch]) -> Epoch | None:
+    """Run an epoch; None where its first loss asks for other micro-batches. Nothing of that loss is kept alive."""
+    try:
+        return epoch()
+    except LossAsks:
+        return None
 
 
 def expected_updates(setup: Setup) -> int | None:
     """How many updates there will be, where the data has a length."""
     try:
-        micro_batches = len(setup.micro_batches())
+        return setup.epochs * len(replace(setup, micro_batch_size=None).micro_batches())
     except TypeError:
         return None
-    return setup.epochs * -(-micro_batches // setup.steps)
 
 
-def _one_epoch(
-    setup: Setup, accumulator: Accumulator, number: int, on_update: Callable[[], None], share: Share | None
+def _one_epoch(  # noqa: PLR0917 - what an epoch is made of
+    setup: Setup, way: Way, feed: Feed, number: int, on_update: Callable[[], None], share: Share | None
 ) -> Epoch:
     """One pass: train, then evaluate; of several ranks the first alone, for which the others wait."""
     updates: list[Update] = []
-    micro_batches = 0
     started = time.perf_counter()
-    for batch in accumulator.over(_batches(setup, number, share)):
-        micro_batches += 1
-        when = f"in epoch {number}, micro-batch {micro_batches}"
-        with calling("model(**batch).loss" if setup.loss_fn is None else "loss_fn", when):
-            loss = setup.loss(batch)
-        with calling("the loss's backward, or the update after it,", when), in_a_setups_words():
-            update = accumulator.backward(loss)
-        if update is not None:
-            updates.append(update)
-            on_update()
+    for update in way.updates(feed, number):
+        updates.append(update)
+        on_update()
     first = share is None or share.place.speaks
-    if not micro_batches and first:  # which has a sample of every batch
+    if not updates and first:  # which has a sample of every batch
         raise ConfigurationError(
             f"Setup(data={type(setup.data).__name__}): it gave no sample in epoch {number}.\n"
             "An IterableDataset must begin anew each time that it is asked for its __iter__()."
@@ -147,25 +141,6 @@ def _one_epoch(
         share.end_epoch()
     metrics = _evaluated(setup, number) if first else {}
     return Epoch(len(done), len(updates) - len(done), clipped, mean_loss, metrics, seconds)
-
-
-def _batches(setup: Setup, epoch: int, share: Share | None) -> Iterator[Any]:
-    """The micro-batches of one pass."""
-    with calling("making a batch of data", f"in epoch {epoch}"):
-        yield from setup.micro_batches() if share is None else share.micro_batches()
-
-
-def _counts(setup: Setup) -> Callable[[Any], Any] | None:
-    """The user's `counts`, named where it fails."""
-    theirs = setup.counts
-    if theirs is None:
-        return None
-
-    def counts(batch: Any) -> Any:
-        with calling("counts"):
-            return theirs(batch)
-
-    return counts
 
 
 def _larger_than(clip_norm: float, updates: list[Update]) -> int:
