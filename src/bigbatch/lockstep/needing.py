@@ -1,7 +1,7 @@
 """Where a loss asks for other micro-batches and there are none to ask."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -39,6 +39,24 @@ def times_asked(*, in_training: bool = False) -> int:
     return found
 
 
+@contextmanager
+def heard_by(listener: Callable[[], None]) -> Iterator[None]:
+    """Have a function called, on this thread, where micro-batches would meet if there were others."""
+    before = getattr(_here, "listener", None)
+    try:
+        _here.listener = listener
+        yield
+    finally:
+        _here.listener = before
+
+
+def would_meet() -> None:
+    """Say so."""
+    listener: Callable[[], None] | None = getattr(_here, "listener", None)
+    if listener is not None:
+        listener()
+
+
 def refuse_alone(x: Value, name: str) -> Value:
     """Return a value that is the whole batch's, as it is; in a window of micro-batches ask for lock-step instead."""
     if getattr(_here, "alone", False):
@@ -54,6 +72,8 @@ def refuse_alone(x: Value, name: str) -> Value:
     _here.asked = times_asked() + 1
     if torch.is_grad_enabled():
         _here.asked_in_training = times_asked(in_training=True) + 1
+    if x is not None:
+        would_meet()
     if x is None or not x.requires_grad:
         return x
     found: Value = _Alone.apply(x)  # type: ignore[no-untyped-call]  # torch leaves apply untyped

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bigbatch import checks
+from bigbatch.lockstep.needing import would_meet
 from bigbatch.lockstep.swapping import Swap, swapped
 from bigbatch.memory.budget import human
 from bigbatch.memory.host import host_available
 from bigbatch.planning.report import Plan
+from bigbatch.planning.waiting import Waiting
 
 
 @contextmanager
@@ -38,6 +40,8 @@ def _taking_one(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         called = _signature.bind(x, *given, **named)
         called.apply_defaults()
         _, _, _, weight, bias, training, momentum, eps = called.args
+        if training:
+            would_meet()
         if not training or x.numel() != x.shape[1]:
             return plain(x, *given, **named)
         # What F.batch_norm comes to when it does not refuse a single value.
@@ -56,24 +60,38 @@ def awake_norms(models: Sequence[nn.Module]) -> list[str]:
     return [name for name, module in checks.batch_norms(models) if checks.is_awake(module)]
 
 
-def coupled_notes(models: Sequence[nn.Module], found: Plan) -> tuple[str, ...]:
-    """Say where activations wait while micro-batches run in lock-step, and whether there is room."""
+def coupled_notes(
+    models: Sequence[nn.Module], found: Plan, *, inside: bool, waiting: Waiting | None
+) -> tuple[str, ...]:
+    """Say where activations wait while micro-batches run in lock-step, and whether there is room.
+
+    `inside`: models ask for other samples between their layers.
+    """
     awake = awake_norms(models)
-    if not awake or found.size is None:
+    if not (awake or inside) or found.size is None:
         return ()
+    said = "This model asks for other samples between its layers (across):"
+    if awake:
+        said = f"BatchNorm ('{awake[0]}'{' and others' if len(awake) > 1 else ''}) couples the samples:"
     if found.steps == 1:
-        said = f"BatchNorm ('{awake[0]}') couples the samples: BigStep takes all at once where that fits, and otherwise"
-        return (f"{said} runs micro-batches in lock-step; an Accumulator, as in bigbatch train, refuses it.",)
-    peaks = [(row.size, row.measured_bytes or row.predicted_bytes) for row in found.rows]
-    known = [(size, peak) for size, peak in peaks if peak is not None]
-    said = (
-        f"BatchNorm ('{awake[0]}'{' and others' if len(awake) > 1 else ''}) couples the samples: micro-batches run in "
-        "lock-step, and the activations of the whole batch"
-    )
-    if len(known) < 2:  # noqa: PLR2004 - a line has two points
+        said += " BigStep takes all at once where that fits, and otherwise runs micro-batches in lock-step;"
+        return (f"{said} an Accumulator, as in bigbatch train, refuses it.",)
+    said += " micro-batches run in lock-step, and the activations of the whole batch"
+    if waiting is None:
         return (f"{said} wait on the device or in host memory.",)
-    (small, low), (large, high) = known[0], known[-1]
-    waiting = int((high - low) / (large - small) * found.batch_size)
     there = host_available()
-    room = "more than is free: a step would be refused" if waiting > there else f"of {human(there)} that are free"
-    return (f"{said}, about {human(max(waiting, 0))}, wait in host memory where the device has no room, {room}.",)
+    room = f"of {human(there)} that are free"
+    if waiting.whole > there:
+        room = "more than is free: a step would be refused"
+    chosen = next((row for row in found.rows if row.size == found.size), None)
+    if chosen is None or chosen.waiting_bytes is None:
+        return (f"{said}, about {human(waiting.whole)}, wait in this process's memory, beside these peaks, {room}.",)
+    beside = (
+        f"Peaks are of a micro-batch alone: beside one of {found.size:,} wait about {human(chosen.waiting_bytes)} on "
+        "the device, the samples of all, tensors too small to move and what others hold where they meet; "
+        f"{human((found.peak_bytes or 0) + chosen.waiting_bytes)} in all"
+    )
+    return (
+        f"{said}, about {human(waiting.whole)}, wait in host memory where the device has no room, {room}.",
+        f"{beside}{'' if chosen.fits else ', more than there is to use: take a smaller batch'}.",
+    )

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -20,15 +21,18 @@ from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, room
 from bigbatch.memory.host import resident
 from bigbatch.memory.rehearsal import Stage
-from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose
-from bigbatch.micro_steps.restoring import Randomness, devices_of
+from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose, even_sizes
+from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
 from bigbatch.own_loss import own_loss
 from bigbatch.planning.among_ranks import Company
 from bigbatch.planning.coupled import awake_norms, coupled_notes, single_samples
 from bigbatch.planning.report import Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
+from bigbatch.planning.waiting import Asking, Saved, Waiting, saved
+from bigbatch.planning.waiting import bytes_of as samples_of
 from bigbatch.wording import speaking_of
 
+_FURTHER = 3  # probes where others wait beside
 TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 
 
@@ -80,7 +84,8 @@ def make_plan(
     optimizers = () if optimizer is None else checks.optimizers(optimizer, models)
     company = Company(models, ranks)
     device = company.device or _device(models)
-    work = _Work(model, models, optimizers, loss_fn or own_loss, Batch.of(batch), on_probe or (lambda _: None), company)
+    loss, asking = loss_fn or own_loss, Asking(models)
+    work = _Work(model, models, optimizers, loss, Batch.of(batch), on_probe or (lambda _: None), company, asking)
     budget, tracing = bytes_of(memory, device), memory is not None and _must_trace(memory, device)
     if tracing:
         company.refuse_tracing()
@@ -88,8 +93,9 @@ def make_plan(
     randomness = Randomness(devices_of(models))  # a trace, too, runs the user's code, and that of optimizers
     try:
         with company.quiet():
-            found = _traced(work, budget, device) if tracing else _measured(work, budget, device)
-        return replace(found, notes=(*found.notes, *coupled_notes(models, found)), ranks=company.costs(found))
+            found, waiting = _traced(work, budget, device) if tracing else _measured(work, budget, device)
+        said = coupled_notes(models, found, inside=work.asking.inside, waiting=waiting)
+        return replace(found, notes=(*found.notes, *said), ranks=company.costs(found))
     finally:
         randomness.restore()
 
@@ -105,6 +111,21 @@ class _Work:
     batch: Batch
     on_probe: Callable[[int], None]
     company: Company
+    asking: Asking
+
+    @property
+    def waits(self) -> bool:
+        """Whether micro-batches wait for each other inside of a model."""
+        return self.asking.inside or self.norms
+
+    @property
+    def norms(self) -> bool:
+        """Whether they do so at norms."""
+        return bool(awake_norms(self.models))
+
+    def waiting(self, saved: Saved) -> Waiting:
+        """Say what waits, by what is saved of a micro-batch."""
+        return Waiting(saved, samples_of(self.batch.take(slice(None))), self.largest, limited=self.norms)
 
     @property
     def largest(self) -> int:
@@ -120,7 +141,7 @@ def _must_trace(memory: float | str, device: torch.device) -> bool:
     return device.type != "cuda" or asked > room(device).reachable
 
 
-def _measured(work: _Work, budget: int, device: torch.device) -> Plan:
+def _measured(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Waiting | None]:
     # Gradients are there whether an optimizer is given or not; one without state stands in for it.
     trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
     optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
@@ -136,7 +157,8 @@ def _measured(work: _Work, budget: int, device: torch.device) -> Plan:
 
     def probe(size: int) -> Probe:
         def run() -> None:
-            returned = work.loss(work.model, mover.moved(work.batch.take(slice(0, size))))
+            with work.asking.watched():
+                returned = work.loss(work.model, mover.moved(work.batch.take(slice(0, size))))
             loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
             with speaking_of("BigStep"):
                 checks.loss(loss, None)
@@ -150,16 +172,31 @@ def _measured(work: _Work, budget: int, device: torch.device) -> Plan:
             seen = replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
         return work.company.agreed(seen)
 
+    def weigh(size: int) -> Waiting | None:
+        if meets:
+            return None  # shards do not run in lock-step
+        found: list[Saved] = []
+        samples = work.batch.take(slice(0, size))
+
+        def run() -> None:
+            loss = partial(work.loss, work.model, mover.moved(samples))
+            found.append(saved(loss, size, work.models, device, norms=work.norms))
+
+        with untouched(work.models):
+            alone.run(run, size)
+        return work.waiting(found[0])
+
     if meets:
         probe(1)  # what FSDP makes in its first pass it keeps, emptied: it would be counted as held
-    found = _search(work, probe, budget, MARGIN)
     on_cuda = device.type == "cuda"
-    return found.plan(
+    found = _search(work, probe, budget, MARGIN, weigh, elsewhere=on_cuda)
+    made = found.plan(
         device=torch.cuda.get_device_name(device) if on_cuda else "this machine's CPU",
         resident=held,
         measured=True,
         notes=(*(() if on_cuda else (_WHOLE_PROCESS,)), *refusals[:1]),
     )
+    return made, found.waiting
 
 
 _WHOLE_PROCESS = "Peaks are the whole process's: what else it holds counts, too."
@@ -187,19 +224,30 @@ def _held(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: 
     return there + size_of(gradients) + wider(gradients) + max(0, state - made), while_stepping
 
 
-def _traced(work: _Work, budget: int, device: torch.device) -> Plan:
+def _traced(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Waiting | None]:
     traced: list[Prediction] = []
 
     def probe(size: int) -> Probe:
-        with single_samples():
+        with single_samples(), work.asking.watched():
             traced.append(predict(work.model, work.loss, work.batch.take(slice(0, size)), work.optimizers))
         return Probe(size, traced[-1].peak)
 
-    found = _search(work, probe, budget, TRACED_MARGIN)
+    def weigh(size: int) -> Waiting:
+        found: list[Saved] = []
+
+        def loss_fn(model: Any, samples: Any) -> Tensor:
+            found.append(saved(partial(work.loss, model, samples), size, work.models, None, norms=work.norms))
+            return torch.zeros((), requires_grad=True)  # whose backward is of no interest
+
+        with single_samples():
+            predict(work.model, loss_fn, work.batch.take(slice(0, size)))
+        return work.waiting(found[0])
+
+    found = _search(work, probe, budget, TRACED_MARGIN, weigh, elsewhere=True)
     here = "this machine has no GPU" if device.type == "cpu" else f"{device} has {human(room(device).reachable)}"
     note = f"Predicted by tracing, since {here}; {TRACED_MARGIN:.0%} are left free for what a trace does not see."
     notes = (note, "Times are not known: on the device itself, a smaller size may be as fast.")
-    return found.plan(device="a GPU", resident=traced[0].resident, measured=False, notes=notes)
+    return found.plan(device="a GPU", resident=traced[0].resident, measured=False, notes=notes), found.waiting
 
 
 @dataclass(frozen=True)
@@ -211,6 +259,8 @@ class _Found:
     limit: int
     probes: tuple[Probe, ...]
     choice: Choice | None
+    waiting: Waiting | None = None  # inside of a model
+    elsewhere: bool = False  # whether there is a host's memory beside the device's
 
     def plan(self, *, device: str, resident: int, measured: bool, notes: tuple[str, ...]) -> Plan:
         """Say it."""
@@ -232,17 +282,28 @@ class _Found:
 
     def _row(self, probe: Probe, *, measured: bool) -> Row:
         told = self.choice.predicted(probe.size) if self.choice else None
+        steps = -(-self.batch_size // probe.size)
+        beside = self.waiting.beside(probe.size) if self.waiting and self.elsewhere and steps > 1 else None
         return Row(
             size=probe.size,
-            steps=-(-self.batch_size // probe.size),
+            steps=steps,
             predicted_bytes=told if measured else probe.peak_bytes,
             measured_bytes=probe.peak_bytes if measured else None,
             seconds_per_sample=probe.seconds / probe.size if probe.seconds and probe.peak_bytes else None,
-            fits=probe.peak_bytes is not None and probe.peak_bytes <= self.limit,
+            fits=probe.peak_bytes is not None and probe.peak_bytes + (beside or 0) <= self.limit,
+            waiting_bytes=beside,
         )
 
 
-def _search(work: _Work, probe: Callable[[int], Probe], budget: int, margin: float) -> _Found:
+def _search(
+    work: _Work,
+    probe: Callable[[int], Probe],
+    budget: int,
+    margin: float,
+    weigh: Callable[[int], Waiting | None],
+    *,
+    elsewhere: bool,
+) -> _Found:
     seen: list[Probe] = []
     largest = work.largest
 
@@ -252,15 +313,41 @@ def _search(work: _Work, probe: Callable[[int], Probe], budget: int, margin: flo
         return seen[-1]
 
     choice: Choice | None = None
+    waiting: Waiting | None = None
     # A plan that finds no size says so: that is its answer, not an error.
     with suppress(OutOfMemory):
         choice = choose(observed, largest, budget, margin=margin)
-        if choice.fits_whole and awake_norms(work.models):
+        if choice.fits_whole and work.waits:
             # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
             untimed = tuple(replace(each, seconds=None) for each in choice.probes)
             choice = replace(choice, size=choice.largest, probes=untimed)
+        if choice.steps > 1 and work.waits:
+            waiting = weigh(choice.size)
+            if waiting is not None and elsewhere:
+                choice = _leaving_room(choice, waiting, observed)
     probes = tuple(sorted(seen, key=lambda each: each.size))
-    return _Found(largest, budget, int(budget * (1 - margin)), probes, choice)
+    return _Found(largest, budget, int(budget * (1 - margin)), probes, choice, waiting, elsewhere)
+
+
+def _leaving_room(choice: Choice, waiting: Waiting, probe: Callable[[int], Probe]) -> Choice:
+    """Take a smaller size where what waits beside the chosen one does not fit, if there is one that leaves room."""
+
+    def over(size: int, peak: int) -> bool:
+        return peak + waiting.beside(size) > choice.limit
+
+    for _ in range(_FURTHER):
+        if not over(choice.size, choice.peak_bytes):
+            break
+        sizes = even_sizes(choice.largest, 0, choice.size)
+        size = next((s for s in reversed(sizes) if not over(s, choice.predicted(s) or choice.limit)), None)
+        if size is None:
+            break
+        seen = next((p for p in choice.probes if p.size == size), None) or probe(size)
+        if seen.peak_bytes is None:
+            break
+        every = {p.size: p for p in (*choice.probes, seen)}
+        choice = replace(choice, size=size, probes=tuple(every[s] for s in sorted(every)))
+    return choice
 
 
 def _device(models: Sequence[nn.Module]) -> torch.device:

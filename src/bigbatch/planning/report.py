@@ -22,6 +22,7 @@ class Row:
     measured_bytes: int | None
     seconds_per_sample: float | None
     fits: bool
+    waiting_bytes: int | None = None  # of other micro-batches, on the device, where they wait for each other
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,14 @@ class Plan:
 
 def table(rows: Sequence[Row], chosen: int | None) -> list[str]:
     """Return the lines of the table; the chosen size is marked."""
-    cells = [("micro-batch", "steps", "predicted peak", "measured peak", "ms/sample", "")]
+    cells: list[tuple[str, ...]] = [
+        ("micro-batch", "steps", "predicted peak", "measured peak", "waits beside", "ms/sample", "")
+    ]
     for row in rows:
         mark = "<- take this" if row.size == chosen else "" if row.fits else "does not fit"
         time = "" if row.seconds_per_sample is None else f"{1e3 * row.seconds_per_sample:,.3g}"
-        predicted, measured = ("" if b is None else human(b) for b in (row.predicted_bytes, row.measured_bytes))
-        cells.append((f"{row.size:,}", f"{row.steps:,}", predicted, measured, time, mark))
+        sizes = (row.predicted_bytes, row.measured_bytes, row.waiting_bytes)
+        cells.append((f"{row.size:,}", f"{row.steps:,}", *("" if b is None else human(b) for b in sizes), time, mark))
     return _lines([column for column in zip(*cells, strict=True) if any(column[1:])])
 
 
