@@ -4,7 +4,9 @@ import copy
 import faulthandler
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from bigbatch import Accumulator, BigStep, Options, across
-from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, PathsDiffer, UnreadableLoss
+from bigbatch.errors import BatchNormError, ConfigurationError, CoupledLoss, LossError, PathsDiffer, UnreadableLoss
 from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.needing import NeedsLockStep, one_after_the_other
 from bigbatch.memory.live_bytes import LiveBytes
 from tests.bombs import everything, seed
 from tests.reference import FLOOR, TOLERANCE, close, distance, sgd, told, trained, weights
@@ -658,6 +661,201 @@ def test_a_term_marked_though_it_is_a_micro_batchs_own() -> None:
     assert everything(model, optimizer) == before
 
 
+def _marked(term: Tensor) -> Tensor:
+    return across.once(term)
+
+
+def _two_terms(m: Any, b: Batch) -> tuple[Tensor, Tensor]:
+    """One that is the same in every micro-batch, and one that is not."""
+    out = m.one(b["x"])
+    return across.mean(out.square().mean()).sqrt(), F.mse_loss(out, b["value"]).sqrt() * across.mean(out.mean()).exp()
+
+
+SEVERAL_MARKED: dict[str, LossFunction] = {
+    "by a function": lambda m, b: sum((_marked(t) for t in _two_terms(m, b)), start=torch.zeros(())),
+    "in a loop": lambda m, b: sum((across.once(t) for t in _two_terms(m, b)), start=torch.zeros(())),
+}
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("how", SEVERAL_MARKED)
+def test_every_term_that_one_line_marks_is_looked_at(how: str, check: bool) -> None:
+    """Not the first alone."""
+    model = twins()
+    step = BigStep(model, sgd(trained(model)), SEVERAL_MARKED[how], micro_batch_size=2, options=Options(check=check))
+    with pytest.raises(LossError, match="the same in every micro-batch; found"):
+        step(rows(6, 0))
+
+
+def test_a_marked_term_that_is_zero_at_first_is_looked_at_again() -> None:
+    """A hinge says nothing before it is passed."""
+    model = twins()
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        out = m.one(b["x"])
+        own = F.relu((out - b["value"]).square().mean().sqrt() - 1e3 * b["x"][0, 0]) * across.mean(out.mean()).exp()
+        return F.mse_loss(out, b["value"]) + across.once(own)
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2)
+    for first in (1.0, 1.0, 0.0):
+        batch = rows(6, 0)
+        batch["x"][:, 0] = first
+        if first:
+            step(batch)
+        else:
+            with pytest.raises(LossError, match="the same in every micro-batch; found"):
+                step(batch)
+
+
+def test_a_marked_term_is_looked_at_no_more_when_it_was_seen_to_be_the_same() -> None:
+    """It waits for a device."""
+    model, meetings = twins(), []
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        found = rmse(m, b)
+        worker = current()
+        if worker is not None and worker.size == 3 and not worker.number:
+            meetings.append(worker.meetings)
+        return found
+
+    options = Options(activations="keep", check=False)
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2, options=options)
+    for number in range(3):
+        step(rows(6, number))
+    assert meetings == [2, 1, 1]  # a mean and a look; then the mean
+
+
+def test_questions_on_a_thread_of_ones_own_are_refused() -> None:
+    """There is no micro-batch there: the answer would be another."""
+    model = twins()
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        one, two, scale = m(b)
+        with ThreadPoolExecutor(1) as pool:
+            own = pool.submit(across.offset).result() + torch.arange(len(one))
+        return F.cross_entropy(scale * one @ across.gather(two).T, own)
+
+    optimizer = OPTIMIZERS["adamw"](trained(model))
+    seed()
+    before = everything(model, optimizer)
+    for check in (True, False):
+        step = BigStep(model, optimizer, loss_fn, micro_batch_size=2, options=Options(check=check))
+        with pytest.raises(LossError, match=r"(?s)across\.offset was called on a thread that has begun while.*loss_fn"):
+            step(rows(6, 0))
+        assert everything(model, optimizer) == before
+
+
+def test_questions_on_a_thread_that_was_there_before_are_its_own() -> None:
+    """Somebody who validates beside a step has the whole batch."""
+    model, asked = twins(), threading.Event()
+    answers: list[int] = []
+
+    def beside() -> None:
+        asked.wait(LIMIT)
+        answers.append(across.offset())
+
+    thread = threading.Thread(target=beside, daemon=True)
+    thread.start()
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        found = clip(m, b)
+        asked.set()
+        thread.join(LIMIT)
+        return found
+
+    BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2, options=Options(check=False))(rows(6, 0))
+    assert answers == [0]
+
+
+class OnThreads(nn.Module):
+    """Two norms at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.norms = nn.Linear(3, CLASSES), nn.ModuleList([nn.BatchNorm1d(CLASSES), nn.BatchNorm1d(CLASSES)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3) → (n, classes)."""
+        h = self.one(x)
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(lambda norm: norm(h), self.norms)
+        return torch.as_tensor(first + second)
+
+
+def test_norms_on_threads_of_ones_own_are_refused() -> None:
+    """With what there is to find."""
+    model = seeded(OnThreads)()
+    options = Options(check=False)
+    step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=2, options=options)
+    with pytest.raises(BatchNormError, match=r"(?s)was called on a thread of the model's own.*Call it on the thread"):
+        step(rows(6, 0))
+
+
+def test_one_after_the_other_inside_of_itself() -> None:
+    """The inner one leaves the outer one in force."""
+    with one_after_the_other():
+        with one_after_the_other():
+            pass
+        with pytest.raises(NeedsLockStep):
+            across.offset()
+    assert across.offset() == 0
+
+
+def test_a_mean_over_nothing_counts_nothing() -> None:
+    """It is NaN, in one micro-batch of three."""
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        out, counts = m.one(b["x"]), b["partly"] != -100
+        return across.once(across.mean(out[counts].square().mean(), counts.sum()).sqrt())
+
+    batch = rows(6, 0)
+    batch["partly"] = torch.tensor([1, -100, -100, -100, 2, 0])
+    assert_exact(twins, loss_fn, [batch], 2)
+
+
+@pytest.mark.parametrize("ask", [across.gather, across.mean])
+def test_a_result_changed_in_place_in_backward_is_refused(ask: Callable[[Tensor], Tensor]) -> None:
+    """Others still need it."""
+    model = twins()
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        out = m.one(b["x"])
+        shared = ask(out if ask is across.gather else out.mean(0))
+
+        def change(_: Tensor) -> None:
+            with torch.no_grad():
+                shared.mul_(2)
+
+        shared.register_hook(change)
+        return F.mse_loss(out + (shared.mean(0) if ask is across.gather else shared), b["value"])
+
+    options = Options(activations="keep", check=False)
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2, options=options)
+    with pytest.raises(RuntimeError, match=r"(?s)across\.\w+ of .* was changed in place.*clone it first"):
+        step(rows(6, 0))
+
+
+def test_a_loss_that_changes_within_a_batch_is_refused() -> None:
+    """A big batch has one."""
+    model = twins()
+    optimizer = OPTIMIZERS["adamw"](trained(model))
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        out = m.one(b["x"])
+        out = out - across.mean(out.mean(0))
+        return F.mse_loss(out, b["value"]) if _some(b) else F.cross_entropy(out, b["label"])
+
+    batch = rows(6, 0)
+    batch["x"][:, 0] = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
+    seed()
+    before = everything(model, optimizer)
+    options = Options(check=False, activations="keep")
+    step = BigStep(model, optimizer, loss_fn, micro_batch_size=2, options=options)
+    with pytest.raises(LossError, match=r"the loss changes within a batch: its terms are .* in one and .* in another"):
+        step(batch)
+    assert everything(model, optimizer) == before
+
+
 @pytest.mark.parametrize("ask", [across.gather, across.sum, across.mean])
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 def test_a_result_changed_in_place_is_refused(ask: Callable[[Tensor], Tensor], activations: str) -> None:
@@ -775,10 +973,20 @@ PATHS: dict[str, LossFunction] = {
     "without gradient in some": lambda m, b: F.mse_loss(
         m.one(b["x"]) + across.mean((m.one(b["x"]) if _some(b) else m.one(b["x"]).detach()).mean(0)), b["value"]
     ),
+    "one of two means that look alike": lambda m, b: F.mse_loss(
+        m.one(b["x"]) + _either([across.mean(m.one(b["x"]).mean(0) * s) for s in (1, 2)], _some(b)), b["value"]
+    ),
+    "one of two gathered that look alike": lambda m, b: F.mse_loss(
+        m.one(b["x"]) + _either([across.gather(m.one(b["x"]) * s) for s in (1, 2)], _some(b)).mean(0), b["value"]
+    ),
     "used in the loss of some": lambda m, b: F.mse_loss(
         m.one(b["x"]) + _used(across.mean(m.one(b["x"]).mean(0)), _some(b)), b["value"]
     ),
 }
+
+
+def _either(values: Sequence[Tensor], first: bool) -> Tensor:
+    return values[0] + values[1].detach() if first else values[0].detach() + values[1]
 
 
 def _used(value: Tensor, used: bool) -> Tensor:

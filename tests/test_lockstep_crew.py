@@ -10,7 +10,9 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, repeat
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bigbatch.errors import PathsDiffer
+from bigbatch.errors import ConfigurationError, PathsDiffer
+from bigbatch.lockstep import crew as crew_module
 from bigbatch.lockstep.carrying import Carried
 from bigbatch.lockstep.crew import Crew, Worker, current
 
@@ -758,6 +761,79 @@ def test_a_crew_that_failed_ends_as_well() -> None:
     assert ended(threads)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("when", ["before its task", "after its task"])
+def test_a_thread_that_dies_ends_its_window(number: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for its baton is released, the caller is told, no thread is left over, the next window works."""
+    gc.collect()
+    before = set(ours())
+    crew = Crew()
+    assert works(crew)
+    end = crew_module._Round._end
+    dies = [True]
+
+    def die(self: Any, at: int) -> None:
+        if at == number and dies[0]:
+            dies[0] = False
+            raise SystemExit  # a thread ends by it without a word
+        end(self, at)
+
+    if when == "after its task":
+        monkeypatch.setattr(crew_module._Round, "_end", die)
+    else:
+        seat = crew._seats[number]
+        seat.ended = True
+        seat.wake()
+        assert ended([seat.thread])
+        monkeypatch.setattr(
+            seat.thread, "is_alive", Mock(side_effect=chain([True], repeat(False)))
+        )  # it dies after that
+    told = f"the thread that ran micro-batch {number} of this window has ended without a word"
+    with pytest.raises(RuntimeError, match=told):
+        in_time(lambda: side_by_side(crew, [lambda w: w.meet("it", w.number, sum)] * 3))
+    monkeypatch.undo()
+    assert works(crew)
+    crew.dismiss()
+    assert ended(list(set(ours()) - before))
+
+
+def test_what_fails_before_a_task_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what fails in it."""
+    crew = Crew()
+
+    def fails(self: Any, processor: int | None) -> None:
+        del processor
+        if self.thread.name.endswith("-1"):
+            raise MemoryError("of the system")
+
+    monkeypatch.setattr(crew_module._Seat, "stay_on", fails)
+    with pytest.raises(MemoryError, match="of the system"):
+        in_time(lambda: side_by_side(crew, [lambda w: w.meet("it", w.number, sum)] * 3))
+    monkeypatch.undo()
+    assert works(crew)
+
+
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many were wanted, how many there are, and what to do; the next window finds what there is."""
+    start, started = threading.Thread.start, [0]
+
+    def refuse(self: threading.Thread) -> None:
+        started[0] += self.name.startswith("bigbatch-")
+        if started[0] > 2 and self.name.startswith("bigbatch-"):
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    crew = Crew()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    told = r"(?s)of 5 the system would start 2: can't start new thread.*larger ones:  BigStep\(.*micro_batch_size"
+    with pytest.raises(ConfigurationError, match=told):
+        in_time(lambda: side_by_side(crew, [lambda w: w.number] * 5))
+    assert works(crew, 2)
+    monkeypatch.undo()
+    assert works(crew, 5)
+
+
 def test_results_and_values_are_held_by_nobody_else() -> None:
     """Threads that wait for the next round hold nothing of the last."""
     made: list[weakref.ref[Tensor]] = []
@@ -935,9 +1011,9 @@ def test_an_interrupt_at_any_line_of_waiting_leaves_no_task_running() -> None:
     """Wherever in the caller's part of a round it comes: when it is out no task runs, and the crew can be used."""
     printed = in_a_process("""
         import bigbatch.lockstep.crew as module
-        waiting = {module._Round.run.__code__, module._Round._wait.__code__}
+        waiting = {code.__code__ for code in (module.Crew.run, module._Round.run, module._Round._wait)}
         outcomes = []
-        for line in range(40):
+        for line in range(60):
             at, came, running, closed = [0], [False], set(), []
 
             def trace(frame, event, argument):
@@ -978,7 +1054,7 @@ def test_an_interrupt_at_any_line_of_waiting_leaves_no_task_running() -> None:
             except BaseException as error:
                 outcomes.append(f"line {line}: cannot be used again: {error!r}")
                 crew = Crew()
-        assert line > 5, line
+        assert 5 < line < 59, line
         print(outcomes)
     """)
     assert printed == "[]\n"

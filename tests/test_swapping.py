@@ -1,0 +1,165 @@
+"""Functions of torch that are ours for a while: in any order, from any thread, whatever interrupts."""
+
+import itertools
+import linecache
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from bigbatch.lockstep import swapping
+from bigbatch.lockstep.batch_norm import batch_norm_met
+from bigbatch.lockstep.swapping import Swap, swapped
+from bigbatch.planning.coupled import single_samples
+
+
+def place() -> Any:
+    """A module with a function."""
+    return SimpleNamespace(name=lambda: "plain")
+
+
+def swap(module: Any, letter: str) -> Swap:
+    """Put a letter before what the function below says."""
+    return Swap(module, "name", lambda plain: lambda: letter + plain())
+
+
+def test_one_for_all_who_want_it() -> None:
+    """The last one to leave puts it back."""
+    module = place()
+    plain, own = module.name, swap(module, "a")
+    with swapped(own), swapped(own):
+        assert module.name() == "aplain"
+        assert own.plain is plain
+    assert module.name is plain
+    with pytest.raises(ZeroDivisionError), swapped(own):
+        _ = 1 / 0
+    assert module.name is plain
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_several_upon_each_other_go_in_any_order(order: tuple[int, ...]) -> None:
+    """Those that are left say what they say; the plain one comes back."""
+    module = place()
+    plain, swaps = module.name, [swap(module, letter) for letter in "abc"]
+    for each in swaps:
+        each.enter()
+    left = ["a", "b", "c"]
+    for number in order:
+        assert module.name() == "".join(reversed(left)) + "plain"
+        swaps[number].leave()
+        left.remove("abc"[number])
+    assert module.name is plain
+
+
+def test_what_others_have_put_there_is_the_plain_one() -> None:
+    """As it is when somebody enters, not as it was at first."""
+    module = place()
+    own = swap(module, "a")
+    module.name = theirs = lambda: "theirs"
+    with swapped(own):
+        assert module.name() == "atheirs"
+        assert own.plain is theirs
+    assert module.name is theirs
+
+
+def test_the_same_again_for_the_same_function() -> None:
+    """What a compiler has made of it serves again."""
+    module = place()
+    own = swap(module, "a")
+    with swapped(own):
+        first = module.name
+    with swapped(own):
+        assert module.name is first
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
+    """Entering, inside and leaving."""
+    module = place()
+    plain, swaps = module.name, (swap(module, "a"), swap(module, "b"))
+    for line in range(400):
+        at = [0]
+
+        def trace(frame: FrameType, event: str, argument: Any, at: list[int] = at, line: int = line) -> Any:
+            del argument
+            if frame.f_code.co_filename != swapping.__file__:
+                return None
+            # Python itself lets none come between the end of a `with` and the call of its exit.
+            if event == "line" and not linecache.getline(swapping.__file__, frame.f_lineno).lstrip().startswith(
+                "with "
+            ):
+                at[0] += 1
+                if at[0] == line + 1:
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        with suppress(KeyboardInterrupt):
+            sys.settrace(trace)
+            try:
+                with swapped(*swaps):
+                    assert module.name() == "baplain"
+            finally:
+                sys.settrace(before)
+        assert module.name is plain, line
+        if at[0] <= line:
+            break
+    assert 20 < line < 399
+    with swapped(*swaps):
+        assert module.name() == "baplain"
+    assert module.name is plain
+
+
+@pytest.fixture
+def _plain() -> Iterator[None]:
+    before = F.batch_norm, torch.batch_norm
+    yield
+    left = F.batch_norm, torch.batch_norm
+    F.batch_norm, torch.batch_norm = before
+    assert left == before
+
+
+@pytest.mark.usefixtures("_plain")
+@pytest.mark.parametrize("first", ["a step", "a plan"])
+@pytest.mark.parametrize("leaves", ["a step", "a plan"])
+def test_a_step_beside_a_plan(first: str, leaves: str) -> None:
+    """Each in a thread of its own, in the unlucky order as well."""
+    plain = F.batch_norm
+    both: dict[str, AbstractContextManager[None]] = {"a step": batch_norm_met(), "a plan": single_samples()}
+    for name in sorted(both, key=lambda name: name != first):
+        both[name].__enter__()
+    other = next(name for name in both if name != leaves)
+    both[leaves].__exit__(None, None, None)
+    assert F.batch_norm is not plain
+    nn.BatchNorm1d(3)(torch.randn(4, 3))
+    both[other].__exit__(None, None, None)
+    assert F.batch_norm is plain
+
+
+@pytest.mark.usefixtures("_plain")
+def test_a_plan_lets_its_own_thread_alone_take_a_single_sample() -> None:
+    """Others are told, as ever."""
+    norm, raised = nn.BatchNorm1d(3), list[BaseException]()
+
+    def elsewhere() -> None:
+        try:
+            norm(torch.ones(1, 3))
+        except ValueError as error:
+            raised.append(error)
+
+    with single_samples():
+        assert norm(torch.ones(1, 3)).abs().max() == 0
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+    assert "Expected more than 1 value" in str(raised[0])
+    assert norm.running_mean is not None
+    assert not norm.running_mean.any()
+    with pytest.raises(ValueError, match="Expected more than 1 value"):
+        norm(torch.ones(1, 3))
