@@ -123,9 +123,10 @@ class _Work:
         """Whether they do so at norms."""
         return bool(awake_norms(self.models))
 
-    def waiting(self, saved: Saved) -> Waiting:
-        """Say what waits, by what is saved of a micro-batch."""
-        return Waiting(saved, samples_of(self.batch.take(slice(None))), self.largest, limited=self.norms)
+    def waiting(self, saved: Saved, *, copied: bool) -> Waiting:
+        """Say what waits, by what is saved of a micro-batch; samples do where they are `copied` to a device."""
+        samples = samples_of(self.batch.take(slice(None))) if copied else 0
+        return Waiting(saved, samples, self.largest, limited=self.norms)
 
     @property
     def largest(self) -> int:
@@ -179,12 +180,12 @@ def _measured(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Wai
         samples = work.batch.take(slice(0, size))
 
         def run() -> None:
-            loss = partial(work.loss, work.model, mover.moved(samples))
-            found.append(saved(loss, size, work.models, device, norms=work.norms))
+            loss = partial(work.loss, work.model)
+            found.append(saved(loss, mover.moved(samples), size, work.models, device, norms=work.norms))
 
         with untouched(work.models):
             alone.run(run, size)
-        return work.waiting(found[0])
+        return work.waiting(found[0], copied=device.type == "cuda")
 
     if meets:
         probe(1)  # what FSDP makes in its first pass it keeps, emptied: it would be counted as held
@@ -236,12 +237,12 @@ def _traced(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Waiti
         found: list[Saved] = []
 
         def loss_fn(model: Any, samples: Any) -> Tensor:
-            found.append(saved(partial(work.loss, model, samples), size, work.models, None, norms=work.norms))
+            found.append(saved(partial(work.loss, model), samples, size, work.models, None, norms=work.norms))
             return torch.zeros((), requires_grad=True)  # whose backward is of no interest
 
         with single_samples():
             predict(work.model, loss_fn, work.batch.take(slice(0, size)))
-        return work.waiting(found[0])
+        return work.waiting(found[0], copied=True)
 
     found = _search(work, probe, budget, TRACED_MARGIN, weigh, elsewhere=True)
     here = "this machine has no GPU" if device.type == "cpu" else f"{device} has {human(room(device).reachable)}"

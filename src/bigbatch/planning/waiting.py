@@ -78,14 +78,14 @@ class Waiting:
     """What waits of a whole batch whose micro-batches meet inside of a model."""
 
     of_one: Saved
-    samples: int  # bytes of the batch
+    samples: int  # bytes of the batch, where it is copied to a device
     batch_size: int
     limited: bool  # whether they meet at norms, where beyond a limit they wait without what they hold
 
     @property
     def whole(self) -> int:
         """Bytes of the whole batch's activations, which wait in host memory where the device has no room."""
-        return sum(self.of_one.pieces) * self.batch_size // self.of_one.size
+        return sum(self.of_one.pieces) * self.batch_size // self.of_one.size + self.samples
 
     def beside(self, size: int) -> int:
         """Return what waits on the device beside a micro-batch of a size, where activations go to the host.
@@ -105,13 +105,21 @@ class Waiting:
 
 
 def saved(
-    run: Callable[[], object], size: int, models: Sequence[nn.Module], device: torch.device | None, *, norms: bool
+    loss: Callable[[Any], object],
+    samples: Any,
+    size: int,
+    models: Sequence[nn.Module],
+    device: torch.device | None,
+    *,
+    norms: bool,
 ) -> Saved:
     """Run a forward whose graph keeps nothing, as where activations are elsewhere, and see what it would have kept.
 
-    `norms`: it is these that micro-batches meet at.
+    Beside weights, and the samples themselves. `norms`: it is these that micro-batches meet at.
     """
-    own = {t.untyped_storage()._cdata for model in models for t in (*model.parameters(), *model.buffers())}  # noqa: SLF001 - as multiprocessing has it
+    given = [leaf for _, leaf in leaves(samples) if isinstance(leaf, Tensor)]
+    given += [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    own = {tensor.untyped_storage()._cdata for tensor in given}  # noqa: SLF001 - as torch.multiprocessing has it
     found: dict[int, tuple[StorageWeakRef, int]] = {}
     meetings: list[list[int]] = []  # the pieces that live at each, by their place
 
@@ -131,7 +139,7 @@ def saved(
         meetings.append([*alive, len(found)] if norms else alive)  # a norm saves its input when it is through
 
     with _listening(heard), saved_tensors_hooks(pack, unpack):
-        run()
+        loss(samples)
     pieces = tuple(size for _, size in found.values())
     held = [tuple(pieces[place] for place in places if place < len(pieces)) for places in meetings]
     return Saved(size, pieces, max(held, key=sum, default=()))
