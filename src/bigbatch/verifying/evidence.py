@@ -65,6 +65,7 @@ REMEDIES: Mapping[str, tuple[str, str]] = {
     ),
     "randomness": (_IN_DISTRIBUTION, _IN_DISTRIBUTION),
     "buffers-written": (_WRITING, _WRITING),
+    "shared-state": ("{how}", "{how}"),
     "coupled-samples": (
         f"{_ACROSS} {_WITHIN}",
         (

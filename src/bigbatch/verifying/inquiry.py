@@ -19,6 +19,7 @@ from bigbatch.verifying.evidence import cause, listed
 from bigbatch.verifying.gradients import relative
 from bigbatch.verifying.judging import Compared, Judge
 from bigbatch.verifying.loops import Watched
+from bigbatch.verifying.meeting import CHANGES, TURNS, Changed, ChangedWay, as_asked
 from bigbatch.verifying.runs import Runs
 from bigbatch.verifying.subject import Standing
 from bigbatch.verifying.table import number
@@ -61,9 +62,14 @@ class Inquiry:
         came = watched.backwards if watched is not None else None
         left = Left(self._runs, self._judge, off, rest, self._way, self._of_loop, self._before.overall, came)
         gone = self._judge.gone(rest.differences)
-        later, weights = Explained([]) if gone else tried(lambda: explained(left), Explained([]))
-        self.unexplained = 0.0 if gone or later else rest.overall
         right: Way | None = self._way if gone else None
+        later, weights = Explained([])
+        if not gone and self._asks:
+            later, right = self._of_meeting(off, rest)
+        if right is None:
+            later, weights = tried(lambda: explained(left), Explained([]))
+            later = as_asked(later) if self._asks else later
+        self.unexplained = 0.0 if gone or later else rest.overall
         alone = [(c, tried(partial(self._alone, c, off, right, weights), None)) for c in candidates]
         confirmed = [(c, each) for c, each in alone if each is not None]
         others = bool(found or later or len(confirmed) > 1)
@@ -108,6 +114,31 @@ class Inquiry:
             found.append(cause("stepped-inside", "optimizer.step", share, said, loop=True, steps=steps))
         return found
 
+    @property
+    def _norms_meet(self) -> bool:
+        """Whether BatchNorm is exact by itself: micro-batches meet there."""
+        return isinstance(self._way, OwnWay) and self._way.options.batch_norm == "exact"
+
+    @property
+    def _asks(self) -> bool:
+        """Whether micro-batches meet where the loss asks for all samples."""
+        return isinstance(self._way, OwnWay) and self._runs.asks
+
+    def _of_meeting(self, off: Off, rest: Compared) -> tuple[list[Cause], Way | None]:
+        """Change what a loss does with all samples; returns what takes the rest away, and the way with that changed."""
+        for changed in CHANGES:
+            assert isinstance(self._way, OwnWay)  # noqa: S101 - or nothing meets
+            way = ChangedWay(self._way, changed)
+            found = tried(partial(self.compared, off, way), None)
+            if found is not None and self._judge.gone(found.differences):
+                share = rest.overall / self._before.overall if self._before.overall else 1.0
+                return [self._of_changed(changed, share, rest.overall, found.overall)], way
+        return [], None
+
+    def _of_changed(self, changed: Changed, share: float, before: float, after: float) -> Cause:
+        told = cause(changed.kind, changed.where, share, f"{changed.how} {_goes(before, after)}", loop=False)
+        return replace(told, remedy=changed.remedy)
+
     def _candidates(self) -> tuple[list[Candidate], Off, Compared]:
         """Turn off what is in the model, one after the other, until the difference is gone or nothing is left."""
         found: list[Candidate] = []
@@ -151,7 +182,7 @@ class Inquiry:
         for each in found:
             if len(kept) == 1 and self._judge.gone(rest.differences):
                 break
-            if each.kind in {"batch-norm", "coupled-samples"}:
+            if each.kind in {"batch-norm", "shared-state", "coupled-samples"}:
                 other = off.without(each.off)
                 on = self.compared(other)
                 if self._judge.gone(on.differences) or on.overall < rest.overall / 2:
@@ -182,10 +213,14 @@ class Inquiry:
             who = listed([self._named(name) for name in norms])
             verb, whom = ("normalise", "them") if len(norms) > 1 else ("normalises", "it")
             told = f"{who} {verb} by the samples in front of {whom}"
-            found.append(Candidate("batch-norm", Off(statistics=True), norms, told))
+            if self._norms_meet:
+                told = f"micro-batches take turns at {who}, where they normalise by all samples"
+            kind = "shared-state" if self._norms_meet else "batch-norm"
+            found.append(Candidate(kind, Off(statistics=True), norms, told))
         for where in (each for each in seen if each.name not in norms):
             name = where.name
-            kind = "batch-norm" if isinstance(modules[name], BatchNorm) else "coupled-samples"
+            norm = "shared-state" if self._norms_meet else "batch-norm"
+            kind = norm if isinstance(modules[name], BatchNorm) else "coupled-samples"
             told = f"{self._named(name)} gives a sample another output when other samples are beside it"
             found.append(Candidate(kind, Off(apart=(where,)), (name,), told))
         return found
@@ -194,10 +229,10 @@ class Inquiry:
         self, candidate: Candidate, off: Off, right: Way | None, weights: Sequence[float] | None
     ) -> float | None:
         """Return the difference that this makes with all else off, micro-batches weighed as they should be; or None."""
-        on, met = off.without(candidate.off), isinstance(self._way, OwnWay) and self._way.options.batch_norm == "exact"
+        on = off.without(candidate.off)
         if right is not None:
             found = self.compared(on, right)
-        elif candidate.kind == "batch-norm" and met:
+        elif candidate.kind == "shared-state":
             return None
         elif weights is not None:
             found = Compared.of(self._runs.weighed(weights, on), self._runs.whole(on).gradients)
@@ -219,7 +254,8 @@ class Inquiry:
         outside = candidate.names == (looking.OUTSIDE,)
         where = looking.OUTSIDE if outside else listed([name or self._class() for name in candidate.names])
         share = _share(before, after)
-        return cause(candidate.kind, where, share, found, loop=self._of_loop, first=candidate.names[0])
+        first = candidate.names[0]
+        return cause(candidate.kind, where, share, found, loop=self._of_loop, first=first, how=TURNS)
 
     def _named(self, name: str) -> str:
         """Name a module with its class."""
@@ -239,6 +275,7 @@ _HOW = {
     "randomness": "with every number at its mean",
     "buffers-written": "with the same buffers for every micro-batch",
     "batch-norm": "without it",
+    "shared-state": "with these at rest, so that none waits for another,",
     "coupled-samples": "with each micro-batch by itself there, in the big batch, too,",
 }
 

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from bigbatch.errors import BigBatchError, CoupledLoss
+from bigbatch.errors import BatchNormError, BigBatchError, CoupledLoss
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.verifying.counting import Counts
 from bigbatch.verifying.evidence import cause
@@ -14,6 +14,7 @@ from bigbatch.verifying.gradients import overall, relative
 from bigbatch.verifying.inquiry import Inquiry
 from bigbatch.verifying.judging import Compared, Judge, measured, repeats
 from bigbatch.verifying.looking import OUTSIDE
+from bigbatch.verifying.meeting import as_asked, as_turns, tells_of_turns
 from bigbatch.verifying.precision import lost_in_some, lost_in_sums, rounded
 from bigbatch.verifying.repeating import unlike_itself
 from bigbatch.verifying.runs import Runs, Whole
@@ -63,15 +64,18 @@ class Proof:
         exact = all(each.exact for each in differences) and not causes and not self._astray
         if not exact and not causes:
             self.notes.append("No experiment took this difference away: its cause was not found.")
-        if exact and isinstance(runs.way, Loop) and Counts.of(runs.samples).alike:
-            self.notes.append(_all_alike(runs.samples.sizes))
+        sizes = measured.accumulated.sizes or runs.samples.sizes
+        loop = isinstance(runs.way, Loop)
+        # What BigStep weighs it reads in the loss; what across adds up is the loss's own affair.
+        if exact and (loop or (runs.asks and len(set(sizes)) == 1)) and Counts.of(runs.samples).alike:
+            self.notes.append(_all_alike(sizes, loop=loop))
         return Verification(
             exact=exact,
             differences=tuple(differences),
             causes=tuple(causes),
             samples=self._samples,
             samples_proved=runs.samples.number,
-            micro_batches=measured.accumulated.sizes or runs.samples.sizes,
+            micro_batches=sizes,
             dtype=_name(runs.subject.dtype),
             loss=(measured.truth.loss, measured.accumulated.loss),
             accumulated_by=runs.way.name,
@@ -149,11 +153,21 @@ class Proof:
             if not causes:
                 self._look_astray(differences)
         refused = self._settling.refused
-        if refused is not None and {each.kind for each in causes} <= _NO_REFUSAL:
-            kind = "coupled-samples" if isinstance(refused, CoupledLoss) else "wrong-count"
-            first = str(refused).partition("\n")[0].rstrip(".")
-            causes.append(cause(kind, OUTSIDE, 0.0, f"BigStep refuses this loss: {first}", loop=False, count="count"))
-        return causes
+        return causes if refused is None else self._with_refusal(causes, refused)
+
+    def _with_refusal(self, causes: list[Cause], refused: Exception) -> list[Cause]:
+        """Tell the causes of what BigStep refuses: what it says of it goes before what they look like."""
+        if tells_of_turns(refused):
+            return as_turns(causes, refused)
+        first, _, instead = str(refused).partition("\n")
+        if isinstance(refused, BatchNormError):
+            return [replace(each, remedy=instead) if each.kind == "batch-norm" else each for each in causes]
+        if not {each.kind for each in causes} <= _NO_REFUSAL:
+            return causes
+        kind = "coupled-samples" if isinstance(refused, CoupledLoss) else "wrong-count"
+        found = f"BigStep refuses this loss: {first.rstrip('.')}"
+        told = [cause(kind, OUTSIDE, 0.0, found, loop=False, count="count")]
+        return [*causes, *(as_asked(told) if self.runs.asks else told)]
 
     def _look_astray(self, differences: list[Difference]) -> None:
         """Rounding in the model's own dtype is as large for both; where it is not, something else runs there."""
@@ -191,10 +205,11 @@ def _listed(
     ]
 
 
-def _all_alike(sizes: Sequence[int]) -> str:
+def _all_alike(sizes: Sequence[int], *, loop: bool) -> str:
     """Say what micro-batches that count the same cannot show, and which size would."""
-    other = uneven(sum(sizes), sizes[0])
-    return f"All {len(sizes):,} micro-batches count the same, which hides a loop that weighs them wrong." + (
+    other = uneven(sum(sizes), sizes[0], even_out=not loop)
+    who = "loop" if loop else "loss"
+    return f"All {len(sizes):,} micro-batches count the same, which hides a {who} that weighs them wrong." + (
         f" Take a size that does not divide the batch as well:  micro_batch_size={other}" if other is not None else ""
     )
 

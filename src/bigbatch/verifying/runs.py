@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from bigbatch import checks
+from bigbatch.lockstep.needing import times_asked
 from bigbatch.own_loss import own_loss
 from bigbatch.reading.graph import edges
 from bigbatch.verifying.gradients import Gradients, taken
@@ -58,6 +59,7 @@ class Runs:
         self.autocast: torch.dtype | None = None  # in the model's own dtype: what a loop had in force
         self._loss_fn, self._on_run = loss_fn, on_run
         self.has_loss_fn = loss_fn is not own_loss
+        self.asks = False  # whether the loss or the model has asked for all samples of the batch, by `across`
 
     @property
     def judged_in(self) -> torch.dtype:
@@ -75,7 +77,9 @@ class Runs:
         """Run the big batch: once forward, once backward; its loss times a `factor`, which is taken out again."""
         self._on_run("the big batch")
         with self.standing(off, self.samples.sizes) as standing, (around or _nothing)(standing):
+            asked = times_asked()
             loss = self.loss(standing.model, self.samples.whole(self.dtype, order))
+            self.asks = self.asks or times_asked() != asked
             precise = self.judged_in != torch.float64 or _is_precise(loss)
             loss.backward(torch.full_like(loss, factor))
             return Whole(taken(standing.parameters, 1 / factor), float(loss.detach()), precise)

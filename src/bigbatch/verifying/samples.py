@@ -71,7 +71,10 @@ def as_a_loader_cuts(total: int, size: int) -> tuple[int, ...]:
     return (size,) * (total // size) + ((total % size,) if total % size else ())
 
 
-def uneven(total: int, size: int) -> int | None:
-    """Return the nearest size that leaves a short last micro-batch; None where none does."""
-    others = [each for each in range(2, total) if total % each]
+def uneven(total: int, size: int, *, even_out: bool = False) -> int | None:
+    """Return the nearest size by which micro-batches differ; None where there is none.
+
+    A loader leaves a short last one; who evens out makes all alike where their number divides the batch.
+    """
+    others = [each for each in range(2, total) if total % (-(-total // each) if even_out else each)]
     return min(others, key=lambda each: (abs(each - size), each), default=None)

@@ -65,9 +65,11 @@ class Settling:
         """Run a window; where this library refuses it, say so and go on without."""
         try:
             found = self.runs.accumulated()
-        except (LossError, BatchNormError) as error:
+        except Exception as error:
             way = self.runs.way
-            if not isinstance(way, OwnWay):
+            # What was refused may well fail where it runs all the same.
+            ours = isinstance(error, LossError | BatchNormError) or self.refused is not None
+            if not ours or not isinstance(way, OwnWay) or is_out_of_memory(error):
                 raise
             self._go_on(way, error)
             return self.accumulated()

@@ -13,6 +13,7 @@ KINDS = (
     "batch-norm",
     "randomness",
     "buffers-written",
+    "shared-state",
     "coupled-samples",
     "nonlinear-in-a-mean",
     "wrong-count",
