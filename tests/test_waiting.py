@@ -237,6 +237,18 @@ def test_a_derivative_inside_of_a_loss_does_no_harm() -> None:
     assert "lock-step" in str(plan(Meeting(inside=True), penalised, rows(), memory="90MiB"))
 
 
+def test_a_batch_that_fits_is_taken_whole_though_a_part_of_it_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, that is: micro-batches that wait for each other gain nothing."""
+
+    def eight(probe: Any, largest: int, budget: int, *, margin: float) -> Choice:
+        seen = tuple(replace(probe(size), seconds=10.0 if size == largest else 0.1) for size in (1, 8, largest))
+        return Choice(8, largest, seen, budget, int(budget * (1 - margin)))
+
+    monkeypatch.setattr(planning, "choose", eight)
+    assert plan(Meeting(inside=True), classify, rows(64)).size == 64
+    assert plan(Meeting(inside=False), classify, rows(64)).size == 8
+
+
 def test_on_a_cpu_all_waits_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured; a peak is a micro-batch's, and it is said what comes to it."""
 
