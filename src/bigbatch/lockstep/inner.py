@@ -15,17 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import LossError
 from bigbatch.lockstep.crew import Worker, current
-from bigbatch.lockstep.swapping import Swap
+from bigbatch.lockstep.swapping import Swap, swapped
 
 
 @contextmanager
 def derivatives_known() -> Iterator[None]:
     """Have it known, on workers, what inner derivatives are of."""
-    _swap.enter()
-    try:
+    with swapped(_swap):
         yield
-    finally:
-        _swap.leave()
 
 
 def refuse_inner_mean(worker: Worker, title: str) -> None:

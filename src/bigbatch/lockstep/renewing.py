@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from bigbatch.lockstep.crew import current
 from bigbatch.lockstep.meeting import refuse_second_derivative
-from bigbatch.lockstep.swapping import Swap
+from bigbatch.lockstep.swapping import Swap, swapped
 from bigbatch.reading.graph import stands_for
 
 # Of one tensor, value by value, with `inplace` as their only other way.
@@ -102,13 +102,8 @@ class Recipes:
 @contextmanager
 def activations_known() -> Iterator[None]:
     """Have the activations of normalised values known as such, on workers that have recipes."""
-    for swap in _swaps:
-        swap.enter()
-    try:
+    with swapped(*_swaps):
         yield
-    finally:
-        for swap in _swaps:
-            swap.leave()
 
 
 def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.lockstep.crew import Worker
+from bigbatch.lockstep.inner import refuse_inner_mean
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
 from bigbatch.ranks import meeting
 from bigbatch.ranks.ranks import Ranks
@@ -72,6 +73,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
+        refuse_inner_mean(ctx.worker, ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
         over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
@@ -94,6 +96,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
+        refuse_inner_mean(ctx.worker, ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
         over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)

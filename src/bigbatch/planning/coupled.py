@@ -75,7 +75,7 @@ def coupled_notes(
         said = f"BatchNorm ('{awake[0]}'{' and others' if len(awake) > 1 else ''}) couples the samples:"
     if found.steps == 1:
         said += " BigStep takes all at once where that fits, and otherwise runs micro-batches in lock-step;"
-        return (f"{said} an Accumulator, as in bigbatch train, refuses it.",)
+        return (f"{said} an Accumulator refuses it.",)
     said += " micro-batches run in lock-step, and the activations of the whole batch"
     if waiting is None:
         return (f"{said} wait on the device or in host memory.",)
