@@ -23,6 +23,7 @@ from bigbatch.errors import BatchNormError
 from bigbatch.lockstep.crew import Worker, current
 from bigbatch.lockstep.inner import refuse_inner_mean
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
+from bigbatch.lockstep.normalising import Moments, Pooled, below, dense, moments, normalised, sums_of
 from bigbatch.lockstep.offloading import Offload
 from bigbatch.lockstep.renewing import Recipe, Recipes
 from bigbatch.lockstep.swapping import Swap, swapped
@@ -79,8 +80,8 @@ def _met(  # noqa: PLR0917 - torch's own signature
     found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker, name)  # type: ignore[no-untyped-call]
     recipes: Recipes | None = worker.notes.get("recipes")
     if recipes is not None and found.requires_grad and recipes.in_force:
-        now = partial(_normalised, weight=_detached(weight), bias=_detached(bias), pooled=pooled)
-        recipes.add(found, Recipe(recipes.store(_dense(input.detach())), now))
+        now = partial(normalised, weight=_detached(weight), bias=_detached(bias), pooled=pooled)
+        recipes.add(found, Recipe(recipes.store(dense(input.detach())), now))
     return found
 
 
@@ -143,20 +144,10 @@ class _Running(NamedTuple):
 
 
 class _Local(NamedTuple):
-    """One micro-batch's statistics."""
+    """What a micro-batch comes to a meeting with."""
 
-    mean: Tensor
-    spread: Tensor  # the variance; on a device the inverse of its root, as the kernel gives it
-    number: int  # values of each channel
+    moments: Moments
     running: _Running | None
-
-
-class _Pooled(NamedTuple):
-    """Those of the whole window."""
-
-    mean: Tensor
-    inverse_std: Tensor
-    number: int
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -170,32 +161,33 @@ class _BatchNorm(torch.autograd.Function):
         running: _Running | None,
         worker: Worker,
         name: str,
-    ) -> tuple[Tensor, _Pooled]:
-        x = _dense(x)
+    ) -> tuple[Tensor, Pooled]:
+        x = dense(x)
         gradient = " with gradient" if any(ctx.needs_input_grad) else ""
         ctx.title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
-        local = _local(x, running)
+        local = _Local(moments(x), running)
         offload: Offload | None = worker.notes.get("offload")
         # Not where a checkpoint takes what is saved: it can be asked once.
         ctx.offload = offload if offload is not None and offload.recipes.in_force and gradient else None
         if ctx.offload is not None:
             ctx.offload.recipes.store(x)  # now, and not after the meeting: others may need its memory meanwhile
         with ctx.offload.waiting(worker) if ctx.offload is not None else nullcontext():
-            pooled: _Pooled = meet_in_forward(worker, ctx.title, local, lambda parts: _pool(parts, eps, worker))
+            pooled: Pooled = meet_in_forward(worker, ctx.title, local, lambda parts: _pool(parts, eps, worker))
         ctx.worker, ctx.number = worker, pooled.number
         ctx.title += f", meeting {worker.meetings}"  # backward must come to the same one of several
         ctx.save_for_backward(x, weight, pooled.mean, pooled.inverse_std)
-        return _normalised(x, weight, bias, pooled), pooled
+        return normalised(x, weight, bias, pooled), pooled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative(ctx.title)
         refuse_inner_mean(ctx.worker, ctx.title)
         x, weight, mean, inverse_std = ctx.saved_tensors
-        above = _dense(gradients[0])
+        above = dense(gradients[0])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        sums = _sums(above, x, mean, inverse_std, weight)
-        below = None
+        pooled = Pooled(mean, inverse_std, ctx.number)
+        sums = sums_of(above, x, weight, pooled)
+        of_x = None
         if needs_x:
             name = f"the backward of {ctx.title}"
             ranks: Ranks | None = ctx.worker.notes.get("ranks")
@@ -204,47 +196,28 @@ class _BatchNorm(torch.autograd.Function):
             with offload.waiting(ctx.worker, above, beside) if offload is not None else nullcontext() as without:
                 if without:
                     del x  # it comes back
-                total, with_x = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
+                total = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
             if without:
                 x = ctx.saved_tensors[0]
-            below = _below(above, x, mean, inverse_std, weight, total, with_x, ctx.number)
+            of_x = below(above, x, weight, pooled, total)
         own_weight = sums.weight if weight is not None and needs_weight else None
         own_bias = sums.bias if needs_bias else None
-        return below, own_weight, own_bias, None, None, None, None
+        return of_x, own_weight, own_bias, None, None, None, None
 
 
-class _Sums(NamedTuple):
-    """What a micro-batch's gradient sums to, by channel."""
-
-    above: Tensor
-    above_x: Tensor  # times x - mean
-    weight: Tensor
-    bias: Tensor
-
-
-def _local(x: Tensor, running: _Running | None) -> _Local:
-    number = x.numel() // max(x.shape[1], 1)
-    if x.is_cuda and number:
-        return _Local(*torch.batch_norm_stats(x, 0.0), number, running)  # eps = 0: it can be turned back
-    if not number:
-        nothing = _wide(x).new_zeros(x.shape[1])
-        return _Local(nothing, nothing, 0, running)
-    variance, mean = torch.var_mean(_wide(x), _but_channels(x), correction=0)
-    return _Local(mean, variance, number, running)
-
-
-def _pool(parts: list[_Local], eps: float, worker: Worker) -> _Pooled:
+def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     """Make one of all micro-batches' statistics, and take them into the running ones, once."""
-    number = sum(part.number for part in parts)
+    every = [part.moments for part in parts]
+    number = sum(part.number for part in every)
     ranks: Ranks | None = worker.notes.get("ranks")
     if number <= 1 and worker.size > 1 and ranks is None:
         msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
         raise ValueError(msg)
-    used = [part for part in parts if part.number]
+    used = [part for part in every if part.number]
     if not used and ranks is not None:  # others have values, and wait
-        used = [parts[0]._replace(number=1)]
+        used = [every[0]._replace(number=1)]
     if not used and ranks is None:  # a rehearsal of nothing
-        return _Pooled(parts[0].mean, torch.ones_like(parts[0].mean), 1)
+        return Pooled(every[0].mean, torch.ones_like(every[0].mean), 1)
     means = torch.stack([part.mean for part in used]).double()
     spreads = torch.stack([part.spread for part in used]).double()
     variances = torch.where(spreads == 0, 0, spreads.square().reciprocal()) if means.is_cuda else spreads
@@ -253,14 +226,14 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> _Pooled:
     variance = (shares * (variances + (means - mean).square())).sum(0)
     if ranks is not None:
         number, mean, variance = _pool_ranks(ranks, number, mean, variance)
-    dtype = parts[0].mean.dtype
+    dtype = every[0].mean.dtype
     first = parts[0].running
     if first is not None:
         last = parts[-1].running or first
         _update(first, mean, variance * (number / max(number - 1, 1)), counted=last.version - first.version)
         if last.counter is not first.counter and last.counter is not None and first.counter is not None:
             last.counter.copy_(first.counter)  # each has put another in its place
-    return _Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
+    return Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
 
 
 def _pool_ranks(ranks: Ranks, number: int, mean: Tensor, variance: Tensor) -> tuple[int, Tensor, Tensor]:
@@ -283,11 +256,6 @@ def _shares(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return shares.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else shares
 
 
-@lru_cache(maxsize=256)
-def _counted(number: int, device: torch.device) -> Tensor:
-    return torch.full((1,), number, dtype=torch.int32, device=device)
-
-
 def _update(running: _Running, mean: Tensor, variance: Tensor, *, counted: int) -> None:
     """Take a batch's statistics into the running ones; micro-batches after the first have `counted` themselves."""
     with torch.no_grad():
@@ -295,47 +263,6 @@ def _update(running: _Running, mean: Tensor, variance: Tensor, *, counted: int) 
         running.variance.mul_(1 - running.momentum).add_(variance.to(running.variance.dtype), alpha=running.momentum)
         if running.counter is not None and counted:
             running.counter.sub_(counted)  # together they are one batch
-
-
-def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, pooled: _Pooled) -> Tensor:
-    if x.is_cuda and x.numel():
-        return torch.batch_norm_elemt(x, weight, bias, pooled.mean, pooled.inverse_std, 0.0)
-    scale = pooled.inverse_std if weight is None else pooled.inverse_std * weight.to(pooled.mean.dtype)
-    result = (_wide(x) - _column(pooled.mean, x)) * _column(scale, x)
-    if bias is not None:
-        result = result + _column(bias.to(result.dtype), x)
-    return result.to(x.dtype)
-
-
-def _sums(above: Tensor, x: Tensor, mean: Tensor, inverse_std: Tensor, weight: Tensor | None) -> _Sums:
-    if x.is_cuda and x.numel():
-        flags = (True, weight is not None, True)
-        found = torch.batch_norm_backward_reduce(above, x, mean, inverse_std, weight, *flags)
-        return _Sums(*found)
-    dims, wide = _but_channels(x), _wide(above)
-    total, with_x = wide.sum(dims), (wide * (_wide(x) - _column(mean, x))).sum(dims)
-    kind = total.dtype if weight is None else weight.dtype
-    return _Sums(total, with_x, (with_x * inverse_std).to(kind), total.to(kind))
-
-
-def _below(  # noqa: PLR0917 - a formula
-    above: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    inverse_std: Tensor,
-    weight: Tensor | None,
-    total: Tensor,
-    with_x: Tensor,
-    number: int,
-) -> Tensor:
-    if x.is_cuda and x.numel():
-        number_there = _counted(number, x.device)
-        return torch.batch_norm_backward_elemt(above, x, mean, inverse_std, weight, total, with_x, number_there)
-    scale = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
-    slope = with_x / number * inverse_std.square()
-    centred = _wide(x) - _column(mean, x)
-    result = (_wide(above) - _column(total / number, x) - centred * _column(slope, x)) * _column(scale, x)
-    return result.to(above.dtype)
 
 
 def _added(values: list[tuple[Tensor, Tensor]], ranks: Ranks | None) -> tuple[Tensor, Tensor]:
@@ -348,23 +275,3 @@ def _added(values: list[tuple[Tensor, Tensor]], ranks: Ranks | None) -> tuple[Te
 
 def _detached(parameter: Tensor | None) -> Tensor | None:
     return None if parameter is None else parameter.detach()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype in {torch.float32, torch.float64} else x.float()
-
-
-def _dense(x: Tensor) -> Tensor:
-    """Have the channels lie first or last, as the kernels want it."""
-    if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):  # noqa: PLR2004
-        return x
-    return x.contiguous()
-
-
-def _but_channels(x: Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
-
-
-def _column(values: Tensor, like: Tensor) -> Tensor:
-    """Put one value per channel where the channels are."""
-    return values.reshape(1, -1, *(1,) * (like.dim() - 2))
