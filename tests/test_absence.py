@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
-from bigbatch.lockstep import together
+from bigbatch.lockstep import host_memory, offloading, together
 from bigbatch.lockstep.absence import Held, Holdings
 from bigbatch.lockstep.fetching import Homecoming
 from tests.reference import distance, sgd, trained, weights
@@ -354,3 +354,95 @@ def test_what_is_added_to_a_gradient_is_not_lost() -> None:
         loss(twin, (x, target)).backward()
         optimizer.step()
     assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+def test_the_casts_of_weights_stay() -> None:
+    """Autocast makes them once for all micro-batches."""
+    torch.manual_seed(0)
+    model = Residual(nn.ReLU)
+    twin = copy.deepcopy(model)
+    inputs, labels = images(16, 0)
+    batch = inputs.float(), labels
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=2, options=Options(check=False))
+    optimizer = sgd(trained(twin))
+    with torch.autocast("cpu", torch.bfloat16):
+        step(batch)
+        cross_entropy(twin, batch).backward()
+    optimizer.step()
+    assert distance(weights(model), weights(twin)) <= 1e-2  # what bf16 rounds
+
+
+def test_what_was_changed_after_it_was_saved_is_not_as_its_copy() -> None:
+    """A value that nothing goes back through, as one that is logged, may have saved it before."""
+
+    class Logging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.around, self.below, self.norm = nn.Linear(6, 16), nn.Linear(6, 16), nn.BatchNorm1d(16)
+            self.size: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            around = self.around(x)
+            self.size = (around * around).mean()
+            around.add_(1)
+            found: Tensor = self.norm(self.below(x)) + around
+            return found
+
+    torch.manual_seed(0)
+    model = Logging().double()
+    twin = copy.deepcopy(model)
+    batch = torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 16, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    BigStep(model, sgd(trained(model)), loss, micro_batch_size=2, options=Options(check=False))(batch)
+    optimizer = sgd(trained(twin))
+    loss(twin, batch).backward()
+    optimizer.step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+def test_derivatives_inside_of_a_loss() -> None:
+    """Their gradients are copied out between activations: each finds its own."""
+    model = two_norms()
+    twin = copy.deepcopy(model)
+    batch = torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 16, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad((model(x) - batch[1]).pow(2).sum(), x)
+        return F.mse_loss(model(x.detach() + 0.1 * slope), batch[1])
+
+    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=2, options=Options(check=False))
+    optimizer = sgd(trained(twin))
+    for _ in range(3):
+        step(batch)
+        optimizer.zero_grad()
+        loss(twin, batch).backward()
+        optimizer.step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+def test_a_host_without_room_leaves_nobody_without_memory(
+    seen: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what a micro-batch holds, one piece goes, and there is no room for the next."""
+    monkeypatch.setattr(offloading, "_IN_FLIGHT", 1)
+    like = host_memory.HostMemory.like
+    monkeypatch.setattr(host_memory.HostMemory, "like", lambda *given: like(*given) if given[2] < 512 else _full())
+    offload = offloading.Offload(torch.device("cpu"))
+    worker: Any = _Worker(0, 2)
+    pieces = [torch.ones(64), torch.ones(64), torch.ones(128)]
+    with offload.window(0):
+        for piece in pieces:
+            offload._holdings.add(worker, piece)
+        with pytest.raises(RuntimeError, match="full"), offload.waiting(worker):
+            pass
+    assert seen["went"] == seen["came"] == 1
+    assert [piece.untyped_storage().nbytes() for piece in pieces] == [256, 256, 512]
+    assert all(piece.eq(1).all() for piece in pieces)
+
+
+def _full() -> Tensor:
+    raise RuntimeError("full")

@@ -15,6 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bigbatch.lockstep.crew import Worker
 
+_FEW = 8  # operations: more are a layer's
+
 
 class Held(NamedTuple):
     """A piece of memory, as long as somebody else holds it, and the number of its copy on the host if there is one."""
@@ -43,7 +45,7 @@ class Holdings:
     def add(self, worker: Worker, tensor: Tensor, number: int | None = None) -> None:
         """Know of a tensor that a micro-batch has for itself alone, where its memory can go and come back."""
         storage = tensor.untyped_storage()
-        if self._limit is None or not _is_all_of(tensor, storage):
+        if self._limit is None or not _is_all_of(tensor, storage) or _is_of_weights(tensor):
             return
         name, held = _name(storage), Held(StorageWeakRef(storage), number)
         whose, first = self._first.get(name, (worker.number, held))
@@ -93,6 +95,18 @@ def _is_all_of(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     size = tensor.numel() * tensor.element_size()
     plain = not tensor.is_conj() and not tensor.is_neg() and not tensor.storage_offset()
     return plain and storage.nbytes() == size and storage.resizable()
+
+
+def _is_of_weights(tensor: Tensor) -> bool:
+    """Whether a tensor is made of weights alone, in a few steps: autocast keeps its casts for all micro-batches."""
+    nodes, seen = [tensor.grad_fn], 0
+    while nodes:
+        node = nodes.pop()
+        seen += 1
+        if node is None or seen > _FEW:  # of something that no gradient goes to, as samples are
+            return False
+        nodes += [below for below, _ in node.next_functions]
+    return True
 
 
 def _name(storage: torch.UntypedStorage) -> int:

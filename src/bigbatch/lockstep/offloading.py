@@ -54,7 +54,7 @@ class Offload:
 
     def _begin(self, limit: int | None, kept: Callable[[], Iterable[Tensor]], kind: Any) -> None:
         self._outs: list[Out] = []
-        self._saved: list[_Saved] = []
+        self._saved: dict[int, _Saved] = {}  # by the number of the copy: gradients have some, too
         self._largest = 0
         self._known: dict[int, tuple[StorageWeakRef, dict[tuple[Any, ...], int]]] = {}
         self._leaving: deque[tuple[int, Tensor]] = deque()
@@ -141,7 +141,7 @@ class Offload:
             copies[view] = self._copied_out(tensor, self._memory.like(tensor, size), size)
             witness = tensor.detach()
             witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            self._saved.append(_Saved(witness, tensor._version))  # noqa: SLF001
+            self._saved[copies[view]] = _Saved(witness, tensor._version)  # noqa: SLF001
         worker = current()
         if worker is not None and not tensor.is_leaf:  # a leaf may be everybody's
             self._holdings.add(worker, tensor, copies[view])
@@ -188,18 +188,27 @@ class Offload:
         """
         if gradient is not None and gradient.numel() * gradient.element_size() >= _WORTH_MOVING:
             self._holdings.add(worker, gradient)
-        left = self._holdings.leaving(worker, beside)
-        numbers = [self._left(each) for each in left]
+        left = [each for each in self._holdings.leaving(worker, beside) if self._is_as_copied(each)]
+        numbers: list[int] = []
         try:
+            for each in left:
+                numbers.append(self._left(each))  # noqa: PERF401 - where the host has no more room, the others come back
             yield bool(left)
         finally:
-            for each, number in zip(left, numbers, strict=True):
+            for each, number in zip(left, numbers, strict=False):
                 del self._absent[number]
                 read = self._coming_home.come_home(number)
                 if each.number is None and read is not None:
                     out = self._outs[number]
                     self._free.setdefault(out.bytes, []).append((out.host, read))
             self._coming_home.fetch_ahead()  # also for the first one who was away, when those before it go on
+
+    def _is_as_copied(self, held: Held) -> bool:
+        """Whether the copy of a piece of memory, if there is one, is of what it holds now."""
+        if held.number is None:
+            return True
+        source, version = self._saved[held.number]
+        return source._version == version  # noqa: SLF001
 
     def _left(self, held: Held) -> int:
         """Give up a piece of memory when it has been copied out; returns the number of the copy."""
