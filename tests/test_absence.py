@@ -424,9 +424,7 @@ def test_derivatives_inside_of_a_loss() -> None:
     assert distance(weights(model), weights(twin)) <= 1e-12
 
 
-def test_a_host_without_room_leaves_nobody_without_memory(
-    seen: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_without_room_leaves_nobody_without_memory(seen: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a micro-batch holds, one piece goes, and there is no room for the next."""
     monkeypatch.setattr(offloading, "_IN_FLIGHT", 1)
     like = host_memory.HostMemory.like
