@@ -568,12 +568,19 @@ def test_a_slope_that_is_data_meets_as_well() -> None:
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("place", ["first", "two"])
 @pytest.mark.parametrize("attack", [torch.sign, lambda slope: F.normalize(slope, dim=1)])
-def test_an_attack_inside_of_a_loss(attack: Callable[[Tensor], Tensor], place: str, reduction: str) -> None:
+@pytest.mark.parametrize("how", ["grad", "backward"])
+def test_an_attack_inside_of_a_loss(how: str, attack: Callable[[Tensor], Tensor], place: str, reduction: str) -> None:
     """Exact of a sum; of means over unlike micro-batches it would not be the big batch's, and is refused."""
 
     def loss_fn(m: Any, batch: Batch) -> tuple[Tensor, Tensor]:
         x = batch["x"].clone().requires_grad_()
-        (slope,) = torch.autograd.grad(F.cross_entropy(m(x), batch["label"], reduction=reduction), x)
+        inner = F.cross_entropy(m(x), batch["label"], reduction=reduction)
+        if how == "grad":
+            (slope,) = torch.autograd.grad(inner, x)
+        else:
+            inner.backward(inputs=[x])
+            assert x.grad is not None
+            slope = x.grad
         out = m(batch["x"] + 0.1 * attack(slope))
         return F.cross_entropy(out, batch["label"]), out
 

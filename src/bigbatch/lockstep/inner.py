@@ -21,7 +21,7 @@ from bigbatch.lockstep.swapping import Swap, swapped
 @contextmanager
 def derivatives_known() -> Iterator[None]:
     """Have it known, on workers, what inner derivatives are of."""
-    with swapped(_swap):
+    with swapped(*_swaps):
         yield
 
 
@@ -39,19 +39,37 @@ def refuse_inner_mean(worker: Worker, title: str) -> None:
 
 def _knowing(plain: Callable[..., Any]) -> Callable[..., Any]:
     def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, *arguments: Any, **named: Any) -> Any:
-        worker = current()
-        if worker is None or not worker.notes.get("inside"):
+        with _of(outputs, grad_outputs):
             return plain(outputs, inputs, grad_outputs, *arguments, **named)
-        if grad_outputs is not None or _is_sum(worker, outputs):  # who gives gradients to begin with, weighs by himself
-            return plain(outputs, inputs, grad_outputs, *arguments, **named)
-        of_means: set[int] = worker.notes.setdefault(_OF_MEANS, set())
-        of_means.add(worker.number)
-        try:
-            return plain(outputs, inputs, grad_outputs, *arguments, **named)
-        finally:
-            of_means.discard(worker.number)
 
     return grad
+
+
+def _knowing_backward(plain: Callable[..., None]) -> Callable[..., None]:
+    def backward(tensors: Any, grad_tensors: Any = None, *arguments: Any, **named: Any) -> None:
+        with _of(tensors, grad_tensors):  # as in inner.backward(inputs=[x])
+            plain(tensors, grad_tensors, *arguments, **named)
+
+    return backward
+
+
+@contextmanager
+def _of(outputs: Any, gradients: Any) -> Iterator[None]:
+    """Know of a derivative of some outputs while it is taken; `gradients` are what it begins with."""
+    worker = current()
+    if worker is None or not worker.notes.get("inside"):
+        yield
+        return
+    of_means: set[int] = worker.notes.setdefault(_OF_MEANS, set())
+    within = worker.number in of_means  # of another one
+    if within or gradients is not None or _is_sum(worker, outputs):  # who gives gradients, weighs by himself
+        yield
+        return
+    of_means.add(worker.number)
+    try:
+        yield
+    finally:
+        of_means.discard(worker.number)
 
 
 def _is_sum(worker: Worker, outputs: Any) -> bool:
@@ -63,4 +81,4 @@ def _is_sum(worker: Worker, outputs: Any) -> bool:
 
 
 _OF_MEANS = "derivatives of means"  # the micro-batches that are in one
-_swap = Swap(torch.autograd, "grad", _knowing)
+_swaps = (Swap(torch.autograd, "grad", _knowing), Swap(torch.autograd, "backward", _knowing_backward))
