@@ -158,6 +158,23 @@ def test_samples_that_come_in_pairs() -> None:
     assert distance(weights(model), weights(twin)) <= 1e-12
 
 
+def test_samples_that_come_in_pairs_where_norms_are_accepted_as_they_are() -> None:
+    """A failure in thirds is none of theirs: what looks across samples is seen in halves."""
+
+    class Ranking(Student):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.tanh(self.first(x)).softmax(0))
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        one, other = model(batch[0]).view(-1, 2, 3).unbind(1)
+        return F.mse_loss(one, other)
+
+    model = Ranking()
+    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=Options(batch_norm="micro"))
+    with pytest.raises(CoupledLoss):
+        step(samples(20))
+
+
 class Centring(Student):
     """Looks at other samples in training mode."""
 
@@ -254,6 +271,27 @@ def test_norms_by_the_micro_batch_beside_across() -> None:
     torch.stack([F.cross_entropy(twin(x), y) for x, y in parts]).mean().sqrt().backward()
     sgd(trained(twin)).step()
     assert distance([*weights(model), *model.buffers()], [*weights(twin), *twin.buffers()]) <= 1e-12
+
+
+def test_somebody_elses_norms_where_those_of_micro_batches_are_accepted() -> None:
+    """Nothing of a teacher is put back where nothing meets: also where one micro-batch runs alone, to be measured."""
+
+    class Gated(Student):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.norm(self.first(x))
+            return self.last(hidden * across.mean(hidden.square().mean(0)).sigmoid())
+
+    teacher = Student()
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch[0])
+        return F.mse_loss(model(batch[0]), wanted)
+
+    model = Gated()
+    options = Options(batch_norm="micro", check=False)
+    BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=options)(samples(8))
+    assert model.norm.num_batches_tracked == 2
 
 
 @pytest.mark.parametrize("count", [-1, torch.tensor(-2.0)])

@@ -57,7 +57,7 @@ class Together:
         self._models, self._runner, self._device, self._given = models, runner, device, given
         self._norms_meet = norms_meet
         self._crew = Crew()
-        self._lone = Lone(models, device, self._crew)
+        self._lone = Lone(models, device, self._crew, norms_meet=norms_meet)
         self._seen_once: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
         self._inside = False  # whether micro-batches meet inside the model
         self._recomputed = False  # whether the latest window was to run it again

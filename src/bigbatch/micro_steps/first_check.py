@@ -154,6 +154,8 @@ class FirstCheck:
                 raise
             let_go(error)
             untold = self._compare(division, comparison(half), self._as_it_is)
+        if untold == _UNCHECKED and self._accepting:  # there no failure comes out
+            untold = self._compare(division, comparison(half), self._as_it_is)
         self._tell(untold)
 
     def _padding(self, division: Division) -> bool:
