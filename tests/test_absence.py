@@ -444,3 +444,21 @@ def test_a_host_without_room_leaves_nobody_without_memory(seen: Counter[str], mo
 
 def _full() -> Tensor:
     raise RuntimeError("full")
+
+
+def test_what_stays_is_told_without_a_walk_through_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes longer than much else, and micro-batches wait at every norm."""
+    walks: Counter[int] = Counter()
+    walk = nn.Module.named_modules
+
+    def counting(self: nn.Module, *given: Any, **named: Any) -> Any:
+        walks[number] += 1
+        return walk(self, *given, **named)
+
+    monkeypatch.setattr(nn.Module, "named_modules", counting)
+    torch.manual_seed(0)
+    for number in (6, 12):
+        model = Residual(nn.ReLU).double()
+        step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=2, options=Options(check=False))
+        step(images(2 * number, 0))
+    assert walks[6] == walks[12]

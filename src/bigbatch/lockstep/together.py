@@ -89,7 +89,7 @@ class Together:
             around = recomputing(self._models, calls)
         elif offload is not None:
             limit = None if self._of_a_sample is None else int(_WAITING * self._of_a_sample * max(sizes))
-            around = offload.window(limit, self._own_tensors, tuple(sizes))
+            around = offload.window(limit, self._own_tensors(), tuple(sizes))
 
         def task() -> Any:
             worker = current()
@@ -234,10 +234,11 @@ class Together:
             return "recompute"
         return "offload" if self._tight else "keep"
 
-    def _own_tensors(self) -> Iterator[Tensor]:
-        for model in self._models:
-            yield from model.parameters()
-            yield from model.buffers()
+    def _own_tensors(self) -> Callable[[], Iterator[Tensor]]:
+        """Return what tells the models' tensors of the moment; which modules they have is looked up once."""
+        modules = (module for model in self._models for module in model.modules())
+        own = [each for module in modules for each in (module._parameters, module._buffers)]  # noqa: SLF001 - quicker
+        return lambda: (tensor for each in own for tensor in each.values() if tensor is not None)
 
     def _meets_in_model(self) -> bool:
         return self._norms_meet and any(checks.is_awake(module) for _, module in checks.batch_norms(self._models))
