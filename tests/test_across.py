@@ -1015,23 +1015,30 @@ def test_micro_batches_that_take_different_paths_are_reported(how: str, signs: t
 # Where activations stay.
 
 
+class Runs:
+    """What is told of runs, outside of the model, where no second run is undone."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.masks: list[tuple[int, Tensor]] = []
+
+
 class Wide(nn.Module):
-    """Much inside, little outside; remembers how often it ran."""
+    """Much inside, little outside; tells how often it ran."""
 
     def __init__(self, how: str = "") -> None:
         super().__init__()
         self.one = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, CLASSES))
-        self.how, self.calls = how, 0
-        self.masks: list[tuple[int, Tensor]] = []
+        self.how, self.runs = how, Runs()
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 3) → (n, classes)."""
-        self.calls += 1
+        self.runs.calls += 1
         h = self.one(x)
         if self.how == "dropping":
             mask = torch.bernoulli(torch.full_like(h, 0.5))
             worker = current()
-            self.masks.append((worker.number if worker is not None else 0, mask))
+            self.runs.masks.append((worker.number if worker is not None else 0, mask))
             h = h * mask
         return h - across.mean(h.mean(0)) if self.how == "meeting" else h
 
@@ -1074,9 +1081,9 @@ def test_how_often_a_model_runs(activations: str, calls: int) -> None:
     step = BigStep(model, sgd(trained(model)), spread, micro_batch_size=2, options=options)
     step(rows(8, 0))
     assert isinstance(model, Wide)
-    model.calls = 0
+    model.runs.calls = 0
     step(rows(8, 1))
-    assert model.calls == calls
+    assert model.runs.calls == calls
     assert "forward" not in vars(model)  # as it was
 
 
@@ -1090,7 +1097,7 @@ def test_recomputing_draws_the_same_numbers() -> None:
     step = BigStep(model, sgd(trained(model)), spread, micro_batch_size=3, options=options)
     step(rows(7, 0))
     # The first attempt found out that the loss asks, and was given up.
-    masks = [[mask for at, mask in model.masks[-5:] if at == number] for number in range(3)]
+    masks = [[mask for at, mask in model.runs.masks[-5:] if at == number] for number in range(3)]
     assert [len(each) for each in masks] == [1, 2, 2]
     assert all(torch.equal(*each) for each in masks[1:])
 
@@ -1126,9 +1133,9 @@ def test_recomputing_a_model_that_meets_inside_is_refused() -> None:
     step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=2, options=Options(check=False))
     step(rows(6, 0))
     assert isinstance(model, Wide)
-    model.calls = 0
+    model.runs.calls = 0
     step(rows(6, 1))
-    assert model.calls == 3
+    assert model.runs.calls == 3
 
 
 def test_recomputing_batch_norm_is_refused() -> None:

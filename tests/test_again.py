@@ -212,28 +212,42 @@ def test_the_big_batch_whatever_a_loss_hangs_on(name: str) -> None:
 
 
 def test_a_model_that_changes_its_input_is_not_run_again() -> None:
-    """Neither way can: torch's own checkpoint says so."""
-    step = step_of(made(Changing), lambda model, x: by_result(model, x * 1))
-    with pytest.raises(RuntimeError, match="inplace"):
-        step(rows(0))
+    """Neither way can; where it may be chosen, activations are kept."""
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return by_result(model, x * 1)
+
+    with pytest.raises(LossError, match=r"changes its input in place when it runs"):
+        step_of(made(Changing), loss)(rows(0))
+    the_big_batch_of(Changing, loss, False, "auto")
 
 
-def test_a_condition_that_is_gone_when_a_model_runs_again_is_refused() -> None:
-    """Both runs are compared in the first window; where it may be chosen, activations are kept."""
-    model = made(Features)
+@pytest.mark.parametrize("activations", ["recompute", "auto"])
+def test_a_condition_that_is_gone_when_a_model_runs_again(activations: str) -> None:
+    """What loss_fn has set on the model for a call is set for its second run."""
+    the_big_batch_of(loss=by_condition_on_the_model, activations=activations)
+
+
+def test_a_condition_outside_of_the_model_that_is_gone_is_refused() -> None:
+    """Both runs are compared; where it may be chosen, activations are kept."""
+    factor = [1.0]
+
+    class Scaled(Features):
+        def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
+            return super().forward(x, condition) * factor[0]
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        factor[0] = 2.0
+        out = model(x)
+        factor[0] = 1.0
+        return across.once(centred(out))
+
+    model = made(Scaled)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(LossError, match=r"(?s)other values when it was run again.*model\(x, condition\)"):
-        step_of(model, by_condition_on_the_model)(rows(0))
+        step_of(model, loss)(rows(0))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    true = made(Features)
-    step = BigStep(
-        model, sgd(trained(model)), by_condition_on_the_model, micro_batch_size=3, options=Options(check=False)
-    )
-    step(rows(0))
-    optimizer = sgd(trained(true))
-    by_condition_on_the_model(true, rows(0)).backward()
-    optimizer.step()
-    assert distance(weights(model), weights(true)) <= 1e-12
+    the_big_batch_of(Scaled, loss, activations="auto")
 
 
 def test_a_loss_that_hangs_on_the_inside_later() -> None:
@@ -538,14 +552,13 @@ def test_a_model_that_changes_its_own_parameters_is_not_run_again() -> None:
 
 @pytest.mark.parametrize("by", [1e-3, 1e-6])
 def test_a_small_difference_between_two_runs_is_one_in_high_precision(by: float) -> None:
-    """A counter that moves the result a little."""
+    """A counter that moves the result a little, and is not the model's own."""
+    calls = [0]
 
     class Counting(Features):
-        calls = 0
-
         def forward(self, x: Tensor, condition: Tensor | None = None) -> Any:
-            self.calls += 1
-            return super().forward(x, condition) * (1 + by * self.calls)
+            calls[0] += 1
+            return super().forward(x, condition) * (1 + by * calls[0])
 
     with pytest.raises(LossError, match="other values when it was run again"):
         step_of(made(Counting), by_result)(rows(0))

@@ -6,18 +6,17 @@ beside the computation and fetched ahead of it in backward (`offloading.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.checkpoint import checkpoint
 
 from bigbatch.errors import ConfigurationError
+from bigbatch.lockstep.checkpointed import Checkpointed
 from bigbatch.lockstep.crew import Worker, current
-from bigbatch.lockstep.found_before import FoundBefore
 
 
 class MeetsInside(ConfigurationError):
@@ -47,31 +46,7 @@ def recomputing(models: Sequence[nn.Module], calls: Calls | None) -> Iterator[No
 def _recomputed(model: nn.Module, calls: Calls | None) -> Iterator[None]:
     plain: Callable[..., Any] = model.forward
     was_set = "forward" in vars(model)
-
-    def forward(*arguments: Any, **named: Any) -> Any:
-        worker = current()
-        if worker is None or worker.notes.get("recomputing") or not torch.is_grad_enabled():
-            return plain(*arguments, **named)
-        if calls is not None:
-            return calls.call(model, plain, worker, arguments, named)
-
-        before: list[FoundBefore] = []
-
-        def run(*arguments: Any, **named: Any) -> Any:
-            first = FoundBefore(model.modules(), None) if not before else None
-            worker.notes["recomputing"] = True  # no other task runs before this one leaves: it must not meet inside
-            try:
-                with nullcontext() if first is not None else before[0].again():
-                    return plain(*arguments, **named)
-            finally:
-                worker.notes["recomputing"] = False
-                if first is not None:
-                    first.settle()
-                    before.append(first)
-
-        return checkpoint(run, *arguments, use_reentrant=False, **named)
-
-    model.forward = forward
+    model.forward = _Forward(model, plain, calls)
     try:
         yield
     finally:
@@ -79,6 +54,29 @@ def _recomputed(model: nn.Module, calls: Calls | None) -> Iterator[None]:
             model.forward = plain
         else:
             del model.forward
+
+
+class _Forward:
+    """Stands in a model's place for its forward while a window runs."""
+
+    def __init__(self, model: nn.Module, plain: Callable[..., Any], calls: Calls | None) -> None:
+        self._model, self._plain, self._calls = model, plain, calls
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        worker = current()
+        if worker is None or worker.notes.get("recomputing") or not torch.is_grad_enabled():
+            return self._plain(*arguments, **named)
+        if self._calls is not None:
+            return self._calls.call(self._model, self._plain, worker, arguments, named)
+        return Checkpointed(self._model, self._plain, worker).call(arguments, named)
+
+    def __reduce__(self) -> Any:
+        """A copy of the model, as of a teacher that loss_fn makes of it, has its own forward and knows no window."""
+        return _itself, (self._plain,)
+
+
+def _itself(plain: Callable[..., Any]) -> Callable[..., Any]:
+    return plain
 
 
 def refuse_meeting_while_recomputing(notes: dict[str, Any], name: str) -> None:

@@ -8,7 +8,7 @@ put aside, it comes to an operation that has saved nothing, and that is an error
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,13 +17,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from bigbatch.batches.splitting import leaves, mapped
-from bigbatch.batches.writing import PLAIN
-from bigbatch.errors import LossError
+from bigbatch.batches.writing import PLAIN, apart
 from bigbatch.lockstep.crew import Worker
-from bigbatch.lockstep.found_before import FoundBefore, Place
+from bigbatch.lockstep.differing import RunsDiffer, refuse_other_values
+from bigbatch.lockstep.found_before import FoundBefore
+from bigbatch.lockstep.holdings import Picture, Place
 from bigbatch.lockstep.meeting import refuse_second_derivative
-from bigbatch.lockstep.numbers import Streams
+from bigbatch.lockstep.numbers import Draws
+from bigbatch.lockstep.tracks import Tracks
 from bigbatch.reading.counts import LOW_PRECISION
+
+__all__ = ["Calls", "CannotRunAgain", "RunsDiffer"]
 
 _KINDS = ("cpu", "cuda")
 Places = dict[str, Tensor]
@@ -32,24 +36,6 @@ Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 class CannotRunAgain(RuntimeError):
     """A model, or what is made of its results, cannot do with a first run that saves nothing."""
-
-
-class RunsDiffer(LossError):
-    """A model gave other values the second time, or would."""
-
-
-_SAME = 1e-2  # of the largest value, and less in high precision: kernels that add in no fixed order differ by far less
-_OTHER_VALUES = (
-    "the model returned other values when it was run again in backward with the same input. It depends on something "
-    "that has changed in between: an attribute that loss_fn sets before it calls the model, or a counter of its own.\n"
-    'Give it as an argument:  model(x, condition); or keep activations:  Options(activations="keep")'
-)
-
-
-_CHANGES_ITSELF = (
-    "the model changes {what} when it runs, so a second run in backward would be another one.\n"
-    'Do that in loss_fn, after the model has run; or keep activations:  Options(activations="keep")'
-)
 
 
 class _Alias(NamedTuple):
@@ -65,60 +51,44 @@ class _Call:
 
     model: nn.Module
     plain: Callable[..., Any]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]  # in structures of their own: the user's may be filled anew
     inputs: Places
     versions: list[int]
-    streams: Streams
     autocast: Autocast
-    buffers: FoundBefore
+    found: FoundBefore
+    draws: Draws
     trained: frozenset[int]  # the parameters that got a gradient then
     wanted: Sequence[str] = ()  # where its results that have a gradient are
-    drew: list[Tensor] | None = None  # where the random numbers stood before it, if it drew any
     values: Sequence[Tensor] = ()  # what they were, where that is to be compared
+    tracks: Tracks | None = None  # how it got there, likewise
 
-    def run(self, worker: Worker, given: tuple[tuple[Any, ...], dict[str, Any]] | None = None) -> Any:
+    def run(self, worker: Worker, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Run the model, now; perhaps with other tensors of the same values."""
-        positional, named = given or self.arguments
+        positional, named = given
         with alone(worker):
             found = self.plain(*positional, **named)
         if self.versions != [tensor._version for tensor in self.inputs.values()]:  # noqa: SLF001 - torch's own counter
             raise CannotRunAgain("the model changes its input in place, so it cannot run again")
         return found
 
-    def again(self, worker: Worker, given: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Tensor]:
+    def again(
+        self, worker: Worker, given: tuple[tuple[Any, ...], dict[str, Any]], inputs: Sequence[Tensor]
+    ) -> list[Tensor]:
         """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
-        now = self.streams.state() if self.drew is not None else None
-        if self.drew is not None:
-            self.streams.go_on(self.drew)
-        try:
-            with torch.enable_grad(), _under(self.autocast), self.buffers.again():
-                found = dict(leaves(self.run(worker, given)))
-        finally:
-            if now is not None:
-                self.streams.go_on(now)
+        looking = self.tracks.second() if self.tracks is not None else nullcontext()
+        with torch.enable_grad(), _under(self.autocast), self.found.again(), self.draws.again(), looking:
+            found = dict(leaves(self.run(worker, given)))
         missing = [place for place in self.wanted if not isinstance(found.get(place), Tensor)]
         if missing:
             raise CannotRunAgain(f"the model returned {missing[0]} the first time, and does not the second")
         results: list[Tensor] = [found[place] for place in self.wanted]
-        for first, second in zip(self.values, results, strict=bool(self.values)):
-            if first.shape != second.shape or _distance(first, second.detach()) > self._same(first):
-                raise RunsDiffer(_OTHER_VALUES)
+        if self.values:
+            low = any(enabled for _, enabled, _ in self.autocast)
+            low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
+            refuse_other_values(self.values, results, low=low)
+        if self.tracks is not None:
+            self.tracks.compare(results, inputs)
         return results
-
-    def _same(self, result: Tensor) -> float:
-        """Return how far two runs may be apart: as much as the lowest precision on the way may make them."""
-        low = any(enabled for _, enabled, _ in self.autocast) or any(
-            p.dtype in LOW_PRECISION for p in self.model.parameters()
-        )
-        exact = result.is_floating_point() or result.is_complex()
-        return _SAME if low or not exact else min(_SAME, torch.finfo(result.dtype).eps ** 0.5)
-
-
-class _Parts(NamedTuple):
-    """What a model is made of, as the window found it."""
-
-    parameters: tuple[nn.Parameter, ...]
-    modules: tuple[nn.Module, ...]
 
 
 @contextmanager
@@ -138,46 +108,55 @@ class Calls:
     own: Callable[[], tuple[Tensor, ...] | None]  # whose gradients are wanted; None: of all that there are
     parameters: frozenset[int]  # the ids of the optimizers'
     comparing: bool = False  # whether the second run gives what the first gave; this waits for the device
-    moving: dict[int, frozenset[Place]] = field(default_factory=dict)  # buffers of models that a run writes into
+    moving: dict[int, frozenset[Place]] = field(default_factory=dict)  # tensors of models that a run writes into
     aliases: list[_Alias] = field(default_factory=list)
-    _parts: dict[int, "_Parts"] = field(default_factory=dict)  # of models: walking through one takes a while
+    _restless: set[int] = field(default_factory=set)  # models that put things aside when they run
+    _parameters: dict[int, tuple[nn.Parameter, ...]] = field(default_factory=dict)  # of models
+    _pictures: dict[int, Picture] = field(default_factory=dict)  # the latest: walking through a model takes a while
 
     def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, *given: Any) -> Any:
         """Call a model for the micro-batch at hand, with positional and named arguments."""
-        parts = self._parts_of(model)
-        with _refusing_changed_parameters(parts.parameters):
+        with _refusing_changed_parameters(self._parameters_of(model)):
             if worker.number:
                 return self._twice(model, plain, worker, given)
             # Its backward comes first, while no other holds anything: there is nothing to save.
-            buffers = FoundBefore(parts.modules, frozenset())
+            picture = self._picture_of(model)
+            before = FoundBefore(picture, frozenset())
             with alone(worker):
                 found = plain(*given[0], **given[1])
-            self.moving[id(model)] = self.moving.get(id(model), frozenset()) | buffers.written()
+            if not picture.is_current():
+                self._restless.add(id(model))
+            self.moving[id(model)] = self.moving.get(id(model), frozenset()) | before.written()
             return found
 
     def _twice(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Any) -> Any:
         inputs = _tensors(given)
         versions = [tensor._version for tensor in inputs.values()]  # noqa: SLF001
-        buffers = FoundBefore(self._parts_of(model).modules, self.moving.get(id(model)))
-        streams: Streams = worker.notes["streams"]
-        call = _Call(model, plain, given, inputs, versions, streams, _autocast(), buffers, self.trained(model))
-        before = streams.state()
-        with saved_tensors_hooks(_nothing, _refuse):
-            found = call.run(worker)
-        if any(not torch.equal(*pair) for pair in zip(before, streams.state(), strict=True)):
-            call.drew = before
-        if not buffers.settle():
-            raise RunsDiffer(_CHANGES_ITSELF.format(what="a buffer for some micro-batches, and not for the first,"))
+        picture, streams = self._picture_of(model), worker.notes["streams"]
+        before, draws = FoundBefore(picture, self.moving.get(id(model))), Draws(streams, picture.generators)
+        call = _Call(model, plain, apart(given), inputs, versions, _autocast(), before, draws, self.trained(model))
+        call.tracks = Tracks() if self.comparing else None
+        with saved_tensors_hooks(call.tracks.forget if call.tracks is not None else _nothing, _refuse):
+            found = call.run(worker, given)
+        draws.settle()
+        changed = before.settle(restless=id(model) in self._restless)
+        if changed:
+            self._pictures[id(model)] = picture.renewed(changed)  # the other one holds what was found before
         return self._standing_for(call, model, worker, found)
 
     def trained(self, model: nn.Module) -> frozenset[int]:
         """Return which of the optimizers' parameters a run of a model gives a gradient to, as they are now."""
-        return self.parameters.intersection([id(p) for p in self._parts_of(model).parameters if p.requires_grad])
+        return self.parameters.intersection([id(p) for p in self._parameters_of(model) if p.requires_grad])
 
-    def _parts_of(self, model: nn.Module) -> "_Parts":
-        found = self._parts.get(id(model))
+    def _parameters_of(self, model: nn.Module) -> tuple[nn.Parameter, ...]:
+        found = self._parameters.get(id(model))
         if found is None:
-            found = self._parts[id(model)] = _Parts(tuple(model.parameters()), tuple(model.modules()))
+            found = self._parameters[id(model)] = tuple(model.parameters())
+        return found
+
+    def _picture_of(self, model: nn.Module) -> Picture:
+        latest = self._pictures.get(id(model))
+        found = self._pictures[id(model)] = Picture(model) if latest is None else latest.renewed()
         return found
 
     def refuse_changed(self) -> None:
@@ -197,12 +176,16 @@ class Calls:
         call.wanted = list(first.values())
         if not call.wanted:
             return found
-        handle = next((p for p in self._parts_of(model).parameters if p.requires_grad and self._is_handle(p)), None)
+        handle = next((p for p in self._parameters_of(model) if p.requires_grad and self._is_handle(p)), None)
         if handle is None:
             raise CannotRunAgain("no parameter of the model can stand for all of them")
         with_gradient = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
         values = [results[place].detach() for place in call.wanted]
-        call.values = [value.clone() for value in values] if self.comparing else ()
+        if call.tracks is not None:
+            call.tracks.first([results[place] for place in call.wanted], with_gradient)
+        # On a host nothing has to be waited for, so there they are always compared.
+        if self.comparing or all(value.device.type == "cpu" for value in values):
+            call.values = [value.clone() for value in values]
         made = _Again.apply(call, self, worker, values, handle, *with_gradient)  # type: ignore[no-untyped-call]
         self.aliases.extend(_aliases(made, call.inputs.values()))
         of = dict(zip(call.wanted, made, strict=True))
@@ -234,10 +217,10 @@ class _Again(torch.autograd.Function):
         of = {id(tensor): new for tensor, new in zip(inputs, fresh, strict=True)}
         if ctx.calls.trained(call.model) != call.trained:
             raise CannotRunAgain("parameters were frozen, or not, for one call of the model alone")
-        given = mapped(call.arguments, lambda _, leaf: of.get(id(leaf), leaf))
+        given = mapped(apart(call.arguments), lambda _, leaf: of.get(id(leaf), leaf))
         pairs = [
             (result, above)
-            for result, above in zip(call.again(ctx.worker, given), gradients, strict=True)
+            for result, above in zip(call.again(ctx.worker, given, fresh), gradients, strict=True)
             if above is not None and result.requires_grad
         ]
         own = ctx.calls.own()
@@ -245,12 +228,6 @@ class _Again(torch.autograd.Function):
             results, above_them = zip(*pairs, strict=True)
             torch.autograd.backward(results, above_them, inputs=None if own is None else (*own, *fresh))
         return None, None, None, None, None, *(each.grad for each in fresh)
-
-
-def _distance(first: Tensor, second: Tensor) -> float:
-    """Return how far two results are apart, as a part of the largest value; NaN and infinity are at no distance."""
-    apart = (first - second).abs().nan_to_num(0.0, 0.0, 0.0)
-    return float(apart.max() / first.abs().nan_to_num(0.0, 0.0, 0.0).max().clamp(min=1e-30)) if apart.numel() else 0.0
 
 
 def _nothing(_: Tensor) -> None:
@@ -296,7 +273,7 @@ def _refusing_changed_parameters(parameters: Sequence[Tensor]) -> Iterator[None]
     before = [parameter._version for parameter in parameters]  # noqa: SLF001
     yield
     if before != [parameter._version for parameter in parameters]:  # noqa: SLF001
-        raise RunsDiffer(_CHANGES_ITSELF.format(what="its own parameters"))
+        raise RunsDiffer.by_itself("its own parameters")
 
 
 def _autocast() -> Autocast:

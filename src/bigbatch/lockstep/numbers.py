@@ -6,10 +6,17 @@ has its own, derived from the generator's state at the start of the window: the 
 """
 
 import hashlib
-from collections.abc import Sequence
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from bigbatch.lockstep.differing import RunsDiffer
 
 _SEED_BYTES = 8
 
@@ -22,7 +29,7 @@ class Streams:
         self._generators = [torch.default_generator, *_on(devices)]
         self._before = [generator.get_state() for generator in self._generators]
         self._drawn = [False] * len(self._generators)
-        self._started: list[list[Tensor]] = []
+        self._left: list[Tensor] | None = None  # where the latest forward to end has left them
         digests = [hashlib.sha256(state.numpy().tobytes()).digest() for state in self._before]
         self._seeds = [[_seed(digest, each) for digest in digests] for each in range(number)]
 
@@ -40,6 +47,10 @@ class Streams:
         for generator, each in zip(self._generators, state, strict=True):
             generator.set_state(each)
 
+    def sources(self) -> "list[Source]":
+        """Return the generators, each as a source."""
+        return [Source(each.get_state, each.set_state) for each in self._generators]
+
     def end(self, number: int) -> None:
         """Note which generators a micro-batch has drawn from by now."""
         now = self.state()
@@ -47,13 +58,92 @@ class Streams:
         for place, (state, start) in enumerate(zip(now, self.state(), strict=True)):
             self._drawn[place] = self._drawn[place] or not torch.equal(state, start)
         self.go_on(now)
+        self._left = now
 
     def close(self) -> None:
-        """Put the generators back; one that was drawn from goes on by a number, lest the next window draw the same."""
+        """Put the generators back; one that was drawn from goes on by a number, lest the next window draw the same.
+
+        Those who draw may be in backward, as noise on gradients is, or on another thread.
+        """
+        for place, (now, left) in enumerate(zip(self.state(), self._left or (), strict=self._left is not None)):
+            self._drawn[place] = self._drawn[place] or not torch.equal(now, left)
         self.go_on(self._before)
         for generator, drawn in zip(self._generators, self._drawn, strict=True):
             if drawn:
                 torch.rand((), generator=generator, device=generator.device)
+
+
+class Draws:
+    """What one run draws, so that another draws the same: of torch's, Python's, numpy's and its model's own numbers."""
+
+    def __init__(self, streams: Streams, own: Sequence[Any] = ()) -> None:
+        """Note where all generators are before the run; `own` are the model's, of any kind."""
+        self._sources = [*streams.sources(), *_of_others(own)]
+        self._before = [source.state() for source in self._sources]
+        self._after: list[Any] = []
+        self._drew = False
+
+    def settle(self) -> None:
+        """The run is over: note where they are now."""
+        self._after = [source.state() for source in self._sources]
+        self._drew = not all(map(_alike, self._before, self._after))
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same numbers inside, and go on afterwards where all generators are now."""
+        if not self._drew:
+            yield
+            return
+        now = [source.state() for source in self._sources]
+        self._go_on(self._before)
+        try:
+            yield
+            for source, before, after in zip(self._sources, self._before, self._after, strict=True):
+                found = source.state()
+                # A run that draws nothing is none the worse for a thread that did.
+                if not _alike(found, after) and not _alike(found, before):
+                    raise RunsDiffer.in_numbers()
+        finally:
+            self._go_on(now)
+
+    def _go_on(self, states: Sequence[Any]) -> None:
+        for source, state in zip(self._sources, states, strict=True):
+            source.go_on(state)
+
+
+class Source(NamedTuple):
+    """A generator of any kind."""
+
+    state: Callable[[], Any]
+    go_on: Callable[[Any], object]
+
+
+def _of_others(own: Sequence[Any]) -> Iterator[Source]:
+    yield Source(random.getstate, random.setstate)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        yield Source(numpy.random.get_state, numpy.random.set_state)
+    for each in own:
+        if isinstance(each, torch.Generator):
+            yield Source(each.get_state, each.set_state)
+        elif isinstance(each, random.Random):
+            yield Source(each.getstate, each.setstate)
+        elif hasattr(each, "get_state"):  # numpy's older kind
+            yield Source(each.get_state, each.set_state)
+        elif hasattr(each, "bit_generator"):
+            bits = each.bit_generator
+            yield Source(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two states are the same; they are tensors, or numbers and arrays in tuples or dicts."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, tuple) and hasattr(one[1], "tobytes"):  # numpy's; Python's are numbers alone
+        return all(map(_alike, one, other))
+    return one.tobytes() == other.tobytes() if hasattr(one, "tobytes") else bool(one == other)
 
 
 def _on(devices: frozenset[torch.device]) -> list[torch.Generator]:
