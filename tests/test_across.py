@@ -1192,3 +1192,22 @@ def test_an_error_in_any_micro_batch_changes_nothing(moment: str, number: int, a
     failing[0] = False
     step(rows(6, 1))
     assert everything(model, optimizer)[0] != before[0]
+
+
+def test_a_mean_of_each_class_over_as_many_as_there_are_of_it() -> None:
+    """A count for each value: of a class that a micro-batch does not have, it is 0."""
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        of = F.one_hot(batch[1], 3).double()
+        number = of.sum(0)[:, None]
+        means = of.T @ model(batch[0]) / number.clamp(min=1)
+        return across.once(across.mean(means, number).var(0).sum())
+
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    twin = copy.deepcopy(model)
+    batch = torch.randn(12, 6, dtype=torch.float64), torch.tensor([0, 0, 1, 0, 1, 2, 2, 1, 2, 2, 0, 1])
+    BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=Options(check=False))(batch)
+    loss(twin, batch).backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-12

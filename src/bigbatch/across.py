@@ -71,10 +71,11 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
         sizes: tuple[int, ...] = worker.notes["sizes"]
         total = float(worker.notes.get("all samples") or builtins.sum(sizes))
         return summed(worker, x * (sizes[worker.number] / total), "mean", _called_from())
-    if not (isinstance(count, Tensor) and count.device.type != "cpu") and float(count) < 0:  # no wait for a device
-        msg = f"the count of across.mean is a number of things; found {float(count):g}"
+    given = torch.as_tensor(count, dtype=torch.float64)  # one, or one of each value, as of each class
+    if given.device.type == "cpu" and (given < 0).any():  # no wait for a device
+        msg = f"the count of across.mean is a number of things; found {float(given.min()):g}"
         raise LossError(msg)
-    number = torch.as_tensor(count, dtype=torch.float64, device=x.device)
+    number = given.to(x.device)
     if number.requires_grad:
         msg = "the count of across.mean is a number of things, without gradient; found one with gradient"
         raise LossError(msg)
