@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Options, across, verify
+from bigbatch import Accumulator, Options, across, verify
 from tests.defects import Batch, mean, network, samples
 
 UNCHECKED = Options(check=False)
@@ -169,3 +169,13 @@ def test_norms_that_are_refused_are_advised_by_what_refuses_them() -> None:
     declined = verify(network(nn.BatchNorm1d(8)), mean, samples(11), 4, options=Options(batch_norm="refuse"))
     assert [cause.kind for cause in declined.causes] == ["batch-norm"]
     assert declined.causes[0].remedy.startswith('Either leave batch_norm="exact"')
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_proof_is_no_part_of_the_next_loss(over: bool) -> None:
+    """What it has asked for says nothing of an accumulator's own."""
+    model, other = network(), network()
+    accumulator = Accumulator(other, torch.optim.SGD(other.parameters(), lr=0.1), steps=1)
+    for batch in accumulator.over([samples(6)]) if over else [samples(6)]:
+        verify(model, right, samples(6), 4)
+        assert accumulator.backward(mean(other, batch)) is not None

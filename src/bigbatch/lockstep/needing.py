@@ -40,6 +40,16 @@ def times_asked(*, in_training: bool = False) -> int:
 
 
 @contextmanager
+def asked_aside() -> Iterator[None]:
+    """Have what is asked for inside, on this thread, be no part of a loss that comes after it."""
+    before = times_asked(), times_asked(in_training=True)
+    try:
+        yield
+    finally:
+        _here.asked, _here.asked_in_training = before
+
+
+@contextmanager
 def heard_by(listener: Callable[[], None]) -> Iterator[None]:
     """Have a function called, on this thread, where micro-batches would meet if there were others."""
     before = getattr(_here, "listener", None)

@@ -10,6 +10,7 @@ from torch import nn
 from bigbatch import checks
 from bigbatch.batches.splitting import Batch, balanced
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
+from bigbatch.lockstep.needing import asked_aside
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
 from bigbatch.own_loss import own_loss
@@ -86,7 +87,7 @@ def make_verification(
         msg = "no parameter of the model requires a gradient: there is nothing to train, and nothing to verify"
         raise ConfigurationError(msg)
     claim = _Claim(subject, loss_fn or own_loss, whole, micro_batch_size, train_window, options)
-    with subject.guarded(), torch.enable_grad():
+    with subject.guarded(), torch.enable_grad(), asked_aside():
         return claim.proved(on_run or (lambda _: None))
 
 
