@@ -208,6 +208,29 @@ def test_windows_that_ask_in_another_order(waiting: float, monkeypatch: pytest.M
         assert distance(weights(model), weights(twin)) <= 1e-12
 
 
+def test_memory_that_is_copied_in_two_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not given up when all of it was copied, while a part of it still is."""
+    monkeypatch.setattr(together, "_WAITING", 0)
+
+    class Parted(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            y = self.more[0](x)
+            side = x[:, :2].square().mean(1, keepdim=True)
+            y = self.more[1](y)
+            found: Tensor = self.last(self.body(y) + x + side)
+            return found
+
+    torch.manual_seed(0)
+    model = Parted(nn.GELU).double()
+    twin = copy.deepcopy(model)
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=1, options=Options(check=False))
+    step(images(6, 0))
+    cross_entropy(twin, images(6, 0)).backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+
+
 @pytest.mark.parametrize("waiting", [0, 0.8])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_window_after_one_that_failed(where: str, waiting: float, monkeypatch: pytest.MonkeyPatch) -> None:

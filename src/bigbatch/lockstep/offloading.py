@@ -60,7 +60,7 @@ class Offload:
         self._leaving: deque[tuple[int, Tensor]] = deque()
         self._leaving_bytes = 0
         self._holdings = Holdings(limit, kept)
-        self._absent: dict[int, Held] = {}  # memory that may go as soon as it was copied
+        self._absent: dict[int, tuple[int, Held]] = {}  # memory that may go when all of it was copied, and its copy
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}  # where gradients have been, and read when
         self._kinds: list[tuple[Any, Fetcher]] = []
         self._coming_home = self._homecoming(kind)
@@ -166,11 +166,18 @@ class Offload:
 
     def _let_go(self) -> None:
         """Give up the oldest tensor that was copied: whoever gets its memory on this stream waits for the copy."""
-        number, _ = self._leaving.popleft()
+        number, tensor = self._leaving.popleft()
         self._leaving_bytes -= self._outs[number].bytes
         torch.cuda.current_stream(self._device).wait_event(self._outs[number].copied)
-        if number in self._absent and self._holdings.may_go(self._absent[number]):
-            self._coming_home.empty(number, self._absent[number])
+        self._empty(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+    def _empty(self, name: int) -> None:
+        """Give up a piece of memory whose holder is absent, unless it is still copied: two views of it may be saved."""
+        if name not in self._absent or any(each.untyped_storage()._cdata == name for _, each in self._leaving):  # noqa: SLF001
+            return
+        number, held = self._absent[name]
+        if self._holdings.may_go(held):
+            self._coming_home.empty(number, held)
 
     def _unpacked(self, packed: Any) -> Tensor:
         if isinstance(packed, _Kept):
@@ -196,7 +203,7 @@ class Offload:
             yield bool(left)
         finally:
             for each, number in zip(left, numbers, strict=False):
-                del self._absent[number]
+                del self._absent[each.reference.cdata]
                 read = self._coming_home.come_home(number)
                 if each.number is None and read is not None:
                     out = self._outs[number]
@@ -212,14 +219,9 @@ class Offload:
 
     def _left(self, held: Held) -> int:
         """Give up a piece of memory when it has been copied out; returns the number of the copy."""
-        number = held.number
-        if number is None:
-            number = self._gradient_copied_out(held)
-            self._absent[number] = held
-        else:
-            self._absent[number] = held
-            if all(number != leaving for leaving, _ in self._leaving):
-                self._coming_home.empty(number, held)
+        number = self._gradient_copied_out(held) if held.number is None else held.number
+        self._absent[held.reference.cdata] = number, held
+        self._empty(held.reference.cdata)
         return number
 
     def _gradient_copied_out(self, held: Held) -> int:
