@@ -80,7 +80,7 @@ class _Copies(TorchFunctionMode):
         if func is not Tensor.copy_:
             return func(*args, **(kwargs or {}))
         to, of = args
-        places = [(each.shape, each.stride(), each.storage_offset(), each.dtype) for each in args]
+        places = [(each.shape, each.stride(), each.storage_offset(), each.dtype, each.is_conj()) for each in args]
         memory = [StorageWeakRef(each.untyped_storage()) for each in args]
         self._stream.todo.append(partial(_copied, memory, places))
         assert kwargs == {"non_blocking": True}
@@ -91,10 +91,11 @@ class _Copies(TorchFunctionMode):
 def _copied(memory: list[StorageWeakRef], places: list[Any]) -> None:
     assert not any(each.expired() for each in memory), "memory was given back before a copy of it was made"
     tensors = []
-    for reference, (shape, stride, offset, dtype) in zip(memory, places, strict=True):
+    for reference, (shape, stride, offset, dtype, conjugate) in zip(memory, places, strict=True):
         storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
         assert storage.nbytes(), "memory was given back before a copy of it was made"
-        tensors.append(torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride))
+        plain = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+        tensors.append(plain.conj() if conjugate else plain)
     to, of = tensors
     to.copy_(of)
 
