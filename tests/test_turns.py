@@ -205,6 +205,31 @@ def test_what_couples_samples_when_it_trains_later() -> None:
     assert model.looks - looked == plain
 
 
+def test_a_forward_that_changes_modes_is_looked_at_once() -> None:
+    """By the modes that a step begins with, as they are set anew before each."""
+
+    class Freezing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.part, self.looks = nn.Linear(6, 3).double(), nn.Identity(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.looks += 1
+            self.part.eval()
+            found: Tensor = self.layer(x)
+            return found
+
+    model = Freezing()
+    step = BigStep(model, sgd(trained(model)), lambda m, b: F.cross_entropy(m(b[0]), b[1]), micro_batch_size=4)
+    looks = []
+    for _ in range(3):
+        model.train()
+        before = model.looks
+        step(samples(8))
+        looks.append(model.looks - before)
+    assert looks[0] > looks[1] == looks[2]
+
+
 def test_a_step_inside_of_another_is_refused() -> None:
     """It would run in the midst of a forward."""
     model, other = Student(), Student()

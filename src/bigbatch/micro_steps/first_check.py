@@ -84,6 +84,7 @@ class FirstCheck:
         self._side_by_side: SideBySide | None = None
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._modes: set[bytes] = set()  # which of them were in training mode, when samples were looked at
+        self._looked_in = b""  # which when they last were: a loss may change it
 
     def __call__(self, division: Division, side_by_side: SideBySide | None = None) -> set[str]:
         """Refuse what cannot be cut; returns what was looked at, to be `passed` when the update is made.
@@ -95,10 +96,12 @@ class FirstCheck:
         if "padding" in self._left and self._padding(division):
             seen.add("padding")
         # What was frozen at first may couple samples now.
-        if self._compares and self._mode() not in self._modes and division.batch.size > 1:
+        mode = bytes([module.training for module in self._modules]) if self._compares else b""
+        if self._compares and mode not in self._modes and division.batch.size > 1:
             if side_by_side is not None:  # statistics of a few samples amplify rounding, and are exact by themselves
                 self._side_by_side = partial(side_by_side, resting=True)
             self._samples(division)
+            self._looked_in = mode
             seen.add("samples")
         return seen
 
@@ -106,10 +109,7 @@ class FirstCheck:
         """Look for these no more."""
         self._left -= seen
         if "samples" in seen:
-            self._modes.add(self._mode())
-
-    def _mode(self) -> bytes:
-        return bytes([module.training for module in self._modules])
+            self._modes.add(self._looked_in)
 
     def _samples(self, division: Division) -> None:
         """See that a micro-batch's loss is that of its parts."""
