@@ -258,7 +258,9 @@ class Together:
         }
         recipes: Recipes | None = notes.get("recipes")
         if len(tasks) == 1:
-            with batch_norm_met():
+            # A whole batch's means are the big batch's; those of a rank are not.
+            known = derivatives_known() if notes.get("ranks") is not None else nullcontext()
+            with batch_norm_met(), known:
                 return self._crew.run(tasks, Carried.here(self._device), notes)
         streams = notes["streams"] = Streams(devices_of(self._models), len(tasks))
 
