@@ -593,6 +593,22 @@ def test_an_attack_inside_of_a_loss(how: str, attack: Callable[[Tensor], Tensor]
             our_updates(make(), [rows(7, 0)], loss_fn, 3, check=check)
 
 
+def test_an_attack_on_a_frozen_model_inside_of_a_loss() -> None:
+    """A plain backward adds to no weight there, so that no gradient shows it."""
+    model, teacher = net(), net()
+    teacher.requires_grad_(False)
+
+    def loss_fn(models: Any, batch: Batch) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        F.cross_entropy(models[1](x), batch["label"]).backward()
+        assert x.grad is not None
+        return F.cross_entropy(models[0](batch["x"] + 0.1 * x.grad.sign()), batch["label"])
+
+    step = BigStep([model, teacher], sgd(trained(model)), loss_fn, micro_batch_size=3)
+    with pytest.raises(LossError, match="a derivative inside of the loss"):
+        step(rows(7, 0))
+
+
 # Checkpoints and random numbers.
 
 
