@@ -332,3 +332,76 @@ def test_a_count_below_nothing_is_refused(count: Any) -> None:
     )
     with pytest.raises(LossError, match="a number of things; found -"):
         step(samples(8))
+
+
+def halved(model: Any, batch: Batch) -> Tensor:
+    """Call the model with other weights."""
+    other = {"last.weight": model.last.weight / 2, "first.weight": model.first.weight * 1.5}
+    return F.cross_entropy(torch.func.functional_call(model, other, batch[0]), batch[1])
+
+
+def by_exchange(model: Any, batch: Batch) -> Tensor:
+    """Have a teacher by exchanging memory, in training mode."""
+
+    def exchange() -> None:
+        for p, slow in zip(model.parameters(), model.slow, strict=True):
+            p.data, slow.data = slow.data, p.data
+
+    exchange()
+    with torch.no_grad():
+        target = model(batch[0])
+    exchange()
+    return F.mse_loss(model(batch[0]), target)
+
+
+def by_copies(model: Any, batch: Batch) -> Tensor:
+    """Have a teacher by copying weights in and out."""
+    with torch.no_grad():
+        own = [p.clone() for p in model.parameters()]
+        for p, slow in zip(model.parameters(), model.slow, strict=True):
+            p.copy_(slow)
+        target = model(batch[0])
+        for p, before in zip(model.parameters(), own, strict=True):
+            p.copy_(before)
+    return F.mse_loss(model(batch[0]), target)
+
+
+class Slow(Student):
+    """A student that keeps slower weights, near to its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = [p.detach() * 0.999 for p in self.parameters()]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("loss", [halved, by_exchange, by_copies])
+def test_other_weights_at_a_norm_are_another_micro_batchs(loss: Callable[[Any, Batch], Tensor], check: bool) -> None:
+    """Told as that, however near they are, and the model has its own again."""
+    model = Slow()
+    optimizer = sgd(trained(model))
+    parameters, before = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
+    memory = [p.data_ptr() for p in parameters]
+    step = BigStep(model, optimizer, loss, micro_batch_size=4, options=Options(check=check))
+    with pytest.raises(LossError, match=r"(?s)with another '.*' than the model had before.*functional_call.*eval"):
+        step(samples(20))
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert [p.data_ptr() for p in model.parameters()] == memory
+    if loss is not by_copies:
+        assert distance(weights(model), before) == 0
+
+
+@pytest.mark.parametrize("loss", [halved, by_exchange])
+def test_other_weights_where_nobody_meets(loss: Callable[[Any, Batch], Tensor]) -> None:
+    """With the norm in evaluation mode they are exact."""
+    model = Slow()
+    model.norm.eval()
+    twin = copy.deepcopy(model)
+    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=4)
+    optimizer = sgd(trained(twin))
+    for number in range(2):
+        step(samples(18, number))
+        optimizer.zero_grad()
+        loss(twin, samples(18, number)).backward()
+        optimizer.step()
+    assert distance(weights(model), weights(twin)) <= 1e-12

@@ -33,7 +33,8 @@ class Update:
         if self._loss is None or not bool(self._loss_known):
             msg = (
                 "the loss of this update is not known: its terms have different counts, and a graph keeps their sum, "
-                "not their values.\nWrap each term so that its value is kept:\n"
+                "not their values. The update itself was made, and is exact.\n"
+                "Wrap each term so that its value is kept:\n"
                 "    loss = counted(ce, tokens) + 0.1 * counted(aux, samples)"
             )
             raise LossError(msg)

@@ -296,8 +296,8 @@ class _Round:
             "the micro-batches of this window took different paths, and cannot meet:\n"
             f"{listed}\n"
             "All must run the same operations across micro-batches in the same order, also in backward. Look for an "
-            "`if` on the data, a layer that is skipped for some, a value that only some micro-batches' losses use, or "
-            "tensors of different shapes."
+            "`if` on the data or on a random number, a layer that is skipped for some, a value that only some "
+            "micro-batches' losses use, or tensors of different shapes."
         )
         return PathsDiffer(msg)
 

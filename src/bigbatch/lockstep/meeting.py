@@ -8,6 +8,7 @@ import torch
 from bigbatch.lockstep.activations import refuse_meeting_while_recomputing
 from bigbatch.lockstep.crew import Worker
 from bigbatch.lockstep.numbers import Streams
+from bigbatch.lockstep.own_weights import OwnWeights
 
 Result = TypeVar("Result")
 
@@ -31,6 +32,9 @@ def meet_in_forward(
 ) -> Result:
     """Meet, and go on with this micro-batch's own random numbers; also in a forward that runs again in backward."""
     refuse_meeting_while_recomputing(worker.notes, name)
+    weights: OwnWeights | None = worker.notes.get("weights")
+    if weights is not None:
+        weights.refuse_others(name)
     streams: Streams | None = worker.notes.get("streams")
     if streams is None:
         return worker.meet(name, value, combine, fold)

@@ -20,6 +20,7 @@ from bigbatch.lockstep.inner import derivatives_known
 from bigbatch.lockstep.lone import Lone
 from bigbatch.lockstep.numbers import Streams
 from bigbatch.lockstep.offloading import Offload
+from bigbatch.lockstep.own_weights import OwnWeights
 from bigbatch.lockstep.renewing import Recipes, activations_known
 from bigbatch.lockstep.room import Waiting, refuse_too_much
 from bigbatch.lockstep.sharing import refuse_changed
@@ -58,6 +59,7 @@ class Together:
         self._norms_meet = norms_meet
         self._crew = Crew()
         self._lone = Lone(models, device, self._crew, norms_meet=norms_meet)
+        self._looked = False  # whether a window has gone well in which weights were looked at at every meeting
         self._seen_once: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
         self._inside = False  # whether micro-batches meet inside the model
         self._recomputed = False  # whether the latest window was to run it again
@@ -130,7 +132,7 @@ class Together:
             }
             extras = self._side_by_side([task] * len(sizes), sizes, beside)
         self._compared = self._compared or calls is not None
-        self._settled = self._valued, self._inside
+        self._settled, self._looked = (self._valued, self._inside), True
         return extras
 
     def each(
@@ -262,6 +264,9 @@ class Together:
             known = derivatives_known() if notes.get("ranks") is not None else nullcontext()
             with batch_norm_met(), known:
                 return self._crew.run(tasks, Carried.here(self._device), notes)
+        weights = OwnWeights(self._models)
+        if not self._looked:
+            notes["weights"] = weights
         streams = notes["streams"] = Streams(devices_of(self._models), len(tasks))
 
         def with_own_numbers(number: int, task: Callable[[], Result]) -> Callable[[], Result]:
@@ -276,6 +281,9 @@ class Together:
             with batch_norm_met(), derivatives_known(), knowing:
                 own = [with_own_numbers(number, task) for number, task in enumerate(tasks)]
                 return self._crew.run(own, Carried.here(self._device), notes)
+        except BaseException:
+            weights.restore()
+            raise
         finally:
             streams.close()
 
