@@ -264,7 +264,7 @@ class Together:
             known = derivatives_known() if notes.get("ranks") is not None else nullcontext()
             with batch_norm_met(), known:
                 return self._crew.run(tasks, Carried.here(self._device), notes)
-        weights = OwnWeights(self._models)
+        weights = OwnWeights(self._models, by_value=not self._looked)
         if not self._looked:
             notes["weights"] = weights
         streams = notes["streams"] = Streams(devices_of(self._models), len(tasks))
