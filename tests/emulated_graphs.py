@@ -16,7 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from bigbatch import BigStep
 from bigbatch.batches.splitting import leaves, mapped
+from bigbatch.lockstep.whole import WholeWindows
+from bigbatch.micro_steps.capturing import Recorder
 from bigbatch.micro_steps.cuda_graph import Captured, Graphs, Recipe
+from bigbatch.micro_steps.running import Runner
 from bigbatch.reading import reader, reductions
 from bigbatch.reading.terms import Term
 
@@ -47,10 +50,19 @@ class Tape(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._noted: list[tuple[Callable[..., Any], Any, list[Tensor | None]]] = []
         self._inside: set[int] = set()
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # what was written to, and what it was
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do it, and take note."""
+        if any(isinstance(each, Tensor) and each.dtype == torch.uint8 for each in tree_leaves((args, kwargs))):
+            return func(*args, **(kwargs or {}))  # the state of a generator: the host's
         given = tree_map(self._known, (args, kwargs or {}))
+        for place, argument in enumerate(func._schema.arguments):
+            written = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
+            for each in tree_leaves(written) if argument.is_write else ():
+                if isinstance(each, Tensor) and _storage(each) not in {*self._inside, *self._before}:
+                    whole = torch.empty(0, dtype=each.dtype).set_(each.untyped_storage())
+                    self._before[_storage(each)] = whole, whole.clone()
         before = {_storage(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         result = func(*args, **(kwargs or {}))
         made = [
@@ -60,6 +72,11 @@ class Tape(TorchDispatchMode):
         self._inside |= {_storage(each) for each in made if each is not None}
         self._noted.append((func, given, made))
         return result
+
+    def forget_changes(self) -> None:
+        """Leave what was there before as it was; its version stays: it tells who got a gradient."""
+        for there, value in self._before.values():
+            there.data.copy_(value)
 
     def replay(self) -> None:
         """Do all of it again, into the same memory."""
@@ -106,6 +123,32 @@ def _counted_on_a_device(node: Any) -> Tensor:
     """Return a count as a tensor, which a replay counts anew; on a CPU it would be a number, and stay as it was."""
     total: Tensor = node._saved_total_weight
     return total.detach()
+
+
+def _record(_: Recorder, run: Callable[[], Any]) -> tuple[Any, Any]:
+    tape = Tape()
+    with tape:
+        found = run()
+    tape.forget_changes()
+    tape.forget_values()
+    return tape, found
+
+
+def whole_emulated(step: BigStep, patch: Any) -> WholeWindows:
+    """Let a step on the CPU replay whole windows, as with Options(cuda_graph=True) on a GPU; returns those."""
+
+    def read(self: Runner, loss: Tensor) -> list[Term]:
+        with _disable_current_modes():
+            return plain(self, loss)
+
+    plain = Runner.read
+    patch.setattr(Runner, "read", read)
+    patch.setattr(Recorder, "record", _record)
+    patch.setattr(reductions, "targets", _counted_on_a_device)
+    patch.setattr(reader, "targets", _counted_on_a_device)
+    runner = step._runner
+    whole = runner.whole = WholeWindows(runner._models, torch.device("cpu"), runner._stepper)
+    return whole
 
 
 def emulated(step: BigStep, patch: Any) -> Graphs:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bigbatch import BigStep, Options
 from bigbatch.batches.division import Division
 from bigbatch.batches.splitting import Batch as Cut
-from bigbatch.micro_steps import cuda_graph
+from bigbatch.micro_steps import capturing, cuda_graph
 from bigbatch.micro_steps.cuda_graph import Graphs, Recipe
 from bigbatch.micro_steps.replaying import Replaying
 from bigbatch.reading.terms import Term
@@ -195,7 +195,7 @@ def test_a_capture_that_fails_leaves_no_table(monkeypatch: pytest.MonkeyPatch) -
         def forward(self, tokens: Tensor) -> Tensor:
             out = super().forward(tokens)
             if any(type(mode).__name__ == "Tape" for mode in modes()):
-                raise cuda_graph.NotCapturable("it waits")
+                raise capturing.NotCapturable("it waits")
             return out
 
     with pytest.warns(UserWarning, match="it waits"):

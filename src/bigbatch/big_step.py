@@ -265,6 +265,7 @@ class BigStep:
             if self._is_in_parts:
                 raise OutOfMemory(_ALL_RANKS_END) from error
             self._divider.shrink(division, error)
+        if short:
             self._runner.forget()
         let_go(error)
         self._have_others_try_again()

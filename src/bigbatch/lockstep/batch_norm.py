@@ -12,7 +12,7 @@ in forward for mean and variance, in backward for the two sums that the gradient
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bigbatch.errors import BatchNormError
+from bigbatch.lockstep.constants import constant
 from bigbatch.lockstep.crew import Worker, current
 from bigbatch.lockstep.inner import refuse_inner_mean
 from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
@@ -248,12 +249,15 @@ def _pool_ranks(ranks: Ranks, number: int, mean: Tensor, variance: Tensor) -> tu
     return sum(numbers), pooled, (shares * (every[:, 1] + (every[:, 0] - pooled).square())).sum(0)
 
 
-@lru_cache(maxsize=256)
 def _shares(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return which share of the values each micro-batch has; copied to the device once, without waiting for it."""
-    total = sum(numbers)
-    shares = torch.tensor([[number / total] for number in numbers], dtype=torch.float64, device="cpu")
-    return shares.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else shares
+
+    def make() -> Tensor:
+        total = sum(numbers)
+        shares = torch.tensor([[number / total] for number in numbers], dtype=torch.float64, device="cpu")
+        return shares.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else shares
+
+    return constant(("shares", numbers), device, make)
 
 
 def _update(running: _Running, mean: Tensor, variance: Tensor, *, counted: int) -> None:

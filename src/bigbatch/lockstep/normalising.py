@@ -1,10 +1,11 @@
 """The arithmetic of BatchNorm in pieces, between which micro-batches meet: torch's own kernels where there are some."""
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from bigbatch.lockstep.constants import constant
 
 
 class Moments(NamedTuple):
@@ -87,9 +88,8 @@ def dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-@lru_cache(maxsize=256)
 def _counted(number: int, device: torch.device) -> Tensor:
-    return torch.full((1,), number, dtype=torch.int32, device=device)
+    return constant(("number", number), device, lambda: torch.full((1,), number, dtype=torch.int32, device=device))
 
 
 def _wide(x: Tensor) -> Tensor:

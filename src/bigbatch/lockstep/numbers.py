@@ -88,6 +88,11 @@ class Draws:
         self._after = [source.state() for source in self._sources]
         self._drew = not all(map(_alike, self._before, self._after))
 
+    @property
+    def drew(self) -> bool:
+        """Whether the run has drawn any."""
+        return self._drew
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers inside, and go on afterwards where all generators are now."""

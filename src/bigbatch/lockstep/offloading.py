@@ -77,13 +77,15 @@ class Offload:
         one `kind` are alike.
         """
         self._outward.wait_stream(self._inward)
+        here = torch.cuda.current_stream(self._device)
+        for stream in (self._outward, self._inward):
+            stream.wait_stream(here)  # a part of what is captured, where this is
         self._memory.begin_anew()
         self._begin(limit, kept, kind)
         try:
             yield
             self._learn()
         finally:
-            here = torch.cuda.current_stream(self._device)
             for stream in (self._outward, self._inward):
                 here.wait_stream(stream)  # what was fetched for nothing is given back after its copy
             self.recipes.forget()

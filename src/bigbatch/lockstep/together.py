@@ -73,13 +73,20 @@ class Together:
 
     def run(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         """Add all micro-batches to the window; returns their extras."""
+        whole = self._runner.whole
+        if whole is None or window.ranks is not None:  # ranks meet inside, and no graph waits for others
+            return self._launched(window, micro_batches, sizes)
+        kind = f"{self._activations(len(sizes))} {tuple(sizes)}"
+        return whole.run(window, micro_batches, kind, self._runner.state, partial(self._launched, sizes=sizes))
+
+    def _launched(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         activations = self._activations(len(sizes))
         offload: Offload | None = None
         if activations == "offload":
             offload = self._offload = self._offload or Offload(self._device)
         around: AbstractContextManager[None] = nullcontext()
         self._recomputed = activations == "recompute"
-        saves_memory = activations != "keep" and self._device.type == "cuda"
+        saves_memory = self._device.type == "cuda" and (activations != "keep" or window.recording)
         leaving = workspaces_given_back() if saves_memory else None
         calls: Calls | None = None
         if self._recomputed and self._valued:
@@ -267,7 +274,9 @@ class Together:
         weights = OwnWeights(self._models, by_value=not self._looked)
         if not self._looked:
             notes["weights"] = weights
-        streams = notes["streams"] = Streams(devices_of(self._models), len(tasks))
+        # No generator of a device can be asked while its numbers are captured; a graph that draws any is not used.
+        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        streams = notes["streams"] = Streams(frozenset() if capturing else devices_of(self._models), len(tasks))
 
         def with_own_numbers(number: int, task: Callable[[], Result]) -> Callable[[], Result]:
             def run() -> Result:

@@ -58,10 +58,20 @@ class Tracks:
         return tensor.detach()  # without its graph: an operation that held its own result would never go
 
 
+def _tells(tensor: Tensor) -> bool:
+    """Whether a tensor can be compared. What a kernel keeps for itself cannot: perhaps nobody has written to it."""
+    if type(tensor) not in {Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or not tensor.numel():
+        return False
+    whole = not tensor.is_floating_point() and not tensor.is_complex()
+    is_seed = whole and (not tensor.dim() or tensor.dtype == torch.uint64)  # of an attention that drops nothing
+    is_space = tensor.is_cuda and tensor.dtype == torch.uint8  # of a recurrent network
+    return not is_seed and not is_space
+
+
 @torch.no_grad()
 def _track(tensor: Tensor) -> tuple[torch.Size, Tensor]:
     """Return a tensor's shape, and two numbers: one in which each place has a weight of its own, and its norm."""
-    if type(tensor) not in {Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or not tensor.numel():
+    if not _tells(tensor):
         return tensor.shape, torch.zeros(2)
     with torch.autocast(tensor.device.type, enabled=False):
         wide = tensor.detach() if tensor.dtype in {torch.float32, torch.float64} else _real(tensor).float()

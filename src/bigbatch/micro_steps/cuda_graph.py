@@ -4,11 +4,9 @@ A micro-step is captured when its shape of micro-batch comes for the second time
 up of count and loss. Its inputs, the gradients and the running totals lie at fixed addresses.
 """
 
-import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +14,7 @@ from torch import Tensor
 
 from bigbatch.batches.joining import detached
 from bigbatch.batches.splitting import leaves, mapped
-from bigbatch.errors import BigBatchError
-from bigbatch.micro_steps.survival import is_out_of_memory
+from bigbatch.micro_steps.capturing import NotCapturable, Recorder
 from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.reading.terms import Term
 from bigbatch.windows.gradients import Gradients
@@ -26,10 +23,6 @@ _KEEP = 64  # graphs; each holds its own inputs, all share the memory of activat
 _SHAPES = 256  # after so many, graphs should have served more micro-batches than not
 _CAPTURES = 2 * _KEEP  # after so many, each should have been worth its while
 _WORTH = 16  # replays of a graph; capturing takes about as long as launching so many
-
-
-class NotCapturable(BigBatchError):
-    """This micro-step cannot be captured; the message says why."""
 
 
 @dataclass
@@ -89,7 +82,7 @@ class Graphs:
         self._seen: set[str] = set()  # shapes, of which some never come again
         self._launches = self._captures = 0
         self._replays = 0  # beside the first one of each capture
-        self._pool: Any = None
+        self._recorder = Recorder(device)
         self._captured: dict[str, Captured] = {}
         self._gradients: list[Tensor | None] = []
         self._state: object = None
@@ -105,7 +98,8 @@ class Graphs:
         """Go on after a launch; where it has changed the `state`, graphs are captured anew, the window goes on."""
         if state != self._state:
             self._captured.clear()
-            self._pool, self._state = None, state
+            self._recorder.forget()
+            self._state = state
 
     def open(self, gradients: Gradients, reached: Sequence[bool]) -> None:
         """Have gradients and totals of zero at the addresses that the graphs know.
@@ -125,7 +119,8 @@ class Graphs:
         """Throw all graphs away, and the memory they hold; what is captured next is launched before."""
         self._captured.clear()
         self._seen.clear()
-        self._gradients, self._pool = [], None
+        self._gradients = []
+        self._recorder.forget()
 
     def is_new(self, micro_batch: Any) -> bool:
         """Whether no micro-batch of this shape has come before: capturing takes longer than launching some of them."""
@@ -187,39 +182,8 @@ class Graphs:
         """Capture a micro-step; nothing is computed by this."""
         inputs = {path: leaf.clone() for path, leaf in leaves(micro_batch) if isinstance(leaf, Tensor)}
         fixed = mapped(micro_batch, inputs.get)
-        stream = _capture_stream(self._device)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
-        gc.collect()
-        torch.cuda.empty_cache()
-        before = torch.cuda.current_stream(self._device)
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            # Other threads, as a loader's that pins memory, may go on as they like.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                extras, term = self._micro_step(fixed, recipe)
-                graph.capture_end()
-            except BaseException as error:
-                self._abandon(graph)
-                if not isinstance(error, RuntimeError) or isinstance(error, BigBatchError) or is_out_of_memory(error):
-                    raise
-                said = str(error).splitlines() or [type(error).__name__]
-                raise NotCapturable(said[0]) from error
-        before.wait_stream(stream)
+        graph, (extras, term) = self._recorder.record(lambda: self._micro_step(fixed, recipe))
         return Captured(graph, inputs, extras, term)
-
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Leave a capture that failed: torch would go on to hand out the graph's memory, and never give any back."""
-        with suppress(RuntimeError):
-            graph.capture_end()
-        with suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001 - no public name
-        self._pool = None
-        with suppress(RuntimeError):
-            torch.cuda.synchronize(self._device)
 
     def _micro_step(
         self, micro_batch: Any, recipe: Recipe, meet: Callable[[Term], None] = lambda _: None
@@ -240,25 +204,6 @@ class Graphs:
         self.totals.loss += torch.where(count > 0, value * count, 0.0) if term.kind == "mean" else value
         term.node = term.source = term.value = None  # what is kept must not keep the graph alive
         return detached(extras), term
-
-
-@cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that all captures are made on.
-
-    Libraries for matrix products keep a workspace for each thread and stream, for good. One that is asked for during
-    a capture comes out of the graph's memory, and holds on to the large block that it was cut from when the graph
-    is long gone. So they are asked for here, in forward and in backward.
-    """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for dtype in (torch.float32, torch.bfloat16):
-            square = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
-            linear = torch._C._nn.linear  # noqa: SLF001 - F.linear may be ours
-            linear(square @ square, square, square[0]).sum().backward()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return stream
 
 
 def _only(terms: list[Term]) -> Term:

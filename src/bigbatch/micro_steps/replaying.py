@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
+from bigbatch.micro_steps.capturing import NotCapturable
+from bigbatch.micro_steps.cuda_graph import Graphs, Recipe
 from bigbatch.reading.terms import Term
 from bigbatch.windows.ledger import Tally
 from bigbatch.windows.stepping import Stepper

@@ -16,9 +16,11 @@ from bigbatch.batches.joining import detached
 from bigbatch.errors import ConfigurationError
 from bigbatch.lockstep.crew import current
 from bigbatch.lockstep.needing import NeedsLockStep, one_after_the_other
+from bigbatch.lockstep.whole import WholeWindows
+from bigbatch.micro_steps.capturing import NotCapturable
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
-from bigbatch.micro_steps.cuda_graph import Graphs, NotCapturable, Recipe
-from bigbatch.micro_steps.places import keeping_tables, state_of
+from bigbatch.micro_steps.cuda_graph import Graphs, Recipe
+from bigbatch.micro_steps.places import keeping_tables, numbers_of, state_of
 from bigbatch.micro_steps.replaying import Replaying
 from bigbatch.own_loss import own_loss
 from bigbatch.reading.terms import Term
@@ -45,6 +47,7 @@ class Runner:
         serves = CastWeights.serves(self._models, device)
         self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
         self._graphs = Graphs(device) if cuda_graph else None
+        self.whole = WholeWindows(self._models, device, stepper) if cuda_graph else None
         # Which parameters, by their ids, got a gradient in a window that was launched.
         self._reached: dict[int, bool] = {}
         self._ragged = False
@@ -139,8 +142,8 @@ class Runner:
             self.forget()  # graphs read its copies
             return True
         if isinstance(error, NotCapturable) and self._graphs is not None:
-            self._graphs.forget()
-            self._graphs = None
+            self.forget()
+            self._graphs = self.whole = None
             if self._casting is not None:
                 self._casting.captured = False
             warnings.warn(
@@ -155,6 +158,12 @@ class Runner:
         """Give memory back that short cuts hold: it has run out."""
         if self._graphs is not None:
             self._graphs.forget()
+        if self.whole is not None:
+            self.whole.forget()
+
+    def state(self, gradients: Gradients) -> object:
+        """What a window that is replayed whole depends on beside the shapes of its inputs."""
+        return self._state(gradients), numbers_of(self._models)
 
     def _launching(self) -> AbstractContextManager[None]:
         """Run a micro-step that is not captured: of a shape that may never come again, where samples have lengths."""

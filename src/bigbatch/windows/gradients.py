@@ -80,11 +80,12 @@ class Gradients:
 
     def widen(self) -> None:
         """Give low-precision parameters a gradient of zero to add to, where several backwards are under way at once."""
-        for p in self._wide:
+        new = [p for p in self._wide if p.grad is None]
+        for p in new:
             _hand(p, torch.zeros_like(p, dtype=self.dtype, requires_grad=False))
         self._narrow = []
         self._hold()
-        self._zeros = {id(p): p.grad._version for p in self._wide if p.grad is not None}  # noqa: SLF001 - torch's counter
+        self._zeros = {id(p): p.grad._version for p in new if p.grad is not None}  # noqa: SLF001 - torch's counter
 
     def fill(self, wanted: Sequence[bool]) -> None:
         """Give those that have no gradient one of zero, where it is wanted."""

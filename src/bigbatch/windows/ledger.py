@@ -9,7 +9,7 @@ On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are 
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -181,6 +181,11 @@ class Ledger:
         self.kind, self.micro_batches, self.loss = tally.kind, tally.micro_batches, tally.loss
         self.total = tally.total if tally.kind == "mean" else 1.0
         self.provisional = tally.provisional
+
+    def take(self, other: "Ledger") -> None:
+        """Be as another one, with copies of its totals."""
+        for each in fields(self):
+            setattr(self, each.name, _copied(getattr(other, each.name)))
 
     def fold(self) -> None:
         """Add up what is pending on the device: a few kernels for a window instead of some for each micro-batch."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,14 @@ from bigbatch.windows.side_by_side import weigh_together
 from bigbatch.windows.starting import Starts
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.term_weights import refuse_rounded_weights, weigh_terms
+
+
+class Recorded(NamedTuple):
+    """What a captured window came to: its tensors lie where replays write them."""
+
+    ledger: Ledger
+    loss_dtype: torch.dtype
+    first_count: Tensor | None
 
 
 class Window:
@@ -62,6 +71,7 @@ class Window:
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.passed_by = 0  # passes that added nothing, for company
         self._left_out = 0  # gradients that the latest backward has not added to
+        self.recording = False  # whether what is launched is captured, and nothing computed yet
         self.others_go_on = False  # whether other ranks have batches for another window
         in_parts = stepper.ranks is not None and stepper.ranks.sharded
         self._shards_reached = Reached(self._gradients.parameters) if in_parts else None
@@ -156,7 +166,7 @@ class Window:
     def _await(self, terms: list[Term]) -> None:
         """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
         self._first_count = next((term.count for term in terms if isinstance(term.count, Tensor)), None)
-        if self._first_count is not None:
+        if self._first_count is not None and not self.recording:
             self._stepper.arrival.start(self._first_count)
 
     def _backward(self, loss: Tensor, terms: list[Term], weights: Weights, *, only_own: bool) -> dict[Node, Tensor]:
@@ -263,6 +273,20 @@ class Window:
             self._first_count = tally.first
         self._gradients.remember()
         self._ledger.adopt(tally)
+
+    def recorded(self) -> Recorded:
+        """Return what was captured, as it is: everything is in there, to the last sum."""
+        self._ledger.fold()
+        return Recorded(replace(self._ledger), self._loss_dtype, self._first_count)
+
+    def take(self, recorded: Recorded) -> None:
+        """Take over what a replay of a whole window has come to, in copies: the next one writes to the same places."""
+        self._ledger.take(recorded.ledger)
+        self._loss_dtype = recorded.loss_dtype
+        self._first_count = None if recorded.first_count is None else recorded.first_count.clone()
+        if self._first_count is not None:
+            self._stepper.arrival.start(self._first_count)
+        self._gradients.remember()
 
     def check(self) -> None:
         """Raise where the window cannot go on."""

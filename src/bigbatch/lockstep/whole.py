@@ -1,0 +1,187 @@
+"""Windows that are replayed whole: all their micro-batches, forward and backward, with the meetings between.
+
+In lock-step the host launches kernels as in any loop, and wakes a thread at every meeting. With small micro-batches
+that takes longer than the device computes. But all of it goes there in a fixed order: so a window whose shapes have
+come before is captured as one CUDA graph, from the first forward to the last backward, and replayed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.batches.splitting import leaves, mapped
+from bigbatch.lockstep.constants import constants
+from bigbatch.lockstep.numbers import Draws, Streams
+from bigbatch.lockstep.workspaces import workspaces_given_back
+from bigbatch.micro_steps.capturing import NotCapturable, Recorder
+from bigbatch.micro_steps.cuda_graph import shape_of
+from bigbatch.micro_steps.places import keeping_tables
+from bigbatch.micro_steps.restoring import devices_of
+from bigbatch.windows.gradients import Gradients
+from bigbatch.windows.stepping import Stepper
+from bigbatch.windows.window import Recorded, Window
+
+_KEEP = 8  # graphs; all share the memory of activations, and each holds a batch
+_PATIENCE = 32  # windows that were launched before as many should have been replayed
+
+State = Callable[[Gradients], object]
+Launch = Callable[[Window, Iterator[Any]], list[Any]]
+
+
+@dataclass
+class _Captured:
+    """A window of some shapes, ready to be replayed."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: list[dict[str, Tensor]]
+    extras: list[Any]
+    recorded: Recorded
+    reads: list[Tensor]  # beside its inputs: held, or their memory might be another's
+
+    def replay(self, micro_batches: Sequence[Any]) -> list[Any]:
+        """Run it on other micro-batches of the same shapes; returns their extras."""
+        for inputs, micro_batch in zip(self.inputs, micro_batches, strict=True):
+            for path, leaf in leaves(micro_batch):
+                if path in inputs:
+                    inputs[path].detach().copy_(leaf.detach(), non_blocking=True)
+        self.graph.replay()
+        return [
+            mapped(each, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf) for each in self.extras
+        ]
+
+
+class WholeWindows:
+    """The captured windows of one `BigStep`."""
+
+    def __init__(self, models: Sequence[nn.Module], device: torch.device, stepper: Stepper) -> None:
+        """Have none yet."""
+        self._models, self._stepper = models, stepper
+        self._recorder = Recorder(device)
+        self._captured: dict[str, _Captured] = {}
+        self._seen: set[str] = set()  # shapes
+        self._state: object = None
+        self._reached: list[bool] = []  # which parameters got a gradient in a window that was launched
+        self._gradients: list[Tensor | None] = []
+        self._launches = self._replays = 0
+
+    def run(self, window: Window, micro_batches: Iterable[Any], kind: str, state: State, launch: Launch) -> list[Any]:
+        """Add all micro-batches to a window by a replay, or `launch` them; returns their extras.
+
+        Windows of another `kind` are captured for themselves. `state` tells what all depend on beside, as it is now.
+        """
+        given = list(micro_batches)
+        shapes = "\n".join([kind, *map(shape_of, given)])
+        self._settle(state(window.gradients))
+        captured = self._captured.pop(shapes, None)
+        if captured is None and shapes not in self._seen:
+            return self._launched(window, given, shapes, state, launch)
+        self._open(window.gradients)
+        if captured is None:
+            captured, extras = self._capture(window, given, launch)
+        else:
+            extras = captured.replay(given)
+            self._replays += 1
+        while len(self._captured) >= _KEEP:
+            del self._captured[next(iter(self._captured))]
+        self._captured[shapes] = captured  # the one that was used last comes last
+        window.take(captured.recorded)
+        return extras
+
+    def forget(self) -> None:
+        """Throw all graphs away, and the memory they hold."""
+        self._captured.clear()
+        self._seen.clear()
+        self._gradients = []
+        self._recorder.forget()
+
+    def _settle(self, state: object) -> None:
+        if state != self._state:
+            self.forget()
+            self._state = state
+
+    def _launched(self, window: Window, given: list[Any], shapes: str, state: State, launch: Launch) -> list[Any]:
+        """Run a window as it is: capturing takes longer, and what comes once is not worth it."""
+        if self._stepper.scaler is not None:
+            raise NotCapturable("a gradient scaler changes its scale, which a graph would keep")
+        if self._launches >= _PATIENCE and self._replays < self._launches:
+            msg = (
+                f"of {self._launches + self._replays} batches {self._launches} had other shapes than those before, or "
+                "found numbers changed that modules keep in their attributes"
+            )
+            raise NotCapturable(msg)
+        self._launches += 1
+        extras = launch(window, iter(given))
+        self._settle(state(window.gradients))  # a first forward may have made tables, and counted in its attributes
+        self._seen.add(shapes)
+        self._reached = [p.grad is not None for p in window.gradients.parameters]
+        return extras
+
+    def _open(self, gradients: Gradients) -> None:
+        """Have gradients of zero at the addresses that the graphs know; none where none comes."""
+        if not self._gradients:
+            self._gradients = [
+                torch.zeros_like(p, dtype=gradients.dtype_of(p), requires_grad=False) if used else None
+                for p, used in zip(gradients.parameters, self._reached, strict=True)
+            ]
+        torch._foreach_zero_([g for g in self._gradients if g is not None])
+        gradients.preset(self._gradients)
+
+    def _capture(self, window: Window, given: list[Any], launch: Launch) -> tuple[_Captured, list[Any]]:
+        """Capture a window, and replay it for the first time: capturing computes nothing."""
+        inputs = [
+            {path: leaf.detach().clone().requires_grad_(leaf.requires_grad) for path, leaf in _tensors(each)}
+            for each in given
+        ]
+        fixed = [mapped(each, _places(own)) for each, own in zip(given, inputs, strict=True)]
+        draws = Draws(Streams(devices_of(self._models), 1))
+
+        def run() -> tuple[list[Any], Recorded]:
+            extras = launch(window, iter(fixed))
+            if isinstance(window.residual, Tensor) or window.residual != 1.0:
+                raise NotCapturable("its loss is of low precision, which cannot hold a weight; compute it in float32")
+            return extras, window.recorded()
+
+        versions = [None if g is None else g._version for g in self._gradients]  # noqa: SLF001 - torch's own counter
+        self._forget_temporaries()  # what was made outside is not the graph's, and what the graph makes is its own
+        window.recording = True
+        try:
+            with keeping_tables(self._models):
+                graph, (extras, recorded) = self._recorder.record(run)
+        finally:
+            window.recording = False
+            self._forget_temporaries()
+        self._refuse_other_gradients(window.gradients, versions)
+        captured = _Captured(graph, inputs, extras, recorded, constants())
+        found = captured.replay(given)
+        draws.settle()
+        if draws.drew:
+            raise NotCapturable("it draws random numbers, of which each micro-batch has a stream of its own")
+        return captured, found
+
+    def _forget_temporaries(self) -> None:
+        """Let go of tensors that are kept from one micro-batch to the next: starts, casts of weights, workspaces."""
+        self._stepper.start = None
+        torch.clear_autocast_cache()
+        leave = workspaces_given_back() if torch.cuda.is_available() else None
+        if leave is not None:
+            leave()
+
+    def _refuse_other_gradients(self, gradients: Gradients, versions: list[int | None]) -> None:
+        """A replay adds to the gradients that are there; capturing counts as a change of theirs, so it tells whose."""
+        for p, own, version in zip(gradients.parameters, self._gradients, versions, strict=True):
+            added = own is not None and p.grad is not None and p.grad.data_ptr() == own.data_ptr()
+            if (own is None) != (p.grad is None) or (own is not None and not added):
+                raise NotCapturable("another set of parameters gets gradients than in the window before")
+            if own is not None and p.grad is own and own._version == version:  # noqa: SLF001
+                raise NotCapturable("fewer parameters get gradients than in the window before")
+
+
+def _tensors(micro_batch: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((path, leaf) for path, leaf in leaves(micro_batch) if isinstance(leaf, Tensor))
+
+
+def _places(own: dict[str, Tensor]) -> Callable[[str, Any], Any]:
+    return own.get

@@ -1,0 +1,86 @@
+"""Record what a function launches on a device, as a graph that is replayed; all graphs of a recorder share memory."""
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+from bigbatch.errors import BigBatchError
+from bigbatch.micro_steps.survival import is_out_of_memory
+
+Result = TypeVar("Result")
+
+
+class NotCapturable(BigBatchError):
+    """This cannot be captured; the message says why."""
+
+
+class Recorder:
+    """Makes graphs. They may share memory because none runs beside another."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Have no memory yet."""
+        self._device = device
+        self._pool: Any = None
+
+    def forget(self) -> None:
+        """Take other memory for the graphs to come: what the ones before have goes with them."""
+        self._pool = None
+
+    def record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+        """Return the graph of what `run` launches, and what it returns; nothing is computed by this."""
+        stream = _capture_stream(self._device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.current_stream(self._device)
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            # Other threads, as a loader's that pins memory, may go on as they like.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                found = run()
+                graph.capture_end()
+            except BaseException as error:
+                self._abandon(graph)
+                if not isinstance(error, RuntimeError) or isinstance(error, BigBatchError) or is_out_of_memory(error):
+                    raise
+                said = str(error).splitlines() or [type(error).__name__]
+                raise NotCapturable(said[0]) from error
+        before.wait_stream(stream)
+        return graph, found
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Leave a capture that failed: torch would go on to hand out the graph's memory, and never give any back."""
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError, AttributeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001 - no public name
+        self._pool = None
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that all captures are made on.
+
+    Libraries for matrix products keep a workspace for each thread and stream, for good. One that is asked for during
+    a capture comes out of the graph's memory, and holds on to the large block that it was cut from when the graph
+    is long gone. So they are asked for here, in forward and in backward.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for dtype in (torch.float32, torch.bfloat16):
+            square = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
+            linear = torch._C._nn.linear  # noqa: SLF001 - F.linear may be ours
+            linear(square @ square, square, square[0]).sum().backward()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return stream
