@@ -59,7 +59,9 @@ class Tape(TorchDispatchMode):
         given = tree_map(self._known, (args, kwargs or {}))
         for place, argument in enumerate(func._schema.arguments):
             written = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
-            for each in tree_leaves(written) if argument.is_write else ():
+            # A BatchNorm writes to its statistics without saying so.
+            writes = argument.is_write or argument.name in {"running_mean", "running_var"}
+            for each in tree_leaves(written) if writes else ():
                 if isinstance(each, Tensor) and _storage(each) not in {*self._inside, *self._before}:
                     whole = torch.empty(0, dtype=each.dtype).set_(each.untyped_storage())
                     self._before[_storage(each)] = whole, whole.clone()

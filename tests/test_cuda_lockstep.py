@@ -225,14 +225,174 @@ def test_a_contrastive_loss_is_the_big_batches(activations: str, monkeypatch: py
     assert apart(mine, true) < 1e-12
 
 
+class Attending(nn.Module):
+    """A layer of attention, and a temperature."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=dropout, batch_first=True)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, tokens, 32) → (n, 32)."""
+        return F.normalize(self.layer(x).mean(1), dim=1), self.scale.exp()
+
+
+@pytest.mark.parametrize("tokens", [7, 32, 65])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("low", [False, True])
+def test_attention_runs_again_as_it_ran(tokens: int, dropout: float, low: bool) -> None:
+    """What its kernels save beside, as a seed that nobody has drawn, is not taken for another way."""
+
+    def contrasted(network: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16, enabled=low):
+            found, scale = network(x)
+        mine = across.offset() + torch.arange(len(x), device=x.device)
+        return F.cross_entropy(scale * found.float() @ across.gather(found.float()).T, mine)
+
+    network = Attending(dropout).cuda()
+    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), contrasted, micro_batch_size=4)
+    for _ in range(2):
+        step(torch.randn(12, tokens, 32))
+    assert step._together._recomputed
+    assert step._together._valued
+
+
+def without_waiting(network: nn.Module) -> nn.Module:
+    """Have no norm that asks the device how many batches there were."""
+    for module in network.modules():
+        if isinstance(module, nn.BatchNorm2d) and module.momentum is None:
+            module.momentum = 0.1
+    return network
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.parametrize("last", [False, True])
+def test_a_window_is_replayed_whole(activations: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of all micro-batches are one graph, copies to the host and back included."""
+    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
+    mine, true = without_waiting(residual()), without_waiting(residual())
+    if last:
+        mine, true = (each.to(memory_format=torch.channels_last) for each in (mine, true))  # type: ignore[call-overload]  # torch says not
+    options = Options(activations=activations, cuda_graph=True)
+    step = BigStep(mine, torch.optim.SGD(mine.parameters(), lr=0.1), cross_entropy, micro_batch_size=4, options=options)
+    optimizer = torch.optim.SGD(true.parameters(), lr=0.1)
+    for number, size in enumerate([11, 11, 11, 9, 11, 9, 9]):
+        batch = images(size, number)
+        update = step(batch)
+        optimizer.zero_grad()
+        loss = cross_entropy(true, on_device(batch))
+        loss.backward()
+        optimizer.step()
+        assert abs(update.loss.item() - loss.item()) < 1e-12
+        assert apart(mine, true) < 1e-12
+    assert step._runner.whole is not None
+    assert (step._runner.whole._launches, step._runner.whole._replays) == (2, 3)
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_a_contrastive_window_is_replayed_whole(activations: Any) -> None:
+    """Also where the model runs twice; extras are copies."""
+
+    def contrasted(network: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        found, scale = network(x)
+        mine = across.offset() + torch.arange(len(x), device=x.device)
+        return F.cross_entropy(scale * found @ across.gather(found).T, mine), found
+
+    mine, true = (Attending(0.0).to("cuda", torch.float64) for _ in range(2))
+    options = Options(activations=activations, cuda_graph=True)
+    step = BigStep(mine, torch.optim.SGD(mine.parameters(), lr=0.1), contrasted, micro_batch_size=4, options=options)
+    optimizer = torch.optim.SGD(true.parameters(), lr=0.1)
+    found, expected = [], []
+    for number in range(5):
+        batch = torch.randn(11, 7, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        update = step(batch)
+        optimizer.zero_grad()
+        loss, outputs = contrasted(true, batch.cuda())
+        loss.backward()
+        optimizer.step()
+        found.append(update.extras)
+        expected.append(outputs.detach())
+        assert abs(update.loss.item() - loss.item()) < 1e-12
+    assert apart(mine, true) < 1e-12
+    assert all(torch.allclose(*each, rtol=0, atol=1e-12) for each in zip(found, expected, strict=True))
+    assert step._runner.whole is not None
+    assert step._runner.whole._replays == 3
+
+
+@pytest.mark.parametrize("what", ["a norm that waits", "dropout", "own generator"])
+def test_what_cannot_be_captured_is_launched(what: str) -> None:
+    """A warning says why; the update is right."""
+
+    def model() -> nn.Module:
+        if what == "a norm that waits":
+            return residual()
+        return nn.Sequential(without_waiting(residual()), nn.Dropout(0.5) if what == "dropout" else Noise())
+
+    def train(step: BigStep) -> None:
+        torch.manual_seed(2)
+        for number in range(4):
+            step(images(11, number))
+
+    torch.manual_seed(1)
+    network, twin = model(), model()
+    steps = [
+        BigStep(
+            each,
+            torch.optim.SGD(each.parameters(), lr=0.1),
+            cross_entropy,
+            micro_batch_size=4,
+            options=Options(cuda_graph=graph, activations="keep", check=False),
+        )
+        for each, graph in ((network, True), (twin, False))
+    ]
+    with pytest.warns(UserWarning, match="cannot be captured as a CUDA graph"):
+        train(steps[0])
+    assert steps[0]._runner.whole is None
+    train(steps[1])
+    assert apart(network, twin) < 1e-12
+
+
+class Noise(nn.Module):
+    """Noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = torch.Generator("cuda").manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add some."""
+        return x + torch.rand(x.shape, generator=self.by, device=x.device, dtype=x.dtype)
+
+
+def test_a_replayed_window_under_autocast() -> None:
+    """Casts of weights are made in every replay: they follow the weights."""
+
+    def low(network: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return F.cross_entropy(network(batch[0]).float(), batch[1])
+
+    networks = [without_waiting(residual(dtype=torch.float32)) for _ in range(2)]
+    for network, graph in zip(networks, (True, False), strict=True):
+        step = BigStep(
+            network,
+            torch.optim.SGD(network.parameters(), lr=0.1),
+            low,
+            micro_batch_size=4,
+            options=Options(cuda_graph=graph, activations="keep"),
+        )
+        for number in range(6):
+            step(images(11, number, dtype=torch.float32))
+        assert step._runner.whole is None or step._runner.whole._replays == 4
+    assert apart(*networks) < 1e-2
+
+
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 def test_a_window_in_lock_step_waits_for_nothing(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first windows no operation makes the host wait for the device."""
     monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
-    network = residual(dtype=torch.float32)
-    for module in network.modules():
-        if isinstance(module, nn.BatchNorm2d) and module.momentum is None:
-            module.momentum = 0.1  # torch itself waits for the device to know how many batches there were
+    network = without_waiting(residual(dtype=torch.float32))  # torch itself waits to know how many batches there were
     step = BigStep(
         network,
         torch.optim.SGD(network.parameters(), lr=0.1),

@@ -141,7 +141,7 @@ class Runner:
             self._casting = None
             self.forget()  # graphs read its copies
             return True
-        if isinstance(error, NotCapturable) and self._graphs is not None:
+        if isinstance(error, NotCapturable) and (self._graphs is not None or self.whole is not None):
             self.forget()
             self._graphs = self.whole = None
             if self._casting is not None:
