@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,11 @@ class Work:
     device: str
     offloads: tuple[int, ...]  # numbers of micro-batches that are offloaded, too
 
+    @property
+    def graphs(self) -> bool:
+        """Whether windows can be captured."""
+        return self.device.startswith("cuda")
+
     def fresh(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return the same model for everyone, and its optimizer."""
         model = networks.seeded(partial(self.network, self.size.classes), self.device)
@@ -76,11 +82,11 @@ class Work:
 
         return Contestant(model, update)
 
-    def ours(self, batch: Batch, number: int, activations: Activations) -> Contestant:
+    def ours(self, batch: Batch, number: int, **options: Any) -> Contestant:
         """BigStep at the same micro-batch."""
         model, optimizer = self.fresh()
         size = self.size.samples // number
-        return big_step(model, optimizer, loss_of, [batch], micro_batch_size=size, options={"activations": activations})
+        return big_step(model, optimizer, loss_of, [batch], micro_batch_size=size, options=options)
 
     def entries(self) -> dict[str, Entry]:
         """Everyone: first those that use few micro-batches."""
@@ -109,14 +115,24 @@ class Work:
             if few:
                 entries["one full batch"] = Entry(partial(self.hand_loop, batch, 1), plain, error=error_of_full)
             entries[f"bigbatch keep, {self.cut(number)}"] = Entry(
-                partial(self.ours, batch, number, "keep"),
+                partial(self.ours, batch, number, activations="keep"),
                 plain,
                 KEPT,
                 partial(error_of_ours, "keep") if few else None,
             )
+        if self.graphs:  # many small micro-batches, which the host can hardly launch as fast as they run
+            cut = f"{self.cut(MANY)}, graph"
+            beside = f"plain (wrong), {self.cut(MANY)}"
+            micro = partial(self.ours, batch, MANY, batch_norm="micro", cuda_graph=True)
+            entries[f"the same (wrong), {cut}"] = Entry(micro, beside)
+            kept = partial(self.ours, batch, MANY, activations="keep", cuda_graph=True)
+            entries[f"bigbatch keep, {cut}"] = Entry(kept, beside, KEPT)
+            if MANY in self.offloads:
+                away = partial(self.ours, batch, MANY, activations="offload", cuda_graph=True)
+                entries[f"bigbatch offload, {cut}"] = Entry(away, beside, OFFLOADED)
         for number in self.offloads:  # last: it takes a while to pin the host's memory
             entries[f"bigbatch offload, {self.cut(number)}"] = Entry(
-                partial(self.ours, batch, number, "offload"),
+                partial(self.ours, batch, number, activations="offload"),
                 f"plain (wrong), {self.cut(number)}",
                 OFFLOADED,
                 partial(error_of_ours, "offload") if number == FEW else None,

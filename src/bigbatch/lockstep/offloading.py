@@ -17,6 +17,7 @@ from bigbatch.lockstep.renewing import Recipes, view_of
 
 _WORTH_MOVING = 1 << 16  # bytes; smaller tensors cost more to copy than to keep
 _IN_FLIGHT = 4  # times the largest tensor: what waits to be copied out, or is fetched ahead
+_IN_FLIGHT_SPARING = 2
 _COMING_HOME = 2  # likewise: what comes back before its micro-batch goes on
 _ORDERS = 24  # kinds of forwards and backwards that are remembered
 
@@ -42,9 +43,10 @@ class _Saved(NamedTuple):
 class Offload:
     """The saved tensors of one window after the other, and what micro-batches leave behind while they wait."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Have nothing yet."""
+    def __init__(self, device: torch.device, *, sparing: bool = False) -> None:
+        """Have nothing yet; `sparing` less is under way at once."""
         self._device = device
+        self._under_way = _IN_FLIGHT_SPARING if sparing else _IN_FLIGHT
         self._memory = HostMemory()
         self.recipes = Recipes(self._stored, self._unpacked)
         # Each one for all windows: host memory is read before it is written again.
@@ -99,7 +101,7 @@ class Offload:
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""
         kind = tuple([out.bytes for out in self._outs])
-        self._fetcher = Fetcher(self._device, self._inward, self._outs, _IN_FLIGHT * self._largest)
+        self._fetcher = Fetcher(self._device, self._inward, self._outs, self._under_way * self._largest)
         self._fetcher.order = self._orders.get(kind)
         self._kinds.append((kind, self._fetcher))
         # What was saved last is asked for first: it need not come back.
@@ -162,7 +164,7 @@ class Offload:
         if size > self._largest:
             self._largest = size
             self._coming_home.room = _COMING_HOME * size
-        while self._leaving_bytes > _IN_FLIGHT * self._largest:
+        while self._leaving_bytes > self._under_way * self._largest:
             self._let_go()
         return number
 

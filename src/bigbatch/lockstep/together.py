@@ -34,6 +34,7 @@ from bigbatch.reading.terms import Term
 from bigbatch.windows.window import Window
 
 _WAITING = 1.25  # times what autograd saves of one micro-batch: more of all others does not wait on the device
+_WAITING_REPLAYED = 0.4  # likewise where windows are replayed: copies cost the host nothing then
 _FILLED = 0.9  # of the room on a device: more is not filled with activations that wait
 Result = TypeVar("Result")
 Activations = Literal["auto", "keep", "recompute", "offload"]
@@ -82,8 +83,6 @@ class Together:
     def _launched(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         activations = self._activations(len(sizes))
         offload: Offload | None = None
-        if activations == "offload":
-            offload = self._offload = self._offload or Offload(self._device)
         around: AbstractContextManager[None] = nullcontext()
         self._recomputed = activations == "recompute"
         saves_memory = self._device.type == "cuda" and (activations != "keep" or window.recording)
@@ -96,9 +95,8 @@ class Together:
             calls = Calls(wanted, own, comparing=not self._compared)
         if self._recomputed:
             around = recomputing(self._models, calls)
-        elif offload is not None:
-            limit = None if self._of_a_sample is None else int(_WAITING * self._of_a_sample * max(sizes))
-            around = offload.window(limit, self._own_tensors(), tuple(sizes))
+        elif activations == "offload":
+            offload, around = self._offloading(sizes)
 
         def task() -> Any:
             worker = current()
@@ -141,6 +139,13 @@ class Together:
         self._compared = self._compared or calls is not None
         self._settled, self._looked = (self._valued, self._inside), True
         return extras
+
+    def _offloading(self, sizes: Sequence[int]) -> tuple[Offload, AbstractContextManager[None]]:
+        replayed = self._runner.whole is not None
+        self._offload = self._offload or Offload(self._device, sparing=replayed)
+        waiting = _WAITING_REPLAYED if replayed else _WAITING
+        limit = None if self._of_a_sample is None else int(waiting * self._of_a_sample * max(sizes))
+        return self._offload, self._offload.window(limit, self._own_tensors(), tuple(sizes))
 
     def each(
         self,
