@@ -29,8 +29,9 @@ class Options:
             outside of it, as in a contrastive loss. "offload" them to the host's memory. "auto" recomputes where they
             meet outside of the model, and else keeps what fits and offloads what does not.
         cuda_graph: capture a micro-step once per shape and replay it: for small micro-batches, where launching kernels
-            takes longer than running them. With `lengths`, micro-batches are trimmed to one of eight widths per power
-            of two, so that shapes come again. Falls back, saying so once, where a model cannot be captured.
+            takes longer than running them. Where micro-batches run in lock-step, a whole window is captured. With
+            `lengths`, micro-batches are trimmed to one of eight widths per power of two, so that shapes come again.
+            Falls back, saying so once, where a model cannot be captured.
         gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
         check: on the first step, see that a micro-batch's loss is that of its parts: that samples are not coupled;
