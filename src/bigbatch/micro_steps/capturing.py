@@ -65,6 +65,21 @@ class Recorder:
         self._pool = None
         with suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
+        self._calm_generators()
+
+    def _calm_generators(self) -> None:
+        """Let random numbers be drawn again: after a capture that failed torch takes its generator to be in one still.
+
+        The end of a capture that succeeds tells it otherwise.
+        """
+        some, graph = torch.empty((), device=self._device), torch.cuda.CUDAGraph()
+        with suppress(RuntimeError):
+            torch.cuda.synchronize(self._device)
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                some.zero_()
+            finally:
+                graph.capture_end()
 
 
 @cache
