@@ -355,6 +355,32 @@ def test_what_cannot_be_captured_is_launched(what: str) -> None:
     assert apart(network, twin) < 1e-12
 
 
+def test_graphs_of_others_keep_to_their_own_memory() -> None:
+    """Whatever else is captured meanwhile, and gives memory back that matrix products work in."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 5)).cuda()
+    coupled = without_waiting(residual(dtype=torch.float32))
+
+    def step(network: nn.Module) -> BigStep:
+        optimizer, options = torch.optim.SGD(network.parameters(), lr=0.1), Options(cuda_graph=True)
+        return BigStep(network, optimizer, cross_entropy, micro_batch_size=4, options=options)
+
+    steps = [step(plain), step(coupled)]
+    by = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 64, generator=by), torch.randint(5, (12,), generator=by)
+    for _ in range(3):
+        steps[0](rows)
+    for number in range(3):
+        steps[1](images(11, number, dtype=torch.float32))
+    torch.cuda.empty_cache()
+    filled = [torch.ones(1 << 22, device="cuda") for _ in range(128)]
+    for number in range(2):
+        steps[0](rows)
+        steps[1](images(11, number, dtype=torch.float32))
+    assert all(bool((each == 1).all()) for each in filled)
+    assert all(each._runner.whole is not None for each in steps)
+
+
 class Noise(nn.Module):
     """Noise from a generator of its own."""
 

@@ -360,7 +360,7 @@ def test_launches_and_replays_count_numbers_and_tensors(counts: tuple[Any, Any])
     weight = nn.Parameter(torch.ones((), dtype=torch.float64))
     weight.grad = torch.zeros_like(weight)
     graphs = Graphs(torch.device("cpu"))
-    graphs._gradients = [weight.grad]
+    graphs._gradients, graphs._held = [weight.grad], [weight.grad]
     waiting = list(counts)
     recipe = Recipe(
         forward=lambda x: (weight * x, None),

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,13 @@ Batch = dict[str, Any]
 Loss = Callable[[Any, Batch], Any]
 
 
+class Config:
+    """Settings, as models have them."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
 class Norms(nn.Module):
     """Convolutions, norms and a way around them."""
 
@@ -30,12 +38,15 @@ class Norms(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
         self.second = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
-        self.head = nn.Linear(4, 3)
+        self.head, self.last = nn.Linear(4, 3), nn.SiLU()
+        self.function: Callable[[Tensor], Tensor] = torch.cos
+        self.scales, self.settings, self.config = [1.0], {"scale": 1.0}, Config()
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 2, h, w) → (n, 3)."""
         x = self.first(x)
-        found: Tensor = self.head(F.silu(x + self.second(x)).mean((2, 3)))
+        x = self.function(self.last(x + self.second(x)).mean((2, 3)))
+        found: Tensor = self.head(x * (self.scales[0] * self.settings["scale"] * self.config.scale))
         return found
 
 
@@ -108,7 +119,9 @@ class Twins:
         """Make one update of each; they must agree."""
         found = self.step(batch)
         loss = self.loss(self.true, batch)
-        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        assert abs(float(found.loss) - loss.item()) < 1e-12
+        loss.backward()
         nn.utils.clip_grad_norm_([p for p in self.true.parameters() if p.requires_grad], 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -164,6 +177,13 @@ def test_what_is_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     "change",
     [
         lambda model: setattr(model.first[1], "momentum", 0.5),
+        lambda model: model.scales.__setitem__(0, 0.5),
+        lambda model: model.settings.update(scale=0.5),
+        lambda model: setattr(model.config, "scale", 0.5),
+        lambda model: setattr(model, "last", nn.Tanh()),
+        lambda model: setattr(model, "function", torch.sin),
+        lambda model: model.head.register_forward_hook(lambda *given: given[-1] * 2),
+        lambda model: model.head.weight.register_hook(lambda gradient: gradient * 2),
         lambda model: setattr(model.second[1], "eps", 0.1),
         lambda model: model.second[1].eval(),
         lambda model: model.head.bias.requires_grad_(False),
@@ -172,7 +192,10 @@ def test_what_is_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
         lambda model: model.load_state_dict({k: v * 2 for k, v in model.state_dict().items()}, assign=True),
         lambda model: setattr(model.first[1], "running_mean", torch.ones(4, dtype=torch.float64)),
     ],
-    ids=["momentum", "eps", "frozen norm", "frozen weight", "parameter", "data", "assigned", "buffer"],
+    ids=[
+        *("momentum", "list", "dict", "object", "layer", "function", "hook", "gradient hook"),
+        *("eps", "frozen norm", "frozen weight", "parameter", "data", "assigned", "buffer"),
+    ],
 )
 def test_a_change_between_windows_is_seen(change: Callable[[Any], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph would keep numbers and addresses as they were: it is captured anew."""
@@ -259,14 +282,23 @@ def test_low_precision_weights_add_up_in_float32(monkeypatch: pytest.MonkeyPatch
         assert distance([other.detach().double()], [one.detach().double()], 1e-3) < 1e-2  # bf16 rounds
 
 
-@pytest.mark.parametrize("kind", ["torch", "python"])
+@pytest.mark.parametrize("kind", ["torch", "python", "own", "numpy's own"])
 def test_random_numbers_are_not_captured(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replay would have to draw other ones; it is launched, which a warning says, and draws as before."""
 
     class Noisy(Norms):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by, self.other = random.Random(0), np.random.default_rng(0)  # noqa: S311 - not for secrets
+
         def forward(self, x: Tensor) -> Tensor:
-            noise = torch.rand((), dtype=x.dtype) if kind == "torch" else random.gauss(0, 1)
-            return super().forward(x + 0.1 * noise)
+            draw: dict[str, Callable[[], float]] = {
+                "torch": lambda: torch.rand(()).item(),
+                "python": lambda: random.gauss(0, 1),
+                "own": lambda: self.by.gauss(0, 1),
+                "numpy's own": lambda: float(self.other.normal()),
+            }
+            return super().forward(x + 0.1 * draw[kind]())
 
     def run(*, whole: bool) -> list[Tensor]:
         torch.manual_seed(0)
@@ -289,6 +321,63 @@ def test_random_numbers_are_not_captured(kind: str, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(*each) for each in zip(found, expected, strict=True))
 
 
+class Meta:
+    """Something that comes with a batch, or goes out of a loss."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_what_is_hidden_in_an_object_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be what it was, or the graph's own memory."""
+
+    def scaled(model: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["x"]) * batch["meta"].value, batch["y"])
+
+    def telling(model: Any, batch: Batch) -> tuple[Tensor, Meta]:
+        logits = model(batch["x"])
+        return F.cross_entropy(logits, batch["y"]), Meta(logits)
+
+    twins, meta = Twins(Norms(), scaled, monkeypatch), Meta(1.0)
+    with pytest.warns(UserWarning, match="its batch holds a Meta"):
+        twins.update({**images(8, 0), "meta": meta})
+    meta.value = 2.0
+    twins.update({**images(8, 1), "meta": meta})
+    twins = Twins(Norms(), telling, monkeypatch)
+    twins.updates([8])
+    with pytest.warns(UserWarning, match="returns a Meta among its extras"):
+        twins.updates([8])
+
+
+def test_a_head_that_is_left_out_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where gradients are of another type than their parameters: one of zero would let it decay."""
+
+    class Heads(Norms):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(2, 3)
+
+    def chosen(model: Any, batch: Batch) -> Tensor:
+        found = model(batch["x"])
+        if batch["both"]:
+            found = found + model.other(batch["x"].mean((2, 3)).bfloat16()).double()
+        return F.cross_entropy(found, batch["y"])
+
+    model = Heads().double()
+    model.other.bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
+    step = BigStep(model, optimizer, chosen, micro_batch_size=3, options=Options(check=False))
+    whole_emulated(step, monkeypatch)
+    for seed in range(2):
+        step({**images(8, seed), "both": True})
+    before = model.other.weight.clone()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in range(4):
+            step({**images(8, seed), "both": False})
+    assert torch.equal(model.other.weight, before)
+
+
 def test_a_scaler_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its scale changes from step to step."""
     model = Norms()
@@ -304,7 +393,7 @@ def test_a_scaler_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that counts its calls is another one every time; a warning says so."""
-    monkeypatch.setattr("bigbatch.lockstep.whole._PATIENCE", 4)
+    monkeypatch.setattr("bigbatch.lockstep.whole._PATIENCE", 2)
 
     class Counting(Norms):
         def __init__(self) -> None:
@@ -317,7 +406,7 @@ def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) 
 
     twins = Twins(Counting(), classified, monkeypatch)
     twins.updates([8] * 2)
-    with pytest.warns(UserWarning, match="found numbers changed"):
+    with pytest.warns(UserWarning, match="2 windows were captured and 0 replayed"):
         twins.updates([8] * 8)
     assert twins.step._runner.whole is None
 
@@ -375,3 +464,4 @@ def test_running_out_of_memory_forgets_the_graphs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(twins.step._stepper, "step", short)
     twins.updates([8] * 3)
     assert twins.whole._launches == 2
+    assert twins.update(images(8, 3)).micro_batches == 3  # no smaller than before

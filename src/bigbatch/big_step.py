@@ -259,6 +259,10 @@ class BigStep:
         short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
         if self._runner.fall_back(error):
             return True
+        if short and self._runner.forget_windows():  # they hold a window's memory, and it may fit without
+            let_go(error)
+            self._have_others_try_again()
+            return True
         if not (self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)):
             if division is None or not short:
                 return False

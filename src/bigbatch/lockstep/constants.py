@@ -23,8 +23,8 @@ def constant(key: tuple[object, ...], device: torch.device, make: Callable[[], T
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # It would be filled by the replays of one graph alone.
         raise NotCapturable("its micro-batches met with other numbers of values than in the window before")
-    if len(_made) >= _MOST:
-        _made.clear()
+    while len(_made) >= _MOST:
+        _made.pop(next(iter(_made)), None)
     _made[there] = found = make()
     return found
 

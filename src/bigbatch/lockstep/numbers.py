@@ -93,6 +93,10 @@ class Draws:
         """Whether the run has drawn any."""
         return self._drew
 
+    def put_back(self) -> None:
+        """Have all generators where they were before the run."""
+        self._go_on(self._before)
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers inside, and go on afterwards where all generators are now."""

@@ -63,7 +63,8 @@ def _tells(tensor: Tensor) -> bool:
     if type(tensor) not in {Tensor, torch.nn.Parameter} or tensor.layout != torch.strided or not tensor.numel():
         return False
     whole = not tensor.is_floating_point() and not tensor.is_complex()
-    is_seed = whole and (not tensor.dim() or tensor.dtype == torch.uint64)  # of an attention that drops nothing
+    # Of an attention that drops nothing on a GPU, on whichever side.
+    is_seed = whole and torch.cuda.is_initialized() and (not tensor.dim() or tensor.dtype == torch.uint64)
     is_space = tensor.is_cuda and tensor.dtype == torch.uint8  # of a recurrent network
     return not is_seed and not is_space
 

@@ -33,6 +33,7 @@ class Recorder:
     def record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Return the graph of what `run` launches, and what it returns; nothing is computed by this."""
         stream = _capture_stream(self._device)
+        give_workspaces_back()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -47,6 +48,7 @@ class Recorder:
             try:
                 found = run()
                 graph.capture_end()
+                give_workspaces_back()
             except BaseException as error:
                 self._abandon(graph)
                 if not isinstance(error, RuntimeError) or isinstance(error, BigBatchError) or is_out_of_memory(error):
@@ -60,6 +62,7 @@ class Recorder:
         """Leave a capture that failed: torch would go on to hand out the graph's memory, and never give any back."""
         with suppress(RuntimeError):
             graph.capture_end()
+        give_workspaces_back()
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001 - no public name
         self._pool = None
@@ -84,18 +87,16 @@ class Recorder:
 
 @cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream that all captures are made on.
+    """Return the stream that all captures are made on."""
+    return torch.cuda.Stream(device)
 
-    Libraries for matrix products keep a workspace for each thread and stream, for good. One that is asked for during
-    a capture comes out of the graph's memory, and holds on to the large block that it was cut from when the graph
-    is long gone. So they are asked for here, in forward and in backward.
+
+def give_workspaces_back() -> None:
+    """Have no memory that matrix products work in, which libraries keep for each thread and stream, for good.
+
+    What is asked for during a capture comes out of the graph's memory. It must not be older, or it may be given out
+    again while the graph still writes to it; nor stay, or it holds on to that memory when the graph is long gone.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for dtype in (torch.float32, torch.bfloat16):
-            square = torch.ones(16, 16, dtype=dtype, device=device, requires_grad=True)
-            linear = torch._C._nn.linear  # noqa: SLF001 - F.linear may be ours
-            linear(square @ square, square, square[0]).sum().backward()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    return stream
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 - no public name
+    if clear is not None and torch.cuda.is_available():
+        clear()

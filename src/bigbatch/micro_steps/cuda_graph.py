@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bigbatch.batches.joining import detached
 from bigbatch.batches.splitting import leaves, mapped
+from bigbatch.batches.writing import PLAIN
 from bigbatch.micro_steps.capturing import NotCapturable, Recorder
 from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.reading.terms import Term
@@ -85,6 +86,7 @@ class Graphs:
         self._recorder = Recorder(device)
         self._captured: dict[str, Captured] = {}
         self._gradients: list[Tensor | None] = []
+        self._held: list[Tensor | None] = []
         self._state: object = None
         self.totals = Totals.on(device)
 
@@ -113,13 +115,14 @@ class Graphs:
                 for p, used in zip(gradients.parameters, reached, strict=True)
             ]
         gradients.preset(self._gradients)
+        self._held = [p.grad for p in gradients.parameters]  # one of another type than its parameter is held by another
         torch._foreach_zero_([self.totals.count, self.totals.loss, *(g for g in self._gradients if g is not None)])
 
     def forget(self) -> None:
         """Throw all graphs away, and the memory they hold; what is captured next is launched before."""
         self._captured.clear()
         self._seen.clear()
-        self._gradients = []
+        self._gradients, self._held = [], []
         self._recorder.forget()
 
     def is_new(self, micro_batch: Any) -> bool:
@@ -171,10 +174,10 @@ class Graphs:
         return captured
 
     def _versions(self) -> list[int]:
-        return [0 if g is None else g._version for g in self._gradients]  # noqa: SLF001 - torch's own counter
+        return [0 if g is None else g._version for g in self._held]  # noqa: SLF001 - torch's own counter
 
     def _reached_since(self, versions: list[int], parameters: Sequence[Tensor]) -> list[bool]:
-        if any(p.grad is not g for p, g in zip(parameters, self._gradients, strict=True)):
+        if any(p.grad is not g for p, g in zip(parameters, self._held, strict=True)):
             raise NotCapturable("another set of parameters gets gradients than before")
         return [a != b for a, b in zip(self._versions(), versions, strict=True)]
 
@@ -227,4 +230,13 @@ def shape_of(micro_batch: Any) -> str:
 
 def _value(leaf: Any) -> str:
     content = getattr(leaf, "tobytes", None)  # numpy shows large arrays in part
-    return repr(leaf) if content is None else f"{type(leaf).__name__} {getattr(leaf, 'shape', '')} {content()!r}"
+    if content is not None:
+        return f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')} {content()!r}"
+    if isinstance(leaf, list | tuple):
+        return f"{type(leaf).__name__} {[_value(each) for each in leaf]}"
+    if leaf is not None and not isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
+        raise NotCapturable(
+            f"its batch holds a {type(leaf).__name__}, which a graph cannot look into; make it a tensor, a number or a "
+            "dataclass of those"
+        )
+    return repr(leaf)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from bigbatch.micro_steps.capturing import NotCapturable
 
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module has, and no table is in
-_NUMBERS = (bool, int, float, str)
 _CONTAINERS = (dict, list, tuple)
 _FEW = 64  # entries of one that may be tables; where there are more, it is a vocabulary or the like
 
@@ -29,16 +28,6 @@ def state_of(models: Sequence[nn.Module], parameters: Sequence[Tensor]) -> objec
         [p.data_ptr() for p in (*parameters, *own)],
         [_place(table.tensor) for table in _tables(modules)],
     )
-
-
-def numbers_of(models: Sequence[nn.Module]) -> object:
-    """Return the numbers that modules keep in their attributes, as the momentum of a norm: a graph keeps them, too."""
-    return [
-        (name, kept)
-        for module in _modules(models)
-        for name, kept in vars(module).items()
-        if type(kept) in _NUMBERS or kept is None
-    ]
 
 
 @contextmanager

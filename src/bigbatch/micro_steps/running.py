@@ -20,9 +20,10 @@ from bigbatch.lockstep.whole import WholeWindows
 from bigbatch.micro_steps.capturing import NotCapturable
 from bigbatch.micro_steps.casting import CastWeights, ForeignBackward
 from bigbatch.micro_steps.cuda_graph import Graphs, Recipe
-from bigbatch.micro_steps.places import keeping_tables, numbers_of, state_of
+from bigbatch.micro_steps.places import keeping_tables, state_of
 from bigbatch.micro_steps.replaying import Replaying
 from bigbatch.own_loss import own_loss
+from bigbatch.pointing import outside
 from bigbatch.reading.terms import Term
 from bigbatch.windows.engine import run_backward
 from bigbatch.windows.gradients import Gradients
@@ -100,7 +101,7 @@ class Runner:
         """Add all micro-batches of a division, wherever they lie by now, to the window; returns their extras."""
         parameters = window.gradients.parameters
         if self._graphs is not None:
-            self._graphs.settle(self._state(window.gradients))
+            self._graphs.settle(self.state(window.gradients))
             if self._reached.keys() == {id(p) for p in parameters}:
                 return self._replayed(self._graphs, window, micro_batches, division)
         extras = []
@@ -111,7 +112,7 @@ class Runner:
                 self._graphs.is_new(micro_batch)
         self._reached = {id(p): p.grad is not None for p in parameters}
         if self._graphs is not None:
-            self._graphs.renew(self._state(window.gradients))
+            self._graphs.renew(self.state(window.gradients))
         return extras
 
     def weighed(self, window: Window, found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
@@ -147,9 +148,9 @@ class Runner:
             if self._casting is not None:
                 self._casting.captured = False
             warnings.warn(
-                f"this model cannot be captured as a CUDA graph: {error}. Its micro-steps are launched one by one, "
-                "which gives the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
-                stacklevel=4,
+                f"this model cannot be captured as a CUDA graph: {error}. It is launched kernel by kernel, which gives "
+                "the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
+                stacklevel=outside(),
             )
             return True
         return False
@@ -161,9 +162,9 @@ class Runner:
         if self.whole is not None:
             self.whole.forget()
 
-    def state(self, gradients: Gradients) -> object:
-        """What a window that is replayed whole depends on beside the shapes of its inputs."""
-        return self._state(gradients), numbers_of(self._models)
+    def forget_windows(self) -> bool:
+        """Give the memory of captured windows back; returns whether there were any."""
+        return self.whole is not None and self.whole.forget()
 
     def _launching(self) -> AbstractContextManager[None]:
         """Run a micro-step that is not captured: of a shape that may never come again, where samples have lengths."""
@@ -200,13 +201,13 @@ class Runner:
             else:
                 with self._launching():
                     extras.append(replaying.launch(micro_batch))
-                graphs.renew(self._state(gradients))  # a table may have been made anew, for a longer micro-batch
+                graphs.renew(self.state(gradients))  # a table may have been made anew, for a longer micro-batch
             if len(extras) == 1 and window.attended:
                 window.show(graphs.totals.count * graphs.totals.unit, graphs.totals.count.clone())
         window.adopt(replaying.tally(len(extras)), graphs.loss_dtype)
         return extras
 
-    def _state(self, gradients: Gradients) -> object:
+    def state(self, gradients: Gradients) -> object:
         """What a captured graph depends on beside the shape of its inputs."""
         autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
         return state_of(self._models, gradients.parameters), autocast, self._admission.only_own

@@ -143,7 +143,7 @@ class Ledger:
             self.factors = [term.factors for term in data]
         if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
             self.reference = [term.count for term in data]
-        value: Count = loss.item() if loss.is_cpu else loss.detach().reshape(())
+        value = _value(loss)
         if self.totals is None and data and data[0].kind == "mean":
             self.kind = "mean"
             count = data[0].count
@@ -346,6 +346,11 @@ class Ledger:
         if len(weights) == 1:
             return Weights(weights[0][1])
         return Weights(1.0, tuple(weights))
+
+
+def _value(loss: Tensor) -> Count:
+    """Return a number that is here, or a tensor that is not waited for."""
+    return loss.item() if loss.is_cpu else loss.detach().reshape(())
 
 
 def _copied(value: Any) -> Any:
