@@ -7,14 +7,16 @@ stay: autograd and the model's own code hold them, and find them as they were.
 """
 
 from collections.abc import Callable, Iterable
+from operator import is_
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bigbatch.lockstep.crew import Worker
 
+_PLAIN = frozenset({Tensor, nn.Parameter})
 _FEW = 8  # operations: more are a layer's
 
 
@@ -41,6 +43,11 @@ class Holdings:
         self._of: dict[int, dict[int, Held]] = {}
         self._first: dict[int, tuple[int, Held]] = {}  # whose a piece of memory was first
         self._staying: set[int] = set()  # what more than one has come with
+        self._looked_up: tuple[list[Tensor], set[int], list[int]] = (
+            [],
+            set(),
+            [],
+        )  # what was kept, its memory, and where
 
     def add(self, worker: Worker, tensor: Tensor, number: int | None = None) -> None:
         """Know of a tensor that a micro-batch has for itself alone, where its memory can go and come back."""
@@ -79,9 +86,23 @@ class Holdings:
         share = 1 - self._limit / max(worker.size * held, 1)
         if share <= 0 or int((worker.number + 1) * share) == int(worker.number * share):
             return []
-        shared = (tensor for tensor, _ in worker.notes.get("shared", []))
-        staying = {_name(tensor.untyped_storage()) for tensor in (*self._kept(), *shared)} | self._staying
-        return [each for name, each in mine.items() if name not in staying]
+        shared = {_name(tensor.untyped_storage()) for tensor, _ in worker.notes.get("shared", ())}
+        staying = self._kept_memory()
+        return [
+            each
+            for name, each in mine.items()
+            if name not in staying and name not in self._staying and name not in shared
+        ]
+
+    def _kept_memory(self) -> set[int]:
+        """Return the memory that is kept now. The tensors are looked at every time, but their memory takes longer."""
+        now = list(self._kept())
+        places = [each.data_ptr() if type(each) in _PLAIN else 0 for each in now]
+        before, found, where = self._looked_up
+        if len(now) != len(before) or places != where or not all(map(is_, now, before)):
+            found = {_name(each.untyped_storage()) for each in now}
+            self._looked_up = now, found, places
+        return found
 
     def forget(self) -> None:
         """Forget all."""

@@ -1,6 +1,5 @@
 """Tensors in host memory that are fetched before they are asked for, since one window asks as the other did."""
 
-from collections.abc import Container
 from typing import NamedTuple
 
 import torch
@@ -33,48 +32,64 @@ class Fetcher:
         self.there: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
         self.order: list[int] | None = None  # in which questions will come
         self.asked: list[int] = []  # so far
+        self._looked = 0  # how far ahead in that order everything is there
+        self._soon: dict[int, int] = {}  # what is asked for until then, and how often
+        self._ahead = 0  # bytes of it
 
     def ask(self, number: int) -> Tensor:
         """Return a tensor, for use on the present stream."""
         here = torch.cuda.current_stream(self._device)
         at = len(self.asked)
         self.asked.append(number)
-        found, event = self._fetched(number)
+        found, event = self._fetched(number, here)
         here.wait_event(event)
         if self.order is not None and (at >= len(self.order) or self.order[at] != number):
             self.order = None  # another way this time: one after the other, and nothing ahead
             for _, fetched in self.there.values():
                 here.wait_event(fetched)  # their memory is given out again: not before it was filled
             self.there.clear()
-        if number not in self.fetch_ahead():
+            self._soon.clear()
+        if self.order is not None:
+            self._passed(at, number)
+            self.fetch_ahead(here)
+        if number not in self._soon:
             self.there.pop(number, None)
         return found
 
-    def fetch_ahead(self) -> Container[int]:
-        """Fetch what is asked for next, if that is known, up to a limit; returns which those are."""
-        soon: dict[int, None] = {}
+    def fetch_ahead(self, here: torch.cuda.Stream | None = None) -> None:
+        """Fetch what is asked for next, if that is known, up to a limit; what was fetched for it is not looked at."""
         if self.order is None:
-            return soon
-        room, at = self.room, len(self.asked)
-        for number in self.order[at : at + _FAR]:
-            if number not in soon:
-                if not self._is_away(number):
-                    break
-                room -= self._outs[number].bytes
-                if room < 0:
-                    break
-                soon[number] = None
-        for number in soon:
-            self._fetched(number)
-        return soon
+            return
+        last = min(len(self.order), len(self.asked) + _FAR)
+        while self._looked < last:
+            number = self.order[self._looked]
+            if number not in self._soon:
+                if not self._is_away(number) or self._ahead + self._outs[number].bytes > self.room:
+                    return
+                here = here or torch.cuda.current_stream(self._device)
+                self._fetched(number, here)
+                self._ahead += self._outs[number].bytes
+                self._soon[number] = 0
+            self._soon[number] += 1
+            self._looked += 1
 
-    def _fetched(self, number: int) -> tuple[Tensor, torch.cuda.Event]:
+    def _passed(self, at: int, number: int) -> None:
+        """One question that was expected has come: it is no longer ahead."""
+        if at >= self._looked:
+            self._looked = at + 1
+            return
+        self._soon[number] -= 1
+        if not self._soon[number]:
+            del self._soon[number]
+            self._ahead -= self._outs[number].bytes
+
+    def _fetched(self, number: int, here: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
         """Bring a tensor back, if it is not there."""
         if number in self.there:
             return self.there[number]
         out = self._outs[number]
         there = self._room_for(number, out)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may still use that memory
+        self._stream.wait_stream(here)  # which may still use that memory
         self._stream.wait_event(out.copied)
         with torch.cuda.stream(self._stream):
             there.copy_(out.host, non_blocking=True)
@@ -111,7 +126,7 @@ class Homecoming(Fetcher):
         """Have a tensor's memory back, for use on the present stream; returns when its copy was read."""
         event = None
         if self._is_away(number):
-            event = self._fetched(number)[1]
+            event = self._fetched(number, torch.cuda.current_stream(self._device))[1]
             self.ask(number)
             self.there.pop(number, None)
         self._homes.pop(number, None)

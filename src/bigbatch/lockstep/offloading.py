@@ -130,9 +130,7 @@ class Offload:
     def _stored(self, tensor: Tensor) -> Any:
         """Put a tensor away that the micro-batch at hand has saved."""
         size = tensor.numel() * tensor.element_size()
-        whose = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001 - weight.t()
-        is_weight = isinstance(whose, nn.Parameter) or (whose.is_leaf and whose.requires_grad)
-        if size < _WORTH_MOVING or is_weight or tensor.device != self._device or not _is_dense(tensor):
+        if size < _WORTH_MOVING or tensor.device != self._device or _is_weight(tensor) or not _is_dense(tensor):
             # Without its graph: an operation that held its own result would not go before its backward.
             return _Kept(tensor.detach(), tensor._version)  # noqa: SLF001 - torch looks at it itself without hooks
         storage = tensor.untyped_storage()
@@ -152,7 +150,8 @@ class Offload:
         return _Away(copies[view])
 
     def _copied_out(self, tensor: Tensor, host: Tensor, size: int) -> int:
-        self._outward.wait_stream(torch.cuda.current_stream(self._device))
+        here = torch.cuda.current_stream(self._device)
+        self._outward.wait_stream(here)
         with torch.cuda.stream(self._outward):
             host.copy_(tensor.detach(), non_blocking=True)
             event = torch.cuda.Event()
@@ -165,14 +164,14 @@ class Offload:
             self._largest = size
             self._coming_home.room = _COMING_HOME * size
         while self._leaving_bytes > self._under_way * self._largest:
-            self._let_go()
+            self._let_go(here)
         return number
 
-    def _let_go(self) -> None:
+    def _let_go(self, here: torch.cuda.Stream) -> None:
         """Give up the oldest tensor that was copied: whoever gets its memory on this stream waits for the copy."""
         number, tensor = self._leaving.popleft()
         self._leaving_bytes -= self._outs[number].bytes
-        torch.cuda.current_stream(self._device).wait_event(self._outs[number].copied)
+        here.wait_event(self._outs[number].copied)
         self._empty(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
     def _empty(self, name: int) -> None:
@@ -251,10 +250,18 @@ def _refuse_changed(tensor: Tensor, version: int) -> None:
         raise RuntimeError(msg)
 
 
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf with a gradient, or a view of one, as weight.t() is."""
+    whose = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001
+    return whose.is_leaf and (whose.requires_grad or isinstance(whose, nn.Parameter))
+
+
 def _is_dense(tensor: Tensor) -> bool:
     """Whether a copy with the same strides holds what it holds, and nothing else."""
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         return False
+    if tensor.is_contiguous():
+        return True
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
         if size > 1 and stride != expected:
