@@ -21,6 +21,7 @@ from bigbatch.batches.splitting import Batch
 from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
 from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.explaining import explained
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.lockstep.together import Together
 from bigbatch.memory.sizes import Sizes
@@ -159,6 +160,7 @@ class BigStep:
         # Where every pass is a meeting, ranks with batches of other sizes would look another number of times.
         checked = replace(self._options, check=False) if self._is_sharded else self._options
         self._check = FirstCheck(self._models, self._runner, self._mover, checked)
+        self._seen_buffers = False  # whether it was looked at which buffers a forward writes to
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
         self._asked = False  # whether the loss has asked for other micro-batches: then they run side by side
         self._together = Together(
@@ -203,6 +205,9 @@ class BigStep:
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()
         self._check.passed(done.seen)
+        if not self._seen_buffers and done.update.micro_batches > 1:
+            self._seen_buffers = True
+            done.buffers.warn_of_written()
         self._habits, self._padding = done.buffers.habits(), done.padding
         return done.update
 
@@ -251,6 +256,9 @@ class BigStep:
             if heard and is_out_of_memory(error) and not isinstance(error, OutOfMemory):
                 raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error))) from error
             if heard or not self._can_do_better(division, error):
+                meant = explained(error) if self._admission.side_by_side else None
+                if meant is not None:
+                    raise meant from error
                 raise
         return None
 

@@ -2,6 +2,7 @@
 
 import random
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 from torch.optim import Optimizer
 
+from bigbatch.pointing import outside
 from bigbatch.windows.gradients import all_parameters
 
 _LARGE = 1 << 20  # bytes of a buffer
@@ -98,6 +100,32 @@ class Buffers:
             elif not replaced:
                 moving.add(id(buffer))
         return Habits(still, frozenset(moving))
+
+    def warn_of_written(self) -> None:
+        """Say so where a forward has changed buffers: each micro-batch has, and a big batch would have once.
+
+        Statistics of norms are looked after, and a table that is made longer is no matter.
+        """
+        names = [
+            f"{type(module).__name__}.{name}"
+            for module, name, buffer, copied, version in self._saved
+            if buffer is not None and copied is not None and not isinstance(module, Statistics)
+            if self._is_moved(module._buffers.get(name), buffer, copied, version)  # noqa: SLF001
+        ]
+        if names:
+            shown = ", ".join(dict.fromkeys(names[:3])) + (", ..." if len(names) > 3 else "")  # noqa: PLR2004 - a few
+            warnings.warn(
+                f"the model changes buffers when it runs ({shown}): once for each micro-batch, not once for the batch. "
+                "So they are not what the big batch would leave, and where the loss depends on them, as with "
+                "spectral_norm or a running centre, neither is the gradient. bigbatch.verify tells by how much.\n"
+                "Write to them after the step, from what loss_fn returns as extras; or take one micro-batch.",
+                stacklevel=outside(),
+            )
+
+    def _is_moved(self, now: Tensor | None, before: Tensor, copied: Tensor, version: int) -> bool:
+        if now is None or (now is before and _version(now) == version) or now.shape != copied.shape:
+            return False
+        return not torch.equal(now.detach().to(copied.device), copied)
 
     def restore(self) -> None:
         """Put all of them back, those that were replaced by other tensors, too."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from bigbatch.errors import LossError
 from bigbatch.reading.counts import RATIO_TOLERANCE, Count, TotalOfSum
 from bigbatch.reading.terms import Term
+from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger, Weights, over_data
 from bigbatch.windows.one_loss import keep_factors, names_of
 
@@ -47,6 +48,27 @@ def weigh_together(ledger: Ledger, every: list[list[Term]], of_all: OfAll | None
         for at, (one, own, (terms, data)) in enumerate(zip(ones, shares, pairs, strict=True))
     ]
     return _with_value(ledger, weights, columns) if None in ones else weights
+
+
+def is_hollow(loss: Tensor, terms: list[Term]) -> bool:
+    """Whether a micro-batch is known to count nothing, and its loss is 0 / 0; that may stand in its gradient, too."""
+    data = over_data(terms)
+    if not data or any(isinstance(term.count, Tensor) or term.count or term.kind != "mean" for term in data):
+        return False
+    return not bool(loss.detach().isfinite())  # a device is waited for where a micro-batch counts nothing, alone
+
+
+def refuse_hollow(gradients: Gradients) -> None:
+    """Raise where a micro-batch that counts nothing has left 0 / 0 in the gradient: all that it weighs is not less."""
+    if all(bool(each.isfinite().all()) for each in gradients.dense()):
+        return
+    msg = (
+        "the gradient is not finite, and a micro-batch of this batch counts nothing: where its loss divides by its "
+        "count by hand, 0 / 0 stands in its gradient. Others wait for it, so it cannot be left out. Nothing was "
+        "stepped.\n"
+        "Divide by one at least:  counted((values * mask).sum() / mask.sum().clamp(min=1), mask.sum())"
+    )
+    raise LossError(msg)
 
 
 class _Column:

@@ -22,7 +22,7 @@ from bigbatch.windows import together
 from bigbatch.windows.engine import adding_zeros, run_backward
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger, Tally, Weights
-from bigbatch.windows.side_by_side import weigh_together
+from bigbatch.windows.side_by_side import is_hollow, refuse_hollow, weigh_together
 from bigbatch.windows.starting import Starts
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.term_weights import refuse_rounded_weights, weigh_terms
@@ -139,7 +139,7 @@ class Window:
         weights = weigh_together(self._ledger, every, of_all)
         refuse_rounded_weights([loss for loss, _ in found], weights)
         self._gradients.widen()
-        left = len(found)
+        left, hollow = len(found), any(is_hollow(*each) for each in found)
         self._await([term for terms in every for term in terms])
 
         def backward(loss: Tensor, terms: list[Term], weight: Weights) -> None:
@@ -151,6 +151,8 @@ class Window:
             else:
                 self._gradients.drop_unused()
                 self._refuse_unreached()
+                if hollow and ranks is None and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
+                    refuse_hollow(self._gradients)
             self._ledger.enter(terms, weight, loss, factors)
             self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
 
