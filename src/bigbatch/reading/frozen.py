@@ -35,7 +35,7 @@ class FrozenWeights:
         )
 
     def has_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor has the numbers of a buffer that rests, as a spectral norm's vectors in evaluation mode.
+        """Tell whether a tensor has the numbers of a buffer that rests, as a spectral norm's in evaluation mode.
 
         Those of a module in training mode may be others in the next micro-batch. Waits for the device.
         """

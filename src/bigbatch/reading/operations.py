@@ -32,7 +32,6 @@ from bigbatch.reading.selections import (
     cat,
     diagonal,
     index,
-    index_put,
     index_select,
     masked_select,
     select,
@@ -40,6 +39,7 @@ from bigbatch.reading.selections import (
     stack,
     take_slice,
 )
+from bigbatch.reading.writes import index_put
 
 NORMS: dict[str, Rule] = {
     "NativeLayerNorm": layer_norm,

@@ -62,10 +62,15 @@ def unclear(name: str) -> UnreadableLoss:
 
 
 _INTO_ROWS = (
-    "a write by index (x[rows, columns] = y). It keeps samples apart where every row is written to in its order, and "
-    "with what comes from that row; here some rows are, or in another order, or by where in its micro-batch a sample "
-    "lies.",
-    "Write to all rows,  x[torch.arange(len(x)), columns] = y,  or choose by a mask:  torch.where(mask, y, x)",
+    (
+        "a write by index (x[rows, columns] = y). It keeps samples apart where every row is written to, in its order, "
+        "with what comes from that row. Here some rows are, or in another order, or what is written to goes by where "
+        "in its micro-batch a sample lies."
+    ),
+    (
+        "Write to all rows,  rows = torch.arange(len(x)); x[rows, columns] = f(x[rows, columns]),  or choose by a "
+        "mask:  torch.where(mask, y, x)"
+    ),
 )
 _OUT_OF_ROWS = (
     "rows taken by an index (x[rows, columns]) of a kind that is not followed.",

@@ -131,30 +131,39 @@ class Samples:
                 return self._beside_shared(inputs, (data, weight), shared, layout)
         held = [is_parameter(edge[0], own) for edge, _ in inputs]
         added = [each for place, each in enumerate(inputs) if place not in {data, weight} and not held[place]]
-        if (matrix or name == "Convolution") and not held[data] and not held[weight] and inputs[weight][0][0]:
-            found = self._weight(inputs[weight][0])
-            if found.origin is Origin.UNCLEAR:
-                raise refusals.unclear_weight(found.by)
-            if found.origin is Origin.BESIDE and inputs[data][0][0]:
-                self.gradless = True
-                return [inputs[data], *added]
-            held[weight] = found.origin is not Origin.DATA
-            held[data] = not held[weight] and self._weight(inputs[data][0]).origin is Origin.PARAMETERS
-        if held[data] and held[weight]:
-            return added
-        if held[weight]:
+        if (matrix or name == "Convolution") and self._computed(inputs, held, (data, weight)):
+            return [inputs[data], *added]
+        if held[weight] and not held[data]:
             mine = inputs[data][1] or layout
             self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))))
-            return added
-        if held[data] and matrix:
+        elif held[data] and not held[weight] and matrix:
             self._model(layout, (*range(len(layout) - 2), len(layout) - 1))
-            return added
+        if held[weight] or (held[data] and matrix):
+            return added  # a bias may have been computed from samples
         if matrix:
             for place, which in ((0, data), (1, weight)):
                 if inputs[which][0][0] is None:
                     self._factor_without_gradient(node, name, place, layout)
                     return []  # a frozen layer is the model's edge as a trained one is
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
+
+    def _computed(self, inputs: Inputs, held: list[bool], places: tuple[int, int]) -> bool:
+        """See whether a factor was computed from parameters; True where of the right one that is all that shows.
+
+        Then numbers without gradient had a part in it, and no samples that do: reading goes on with the left one.
+        """
+        data, weight = places
+        if held[data] or held[weight] or inputs[weight][0][0] is None:
+            return False
+        found = self._weight(inputs[weight][0])
+        if found.origin is Origin.UNCLEAR:
+            raise refusals.unclear_weight(found.by)
+        if found.origin is Origin.BESIDE and inputs[data][0][0] is not None:
+            self.gradless = True
+            return True
+        held[weight] = found.origin is not Origin.DATA
+        held[data] = not held[weight] and self._weight(inputs[data][0]).origin is Origin.PARAMETERS
+        return False
 
     def _beside_shared(self, inputs: Inputs, places: tuple[int, int], shared: list[bool], layout: Layout) -> Inputs:
         """A product of samples with what all micro-batches have in common: each sample against the same."""

@@ -1,7 +1,9 @@
-"""What choosing rows does to samples: slices, chunks, positions, masks, indices; writing and putting rows together."""
+"""What choosing rows does to samples: slices, chunks, positions, masks, indices; and putting rows together."""
 
 import math
 from dataclasses import replace
+from itertools import pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,12 +20,12 @@ from bigbatch.reading.layout import (
     Tag,
     Taken,
     Unclear,
-    broadcast,
-    is_whole,
     mixed,
     reshaped,
 )
 from bigbatch.reading.rules import Inputs, everything, only_input, size_of
+
+WRITTEN: Final = "IndexPut"
 
 
 def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
@@ -78,16 +80,17 @@ def select(node: Node, _output: int, layout: Layout) -> Inputs:
     return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
 
 
-def _reordered(dim: Dim, by: tuple[str, object]) -> Dim:
+def reordered(dim: Dim, by: tuple[str, object]) -> Dim:
+    """Give rows as they lie behind an index."""
     return tuple((size, tag.reordered(by) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
 
-def _untold(node: Node) -> Inputs:
+def untold(node: Node) -> Inputs:
     """Say that rows may have gone anywhere: what they went by does not tell."""
     return [(edge, mixed(size_of(edge), Unclear(operation(node)))) for edge in edges(node)]
 
 
-def _indices(node: Node) -> list[tuple[int, Tensor]] | None:
+def indices_of(node: Node) -> list[tuple[int, Tensor]] | None:
     """Give the indices and masks of an operation, each with the dimension at which it begins; None where guarded."""
     if getattr(node, "_raw_saved_indices", None) is None:
         return None
@@ -101,7 +104,7 @@ def _indices(node: Node) -> list[tuple[int, Tensor]] | None:
     return found
 
 
-def _tag(dim: Dim, name: str) -> Tag:
+def tag_of(dim: Dim, name: str) -> Tag:
     """Return what the rows of a glued dimension are once they were put in another order: apart, or mixed by `name`."""
     parts = [(size, tag) for size, tag in dim if size > 1] or list(dim)
     if not parts:
@@ -114,110 +117,39 @@ def index(node: Node, _output: int, layout: Layout) -> Inputs:
     """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
     edge, name = only_input(node), operation(node)
     sizes = size_of(edge)
-    chosen = _indices(node)
-    if not chosen or not _side_by_side(chosen):
-        return _untold(node)
+    chosen = indices_of(node)
+    if not chosen or not side_by_side(chosen):
+        return untold(node)
     first, tensor = chosen[0]
     covers = tensor.dim() if tensor.dtype == torch.bool else 1
     if covers == 1 and tensor.dim() != 1:
-        return _untold(node)
+        return untold(node)
     rows = layout[first]
     taken = math.prod(n for n, _ in rows)
     covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
     if taken > covered:  # some rows were taken twice
         return everything(node, 0, layout)
     by = Rows(tensor)
-    head: Dim = _taken_back(((sizes[first], _tag(rows, name)),), by) or _reordered(
-        ((sizes[first], _tag(rows, name)),), (name, by)
+    head: Dim = _taken_back(((sizes[first], tag_of(rows, name)),), by) or reordered(
+        ((sizes[first], tag_of(rows, name)),), (name, by)
     )
     picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
     return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
 
 
-def _side_by_side(chosen: list[tuple[int, Tensor]]) -> bool:
+def side_by_side(chosen: list[tuple[int, Tensor]]) -> bool:
     """Tell whether indices are of dimensions one after the other, no mask behind the first; torch moves the others."""
     return all(index.dtype != torch.bool for _, index in chosen[1:]) and all(
         later == dim + (index.dim() if index.dtype == torch.bool else 1)
-        for (dim, index), (later, _) in zip(chosen, chosen[1:], strict=False)
+        for (dim, index), (later, _) in pairwise(chosen)
     )
 
 
 def _taken_back(dim: Dim, by: Rows) -> Dim | None:
-    """Give rows that are written back to where they were taken from, `x[mask] = f(x[mask])`: they are where they were."""
-    if not all(isinstance(tag, Axis) and tag.order and tag.order[-1] == (_WRITTEN, by) for _, tag in dim):
+    """Give rows that are written back to where they were taken from, `x[mask] = f(x[mask])`: they lie as they did."""
+    if not all(isinstance(tag, Axis) and tag.order and tag.order[-1] == (WRITTEN, by) for _, tag in dim):
         return None
     return tuple((size, replace(tag, order=tag.order[:-1]) if isinstance(tag, Axis) else tag) for size, tag in dim)
-
-
-_WRITTEN = "IndexPut"
-
-
-def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Values written by index: into rows of their own, where every row is written to in its order, or by a mask.
-
-    What is not written to stays where it was. A dimension that some numbers were chosen of is not the samples', or it
-    would matter where in its micro-batch a sample lies.
-    """
-    name, (into, values) = operation(node), edges(node)[:2]
-    chosen = _indices(node)
-    if not chosen or not _side_by_side(chosen):
-        return _untold(node)
-    sizes = shape(node)
-    first, (last, end) = chosen[0][0], chosen[-1]
-    last += end.dim() if end.dtype == torch.bool else 1
-    if chosen[0][1].dtype == torch.bool:
-        apart, head = _by_mask(chosen, layout, size_of(values), len(sizes) - last)
-    else:
-        apart, head = _by_numbers(chosen, layout, sizes)
-    kept = tuple(
-        dim if d < first or d >= last or d in apart else ((sizes[d], Unclear(name)),) for d, dim in enumerate(layout)
-    )
-    written = (*layout[:first], *head, *layout[last:])
-    found: Inputs = [(into, kept if into[0] is not None else ())]
-    if values[0] is not None:
-        lengths = tuple(math.prod(size for size, _ in dim) for dim in written)
-        below = broadcast(written, size_of(values), lengths, name)
-        missing = len(written) - len(below)
-        if below and missing and set(lengths[:missing]) == {1}:  # torch drops them from a value: a batch of one
-            below = (tuple(part for dim in written[: missing + 1] for part in dim), *below[1:])
-        found.append((values, below))
-    return found
-
-
-def _by_mask(
-    chosen: list[tuple[int, Tensor]], layout: Layout, given: tuple[int, ...], rest: int
-) -> tuple[set[int], Layout]:
-    """Give the dimensions that keep their rows apart, and what the rows of the values are."""
-    first, mask = chosen[0]
-    apart = set(range(first, first + mask.dim()))
-    number = given[-rest - 1] if len(given) > rest else 1
-    if number == 1:  # one row, or one for all
-        number = int(mask.sum())
-    rows: Dim = ((number, _tag(layout[first], _WRITTEN)),)
-    return apart, (_reordered(rows, (_WRITTEN, Rows(mask))),)
-
-
-def _by_numbers(
-    chosen: list[tuple[int, Tensor]], layout: Layout, sizes: tuple[int, ...]
-) -> tuple[set[int], Layout]:
-    """Give the dimension whose rows are all written to in their order, and what the rows of the values are."""
-    out = torch.broadcast_shapes(*(index.shape for _, index in chosen))
-    everywhere = [
-        (dim, index)
-        for dim, index in chosen
-        if index.dtype != torch.bool
-        and len(index.shape) == len(out) > 0
-        and index.numel() == len(index) == out[0]
-        and is_whole(index.flatten(), sizes[dim])
-    ]
-    mixes: Layout = tuple(((size, Unclear(_WRITTEN)),) for size in out)
-    if not everywhere:
-        return set(), mixes
-    dim, rows = everywhere[0]
-    by = Rows(rows, in_order=True)
-    if any(by == Rows(index) for other, index in chosen if other != dim):
-        return set(), mixes  # a diagonal: what is written to goes by where in its micro-batch a sample lies
-    return {dim}, (_reordered(layout[dim], (_WRITTEN, by)), *mixes[1:])
 
 
 def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -228,7 +160,7 @@ def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
     by = saved_tensor(node, "index")
     if by is None or by.numel() > sizes[dim]:
         return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :]))]
-    rows = _reordered(((sizes[dim], _tag(layout[dim], name)),), (name, Rows(by)))
+    rows = reordered(((sizes[dim], tag_of(layout[dim], name)),), (name, Rows(by)))
     return [(edge, (*layout[:dim], rows, *layout[dim + 1 :]))]
 
 
@@ -238,7 +170,7 @@ def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
     sizes = size_of(edge)
     mask = saved_tensor(node, "mask")
     by = (operation(node), Rows(mask) if mask is not None else None)
-    rows = _reordered(((sizes[0], _tag(layout[0], operation(node))),), by)
+    rows = reordered(((sizes[0], tag_of(layout[0], operation(node))),), by)
     return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
 
 
@@ -273,7 +205,7 @@ def _own_rows(dim: Dim, taken: list[int], inputs: int) -> Dim | None:
 
 def _some_rows(dim: Dim, taken: list[int], size: int) -> Dim:
     """Give what an input's rows are where they lie among the others': no longer beside any but their like."""
-    tag = _tag(dim, "Cat")
+    tag = tag_of(dim, "Cat")
     if isinstance(tag, Axis):
         several = sum(part > 1 for part, _ in dim) > 1
         tag = replace(tag.reordered(("Cat", tuple(taken))) if several else tag, lone=size == 1 and len(taken) > 1)
@@ -292,5 +224,5 @@ def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:
     sizes = size_of(edge)
     dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
     rest = iter(layout[:-1])
-    tag = _tag(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
+    tag = tag_of(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
     return [(edge, tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes)))]
