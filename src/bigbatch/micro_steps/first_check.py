@@ -66,7 +66,7 @@ class _Unseen(NamedTuple):
     """Why something could not be looked at as it is in training, if it could not."""
 
     why: str = ""
-    error: str = ""
+    cause: str = ""  # the error that it fails with, or why it had to be evaluation mode
 
     @property
     def at_all(self) -> bool:
@@ -313,7 +313,7 @@ class FirstCheck:
                 if not self._accepting or evaluating in circumstances:
                     raise accusation
                 continue
-            return _Unseen("evaluated") if evaluating in circumstances else _Unseen()
+            return _Unseen("evaluated", unseen.why) if evaluating in circumstances else _Unseen()
         return unseen
 
     @contextmanager
@@ -348,10 +348,11 @@ class FirstCheck:
         if len(division) == 1 and not self._packs:
             self._unsaid = [unseen]
             return
+        helps = f" {_HELPS[unseen.why]}." if unseen.why != "evaluated" or unseen.cause == "random" else ""
         what = (
-            f"{_WHY_NOT[unseen.why].format(unseen.error)}{_CUT}{_PACKED if self._packs else ''}. If no sample looks at "
-            f"another{' or at padding' if self._packs else ''}, all is well; Options(check=False) says that you know. "
-            f"{_HELPS[unseen.why]}."
+            f"{_WHY_NOT[unseen.why].format(unseen.cause)}{_CUT}{_PACKED if self._packs else ''}. If no sample looks at "
+            f"another{' or at padding' if self._packs else ''}, all is well; Options(check=False) says that you know."
+            f"{helps}"
         )
         if what not in self._told:
             self._told.add(what)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.reading.graph import edges, operation, shape
+from bigbatch.reading.graph import Edge, edges, operation, shape
 from bigbatch.reading.layout import Dim, Layout, Rows, Unclear, broadcast, is_whole
 from bigbatch.reading.rules import Inputs, size_of
 from bigbatch.reading.selections import WRITTEN, indices_of, reordered, side_by_side, tag_of, untold
@@ -18,7 +18,7 @@ def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
     What is not written to stays where it was. A dimension that some numbers were chosen of is not the samples', or it
     would matter where in its micro-batch a sample lies.
     """
-    name, (into, values) = operation(node), edges(node)[:2]
+    name, into, values = operation(node), edges(node)[0], _as_given(edges(node)[1])
     chosen = indices_of(node)
     if not chosen or not side_by_side(chosen):
         return untold(node)
@@ -36,12 +36,20 @@ def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
     found: Inputs = [(into, kept if into[0] is not None else ())]
     if values[0] is not None:
         lengths = tuple(math.prod(size for size, _ in dim) for dim in written)
-        below = broadcast(written, size_of(values), lengths, name)
-        missing = len(written) - len(below)
-        if below and missing and set(lengths[:missing]) == {1}:  # torch drops them from a value: a batch of one
-            below = (tuple(part for dim in written[: missing + 1] for part in dim), *below[1:])
-        found.append((values, below))
+        found.append((values, broadcast(written, size_of(values), lengths, name)))
     return found
+
+
+def _as_given(edge: Edge) -> Edge:
+    """Go back to values as they were: torch drops leading dimensions of size 1, and they may be one sample's row."""
+    node, output = edge
+    while node is not None and operation(node) == "View":
+        below, place = edges(node)[0]
+        before, after = size_of((below, place)), shape(node, output)
+        if below is None or before == after or before != (1,) * (len(before) - len(after)) + after:
+            break
+        node, output = below, place
+    return node, output
 
 
 def _by_mask(
