@@ -1,4 +1,4 @@
-"""Writes by index keep samples apart where every row is written to in its order with what is its own, and only there."""
+"""Writes by index keep samples apart where every row is written to, in its order, with what is its own; not elsewhere."""
 
 from collections.abc import Callable
 from typing import Any

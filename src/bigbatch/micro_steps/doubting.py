@@ -71,7 +71,7 @@ def rounding(parts: Sequence[Part], evaluate: Evaluate, controls: Sequence[Evalu
         if not controls:
             repeated = min(_TIMES * spread, tolerance_of(torch.float32))
             return max(limit, own, repeated)
-        if spread > 0:  # what does not repeat itself to the last bit may be kernels that add up in any order
+        if _TIMES * spread > own:  # what does not repeat itself may be kernels that add up in less, and in any order
             limit = max(limit, tolerance_of(torch.float32))
         if limit <= own:
             return own
