@@ -1,4 +1,4 @@
-"""A weight that is computed on the way is a weight where it is made of parameters; where it may not be, it is refused."""
+"""A weight that is computed on the way is a weight if it is made of parameters; if that is unclear, it is refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -196,6 +196,42 @@ def test_a_weight_from_the_left_and_of_a_convolution() -> None:
     )
 
 
+def test_a_weight_from_the_left_beside_a_mean_of_everything() -> None:
+    """Its rows are classes, and must not be taken for the samples."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        weight = torch.diag(model.size[:, 0]) @ model.weight
+        found: Tensor = (weight @ model.features(batch["x"]).T).square().mean()
+        return found
+
+    assert_exact(Loss("left", seeded(lambda: Head(dora)), rows, loss))
+
+
+def test_what_is_computed_of_parameters_may_be_added_to_logits() -> None:
+    """By an operation of which nothing is known, or by a product: none of it is a sample's."""
+    for added in (lambda m: torch.linalg.svd(m.merged)[1], lambda m: m.down[:1].tanh() @ m.weight.T):
+        assert_exact(
+            Loss(
+                "added",
+                seeded(lambda: Head(dora)),
+                rows,
+                lambda m, b, added=added: F.cross_entropy(m(b["x"]) + added(m), b["label"]),  # type: ignore[misc]
+            )
+        )
+
+
+def test_what_is_added_to_logits_and_cannot_be_told_is_not_accused() -> None:
+    """Of parameters and a tensor without gradient: it may be a constant."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        constant = torch.ones(1, HIDDEN, dtype=torch.float64)
+        return F.cross_entropy(model(batch["x"]) + (model.down[:1] + constant) @ model.weight.T, batch["label"])
+
+    error = refusal(seeded(lambda: Head(dora))(), loss)
+    assert isinstance(error, UnreadableLoss)
+    assert "AddBackward" in str(error)
+
+
 def test_a_spectral_norm_in_training_is_another_weight_in_each_micro_batch() -> None:
     """It really is, so it is refused; not as coupled samples, and with what helps."""
     for change in (parametrizations.spectral_norm, spectral_norm):
@@ -230,6 +266,11 @@ BATCH_MADE: dict[str, tuple[Callable[[Any, Batch], Tensor], type[LossError], str
         lambda m, b: F.linear(m.features(b["x"]), m.weight, m.features(b["x"]).mean(0)[:CLASSES]),
         CoupledLoss,
         "Mean",
+    ),
+    "a dot product with the batch": (
+        lambda m, b: F.linear(m.features(b["x"]), m.weight / torch.dot(m.weight[0], m.features(b["x"])[0].detach())),
+        UnreadableLoss,
+        "DotBackward",
     ),
     "rows by label": (lambda m, b: m.features(b["x"]) @ m.weight[b["label"]].T, UnreadableLoss, "IndexBackward"),
     "rows selected by label": (
@@ -325,6 +366,27 @@ def test_a_reading_of_a_computed_weight_is_remembered() -> None:
         accumulator.backward(cross_entropy(model, rows(4, seed)))
         fresh.append(accumulator._admission.reader.fresh)
     assert fresh == [True, False]
+
+
+def test_a_copy_of_a_buffer_is_looked_at_again() -> None:
+    """Batch data in its place: the graph looks the same."""
+
+    class Turned(Head):
+        vector: Tensor
+        taken: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(lambda head: head.weight * (head.weight @ self.taken)[:, None])
+            self.register_buffer("vector", torch.rand(HIDDEN))
+
+    model: Any = seeded(Turned)().eval()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
+    model.taken = model.vector.clone()
+    accumulator.backward(cross_entropy(model, rows(4, 0)))
+    model.taken = model.features(rows(4, 1)["x"]).mean(0).detach()
+    with pytest.raises(UnreadableLoss, match="MvBackward"):
+        accumulator.backward(cross_entropy(model, rows(4, 1)))
+    accumulator.discard()
 
 
 def test_a_norm_that_begins_to_move_is_looked_at_again() -> None:

@@ -1,4 +1,4 @@
-"""Writes by index keep samples apart where every row is written to, in its order, with what is its own; not elsewhere."""
+"""Writes by index keep samples apart where every row is written to, in its order, with what is its own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -125,9 +125,10 @@ COUPLING: dict[str, Write] = {
     "a-column-of-others": lambda x, own, y: x.index_put((own, y), x[:, 0].flip(0)),
     "a-mean": lambda x, own, y: x.index_put((own, y), x.mean(0)[y]),
     "one-for-all": lambda x, own, y: x.index_put((own, y), x[:1, 0]),
+    "one-for-all-by-a-mask": lambda x, _, y: torch.zeros_like(x).index_put((y >= 0,), x[:1]),
     "the-first-row": lambda x, _, __: x.index_put((torch.tensor([0]),), torch.tensor(0.0).double()),
     "the-first-row-of-some": lambda x, own, y: x.index_put((own[:1], y[:1]), torch.tensor(0.0).double()),
-    "the-diagonal": lambda x, own, _: x.repeat(1, 2).index_put((own, own), torch.tensor(0.0).double())[:, :CLASSES],
+    "the-diagonal": lambda x, own, _: torch.cat([x, x], 1).index_put((own, own), torch.tensor(0.0).double()),
     "by-a-mask-from-another": lambda x, own, y: x.index_put((y > 0,), x[(y > 0)[own.flip(0)]][: int((y > 0).sum())]),
 }
 SIZE = 7
@@ -179,6 +180,22 @@ def test_two_indices_in_order_are_not_said_to_be_one() -> None:
 
     with pytest.raises(CoupledLoss, match=r"rows = torch\.arange\(len\(x\)\); x\[rows, labels\]"):
         accumulator.backward(twice(model, rows(4, 0)))
+
+
+def test_the_same_write_by_another_index_is_looked_at_again() -> None:
+    """The graph looks the same, and only the numbers differ."""
+    model = mlp()()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
+
+    def loss(batch: Batch, order: Tensor) -> Tensor:
+        logits = model(batch["x"])
+        values = logits.gather(1, batch["label"][:, None])[:, 0].tanh()
+        return F.cross_entropy(logits.index_put((order, batch["label"]), values), batch["label"])
+
+    accumulator.backward(loss(rows(4, 0), torch.arange(4)))
+    with pytest.raises(UnreadableLoss, match="every row is written to, in its order"):
+        accumulator.backward(loss(rows(4, 1), torch.tensor([1, 0, 3, 2])))
+    accumulator.discard()
 
 
 def self_masked(kind: str) -> Callable[[Any, Batch], Tensor]:
