@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, spectral_norm
 from bigbatch import Accumulator, BigStep
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
 from tests.reference import TOLERANCE, accumulated, assert_equal, big_batches, distance, sgd, trained
+from tests.refused import square
 from tests.samples import CLASSES, Batch, Loss, join, rows, seeded
 
 SPLIT = (3, 4, 2, 1)
@@ -205,6 +206,17 @@ def test_a_weight_from_the_left_beside_a_mean_of_everything() -> None:
         return found
 
     assert_exact(Loss("left", seeded(lambda: Head(dora)), rows, loss))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_below_a_computed_weight_is_the_model(side: str) -> None:
+    """As below a layer: what it does there is its own affair, also by a function that nobody knows."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        inside, weight = square(model.features(batch["x"])), model.merged.tanh()
+        return F.cross_entropy((weight @ inside.T).T if side == "left" else inside @ weight.T, batch["label"])
+
+    assert_exact(Loss(side, seeded(lambda: Head(dora)), rows, loss))
 
 
 def test_what_is_computed_of_parameters_may_be_added_to_logits() -> None:
