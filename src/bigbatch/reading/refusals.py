@@ -6,7 +6,7 @@ _COUNT = """Say what the loss was averaged over:
     accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over
 for example
     accumulator.backward(loss, count=(labels != -100).sum())
-and where it is one term of several, counted(term, n) in its place."""
+and where it is one term of several, counted(term, n) in its place (from bigbatch import counted)."""
 
 _NO_MEAN = """If there is no batch mean below it, say what the loss is over:
     accumulator.backward(loss, count=n)"""
