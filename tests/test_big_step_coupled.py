@@ -521,7 +521,9 @@ def test_a_look_in_evaluation_mode_alone_is_said_once(centred: str) -> None:
     """What it cannot show is named, at the line that made the step."""
     model = seeded(lambda: Noisy(centred))()
     step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)
-    with pytest.warns(UserWarning, match=r"in evaluation mode alone.*only in training.*look.* at padding") as caught:
+    with pytest.warns(
+        UserWarning, match=r"in evaluation mode alone.*only in training.*looks at another, all"
+    ) as caught:
         _ = [step(rows(8, number)) for number in range(2)]
     assert [(each.filename, each.category) for each in caught] == [(__file__, UserWarning)]
 

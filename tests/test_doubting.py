@@ -285,3 +285,64 @@ def test_padding_is_judged_to_the_same_rounding(padding: float) -> None:
             step(batch)
     else:
         step(batch)
+
+
+def test_last_bits_that_differ_are_no_leave_for_more() -> None:
+    """In float64 they are far below its tolerance: what else the halves differ by is no rounding."""
+
+    def parts(*values: float) -> list[Part]:
+        return [Part(value, ("mean",), (2.0,), 1e-9) for value in values]
+
+    found = parts(1.0, 1.0, 1.0)
+    assert rounding(found, lambda: parts(1.0, 1.0 + 1e-15, 1.0), (lambda: parts(1.0, 1.0, 2.0),)) == 1e-9
+    assert rounding(found, lambda: parts(1.0, 1.0 + 1e-9, 1.0), (lambda: parts(1.0, 1.0, 2.0),)) == 1e-4
+
+
+def test_padding_in_float64_is_judged_by_how_it_repeats() -> None:
+    """Without samples that are there twice, the last bits that do not repeat themselves are no leave for 1e-4."""
+
+    def parts(*values: float) -> list[Part]:
+        return [Part(value, ("mean",), (2.0,), 1e-9) for value in values]
+
+    found = parts(1.0, 1.0)
+    assert rounding(found, lambda: parts(1.0, 1.0 + 1e-15), ()) == 1e-9
+    assert rounding(found, lambda: parts(1.0, 1.0 + 1e-9), ()) == pytest.approx(1e-7)
+    assert rounding(found, lambda: parts(1.0, 2.0), ()) == 1e-4
+    assert rounding(parts(1.0, 1.0 + 1e-6), lambda: found, ()) == pytest.approx(1e-4, rel=1e-3)
+
+
+class Restless(nn.Module):
+    """Scores tokens in float64, never the same in the last bits, and looks at padding a little."""
+
+    def __init__(self, padding: float) -> None:
+        super().__init__()
+        seed()
+        self.padding, self.table, self.last, self.calls = padding, nn.Embedding(10, 8), nn.Linear(8, 10), 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(n, steps) → (n, steps, 10)."""
+        self.calls += 1
+        noise = 1 + 1e-15 * (self.calls % 3)
+        return self.last(self.table(tokens) + self.padding * (tokens == 0).sum(1)[:, None, None].double()) * noise
+
+
+@pytest.mark.parametrize("padding", [0.0, 1e-6])
+def test_padding_that_counts_little_is_found_where_the_last_bits_differ(padding: float) -> None:
+    """As kernels do that add up in any order: in float64 that hides no more than it moves."""
+    lengths = [12, 11, 9, 7, 5, 3]
+    tokens = torch.randint(1, 10, (len(lengths), 12), generator=torch.Generator().manual_seed(0))
+    for row, length in enumerate(lengths):
+        tokens[row, length:] = 0
+    batch = {"tokens": tokens, "labels": tokens.masked_fill(tokens == 0, -100)}
+    model = Restless(padding).double()
+    step = BigStep(
+        model,
+        sgd(trained(model)),
+        lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()),
+        options=Options(lengths=lambda b: (b["tokens"] != 0).sum(1), token_budget=24),
+    )
+    if padding:
+        with pytest.raises(BatchError, match="counts padding"):
+            step(batch)
+    else:
+        step(batch)

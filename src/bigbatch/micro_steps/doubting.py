@@ -57,7 +57,8 @@ def rounding(parts: Sequence[Part], evaluate: Evaluate, controls: Sequence[Evalu
     Args:
         parts: as they were found.
         evaluate: evaluates them again.
-        controls: evaluate the same of samples that are there twice: first the halves, then both together.
+        controls: evaluate the same of samples that are there twice: first the halves, then both together. Without
+            them it is what the dtype allows, or what repeating it shows.
     """
     own = max(part.tolerance for part in parts)
     precisions = Precisions()
@@ -67,10 +68,13 @@ def rounding(parts: Sequence[Part], evaluate: Evaluate, controls: Sequence[Evalu
         runs += [evaluate() for _ in range(_RUNS - 1)]
         spread = max(_spread([part.value for part in each]) for each in zip(parts, *runs, strict=True))
         limit = tolerance_of(precisions.lowest) if precisions.lowest is not None else own
-        if spread > 0:  # what does not repeat itself to the last bit may be kernels that add up in any order
+        if not controls:
+            repeated = min(_TIMES * spread, tolerance_of(torch.float32))
+            return max(limit, own, repeated)
+        if _TIMES * spread > own:  # what does not repeat itself may be kernels that add up in less, and in any order
             limit = max(limit, tolerance_of(torch.float32))
-        if limit <= own or not controls:
-            return max(limit, own)
+        if limit <= own:
+            return own
         measured = max(spread, *(apart(each[-1], each[:-1]) for each in (control() for control in controls)))
     except Exception as error:  # noqa: BLE001 - a model may not like to be looked at: then it is as it was found
         let_go(error)

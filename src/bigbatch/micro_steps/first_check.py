@@ -29,17 +29,24 @@ from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.options import Options
 
-_UNCHECKED = (
-    "this loss draws random numbers that evaluation mode does not turn off, or fails there, so the first step could "
-    "not see whether samples are coupled: whether a micro-batch's loss is that of its parts, and that of a packed one "
-    "the same without its padding. If no sample looks at another or at padding, all is well; Options(check=False) says "
-    "that you know."
-)
-_EVALUATED = (
-    "this model could be looked at without random numbers in evaluation mode alone, so the first step did not see what "
-    "it does only in training, as in `if self.training: x = x - x.mean(0)`. If no sample looks at another or at "
-    "padding there, all is well; Options(check=False) says that you know."
-)
+_WHY_NOT = {
+    "random": "this loss draws random numbers that evaluation mode does not turn off, so the first step could not see",
+    "failed": "this loss draws random numbers, and in evaluation mode it fails ({}), so the first step could not see",
+    "evaluated": (
+        "this model could be looked at without random numbers in evaluation mode alone, so the first step did not see "
+        "what it does only in training, as in `if self.training: x = x - x.mean(0)`, nor"
+    ),
+}
+_CUT = " whether samples are coupled: whether a micro-batch's loss is that of its parts"
+_PACKED = ", and that of a packed one the same without its padding"
+_HELPS = {
+    "random": (
+        "To have it looked at, draw them before the step and give them with the batch, a row for each sample (then any "
+        "split has the same ones), or draw only where `self.training` is set"
+    ),
+    "failed": "To have it looked at, let the model run in evaluation mode, or give random numbers with the batch",
+    "evaluated": "To have it looked at, draw random numbers by dropout alone, or give them with the batch",
+}
 _SINGLES = 4  # samples that are looked at together where one at a time goes through the model
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
 _LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
@@ -53,6 +60,18 @@ class SideBySide(Protocol):
         self, evaluate: Callable[[Any], Part], micro_batches: list[Any], sizes: list[int], *, resting: bool = False
     ) -> list[Part]:
         """Evaluate each; `resting` BatchNorm uses what it has learned."""
+
+
+class _Unseen(NamedTuple):
+    """Why something could not be looked at as it is in training, if it could not."""
+
+    why: str = ""
+    cause: str = ""  # the error that it fails with, or why it had to be evaluation mode
+
+    @property
+    def at_all(self) -> bool:
+        """Whether nothing was seen, in evaluation mode either."""
+        return self.why in {"random", "failed"}
 
 
 class _Comparison(NamedTuple):
@@ -80,7 +99,9 @@ class FirstCheck:
         self._compares = options.check
         # Padding is looked at in any case: nobody says check=False for it.
         self._left = set[str]() if options.lengths is None else {"padding"}
+        self._packs = options.lengths is not None
         self._told: set[str] = set()
+        self._unsaid: list[_Unseen] = []  # of batches that were not cut
         self._side_by_side: SideBySide | None = None
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._modes: set[bytes] = set()  # which of them were in training mode, when samples were looked at
@@ -93,6 +114,7 @@ class FirstCheck:
         """
         self._side_by_side = side_by_side
         seen: set[str] = set()
+        self._overdue(division)
         if "padding" in self._left and self._padding(division):
             seen.add("padding")
         # What was frozen at first may couple samples now.
@@ -110,6 +132,11 @@ class FirstCheck:
         self._left -= seen
         if "samples" in seen:
             self._modes.add(self._looked_in)
+
+    def _overdue(self, division: Division) -> None:
+        """Say what could not be seen, now that it matters."""
+        if self._unsaid and len(division) > 1:
+            self._tell(self._unsaid.pop(), division)
 
     def _samples(self, division: Division) -> None:
         """See that a micro-batch's loss is that of its parts."""
@@ -143,7 +170,7 @@ class FirstCheck:
             )
 
         if single:
-            self._tell(self._compare(division, comparison([[i] for i in group]), self._as_it_is))
+            self._tell(self._compare(division, comparison([[i] for i in group]), self._as_it_is), division)
             return
         # Equal parts hide how they are weighed; but samples may come in pairs.
         third, half = ([group[:middle], group[middle:]] for middle in (max(len(group) // 3, 1), len(group) // 2))
@@ -154,9 +181,9 @@ class FirstCheck:
                 raise
             let_go(error)
             untold = self._compare(division, comparison(half), self._as_it_is)
-        if untold == _UNCHECKED and self._accepting:  # there no failure comes out
+        if untold.at_all and self._accepting:  # there no failure comes out
             untold = self._compare(division, comparison(half), self._as_it_is)
-        self._tell(untold)
+        self._tell(untold, division)
 
     def _padding(self, division: Division) -> bool:
         """See that a loss does not change when padding is cut off; False where there is none to cut."""
@@ -167,10 +194,10 @@ class FirstCheck:
         roomy = most >= 2 * max(division.longest)
         comparison = self._trimmed if division.batch.collate is None else self._collated
         found = comparison(division, division.longest, roomy=roomy)
-        untold = self._compare(division, found, self._as_it_is) if self._compares else ""
-        if not self._compares or untold == _UNCHECKED:
+        untold = self._compare(division, found, self._as_it_is) if self._compares else _Unseen()
+        if not self._compares or untold.at_all:
             self._count(division, found.evaluate, found.refuse_counts)
-        self._tell(untold)
+        self._tell(untold, division)
         return True
 
     def _trimmed(self, division: Division, longest: Sequence[int], *, roomy: bool) -> _Comparison:
@@ -253,11 +280,12 @@ class FirstCheck:
             let_go(error)
         return self._value(micro_batch)
 
-    def _compare(self, division: Division, comparison: _Comparison, as_it_is: Circumstances) -> str:
+    def _compare(self, division: Division, comparison: _Comparison, as_it_is: Circumstances) -> _Unseen:
         """Evaluate losses without random numbers: as things are, without dropout, or in evaluation mode.
 
         Returns what there is to say of that: nothing, where it could be done in training mode.
         """
+        unseen = _Unseen()
         for circumstances in (as_it_is, (*as_it_is, without_dropout), (evaluating,)):
             with self._under(circumstances):
                 randomness = Randomness(devices_of(self._models))
@@ -268,8 +296,10 @@ class FirstCheck:
                     told = isinstance(error, NeedsLockStep) or (isinstance(error, LossError) and not self._accepting)
                     if not circumstances or told or is_out_of_memory(error):
                         raise
+                    unseen = _Unseen("failed", type(error).__name__)
                     continue
                 if randomness.drawn():
+                    unseen = _Unseen("random")
                     continue
             division.batch.refuse_changed()  # by collating: what is compared would not be the same samples
             accusation = _accusation(comparison, parts)
@@ -283,8 +313,8 @@ class FirstCheck:
                 if not self._accepting or evaluating in circumstances:
                     raise accusation
                 continue
-            return _EVALUATED if evaluating in circumstances else ""
-        return _UNCHECKED
+            return _Unseen("evaluated", unseen.why) if evaluating in circumstances else _Unseen()
+        return unseen
 
     @contextmanager
     def _under(self, circumstances: Circumstances) -> Iterator[None]:
@@ -311,9 +341,20 @@ class FirstCheck:
                     return
                 raise
 
-    def _tell(self, what: str) -> None:
-        """Say it once, at the line that called for a step."""
-        if what and what not in self._told:
+    def _tell(self, unseen: _Unseen, division: Division) -> None:
+        """Say it once, at the line that called for a step; of a batch in one piece, when the first one is cut."""
+        if not unseen.why:
+            return
+        if len(division) == 1 and not self._packs:
+            self._unsaid = [unseen]
+            return
+        helps = f" {_HELPS[unseen.why]}." if unseen.why != "evaluated" or unseen.cause == "random" else ""
+        what = (
+            f"{_WHY_NOT[unseen.why].format(unseen.cause)}{_CUT}{_PACKED if self._packs else ''}. If no sample looks at "
+            f"another{' or at padding' if self._packs else ''}, all is well; Options(check=False) says that you know."
+            f"{helps}"
+        )
+        if what not in self._told:
             self._told.add(what)
             warnings.warn(what, stacklevel=7)
 

@@ -39,6 +39,7 @@ from bigbatch.reading.selections import (
     stack,
     take_slice,
 )
+from bigbatch.reading.writes import index_put
 
 NORMS: dict[str, Rule] = {
     "NativeLayerNorm": layer_norm,
@@ -123,7 +124,7 @@ RULES: dict[str, Rule] = {
     "Roll": flip,
     "ConstantPadNd": pad,
     "Unfold": unfold,
-    "IndexPut": everything,
+    "IndexPut": index_put,
     "Pdist": everything,
     "Dot": everything,
     "Cov": everything,
