@@ -207,7 +207,7 @@ class BigStep:
         self._check.passed(done.seen)
         if not self._seen_buffers and done.update.micro_batches > 1:
             self._seen_buffers = True
-            done.buffers.warn_of_written()
+            done.buffers.warn_of_written(self._together.statistics)
         self._habits, self._padding = done.buffers.habits(), done.padding
         return done.update
 

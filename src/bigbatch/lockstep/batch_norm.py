@@ -231,6 +231,8 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     first = parts[0].running
     if first is not None:
         last = parts[-1].running or first
+        known: set[int] = worker.notes.get("statistics", set())
+        known.update((id(first.mean), id(first.variance)))
         _update(first, mean, variance * (number / max(number - 1, 1)), counted=last.version - first.version)
         if last.counter is not first.counter and last.counter is not None and first.counter is not None:
             last.counter.copy_(first.counter)  # each has put another in its place

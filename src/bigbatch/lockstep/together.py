@@ -62,6 +62,7 @@ class Together:
         self._lone = Lone(models, device, self._crew, norms_meet=norms_meet)
         self._looked = False  # whether a window has gone well in which weights were looked at at every meeting
         self._seen_once: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
+        self.statistics: set[int] = set()  # ids of buffers that norms have moved together, once per window
         self._inside = False  # whether micro-batches meet inside the model
         self._recomputed = False  # whether the latest window was to run it again
         self._valued = True  # whether its first run can do without saving anything
@@ -266,6 +267,7 @@ class Together:
         notes: dict[str, Any] = {
             "sizes": tuple(sizes),
             "seen once": self._seen_once,
+            "statistics": self.statistics,
             "norms": norms_of(self._models) if self._norms_meet else None,
             "inside": self._runner.kinds,
             **(beside or {}),

@@ -116,7 +116,10 @@ def refuse_coupled(whole: Part, halves: Sequence[Part], samples: int, *, side_by
         "micro-batches gives the big batch's gradient. Nothing was changed.\n"
         "Look for attention, pooling or a statistic over the batch dimension (in a loss: of across.gather, across.sum "
         "or across.mean; rows of own samples begin at across.offset()), for padding that the loss counts, and "
-        "for a tensor in the batch that all samples share and that has as many rows as there are samples.\n"
+        "for a tensor in the batch that all samples share and that has as many rows as there are samples. Or a call "
+        "finds what another has left: an average of weights, a queue, a counter, which is to move once per update: do "
+        "that after step(batch), from update.extras where it needs outputs. bigbatch.verify(model, loss_fn, batch) "
+        "looks for the cause.\n"
         f"{_turns(side_by_side)}"
         "If the loss only looks so, as one with random numbers of its own:  Options(check=False)"
     )

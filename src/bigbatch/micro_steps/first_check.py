@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -49,6 +49,7 @@ _HELPS = {
 }
 _SINGLES = 4  # samples that are looked at together where one at a time goes through the model
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
+_AGAIN = frozenset({1, 15, 127})  # updates after which samples are looked at once more
 _LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
 Circumstances: TypeAlias = tuple[Callable[[Sequence[nn.Module]], AbstractContextManager[None]], ...]
 
@@ -84,10 +85,11 @@ class _Comparison(NamedTuple):
 
 
 class FirstCheck:
-    """Looks once, before a first update, whether a batch may be cut and trimmed at all.
+    """Looks, before a first update, whether a batch may be cut and trimmed at all.
 
     Not every batch has two samples, or padding: what one does not show is looked for in the next. Samples are looked at
-    once more where other modules are in training mode than before.
+    once more where other modules are in training mode than before, and now and then: a gate that begins at zero, or a
+    teacher that begins as a copy, hides at first what couples them.
     """
 
     def __init__(self, models: Sequence[nn.Module], runner: Runner, mover: Mover, options: Options) -> None:
@@ -104,6 +106,7 @@ class FirstCheck:
         self._unsaid: list[_Unseen] = []  # of batches that were not cut
         self._side_by_side: SideBySide | None = None
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+        self._updates = 0  # that were made
         self._modes: set[bytes] = set()  # which of them were in training mode, when samples were looked at
         self._looked_in = b""  # which when they last were: a loss may change it
 
@@ -119,19 +122,34 @@ class FirstCheck:
             seen.add("padding")
         # What was frozen at first may couple samples now.
         mode = bytes([module.training for module in self._modules]) if self._compares else b""
-        if self._compares and mode not in self._modes and division.batch.size > 1:
+        again = mode in self._modes
+        if self._compares and division.batch.size > 1 and (not again or self._updates in _AGAIN):
             if side_by_side is not None:  # statistics of a few samples amplify rounding, and are exact by themselves
                 self._side_by_side = partial(side_by_side, resting=True)
-            self._samples(division)
+            with self._telling_of_updates() if again else nullcontext():
+                self._samples(division)
             self._looked_in = mode
             seen.add("samples")
         return seen
 
     def passed(self, seen: set[str]) -> None:
-        """Look for these no more."""
+        """An update was made: look for these no more."""
+        self._updates += 1
         self._left -= seen
         if "samples" in seen:
             self._modes.add(self._looked_in)
+
+    @contextmanager
+    def _telling_of_updates(self) -> Iterator[None]:
+        """Say so where updates have been made before something was seen."""
+        try:
+            yield
+        except CoupledLoss as error:
+            msg = (
+                f"{error}\nThis did not show at first: the weights, or what a batch holds, have come to matter since. "
+                f"The updates before this one, {self._updates} by now, may not have been the big batch's."
+            )
+            raise CoupledLoss(msg) from error
 
     def _overdue(self, division: Division) -> None:
         """Say what could not be seen, now that it matters."""

@@ -4,7 +4,7 @@ import random
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -101,15 +101,19 @@ class Buffers:
                 moving.add(id(buffer))
         return Habits(still, frozenset(moving))
 
-    def warn_of_written(self) -> None:
+    def warn_of_written(self, met: Container[int]) -> None:
         """Say so where a forward has changed buffers: each micro-batch has, and a big batch would have once.
 
-        Statistics of norms are looked after, and a table that is made longer is no matter.
+        Statistics of norms are looked after, also those by their ids that micro-batches have `met` at; and a table that
+        is made longer is no matter.
         """
         names = [
             f"{type(module).__name__}.{name}"
             for module, name, buffer, copied, version in self._saved
-            if buffer is not None and copied is not None and not isinstance(module, Statistics)
+            if buffer is not None
+            and copied is not None
+            and not isinstance(module, Statistics)
+            and id(buffer) not in met
             if self._is_moved(module._buffers.get(name), buffer, copied, version)  # noqa: SLF001
         ]
         if names:
