@@ -21,8 +21,6 @@ from tests.reference import sgd, trained, weights
 from tests.samples import Batch, mlp, rows, sequences
 from tests.training import PLAIN
 
-pytestmark = pytest.mark.filterwarnings("ignore:the model changes buffers")
-
 LOSSES: dict[str, Callable[[Any, Batch], Tensor]] = {"one count": restless_loss, "two counts": two_counts}
 points = st.sampled_from(POINTS)
 

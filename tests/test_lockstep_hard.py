@@ -139,7 +139,6 @@ class Counting(nn.Module):
         return found
 
 
-@pytest.mark.filterwarnings("ignore:the model changes buffers")
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
 def test_a_buffer_moves_once_though_the_model_runs_twice(activations: Any) -> None:
     """What backward runs again was counted in forward."""

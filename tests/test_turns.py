@@ -192,8 +192,7 @@ def test_what_couples_samples_when_it_trains_later() -> None:
     model = Centring()
     model.norm.eval()
     step = BigStep(model, sgd(trained(model)), lambda m, b: F.cross_entropy(m(b[0]), b[1]), micro_batch_size=4)
-    for _ in range(2):  # the second looks again, whatever trains
-        step(samples(8))
+    step(samples(8))
     looked = model.looks
     step(samples(8))
     plain = model.looks - looked
@@ -223,12 +222,12 @@ def test_a_forward_that_changes_modes_is_looked_at_once() -> None:
     model = Freezing()
     step = BigStep(model, sgd(trained(model)), lambda m, b: F.cross_entropy(m(b[0]), b[1]), micro_batch_size=4)
     looks = []
-    for _ in range(4):
+    for _ in range(3):
         model.train()
         before = model.looks
         step(samples(8))
         looks.append(model.looks - before)
-    assert looks[0] == looks[1] > looks[2] == looks[3]
+    assert looks[0] > looks[1] == looks[2]
 
 
 def test_a_step_inside_of_another_is_refused() -> None:

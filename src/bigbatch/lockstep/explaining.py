@@ -10,8 +10,8 @@ _KEPT = (
     "Return it from forward:  return logits, features"
 )
 _IN_PLACE = (
-    "a tensor that a gradient needs was changed in place while micro-batches took turns at BatchNorm or across: the "
-    "batch itself, which they are parts of, or something that they share. Nothing was stepped. torch said: {said}\n"
+    "a tensor that a gradient needs was changed in place. Where micro-batches take turns at BatchNorm or across, that "
+    "may be the batch, of which each is a part, or what they share. Nothing was stepped. torch said: {said}\n"
     "Write x = (x - mean) / std instead of x.sub_(mean).div_(std), or clone it first."
 )
 

@@ -49,7 +49,7 @@ _HELPS = {
 }
 _SINGLES = 4  # samples that are looked at together where one at a time goes through the model
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
-_AGAIN = frozenset({1, 15, 127})  # updates after which samples are looked at once more
+_AGAIN = frozenset({3, 15, 127})  # updates after which samples are looked at once more
 _LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
 Circumstances: TypeAlias = tuple[Callable[[Sequence[nn.Module]], AbstractContextManager[None]], ...]
 
@@ -107,6 +107,7 @@ class FirstCheck:
         self._side_by_side: SideBySide | None = None
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._updates = 0  # that were made
+        self._again = False  # whether this is not the first look
         self._modes: set[bytes] = set()  # which of them were in training mode, when samples were looked at
         self._looked_in = b""  # which when they last were: a loss may change it
 
@@ -126,7 +127,8 @@ class FirstCheck:
         if self._compares and division.batch.size > 1 and (not again or self._updates in _AGAIN):
             if side_by_side is not None:  # statistics of a few samples amplify rounding, and are exact by themselves
                 self._side_by_side = partial(side_by_side, resting=True)
-            with self._telling_of_updates() if again else nullcontext():
+            self._again = again
+            with self._as_a_second_look() if again else nullcontext():
                 self._samples(division)
             self._looked_in = mode
             seen.add("samples")
@@ -140,8 +142,8 @@ class FirstCheck:
             self._modes.add(self._looked_in)
 
     @contextmanager
-    def _telling_of_updates(self) -> Iterator[None]:
-        """Say so where updates have been made before something was seen."""
+    def _as_a_second_look(self) -> Iterator[None]:
+        """Tell of updates that were made before something was seen; what fails will fail in the step, and says more."""
         try:
             yield
         except CoupledLoss as error:
@@ -150,6 +152,8 @@ class FirstCheck:
                 f"The updates before this one, {self._updates} by now, may not have been the big batch's."
             )
             raise CoupledLoss(msg) from error
+        except Exception as error:  # noqa: BLE001 - it proves nothing
+            let_go(error)
 
     def _overdue(self, division: Division) -> None:
         """Say what could not be seen, now that it matters."""
@@ -259,7 +263,7 @@ class FirstCheck:
             found = self._side_by_side(measure, micro_batches, sizes)
         except Exception as error:
             other = isinstance(error, BigBatchError) and not isinstance(error, CoupledLoss)
-            if other or is_out_of_memory(error) or len(sizes) == 1:
+            if other or is_out_of_memory(error) or len(sizes) == 1 or self._again:
                 raise
             for each, size in zip(micro_batches, sizes, strict=True):
                 self._side_by_side(measure, [each], [size])  # raises where it is not for the others
@@ -285,8 +289,10 @@ class FirstCheck:
                 if is_out_of_memory(error):  # two at a time are more than was asked for
                     let_go(error)
                     break
-                if graph is torch.enable_grad:
+                if graph is torch.enable_grad and not self._again:
                     raise refused_together(error) from error
+                if graph is torch.enable_grad:
+                    raise
         return Part.unknown()
 
     def _measured_or_value(self, micro_batch: Any) -> Part:

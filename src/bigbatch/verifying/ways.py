@@ -76,6 +76,7 @@ class OwnWay:
             # What its first look could not see is looked at here, and one process is enough for that.
             words = "this (loss draws random numbers|model could be looked at|process is one of)"
             warnings.filterwarnings("ignore", message=words)
+            warnings.filterwarnings("ignore", message="the model changes buffers")
             step = BigStep(
                 standing.model,
                 optimizer,
