@@ -149,6 +149,8 @@ def _print(found: "Plan", file: Path) -> None:
 
 def _next(found: "Plan", file: Path) -> tuple[str, str]:
     """Return what to type next, and why; a command is without its program's name."""
+    if found.refused:
+        return f"verify {shlex.quote(str(file))}", "which looks for what it should be"
     train = f"train {shlex.quote(str(file))}"
     if found.size is None:
         return f"plan {shlex.quote(str(file))}", "again, after making room as above"

@@ -79,7 +79,8 @@ def shared_state(error: Exception) -> CoupledLoss:
     said = str(error).strip().splitlines()
     return CoupledLoss(
         f"a micro-batch runs alone, and fails beside others with {type(error).__name__}: {said[0] if said else ''}\n"
-        f"{_SHARED_STATE} Nothing was changed."
+        f"{_SHARED_STATE} Or rows of all are set against a micro-batch's own, where only one side was gathered: "
+        "across.gather(features) goes with across.gather(labels). Nothing was changed."
     )
 
 

@@ -26,7 +26,7 @@ from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
 from bigbatch.own_loss import own_loss
 from bigbatch.planning.among_ranks import Company
 from bigbatch.planning.coupled import awake_norms, coupled_notes, single_samples
-from bigbatch.planning.report import Plan, Row, advice, advice_when_nothing_fits
+from bigbatch.planning.report import REFUSED, Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
 from bigbatch.planning.waiting import Asking, Saved, Waiting, saved
 from bigbatch.planning.waiting import bytes_of as samples_of
@@ -208,7 +208,7 @@ def _refusal(admission: Admission, loss: Tensor) -> list[str]:
     try:
         admission.read(loss)
     except LossError as error:
-        return [f"A step would refuse this loss: {str(error).splitlines()[0]}"]
+        return [f"{REFUSED}: {str(error).splitlines()[0]}"]
     return []
 
 

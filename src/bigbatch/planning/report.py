@@ -12,6 +12,9 @@ _MANY_STEPS = 16
 _STILL_FALLING = 0.9  # time per sample at the largest size, to that at half of it
 
 
+REFUSED = "A step would refuse this loss"  # how a note begins that says so
+
+
 @dataclass(frozen=True)
 class Row:
     """One size of micro-batch."""
@@ -51,6 +54,11 @@ class Plan:
         if self.ranks is not None:
             said += [ranks_headline(self.ranks), "", *ranks_table(self.ranks), "", *self.ranks.notes]
         return "\n".join([*said, *self.advice, *self.notes])
+
+    @property
+    def refused(self) -> bool:
+        """Whether a step would refuse this loss, whatever its size."""
+        return any(note.startswith(REFUSED) for note in self.notes)
 
     def headline(self) -> str:
         """Say the recommendation in one line."""
