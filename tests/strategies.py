@@ -81,13 +81,6 @@ clip_norms = st.sampled_from([None, 0.05, 0.5, 1e6])
 # of scaled values may hide a count, and is refused.
 
 Operation = Callable[[Tensor], Tensor]
-
-
-def _written_by_mask(x: Tensor) -> Tensor:
-    mask = x > 0
-    return x.index_put((mask,), x[mask].tanh())
-
-
 SAMPLE_BY_SAMPLE: dict[str, Operation] = {
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
@@ -121,8 +114,6 @@ SAMPLE_BY_SAMPLE: dict[str, Operation] = {
     "pair-stacked": lambda x: torch.stack([x, x.tanh()]).softmax(0)[0],
     "where": lambda x: torch.where(x > 0, x, x.exp() - 1),
     "clamp": lambda x: x.clamp(-0.8, 1.1),
-    "write-own": lambda x: x.index_put((torch.arange(len(x)), torch.ones(len(x), dtype=torch.long)), x[:, 0].tanh()),
-    "write-mask": _written_by_mask,
 }
 ACROSS_SAMPLES: dict[str, Operation] = {
     "softmax-first": lambda x: x.softmax(0),
@@ -149,9 +140,6 @@ ACROSS_SAMPLES: dict[str, Operation] = {
     "pair-interleaved": lambda x: torch.cat([x, x.tanh()])[::2] * torch.cat([x, x.tanh()])[1::2],
     "pair-picked": lambda x: torch.cat([x, x.tanh()]).view(len(x), 2, *x.shape[1:])[:, 0] * x,
     "pair-shuffled": lambda x: torch.mul(*torch.cat([x, x.tanh()])[torch.arange(2 * len(x)).flip(0).roll(1)].chunk(2)),
-    "write-shuffled": lambda x: x.index_put((torch.arange(len(x)).flip(0),), x.tanh()),
-    "write-of-another": lambda x: x.index_put((torch.arange(len(x)), torch.ones(len(x), dtype=torch.long)), x[0, 0]),
-    "write-first": lambda x: x.index_put((torch.zeros(1, dtype=torch.long),), torch.zeros((), dtype=x.dtype)),
     "shift-rows": lambda x: x.flatten(0, 1).roll(1, 0).view_as(x) * x,
 }
 REDUCTIONS: dict[str, Operation] = {

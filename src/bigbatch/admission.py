@@ -43,11 +43,9 @@ class Admission:
         self.models, self._optimizers = tuple(models), optimizers
         self._refuses, self._accepting = batch_norm == "refuse", accepting
         self.batch_norms: list[tuple[str, BatchNorm]] = []
-        frozen = FrozenWeights(self.models, partial(whole_weights, self.models))
         surroundings = Surroundings(
             own=frozenset(id(p) for p in all_parameters(optimizers)),
-            is_weight=frozen,
-            is_copy=frozen.has_copy,
+            is_weight=FrozenWeights(self.models, partial(whole_weights, self.models)),
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
         )
         self.reader = Reader(surroundings)

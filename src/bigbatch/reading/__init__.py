@@ -4,12 +4,10 @@ reader      reads losses, and remembers how a graph of the same signature was re
 terms       above the reductions: a loss is a sum of terms; `counted`
 reductions  one mean or sum: what it was taken over
 samples     below it: are the samples still apart when the model's output is reached?
-parameters  what is made of parameters alone: regularisers
-weights     where the weight of a layer comes from
+parameters  what is made of parameters alone: regularisers, computed weights
 operations  which operation follows which rule
 rules       what an operation does to samples
 selections  what choosing rows does to them
-writes      what writing by index does to them
 layout      where samples lie in a tensor
 graph       autograd nodes as they stand
 counts      numbers on the host or on a device

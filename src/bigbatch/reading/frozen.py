@@ -34,22 +34,6 @@ class FrozenWeights:
             or self._is_cast(tensor)
         )
 
-    def has_copy(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor has the numbers of a buffer that rests, as a spectral norm's in evaluation mode.
-
-        Those of a module in training mode may be others in the next micro-batch. Waits for the device.
-        """
-        return any(
-            buffer.shape == tensor.shape
-            and buffer.dtype == tensor.dtype
-            and buffer.device == tensor.device
-            and torch.equal(buffer, tensor)
-            for model in self._models
-            for module in model.modules()
-            if not module.training
-            for buffer in module.buffers(recurse=False)
-        )
-
     def _is_known(self, tensor: Tensor) -> bool:
         address = _address(tensor)
         known = self._at.get(address)

@@ -6,7 +6,7 @@ together and cut them apart, so a dimension is a row of parts, outermost first, 
     Axis     it reaches the reduction with its positions apart: samples may lie along it
     SHARED   an even share of it came this way (`rewards[:n]` and `rewards[n:]`): samples lie behind it
     PICKED   one position was chosen and the others left out (`hidden[:, 0]`): samples must not lie along it
-    "Mm"     the operation of that name mixed its positions: samples must not lie along it; `Unclear` where it may have
+    "Mm"     the operation of that name mixed its positions: samples must not lie along it
 """
 
 import math
@@ -14,45 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
 
-import torch
-from torch import Tensor
-
 from bigbatch.reading.graph import Shape
-
-
-class Unclear(str):
-    """An operation that may have mixed positions, or chosen them by where they lie: nothing tells."""
-
-    __slots__ = ()
-
-
-class Rows:
-    """The numbers or the mask that rows were taken or written by, known by its memory.
-
-    Not by its numbers: a permutation of one sample, or of two by chance, would look as if it left them where they are.
-    """
-
-    __slots__ = ("_key", "_tensor", "in_order")
-
-    def __init__(self, tensor: Tensor, *, in_order: bool = False) -> None:
-        """Take it down; `in_order` where it is of all rows, one after the other."""
-        self._tensor, self.in_order = tensor, in_order  # its memory must not become another's
-        self._key = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-
-    def __eq__(self, other: object) -> bool:
-        """Tell whether it is the same tensor."""
-        return isinstance(other, Rows) and self._key == other._key
-
-    def __hash__(self) -> int:
-        """As quick as comparing it."""
-        return hash(self._key)
-
-
-def is_whole(index: Tensor, size: int) -> bool:
-    """Tell whether an index is 0, 1, 2, ... up to the last of `size` rows; waits for a device."""
-    if index.dim() != 1 or len(index) != size or index.dtype == torch.bool:
-        return False
-    return torch.equal(index, torch.arange(size, dtype=index.dtype, device=index.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +40,9 @@ class Axis:
 
     def matches(self, other: "Axis") -> bool:
         """Tell whether one is the other or a piece of it."""
-        if (self.reduction, self.dim) != (other.reduction, other.dim) or not _same_order(self.order, other.order):
+        if (self.reduction, self.dim, self.order) != (other.reduction, other.dim, other.order):
             return False
         return all(a == b for a, b in zip(self.path, other.path, strict=False))
-
-
-def _same_order(one: tuple[tuple[str, object], ...], other: tuple[tuple[str, object], ...]) -> bool:
-    """Tell whether rows lie in one order: those that were written in their order lie as they did."""
-    if one == other:
-        return True
-    mine, theirs = (
-        [each for each in order if not (isinstance(each[1], Rows) and each[1].in_order)] for order in (one, other)
-    )
-    return mine == theirs
 
 
 class Taken(Enum):

@@ -1,5 +1,8 @@
-"""What is made of parameters alone, as a regulariser is, or of values of all micro-batches."""
+"""What is made of parameters alone: regularisers, and weights that a layer computes from its parameters."""
 
+from collections.abc import Callable
+
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.reading.graph import (
@@ -10,7 +13,9 @@ from bigbatch.reading.graph import (
     is_parameter,
     is_shared_by_all,
     operation,
+    python_number,
     saved_number,
+    saved_tensor,
     shape,
 )
 from bigbatch.reading.operations import PURE_POINTWISE, REDUCTIONS, VIEWS
@@ -24,7 +29,7 @@ _PURE = (
     | frozenset(MATMULS)
     | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 )
-PURE_OF_WEIGHTS = _PURE | frozenset("Tril Triu LinalgMatrixExp WeightNormInterface".split())
+_PURE_OF_WEIGHTS = _PURE | frozenset("Tril Triu LinalgMatrixExp WeightNormInterface".split())
 _NORMS = frozenset("NativeLayerNorm FusedRmsNorm NativeGroupNorm".split())
 _OF_SHARED = _NORMS | frozenset("Softmax LogSoftmax Index IndexSelect Gather Clamp ClampMin ClampMax".split())
 # under which names torch saves the two factors, where it saves them
@@ -81,7 +86,7 @@ def made_of_shared(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
         elif is_leaf(node):
             if not is_parameter(node, own):
                 return False
-        elif is_custom(node) or operation(node) not in PURE_OF_WEIGHTS | _OF_SHARED:
+        elif is_custom(node) or operation(node) not in _PURE_OF_WEIGHTS | _OF_SHARED:
             return False  # a layer: below it is the model, and with it this micro-batch
         else:
             inputs = [below for below, _ in edges(node)]
@@ -92,6 +97,54 @@ def made_of_shared(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
     if found:
         trail.add(looked)
     return found
+
+
+def computed_weight(edge: Edge, own: frozenset[int], is_weight: Callable[[Tensor], bool], trail: Trail) -> bool:
+    """Tell whether a layer's weight was computed from parameters, frozen weights and numbers, and from nothing else.
+
+    Stricter than `parameters_alone`: what has no gradient may be a batch's, and a layer's weight that depends on the
+    batch couples its samples. So it must be a number that was written down, or a tensor of the model's own.
+    """
+    looked = Trail()  # where the answer is no, the reading does not depend on what was looked at
+    stack = [edge[0]]
+    while stack:
+        node = stack.pop()
+        if node is None:
+            return False
+        if node in looked.nodes:
+            continue
+        looked.passed(node)
+        if is_leaf(node):
+            if not is_parameter(node, own):
+                return False
+            continue
+        name = operation(node)
+        if name not in _PURE_OF_WEIGHTS or is_custom(node):
+            return False
+        factors = MATMULS.get(name, (0, 1))
+        for place, (below, _) in enumerate(edges(node)):
+            if below is not None:
+                stack.append(below)
+            elif place not in factors or not _constant(node, name, factors.index(place), is_weight, looked):
+                return False
+    trail.add(looked)
+    return True
+
+
+def _constant(node: Node, name: str, place: int, is_weight: Callable[[Tensor], bool], looked: Trail) -> bool:
+    """Tell whether an operand without gradient is a written number or the model's own."""
+    if name == "Pow":
+        return python_number(node, "exponent") is not None
+    if name not in MATMULS and name not in {"Mul", "Div"}:
+        return False
+    which = saved_factor(name, place)
+    if name not in MATMULS and python_number(node, which) is not None:
+        return True
+    tensor = saved_tensor(node, which)
+    if tensor is None or not is_weight(tensor):
+        return False
+    looked.weights.append((node, which))
+    return True
 
 
 def by_number(node: Node, name: str) -> bool:

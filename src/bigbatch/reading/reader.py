@@ -36,7 +36,7 @@ from bigbatch.reading.terms import Term, read
 from bigbatch.reading.trail import Trail
 
 _KEEP = 8  # the latest readings; ragged sequences have a new shape every time
-_BY_TENSOR = frozenset("Index IndexSelect MaskedSelect IndexPut".split())  # read by what their indices are
+_BY_TENSOR = frozenset("Index IndexSelect MaskedSelect".split())  # read by what their indices are
 _FACTORS = frozenset("Mul Div Pow".split())
 _FOLLOWS = NLL | PURE_POINTWISE - {"Expand"} | frozenset("Softmax LogSoftmax".split())
 
@@ -133,7 +133,7 @@ class Reader:
         self._readings.clear()
 
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
-        if trail.by_value or any(operation(node) in _BY_TENSOR for node in trail.nodes):
+        if any(operation(node) in _BY_TENSOR for node in trail.nodes):
             return
         numbers, looks = {root: 0}, [_look(root, 0, 0, None)]
         for node in trail.nodes:  # parents come before their inputs

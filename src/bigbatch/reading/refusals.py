@@ -6,7 +6,7 @@ _COUNT = """Say what the loss was averaged over:
     accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over
 for example
     accumulator.backward(loss, count=(labels != -100).sum())
-and where it is one term of several, counted(term, n) in its place (from bigbatch import counted)."""
+and where it is one term of several, counted(term, n) in its place."""
 
 _NO_MEAN = """If there is no batch mean below it, say what the loss is over:
     accumulator.backward(loss, count=n)"""
@@ -29,8 +29,8 @@ _WORDS = {
     "NativeBatchNorm": "BatchNorm in training mode",
     "CudnnBatchNorm": "BatchNorm in training mode",
     "Slice": "rows shifted against each other",
-    "Index": "rows taken by an index and put beside rows that were not taken by the same one",
-    "IndexSelect": "rows taken by an index and put beside rows that were not taken by the same one",
+    "Index": "rows taken by index and put beside other rows",
+    "IndexSelect": "rows taken by index and put beside other rows",
     "Cat": "rows put together and then set against each other across the seam",
 }
 
@@ -38,13 +38,8 @@ _WORDS = {
 def coupled(name: str) -> CoupledLoss:
     """Explain that samples meet in the named operation."""
     what = f"{name}Backward ({_WORDS[name]})" if name in _WORDS else f"{name}Backward" if name.isidentifier() else name
-    one_index = (
-        "Rows that are taken in their order are known to be by one index for all of them, and no other:  "
-        "rows = torch.arange(len(x)); x[rows, labels]\n"
-    )
     return CoupledLoss(
         f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.\n"
-        f"{one_index if name in {'Index', 'IndexSelect'} else ''}"
         "A micro-batch cannot know the samples of the others, so no weights make the parts add up to the big batch's "
         "gradient.\n"
         "In a BigStep micro-batches can meet: have the loss set its own samples against all with across.gather, "
@@ -53,61 +48,8 @@ def coupled(name: str) -> CoupledLoss:
     )
 
 
-def unclear(name: str) -> UnreadableLoss:
-    """Explain that rows were chosen or written in a way that may or may not keep samples apart."""
-    what, instead = _INTO_ROWS if name in {"IndexPut", "CopySlices"} else _OUT_OF_ROWS
-    return UnreadableLoss(
-        f"cannot tell whether the samples of this loss stay apart: found {name}Backward, {what}\n{instead}\n{_COUNT}"
-    )
-
-
-_INTO_ROWS = (
-    (
-        "a write by index (x[rows, columns] = y). It keeps samples apart where every row is written to, in its order, "
-        "with what comes from that row. Here some rows are, or in another order, or what is written to goes by where "
-        "in its micro-batch a sample lies."
-    ),
-    (
-        "Write to all rows,  rows = torch.arange(len(x)); x[rows, columns] = f(x[rows, columns]),  or choose by a "
-        "mask:  torch.where(mask, y, x)"
-    ),
-)
-_OUT_OF_ROWS = (
-    "rows taken by an index (x[rows, columns]) of a kind that is not followed.",
-    "Take one position per row,  x[torch.arange(len(x)), columns],  or along a dimension:  x.gather(1, columns)",
-)
-
-
-def unclear_weight(name: str) -> UnreadableLoss:
-    """Explain that a computed weight may be made of this batch."""
-    turned = name in {"Dot", "Vdot", "Mv", "Addmv"}
-    return UnreadableLoss(
-        "cannot tell whether the samples of this loss stay apart: the model's output is multiplied with a weight that "
-        f"is computed on the way, and in {name}Backward, below it, a tensor has a part that has no gradient and is no "
-        f"parameter or buffer of the model. {_OF_ONE_WEIGHT if turned else _OF_OTHER_ROWS}\n{_COUNT}"
-    )
-
-
-_OF_ONE_WEIGHT = (
-    "As in a spectral norm in training mode: that turns its vectors in each forward, so every micro-batch has another "
-    "weight, and the big batch has one. In evaluation mode it rests, and is exact:  "
-    "layer.parametrizations.weight[0].eval()"
-)
-_OF_OTHER_ROWS = (
-    "A table of constants leaves samples apart; rows that are this batch's (labels, detached keys) do not. A table can "
-    "be made known:  self.register_buffer('table', table)"
-)
-
-
 def unknown(name: str) -> UnreadableLoss:
     """Explain that an operation below the mean is unknown."""
-    if name == "CopySlices":
-        return UnreadableLoss(
-            "cannot tell whether the samples of this loss stay apart: found CopySlices between the model and the mean, "
-            "a write into a part of a tensor (x[:, 0] = y), and a graph does not show which part.\n"
-            "Put the parts together without writing,  torch.cat([y[:, None], x[:, 1:]], 1),  or choose by a mask:  "
-            f"torch.where(mask, y, x)\n{_COUNT}"
-        )
     return UnreadableLoss(
         f"cannot tell whether the samples of this loss stay apart: found {name} between the model and the mean, an "
         f"operation that bigbatch knows nothing about.\n{_COUNT}"

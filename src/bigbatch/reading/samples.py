@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.errors import CoupledLoss, LossError
 from bigbatch.reading import refusals
 from bigbatch.reading.graph import (
     Edge,
@@ -25,12 +24,11 @@ from bigbatch.reading.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.reading.layout import Axis, Layout, Unclear, sample_axes
+from bigbatch.reading.layout import Axis, Layout, sample_axes
 from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, PURE_POINTWISE, rule_of
-from bigbatch.reading.parameters import by_number, made_of_shared, saved_factor
+from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, saved_factor
 from bigbatch.reading.rules import MATMULS, Inputs, pointwise
 from bigbatch.reading.trail import Trail
-from bigbatch.reading.weights import Known, Origin, Weight, weight_of
 
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 
@@ -41,7 +39,6 @@ class Surroundings:
 
     own: frozenset[int] = frozenset()  # ids of the optimizers' parameters: a plain tensor may be one
     is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
-    is_copy: Callable[[Tensor], bool] = lambda _: False  # nor has what was copied from a buffer that rests
     micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
 
 
@@ -70,26 +67,7 @@ class Samples:
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
-    def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
-        """Go one operation down. None is accused before it was seen whether samples come this way at all."""
-        data = self.data
-        try:
-            return self._through(node, output, layout)
-        except LossError as error:
-            found = self._weight((node, output))
-            if found.origin is Origin.PARAMETERS:
-                self.data = data
-                return []
-            if isinstance(error, CoupledLoss) and found.origin is not Origin.DATA:
-                raise refusals.unclear_weight(found.by) from error
-            raise
-
-    def _weight(self, edge: Edge) -> Weight:
-        return weight_of(
-            edge, Known(self.surroundings.own, self.surroundings.is_weight, self.surroundings.is_copy), self.trail
-        )
-
-    def _through(self, node: Node, output: int, layout: Layout) -> Inputs:  # noqa: C901 - one way per kind of operation
+    def _below(self, node: Node, output: int, layout: Layout) -> Inputs:  # noqa: C901 - one way per kind of operation
         name = operation(node)
         if is_shared_by_all(node):
             self.shared = True  # the same for all samples, wherever they are
@@ -130,40 +108,23 @@ class Samples:
             if any(shared):
                 return self._beside_shared(inputs, (data, weight), shared, layout)
         held = [is_parameter(edge[0], own) for edge, _ in inputs]
-        added = [each for place, each in enumerate(inputs) if place not in {data, weight} and not held[place]]
-        if (matrix or name == "Convolution") and self._computed(inputs, held, (data, weight)):
-            return [inputs[data], *added]
-        if held[weight] and not held[data]:
+        if matrix and not held[data] and not held[weight]:
+            held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail)
+        if held[data] and held[weight]:
+            return []
+        if held[weight]:
             mine = inputs[data][1] or layout
             self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))))
-        elif held[data] and not held[weight] and matrix:
+            return []
+        if held[data] and matrix:
             self._model(layout, (*range(len(layout) - 2), len(layout) - 1))
-        if held[weight] or (held[data] and matrix):
-            return added  # a bias may have been computed from samples
+            return []
         if matrix:
             for place, which in ((0, data), (1, weight)):
                 if inputs[which][0][0] is None:
                     self._factor_without_gradient(node, name, place, layout)
                     return []  # a frozen layer is the model's edge as a trained one is
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
-
-    def _computed(self, inputs: Inputs, held: list[bool], places: tuple[int, int]) -> bool:
-        """See whether a factor was computed from parameters; True where of the right one that is all that shows.
-
-        Then numbers without gradient had a part in it, and no samples that do: reading goes on with the left one.
-        """
-        data, weight = places
-        if held[data] or held[weight] or inputs[weight][0][0] is None:
-            return False
-        found = self._weight(inputs[weight][0])
-        if found.origin is Origin.UNCLEAR:
-            raise refusals.unclear_weight(found.by)
-        if found.origin is Origin.BESIDE and inputs[data][0][0] is not None:
-            self.gradless = True
-            return True
-        held[weight] = found.origin is not Origin.DATA
-        held[data] = not held[weight] and self._weight(inputs[data][0]).origin is Origin.PARAMETERS
-        return False
 
     def _beside_shared(self, inputs: Inputs, places: tuple[int, int], shared: list[bool], layout: Layout) -> Inputs:
         """A product of samples with what all micro-batches have in common: each sample against the same."""
@@ -193,7 +154,7 @@ class Samples:
         if isinstance(found, str):
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
                 return
-            raise refusals.unclear(found) if isinstance(found, Unclear) else refusals.coupled(found)
+            raise refusals.coupled(found)
         if not found:
             return
         agreed = found if self.axes is None else tuple(a for a in self.axes if any(a.matches(b) for b in found))

@@ -2,30 +2,13 @@
 
 import math
 from dataclasses import replace
-from itertools import pairwise
-from typing import Final
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_tensor, shape, signed
-from bigbatch.reading.layout import (
-    PICKED,
-    SHARED,
-    Axis,
-    Dim,
-    Layout,
-    Rows,
-    Tag,
-    Taken,
-    Unclear,
-    mixed,
-    reshaped,
-)
+from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, reshaped
 from bigbatch.reading.rules import Inputs, everything, only_input, size_of
-
-WRITTEN: Final = "IndexPut"
 
 
 def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
@@ -80,31 +63,11 @@ def select(node: Node, _output: int, layout: Layout) -> Inputs:
     return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
 
 
-def reordered(dim: Dim, by: tuple[str, object]) -> Dim:
-    """Give rows as they lie behind an index."""
+def _reordered(dim: Dim, by: tuple[str, object]) -> Dim:
     return tuple((size, tag.reordered(by) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
 
-def untold(node: Node) -> Inputs:
-    """Say that rows may have gone anywhere: what they went by does not tell."""
-    return [(edge, mixed(size_of(edge), Unclear(operation(node)))) for edge in edges(node)]
-
-
-def indices_of(node: Node) -> list[tuple[int, Tensor]] | None:
-    """Give the indices and masks of an operation, each with the dimension at which it begins; None where guarded."""
-    if getattr(node, "_raw_saved_indices", None) is None:
-        return None
-    found, dim = list[tuple[int, Tensor]](), 0
-    for each in saved(node, "indices"):
-        if each is not None and each.dtype == torch.uint8:  # a mask, of old
-            return None
-        if each is not None:
-            found.append((dim, each))
-        dim += each.dim() if each is not None and each.dtype == torch.bool else 1
-    return found
-
-
-def tag_of(dim: Dim, name: str) -> Tag:
+def _tag(dim: Dim, name: str) -> Tag:
     """Return what the rows of a glued dimension are once they were put in another order: apart, or mixed by `name`."""
     parts = [(size, tag) for size, tag in dim if size > 1] or list(dim)
     if not parts:
@@ -117,39 +80,23 @@ def index(node: Node, _output: int, layout: Layout) -> Inputs:
     """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
     edge, name = only_input(node), operation(node)
     sizes = size_of(edge)
-    chosen = indices_of(node)
-    if not chosen or not side_by_side(chosen):
-        return untold(node)
+    indices = saved(node, "indices") if getattr(node, "_raw_saved_indices", None) is not None else None
+    chosen = [(d, i) for d, i in enumerate(indices or ()) if i is not None]
+    places = [d for d, _ in chosen]
+    if not chosen or places != list(range(places[0], places[0] + len(places))):
+        return everything(node, 0, layout)
     first, tensor = chosen[0]
     covers = tensor.dim() if tensor.dtype == torch.bool else 1
     if covers == 1 and tensor.dim() != 1:
-        return untold(node)
+        return everything(node, 0, layout)
     rows = layout[first]
     taken = math.prod(n for n, _ in rows)
     covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
     if taken > covered:  # some rows were taken twice
         return everything(node, 0, layout)
-    by = Rows(tensor)
-    head: Dim = _taken_back(((sizes[first], tag_of(rows, name)),), by) or reordered(
-        ((sizes[first], tag_of(rows, name)),), (name, by)
-    )
+    head: Dim = _reordered(((sizes[first], _tag(rows, name)),), (name, tensor.data_ptr()))
     picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
     return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
-
-
-def side_by_side(chosen: list[tuple[int, Tensor]]) -> bool:
-    """Tell whether indices are of dimensions one after the other, no mask behind the first; torch moves the others."""
-    return all(index.dtype != torch.bool for _, index in chosen[1:]) and all(
-        later == dim + (index.dim() if index.dtype == torch.bool else 1)
-        for (dim, index), (later, _) in pairwise(chosen)
-    )
-
-
-def _taken_back(dim: Dim, by: Rows) -> Dim | None:
-    """Give rows that are written back to where they were taken from, `x[mask] = f(x[mask])`: they lie as they did."""
-    if not all(isinstance(tag, Axis) and tag.order and tag.order[-1] == (WRITTEN, by) for _, tag in dim):
-        return None
-    return tuple((size, replace(tag, order=tag.order[:-1]) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
 
 def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -160,7 +107,7 @@ def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
     by = saved_tensor(node, "index")
     if by is None or by.numel() > sizes[dim]:
         return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :]))]
-    rows = reordered(((sizes[dim], tag_of(layout[dim], name)),), (name, Rows(by)))
+    rows = _reordered(((sizes[dim], _tag(layout[dim], name)),), (name, by.data_ptr()))
     return [(edge, (*layout[:dim], rows, *layout[dim + 1 :]))]
 
 
@@ -169,8 +116,8 @@ def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
     edge = only_input(node)
     sizes = size_of(edge)
     mask = saved_tensor(node, "mask")
-    by = (operation(node), Rows(mask) if mask is not None else None)
-    rows = reordered(((sizes[0], tag_of(layout[0], operation(node))),), by)
+    by = (operation(node), mask.data_ptr() if mask is not None else None)
+    rows = _reordered(((sizes[0], _tag(layout[0], operation(node))),), by)
     return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
 
 
@@ -205,7 +152,7 @@ def _own_rows(dim: Dim, taken: list[int], inputs: int) -> Dim | None:
 
 def _some_rows(dim: Dim, taken: list[int], size: int) -> Dim:
     """Give what an input's rows are where they lie among the others': no longer beside any but their like."""
-    tag = tag_of(dim, "Cat")
+    tag = _tag(dim, "Cat")
     if isinstance(tag, Axis):
         several = sum(part > 1 for part, _ in dim) > 1
         tag = replace(tag.reordered(("Cat", tuple(taken))) if several else tag, lone=size == 1 and len(taken) > 1)
@@ -224,5 +171,5 @@ def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:
     sizes = size_of(edge)
     dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
     rest = iter(layout[:-1])
-    tag = tag_of(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
+    tag = _tag(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
     return [(edge, tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes)))]

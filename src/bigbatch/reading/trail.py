@@ -11,7 +11,6 @@ class Trail:
 
     nodes: dict[Node, None] = field(default_factory=dict)
     weights: list[tuple[Node, str]] = field(default_factory=list)
-    by_value: bool = False  # numbers were looked at, which may be others the next time
 
     def passed(self, node: Node) -> None:
         """Take note of a node."""
@@ -21,4 +20,3 @@ class Trail:
         """Take over what was looked at on a trail of its own."""
         self.nodes.update(other.nodes)
         self.weights.extend(other.weights)
-        self.by_value = self.by_value or other.by_value
