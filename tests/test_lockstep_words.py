@@ -147,6 +147,21 @@ def test_buffers_that_a_forward_changes_are_told_of(norm: bool) -> None:
         BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=11)(batch())
 
 
+def test_buffers_that_an_optimizer_moves_are_not_told_of() -> None:
+    """Once per update is what they should."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+    model.register_buffer("average", torch.zeros(3, 5, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: model.average.lerp_(model[0].weight.detach(), 0.5))  # type: ignore[operator,arg-type]
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BigStep(model, optimizer, loss, micro_batch_size=4)(batch())
+
+
 def test_spectral_norm_is_told_of() -> None:
     """Its vectors turn with every forward."""
     model = nn.Sequential(spectral_norm(nn.Linear(5, 4)), nn.Tanh(), nn.Linear(4, 3)).double()

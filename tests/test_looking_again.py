@@ -105,6 +105,22 @@ def test_class_weights_of_the_micro_batch_that_come_later() -> None:
         step({**batch(15), "y": torch.arange(11) % 2})
 
 
+def test_a_look_that_was_not_to_be_had_is_overdue() -> None:
+    """A batch of one sample shows nothing, nor does an update that was skipped."""
+    model = Gated().double()
+    options = Options(skip_nonfinite=True)
+    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), classified, micro_batch_size=4, options=options)
+    for seed in range(2):
+        step(batch(seed))
+    bad = batch(2)
+    bad["x"][0, 0] = torch.inf
+    assert step(bad).skipped
+    step(batch(3))
+    step({name: values[:1] for name, values in batch(4).items()})
+    with pytest.raises(CoupledLoss, match="4 by now"):
+        step(batch(5))
+
+
 def test_it_looks_three_times_more_and_leaves_no_trace() -> None:
     """Where it was told not to, never."""
     for check, looks in ((True, 4), (False, 0)):

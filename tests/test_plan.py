@@ -300,3 +300,4 @@ def test_a_loss_that_a_step_would_refuse_is_said() -> None:
     assert any(
         note.startswith("A step would refuse this loss: the samples of this loss are coupled") for note in found.notes
     )
+    assert found.refused

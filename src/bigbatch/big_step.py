@@ -28,7 +28,7 @@ from bigbatch.memory.sizes import Sizes
 from bigbatch.micro_steps import counting_ahead
 from bigbatch.micro_steps.dividing import Divider
 from bigbatch.micro_steps.first_check import FirstCheck
-from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_of, untouched
+from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_of, untouched, warn_of_written
 from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
@@ -160,7 +160,7 @@ class BigStep:
         # Where every pass is a meeting, ranks with batches of other sizes would look another number of times.
         checked = replace(self._options, check=False) if self._is_sharded else self._options
         self._check = FirstCheck(self._models, self._runner, self._mover, checked)
-        self._seen_buffers = False  # whether it was looked at which buffers a forward writes to
+        self._looked_at_buffers = self._told_of_buffers = False  # whether a forward writes to some
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
         self._asked = False  # whether the loss has asked for other micro-batches: then they run side by side
         self._together = Together(
@@ -204,10 +204,11 @@ class BigStep:
                     done = self._tried(whole)
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()
-        self._check.passed(done.seen)
-        if not self._seen_buffers and done.update.micro_batches > 1:
-            self._seen_buffers = True
-            done.buffers.warn_of_written(self._together.statistics)
+        self._check.passed(done.seen, stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
+        self._looked_at_buffers = self._looked_at_buffers or done.update.micro_batches > 1
+        if done.written and not self._told_of_buffers:
+            self._told_of_buffers = True
+            warn_of_written(done.written)
         self._habits, self._padding = done.buffers.habits(), done.padding
         return done.update
 
@@ -365,6 +366,8 @@ class BigStep:
                         extras = self._runner.run(window, micro_batches, division)
                         self._accompany(window, division, passes)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
+                looks = len(division) > 1 and (not self._looked_at_buffers or "samples" in seen)
+                written = buffers.written(self._together.statistics) if looks else []
                 update = self._closed(window)
         except BaseException:
             if window is not None:
@@ -372,7 +375,7 @@ class BigStep:
             buffers.restore()
             randomness.restore()
             raise
-        return _Done(replace(update, extras=together), seen, buffers, division.padding)
+        return _Done(replace(update, extras=together), seen, buffers, division.padding, written)
 
     def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
         with untouched(self._models, habits=self._habits):
@@ -433,6 +436,7 @@ class _Done(NamedTuple):
     seen: set[str]
     buffers: Buffers
     padding: Padding | None
+    written: list[str]  # buffers that each micro-batch has changed
 
 
 def _device(models: Sequence[nn.Module], ranks: Ranks | None) -> torch.device:

@@ -97,7 +97,7 @@ class Holdings:
     def _kept_memory(self) -> set[int]:
         """Return the memory that is kept now. The tensors are looked at every time, but their memory takes longer."""
         now = list(self._kept())
-        places = [each.data_ptr() if type(each) in _PLAIN else 0 for each in now]
+        places = [each.data_ptr() if type(each) in _PLAIN else _name(each.untyped_storage()) for each in now]
         before, found, where = self._looked_up
         if len(now) != len(before) or places != where or not all(map(is_, now, before)):
             found = {_name(each.untyped_storage()) for each in now}
@@ -106,6 +106,7 @@ class Holdings:
 
     def forget(self) -> None:
         """Forget all."""
+        self._looked_up = [], set(), []
         self._of.clear()
         self._first.clear()
         self._staying.clear()

@@ -7,7 +7,7 @@ _KEPT = (
     "BatchNorm and across, and share the model: what it keeps in an attribute while it runs (self.features, self.aux), "
     "and loss_fn reads afterwards, is that of the micro-batch which ran last. Or loss_fn runs a backward of its own. "
     "Nothing was stepped.\n"
-    "Return it from forward:  return logits, features"
+    "Return it from forward:  return logits, features; and compute what has a gradient inside of loss_fn, not before."
 )
 _IN_PLACE = (
     "a tensor that a gradient needs was changed in place. Where micro-batches take turns at BatchNorm or across, that "

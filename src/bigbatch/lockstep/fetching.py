@@ -129,8 +129,21 @@ class Homecoming(Fetcher):
             event = self._fetched(number, torch.cuda.current_stream(self._device))[1]
             self.ask(number)
             self.there.pop(number, None)
+            self._look_again(number)
         self._homes.pop(number, None)
         return event
+
+    def _look_again(self, number: int) -> None:
+        """It may leave once more before it is asked for again: then it is to be fetched again, too."""
+        if self.order is None or number not in self._soon:
+            return
+        at = self.order.index(number, len(self.asked))
+        for each in self.order[at : self._looked]:
+            self._soon[each] -= 1
+            if not self._soon[each]:
+                del self._soon[each]
+                self._ahead -= self._outs[each].bytes
+        self._looked = at
 
     def _is_away(self, number: int) -> bool:
         return number in self._homes and not self._homes[number].reference.expired()

@@ -49,7 +49,7 @@ _HELPS = {
 }
 _SINGLES = 4  # samples that are looked at together where one at a time goes through the model
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
-_AGAIN = frozenset({3, 15, 127})  # updates after which samples are looked at once more
+_AGAIN = (3, 15, 127)  # updates after which samples are looked at once more
 _LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
 Circumstances: TypeAlias = tuple[Callable[[Sequence[nn.Module]], AbstractContextManager[None]], ...]
 
@@ -107,6 +107,7 @@ class FirstCheck:
         self._side_by_side: SideBySide | None = None
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._updates = 0  # that were made
+        self._to_come: tuple[int, ...] = _AGAIN
         self._again = False  # whether this is not the first look
         self._modes: set[bytes] = set()  # which of them were in training mode, when samples were looked at
         self._looked_in = b""  # which when they last were: a loss may change it
@@ -124,7 +125,8 @@ class FirstCheck:
         # What was frozen at first may couple samples now.
         mode = bytes([module.training for module in self._modules]) if self._compares else b""
         again = mode in self._modes
-        if self._compares and division.batch.size > 1 and (not again or self._updates in _AGAIN):
+        due = bool(self._to_come) and self._updates >= self._to_come[0]
+        if self._compares and division.batch.size > 1 and (not again or due):
             if side_by_side is not None:  # statistics of a few samples amplify rounding, and are exact by themselves
                 self._side_by_side = partial(side_by_side, resting=True)
             self._again = again
@@ -132,12 +134,16 @@ class FirstCheck:
                 self._samples(division)
             self._looked_in = mode
             seen.add("samples")
+            if again:
+                seen.add("again")
         return seen
 
-    def passed(self, seen: set[str]) -> None:
-        """An update was made: look for these no more."""
-        self._updates += 1
+    def passed(self, seen: set[str], *, stepped: bool = True) -> None:
+        """An update was made, or at least not refused: look for these no more."""
+        self._updates += stepped
         self._left -= seen
+        if "again" in seen:
+            self._to_come = tuple(each for each in self._to_come if each > self._updates)
         if "samples" in seen:
             self._modes.add(self._looked_in)
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from bigbatch.pointing import outside
 from bigbatch.windows.gradients import all_parameters
 
+_SHOWN = 3  # names, at most
 _LARGE = 1 << 20  # bytes of a buffer
 
 
@@ -101,13 +102,13 @@ class Buffers:
                 moving.add(id(buffer))
         return Habits(still, frozenset(moving))
 
-    def warn_of_written(self, met: Container[int]) -> None:
-        """Say so where a forward has changed buffers: each micro-batch has, and a big batch would have once.
+    def written(self, met: Container[int]) -> list[str]:
+        """Return the buffers that forwards have changed: each micro-batch has, and a big batch would have once.
 
         Statistics of norms are looked after, also those by their ids that micro-batches have `met` at; and a table that
         is made longer is no matter.
         """
-        names = [
+        return [
             f"{type(module).__name__}.{name}"
             for module, name, buffer, copied, version in self._saved
             if buffer is not None
@@ -116,15 +117,6 @@ class Buffers:
             and id(buffer) not in met
             if self._is_moved(module._buffers.get(name), buffer, copied, version)  # noqa: SLF001
         ]
-        if names:
-            shown = ", ".join(dict.fromkeys(names[:3])) + (", ..." if len(names) > 3 else "")  # noqa: PLR2004 - a few
-            warnings.warn(
-                f"the model changes buffers when it runs ({shown}): once for each micro-batch, not once for the batch. "
-                "So they are not what the big batch would leave, and where the loss depends on them, as with "
-                "spectral_norm or a running centre, neither is the gradient. bigbatch.verify tells by how much.\n"
-                "Write to them after the step, from what loss_fn returns as extras; or take one micro-batch.",
-                stacklevel=outside(),
-            )
 
     def _is_moved(self, now: Tensor | None, before: Tensor, copied: Tensor, version: int) -> bool:
         if now is None or (now is before and _version(now) == version) or now.shape != copied.shape:
@@ -155,6 +147,18 @@ class Buffers:
         if _version(buffer) != version:
             return False
         return id(buffer) in self._trusted or torch.equal(buffer.to(copied.device), copied)
+
+
+def warn_of_written(names: Sequence[str]) -> None:
+    """Say which buffers move once for each micro-batch."""
+    shown = ", ".join(dict.fromkeys(names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    warnings.warn(
+        f"the model changes buffers when it runs ({shown}): once for each micro-batch, not once for the batch. So they "
+        "are not what the big batch would leave, and where the loss depends on them, as with spectral_norm or a "
+        "running centre, neither is the gradient. bigbatch.verify tells by how much.\n"
+        "Write to them after the step, from what loss_fn returns as extras; or take one micro-batch.",
+        stacklevel=outside(),
+    )
 
 
 def _version(buffer: Tensor) -> int:
