@@ -80,7 +80,7 @@ def raced(
             outcomes,
             device,
             rounds=rounds,
-            warm_up=1,
+            warm_up=2,  # a BigStep's fourth update looks whether samples are coupled
             seconds=end - time.perf_counter(),
             slack=dict.fromkeys(entries, SLOW),
         )

@@ -429,7 +429,7 @@ def test_a_window_in_lock_step_waits_for_nothing(activations: str, monkeypatch: 
         options=Options(activations=activations),  # type: ignore[arg-type]
     )
     batch = on_device(images(12, dtype=torch.float32))
-    for _ in range(3):
+    for _ in range(4):  # the fourth looks whether samples are coupled, and waits for that
         step(batch)
     torch.cuda.synchronize()
     with syncs() as found:
