@@ -26,7 +26,7 @@ from bigbatch.reading.graph import (
 )
 from bigbatch.reading.layout import Axis, Layout, sample_axes
 from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, PURE_POINTWISE, rule_of
-from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, saved_factor
+from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
 from bigbatch.reading.rules import MATMULS, Inputs, pointwise
 from bigbatch.reading.trail import Trail
 
@@ -87,7 +87,8 @@ class Samples:
             self._model(layout, (0,))
             return []
         if name in NORMS and self.surroundings.micro_batch_norm and "BatchNorm" in name:
-            self._model(layout, (0,))
+            if not parameters_alone(edges(node)[0], self.surroundings.own, self.trail):  # or a weight is standardised
+                self._model(layout, (0,))
             return []
         if name in MATMULS or name in NORMS or name == "Convolution":
             return self._layer(node, name, layout, rule(node, output, layout))
@@ -98,7 +99,7 @@ class Samples:
                 self.expanded = self.expanded or name
         return inputs
 
-    def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
+    def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:  # noqa: C901 - one way per kind
         """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
         own = self.surroundings.own
         data, weight = MATMULS.get(name, (0, 1))
@@ -124,6 +125,8 @@ class Samples:
                 if inputs[which][0][0] is None:
                     self._factor_without_gradient(node, name, place, layout)
                     return []  # a frozen layer is the model's edge as a trained one is
+        if inputs[data][0][0] is None:
+            self.gradless = True  # samples, which a weight that was computed on the way is applied to
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
 
     def _beside_shared(self, inputs: Inputs, places: tuple[int, int], shared: list[bool], layout: Layout) -> Inputs:
