@@ -111,15 +111,21 @@ class Samples:
         held = [is_parameter(edge[0], own) for edge, _ in inputs]
         if matrix and not held[data] and not held[weight]:
             held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail)
+        # A bias, too, may have been computed, and of samples: it is followed, down to its parameter mostly.
+        beside = [
+            each
+            for place, each in enumerate(inputs)
+            if place not in {data, weight} and each[0][0] is not None and not held[place] and name not in NORMS
+        ]
         if held[data] and held[weight]:
-            return []
+            return beside
         if held[weight]:
             mine = inputs[data][1] or layout
             self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))))
-            return []
+            return beside
         if held[data] and matrix:
             self._model(layout, (*range(len(layout) - 2), len(layout) - 1))
-            return []
+            return beside
         if matrix:
             for place, which in ((0, data), (1, weight)):
                 if inputs[which][0][0] is None:
