@@ -66,6 +66,17 @@ def gradless_factor(name: str) -> UnreadableLoss:
     )
 
 
+def chosen_rows(name: str) -> UnreadableLoss:
+    """Explain that rows of a parameter were chosen by something that may be this micro-batch's own."""
+    return UnreadableLoss(
+        f"cannot tell whether the samples of this loss stay apart: found {name}Backward of the model's output with "
+        "rows of a parameter that an index has chosen, as in features @ weight[labels].T. If it is made of the batch, "
+        "every sample is set against the others' rows.\n"
+        "If the index is always the same, make it the model's own:  self.register_buffer('index', index)\n"
+        f"If each sample is only set against things of its own:\n{_COUNT}"
+    )
+
+
 def expanded(name: str) -> UnreadableLoss:
     """Explain that a tensor without gradient has spread the model's output over more places."""
     return UnreadableLoss(

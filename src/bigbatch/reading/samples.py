@@ -30,6 +30,9 @@ from bigbatch.reading.parameters import by_number, computed_weight, made_of_shar
 from bigbatch.reading.rules import MATMULS, Inputs, pointwise
 from bigbatch.reading.trail import Trail
 
+_OF_TWO_TABLES = frozenset("Mm Addmm Cdist".split())  # each row of one with each of the other
+_CHOOSING = frozenset("Index IndexSelect Gather".split())
+_AS_IT_IS = frozenset("T Transpose Permute View ReshapeAlias UnsafeView ToCopy Clone Mul Div Neg".split())
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 
 
@@ -126,6 +129,8 @@ class Samples:
         if held[data] and matrix:
             self._model(layout, (*range(len(layout) - 2), len(layout) - 1))
             return beside
+        if name in _OF_TWO_TABLES and any(self._is_chosen(inputs[which][0]) for which in (data, weight)):
+            raise refusals.chosen_rows(name)
         if matrix:
             for place, which in ((0, data), (1, weight)):
                 if inputs[which][0][0] is None:
@@ -134,6 +139,20 @@ class Samples:
         if inputs[data][0][0] is None:
             self.gradless = True  # samples, which a weight that was computed on the way is applied to
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
+
+    def _is_chosen(self, edge: Edge) -> bool:
+        """Whether a factor is rows of a parameter that an index has chosen, which is not the model's own."""
+        node = edge[0]
+        while node is not None and operation(node) in _AS_IT_IS:
+            node = next((below for below, _ in edges(node) if below is not None), None)
+        if (
+            node is None
+            or operation(node) not in _CHOOSING
+            or not is_parameter(edges(node)[0][0], self.surroundings.own)
+        ):
+            return False
+        given = getattr(node, "_saved_indices", None) or (saved_tensor(node, "index"),)
+        return not all(each is None or self.surroundings.is_weight(each) for each in given)
 
     def _beside_shared(self, inputs: Inputs, places: tuple[int, int], shared: list[bool], layout: Layout) -> Inputs:
         """A product of samples with what all micro-batches have in common: each sample against the same."""
