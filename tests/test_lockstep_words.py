@@ -147,6 +147,33 @@ def test_buffers_that_a_forward_changes_are_told_of(norm: bool) -> None:
         BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=11)(batch())
 
 
+class OwnNames(nn.Module):
+    """A norm of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m: Tensor
+        self.v: Tensor
+        self.register_buffer("m", torch.zeros(3))
+        self.register_buffer("v", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3) → the same."""
+        return F.batch_norm(x, self.m, self.v, training=self.training)
+
+
+def test_statistics_of_a_norm_of_ones_own_are_not_told_of() -> None:
+    """Micro-batches have met there: they move once."""
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), OwnNames()).double()
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=4)(batch())
+
+
 def test_buffers_that_an_optimizer_moves_are_not_told_of() -> None:
     """Once per update is what they should."""
     model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from bigbatch import BigStep, Options
 from bigbatch.lockstep import fetching, host_memory, offloading, together
 from bigbatch.lockstep.absence import Held
-from bigbatch.lockstep.fetching import Homecoming
+from bigbatch.lockstep.fetching import Homecoming, Out
 from tests.reference import distance, sgd, trained, weights
 from tests.test_offloading import ACTIVATIONS, Residual, cross_entropy, images
 
@@ -98,6 +98,22 @@ def _copied(memory: list[StorageWeakRef], places: list[Any]) -> None:
         tensors.append(plain.conj() if conjugate else plain)
     to, of = tensors
     to.copy_(of)
+
+
+def test_what_leaves_again_is_fetched_again() -> None:
+    """Ahead of its turn, as the first time: a shortcut waits at two norms of one block."""
+    outs = [Out(torch.ones(4), 16, _Event()) for _ in range(2)]  # type: ignore[arg-type]
+    for out in outs:
+        out.copied.record(_Here())  # type: ignore[arg-type]
+    homes = [torch.ones(4) for _ in outs]
+    coming = Homecoming(torch.device("cpu"), _Here(), outs, 32)  # type: ignore[arg-type]
+    coming.order = [0, 0, 1]
+    coming.empty(0, Held(StorageWeakRef(homes[0].untyped_storage()), 0))
+    coming.empty(1, Held(StorageWeakRef(homes[1].untyped_storage()), 1))
+    coming.come_home(0)
+    coming.empty(0, Held(StorageWeakRef(homes[0].untyped_storage()), 0))
+    coming.fetch_ahead()
+    assert coming.there.keys() == {0, 1}
 
 
 class _Torch:

@@ -238,6 +238,18 @@ def test_extras_come_back_as_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(updates[-1].extras, before)
 
 
+def test_updates_keep_what_they_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next replay writes a loss and a count to the same places."""
+    twins = Twins(Norms(), classified, monkeypatch)
+    updates = [twins.update(images(8, seed)) for seed in range(3)]
+    told = [(float(each.loss), float(each.count)) for each in updates]
+    for seed in range(3, 6):
+        batch = images(8, seed)
+        batch["y"][1] = -100
+        twins.update(batch)
+    assert [(float(each.loss), float(each.count)) for each in updates] == told
+
+
 def test_parameters_without_a_gradient_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of zero would let them decay."""
 
