@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from bigbatch.errors import BigBatchError
+from bigbatch.lockstep.workspaces import workspaces_given_back
 from bigbatch.micro_steps.survival import is_out_of_memory
 
 Result = TypeVar("Result")
@@ -97,6 +98,6 @@ def give_workspaces_back() -> None:
     What is asked for during a capture comes out of the graph's memory. It must not be older, or it may be given out
     again while the graph still writes to it; nor stay, or it holds on to that memory when the graph is long gone.
     """
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 - no public name
-    if clear is not None and torch.cuda.is_available():
-        clear()
+    give_back = workspaces_given_back()
+    if give_back is not None and torch.cuda.is_available():
+        give_back()
