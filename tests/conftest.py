@@ -1,6 +1,8 @@
 """What every test stands on: one torch thread, Hypothesis profiles, GPU tests that say why they skip."""
 
+import gc
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -28,3 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU, and torch.cuda.is_available() is False"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _gpu_memory_of_one_module() -> Iterator[None]:
+    """Free what a module's tests left on the GPU: captured graphs in reference cycles hold their memory pools."""
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
