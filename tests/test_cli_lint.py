@@ -190,11 +190,21 @@ def test_long_messages_fit_the_terminal(script: str) -> None:
     assert max(len(line) for line in run(script, columns=60).stdout.splitlines()) <= 60
 
 
+def test_the_removed_diff_says_what_shows_the_fix(script: str) -> None:
+    """Patches are gone; a rule's page has the loop as it should be."""
+    result = run(script, "--diff")
+    assert result.exit_code == 2
+    assert not result.stdout
+    assert "--diff was removed" in result.stderr
+    assert "bigbatch lint --explain BB103" in result.stderr
+    assert "--diff" not in run("--help").stdout
+
+
 def test_torch_is_not_loaded(script: str) -> None:
     """Neither by the command nor by anything it imports."""
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom bigbatch.cli import app\n"
-        f"for more in ([], ['--diff'], ['--json']): CliRunner().invoke(app, ['lint', {script!r}, *more])\n"
+        f"for more in ([], ['--json']): CliRunner().invoke(app, ['lint', {script!r}, *more])\n"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'numpy')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

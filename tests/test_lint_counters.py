@@ -2,8 +2,6 @@
 
 import pytest
 
-from bigbatch.lint.patching.diffs import patch
-from bigbatch.lint.sources import read_source
 from tests.linting import HEAD, codes, findings, of_loop
 
 SET_BACK = """
@@ -177,39 +175,3 @@ def test_a_loss_gathered_from_all_ranks_is_still_read() -> None:
             optimizer.zero_grad()
     """
     assert codes(script) == ["BB502"]
-
-
-PATCHED = """
-for i, (x, y) in enumerate(loader, 1):
-    loss = criterion(model(x), y) / 4
-    {backward}
-    if i % 4 == 0:
-        nn.utils.clip_grad_norm_({clipped}, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-"""
-
-
-@pytest.mark.parametrize(
-    ("backward", "clipped", "why"),
-    [
-        (
-            "with amp.scale_loss(loss, optimizer) as scaled:\n        scaled.backward()",
-            "model.parameters()",
-            "its loss is what a with statement makes of it: scaled",
-        ),
-        ("loss.backward()", "amp.master_params(optimizer)", "what it clips is not model.parameters()"),
-        ("loss.backward()", "model.head.parameters()", "what it clips is not model.parameters()"),
-    ],
-)
-def test_scales_and_parameters_that_a_patch_would_lose(backward: str, clipped: str, why: str) -> None:
-    """Such loops are left alone, with the reason."""
-    made = patch(read_source("train.py", (HEAD + PATCHED.format(backward=backward, clipped=clipped)).encode()))
-    assert made.after == made.before
-    assert [each for _, each in made.refused] == [why]
-
-
-def test_a_number_that_nothing_needs_any_more_goes_wherever_it_starts() -> None:
-    """`enumerate(loader, 1)` was there for the condition alone."""
-    script = HEAD + PATCHED.format(backward="loss.backward()", clipped="model.parameters()")
-    assert "for x, y in accumulator.over(loader):" in patch(read_source("train.py", script.encode())).after

@@ -41,10 +41,7 @@ def lint(  # noqa: PLR0917 - typer gives them by name
         Format | None, typer.Option("--format", help="How to show findings.", show_default="text")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    diff: Annotated[
-        bool,
-        typer.Option("--diff", help="Print the patch to Accumulator, where a loop is simple enough."),
-    ] = False,
+    diff: Annotated[bool, typer.Option("--diff", hidden=True)] = False,
     explain: Annotated[str | None, typer.Option(metavar="CODE", help="Print a rule's page.")] = None,
     exit_zero: Annotated[bool, typer.Option("--exit-zero", help="End with 0 even if something was found.")] = False,
     stdin_filename: Annotated[str, typer.Option(metavar="NAME", help="What standard input is called.")] = "stdin.py",
@@ -58,6 +55,8 @@ def lint(  # noqa: PLR0917 - typer gives them by name
     from bigbatch.lint.linting import Choice
     from bigbatch.lint.settings import Settings, SettingsError
 
+    if diff:
+        fail("--diff was removed", "`bigbatch lint --explain BB103` shows the fix for a finding of BB103.")
     if explain is not None:
         _explain(explain.upper())
         return
@@ -67,7 +66,7 @@ def lint(  # noqa: PLR0917 - typer gives them by name
         Settings().codes(choice.select, choice.extend_select, choice.ignore)  # misspelt ones, before anything is read
         checked = _checked(_existing(paths or [Path()]), choice, stdin_filename)
         with _collecting_seldom():
-            found = _patch(checked) if diff else _show(checked, shown)
+            found = _show(checked, shown)
     except SettingsError as error:
         message, _, hint = str(error).partition("\n")
         fail(message, hint, MISUSED)
@@ -149,24 +148,3 @@ def _show(checked: "Iterator[Checked]", output: Format) -> bool:
         if findings:
             sys.stderr.write(f"\nhint: `bigbatch lint --explain {findings[0].code}` says why and how to fix it.\n")
     return bool(findings)
-
-
-def _patch(checked: "Iterator[Checked]") -> bool:
-    """Print the patch of all files with findings; tell whether there is one."""
-    from bigbatch.lint.patching.diffs import patch
-
-    patched, found = 0, 0
-    for each in checked:
-        found += len(each.findings)
-        if not each.findings or each.source.unreadable:
-            continue
-        made = patch(each.source)
-        if made.diff():
-            patched += 1
-            typer.echo(made.diff(), nl=False)
-        for line, why in made.refused:
-            sys.stderr.write(f"{each.source.path}:{line}: left as it is: {why}\n")
-    plural = "" if patched == 1 else "s"
-    nothing = "No loop is simple enough to change." if found else "All checks passed: nothing to change."
-    sys.stderr.write(f"Would change {patched} file{plural}.\n" if patched else f"{nothing}\n")
-    return patched > 0

@@ -26,7 +26,6 @@ class Cell:
 
     number: int
     first_line: int
-    lines: int
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,9 @@ def read_notebook(text: str) -> Notebook:
             broken.append((line, why))
         count = python.count("\n") + 1
         parts.append(python)
-        cells.append(Cell(number, line, count))
+        cells.append(Cell(number, line))
         line += count
-    return Notebook("\n".join(parts), tuple(cells) or (Cell(1, 1, 1),), tuple(broken))
+    return Notebook("\n".join(parts), tuple(cells) or (Cell(1, 1),), tuple(broken))
 
 
 def _code_cells(text: str) -> list[tuple[int, str]]:

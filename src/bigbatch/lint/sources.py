@@ -5,7 +5,7 @@ import codecs
 import io
 import tokenize
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from bigbatch.lint.notebooks import BadNotebook, Notebook, read_notebook
@@ -29,7 +29,6 @@ class Source:
     tree: ast.Module
     notebook: Notebook | None
     unreadable: tuple[Unreadable, ...]
-    raw: str = ""  # the file as it is, with its own line ends; of a notebook, its JSON
 
     def place(self, line: int) -> tuple[int, int]:
         """Return a line's cell (0 in a plain file) and its number there."""
@@ -45,12 +44,11 @@ def read_source(path: str, data: bytes | None = None) -> Source:
         data = Path(path).read_bytes() if data is None else data
     except OSError as error:
         return _unreadable(path, "", error.strerror or str(error))
-    raw, why = _decoded(data)
+    text, why = _decoded(data)
     if why:
         return _unreadable(path, "", why)
-    text = raw.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    source = _notebook(path, text) if path.endswith(".ipynb") else _parsed(path, text, None)
-    return replace(source, raw=raw)
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    return _notebook(path, text) if path.endswith(".ipynb") else _parsed(path, text, None)
 
 
 def _decoded(data: bytes) -> tuple[str, str]:

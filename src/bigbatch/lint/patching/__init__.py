@@ -1,1 +1,0 @@
-"""The patch from a simple loop to `Accumulator`: what is simple enough, and what is written instead."""
