@@ -2,7 +2,7 @@
 
     python -m benchmarks.lint_accuracy
 
-Counted are pairs of a file and a rule, as the corpus's README says. BB502 is a hint, and stands apart.
+Counted are pairs of a file and a rule, as the corpus's README says.
 """
 
 import re
@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Grid, show
-from bigbatch.lint.checking import DEFAULT, check
+from bigbatch.lint.checking import check
 from bigbatch.lint.finding import Finding
 from bigbatch.lint.rules import RULES
 from bigbatch.lint.sources import Source, read_source
 
 CORPUS = Path(__file__).parent.parent / "tests" / "lint_corpus"
-HINTS = {"BB502"}
 _LABEL = re.compile(r"#\s*(expect|expect-file|allow-file):\s*((?:BB\d{3}[,\s]*)+)")
 
 
@@ -57,13 +56,13 @@ class Judged:
 
 
 def judge(file: Path) -> Judged:
-    """Read a script and its labels; the labels of an unreadable one are plain text."""
+    """Read a script and its labels."""
     raw = file.read_bytes().decode("utf-8", errors="replace")
     labels: dict[str, set[str]] = {"expect": set(), "expect-file": set(), "allow-file": set()}
     for kind, codes in _LABEL.findall(raw):
         labels[kind] |= set(re.findall(r"BB\d{3}", codes))
     source = read_source(str(file))
-    findings = tuple(check(source, DEFAULT))
+    findings = tuple(check(source))
     return Judged(
         file,
         frozenset(labels["expect"] | labels["expect-file"]),
@@ -118,7 +117,7 @@ class Score:
 
 
 def scores(judged: list[Judged]) -> list[Score]:
-    """One score for each rule that is labelled anywhere, and one for all that are not hints."""
+    """One score for each rule that is labelled anywhere, and one for all of them."""
     expected = Counter(code for each in judged for code in each.expected)
     found = Counter(code for each in judged for code in each.found())
     false = Counter(code for each in judged for code in each.false())
@@ -128,9 +127,8 @@ def scores(judged: list[Judged]) -> list[Score]:
         Score(f"{code} {RULES[code].slug}", expected[code], found[code], false[code], labelled[code], in_place[code])
         for code in sorted(expected | false)
     ]
-    real = [code for code in expected | false if code not in HINTS]
-    counts = [sum(counter[code] for code in real) for counter in (expected, found, false, labelled, in_place)]
-    return [*rows, Score("all but hints", *counts)]
+    counts = [counter.total() for counter in (expected, found, false, labelled, in_place)]
+    return [*rows, Score("all", *counts)]
 
 
 def grid(judged: list[Judged]) -> Grid:

@@ -156,22 +156,3 @@ def test_clipping_every_micro_batch_may_clip_scaled_gradients_too() -> None:
             optimizer.zero_grad()
     """
     assert of_loop(loop) == ["BB301", "BB302"]
-
-
-def test_a_loss_gathered_from_all_ranks_is_still_read() -> None:
-    """`accelerator.gather(loss.repeat(n)).mean().item()` waits for the device."""
-    script = """
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for batch in loader:
-        with accelerator.accumulate(model):
-            loss = model(**batch).loss
-            mean = accelerator.gather(loss.repeat(8)).mean()
-            total += mean.item()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    """
-    assert codes(script) == ["BB502"]

@@ -25,28 +25,27 @@ def page(code: str) -> str:
     return text
 
 
-def codes(script: str, rule: str) -> list[str]:
-    """Return what is found in an example; the rule that is off by default only on its own page."""
-    chosen = {code for code in RULES if RULES[code].on or code == rule}
-    return sorted({finding.code for finding in check(read_source("example.py", script.encode()), chosen)})
+def codes(script: str) -> list[str]:
+    """Return what is found in an example."""
+    return sorted({finding.code for finding in check(read_source("example.py", script.encode()))})
 
 
 @pytest.mark.parametrize("code", RULES)
 def test_the_examples_are_what_they_say(code: str) -> None:
     """The wrong one has this mistake and no other, the right one and ours have none."""
     wrong, *right = BLOCK.findall(page(code))
-    assert codes(wrong, code) == [code]
+    assert codes(wrong) == [code]
     assert right
     for example in right:
         ast.parse(example)
-        assert codes(example, code) == []
+        assert codes(example) == []
 
 
 @pytest.mark.parametrize("code", RULES)
 def test_a_page_has_its_parts(code: str) -> None:
     """Title and severity as in the rule; what, why, wrong, right, in this order."""
     rule, text = RULES[code], page(code)
-    assert text.startswith(f"# {code} {rule.slug}\n\n*{rule.severity.value}*{'' if rule.on else ', off by default'}\n")
+    assert text.startswith(f"# {code} {rule.slug}\n\n*{rule.severity.value}*\n")
     parts = ["## What it finds", "## Why that is wrong", "## Wrong", "## Right"]
     assert sorted(parts, key=text.index) == parts
 
@@ -74,7 +73,7 @@ def test_the_index_lists_every_rule() -> None:
     """With name and severity, each linked to its page."""
     index = (ROOT / "docs" / "lint" / "index.md").read_text()
     for code, rule in RULES.items():
-        assert f"| [{code}]({code}.md) | {rule.slug} | {rule.severity.value}{'' if rule.on else ', off'}" in index
+        assert f"| [{code}]({code}.md) | {rule.slug} | {rule.severity.value} |" in index
     assert len(list((ROOT / "docs" / "lint").glob("*.md"))) == len(RULES) + 1
 
 

@@ -1,6 +1,7 @@
 """Nothing that a file may hold stops the linter: junk, halves of files, deep nesting, notebooks of any kind."""
 
 import json
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch.lint.checking import check
-from bigbatch.lint.linting import Choice, lint
+from bigbatch.lint.linting import Choice, check_source, lint
 from bigbatch.lint.rules import RULES
 from bigbatch.lint.sources import read_source
 
@@ -26,10 +27,10 @@ def scripts() -> list[bytes]:
 
 def survives(data: bytes, name: str = "train.py") -> list[str]:
     """Check something; return the codes found."""
-    source = read_source(name, data)
-    found = check(source, EVERYTHING)
-    assert all(finding.line >= 1 and finding.column >= 1 for finding in found)
-    return [finding.code for finding in found]
+    checked = check_source(read_source(name, data), EVERYTHING)
+    assert all(finding.line >= 1 and finding.column >= 1 for finding in checked.findings)
+    assert not any("please report" in problem for problem in checked.source.problems())
+    return [finding.code for finding in checked.findings]
 
 
 @given(st.binary(max_size=300))
@@ -189,13 +190,16 @@ def test_notebooks_of_any_kind(notebook: Any) -> None:
         (b"\xff\xfe", "it is no text"),
         (b"print 'hello'\n", "Missing parentheses"),
         (b"loss.backward(\n", "was never closed"),
+        (b"<<<<<<< HEAD\n", "invalid syntax"),
     ],
 )
 def test_what_cannot_be_read_is_said(data: bytes, why: str) -> None:
     """With the reason; nothing else is found in it."""
-    (found,) = check(read_source("train.py", data))
-    assert (found.code, found.slug) == ("BB900", "unreadable")
-    assert why in found.message
+    source = read_source("train.py", data)
+    (problem,) = source.problems()
+    assert problem.startswith("train.py:1:")
+    assert why in problem
+    assert not check(source)
 
 
 def test_other_encodings_are_read() -> None:
@@ -210,19 +214,29 @@ def test_other_encodings_are_read() -> None:
 
 
 def test_a_file_that_is_not_there_and_a_folder(tmp_path: Path) -> None:
-    """What cannot be opened is a finding too, and does not stop the others."""
+    """What cannot be opened does not stop the others."""
     missing, good = tmp_path / "gone.py", tmp_path / "good.py"
     good.write_text("x = 1\n")
     checked = list(lint([missing, good], Choice()))
-    assert [[finding.code for finding in each.findings] for each in checked] == [["BB900"], []]
-    assert "No such file" in checked[0].findings[0].message
+    assert [[Path(each.source.path).name, len(each.source.problems())] for each in checked] == [
+        ["gone.py", 1],
+        ["good.py", 0],
+    ]
+    assert "cannot be checked: No such file" in checked[0].source.problems()[0]
 
 
 def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
-    """It cannot be opened, and is a finding like any other that cannot."""
+    """It cannot be opened, and the others are read."""
     (tmp_path / "loop.py").symlink_to("loop.py")
     (tmp_path / "good.py").write_text("x = 1\n")
     for choice in (Choice(), Choice(force_exclude=True)):
         checked = list(lint([tmp_path], choice))
-        assert [[finding.code for finding in each.findings] for each in checked] == [[], ["BB900"]]
-        assert "symbolic links" in checked[1].findings[0].message
+        assert [len(each.source.problems()) for each in checked] == [0, 1]
+        assert "symbolic links" in checked[1].source.problems()[0]
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody may ever write to it; the error says how to read from one."""
+    os.mkfifo(tmp_path / "pipe.py")
+    (checked,) = lint([tmp_path], Choice())
+    assert "use - for standard input" in checked.source.problems()[0]

@@ -583,7 +583,7 @@ LOOPS: dict[str, tuple[str, list[str]]] = {
                 optimizer.step()
                 optimizer.zero_grad()
         """,
-        ["BB103", "BB502"],
+        ["BB103"],
     ),
     "read once per window": (
         """

@@ -6,7 +6,7 @@ import pytest
 
 from bigbatch.lint.files import files_in
 from bigbatch.lint.linting import Choice, lint
-from bigbatch.lint.rules import RULES
+from bigbatch.lint.rules import REMOVED, RULES
 from bigbatch.lint.settings import Nearest, SettingsError, chosen, read_settings
 
 LOOP = "for x in loader:\n    loss = net(x)\n    loss.backward()\n    opt.step()\n    total += loss\n"
@@ -27,15 +27,14 @@ def found(*paths: Path, choice: Choice = Choice()) -> dict[str, list[str]]:  # n
 @pytest.mark.parametrize(
     ("select", "extend", "ignore", "expected"),
     [
-        (None, (), (), set(RULES) - {"BB305"}),
-        (None, ("BB305",), (), set(RULES)),
+        (None, (), (), set(RULES)),
         (("ALL",), (), (), set(RULES)),
         (("BB1",), (), (), {"BB101", "BB102", "BB103", "BB104", "BB105", "BB106"}),
         (("BB1",), (), ("BB10",), set()),
         (("BB103",), (), ("BB1",), {"BB103"}),
         (("ALL",), (), ("BB",), set()),
-        (None, (), ("BB1", "BB2", "BB3", "BB4", "BB5"), {"BB601", "BB900"}),
-        (("BB3",), ("BB5",), ("BB502", "BB301"), {"BB302", "BB303", "BB304", "BB305", "BB501"}),
+        (None, (), ("BB1", "BB2", "BB3", "BB4", "BB5"), {"BB601"}),
+        (("BB3",), ("BB5",), ("BB301",), {"BB302", "BB303", "BB304", "BB501"}),
     ],
 )
 def test_the_longer_beginning_decides(
@@ -49,6 +48,21 @@ def test_a_code_that_no_rule_has() -> None:
     """It is refused, with those there are."""
     with pytest.raises(SettingsError, match=r"no rule's code begins with 'BB7'\.\nThe rules are BB101, BB102"):
         chosen(("BB7",), (), ())
+
+
+@pytest.mark.parametrize("code", REMOVED)
+def test_a_removed_rule_is_an_error_that_says_what_to_do(code: str, tmp_path: Path) -> None:
+    """Selected, added or ignored, on the command line or in a file; a comment that silences it stays without effect."""
+    for place in range(3):
+        given: list[tuple[str, ...]] = [(), (), ()]
+        given[place] = (code,)
+        with pytest.raises(SettingsError, match=rf"the rule {code} was removed\.\n."):
+            chosen(*given)
+    file = write(tmp_path / "pyproject.toml", f'[tool.bigbatch.lint]\nignore = ["{code}"]\n')
+    with pytest.raises(SettingsError, match=rf"pyproject.toml: the rule {code} was removed"):
+        read_settings(file)
+    file.unlink()
+    assert found(write(tmp_path / "a.py", f"{LOOP}# bigbatch: noqa: {code}\n")) == {"a.py": ["BB106", "BB501"]}
 
 
 def test_the_nearest_file_with_a_table_decides(tmp_path: Path) -> None:
@@ -65,7 +79,7 @@ def test_the_nearest_file_with_a_table_decides(tmp_path: Path) -> None:
 
 def test_the_command_line_goes_first(tmp_path: Path) -> None:
     """--select instead of select, --ignore besides ignore."""
-    write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nselect = ["BB5"]\nignore = ["BB502"]\n')
+    write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nselect = ["BB5"]\nignore = ["BB2"]\n')
     file = write(tmp_path / "a.py", LOOP)
     assert found(file, choice=Choice(select=("BB1",))) == {"a.py": ["BB106"]}
     assert found(file, choice=Choice(extend_select=("BB1",))) == {"a.py": ["BB106", "BB501"]}

@@ -66,10 +66,12 @@ def lint(  # noqa: PLR0917 - typer gives them by name
         Settings().codes(choice.select, choice.extend_select, choice.ignore)  # misspelt ones, before anything is read
         checked = _checked(_existing(paths or [Path()]), choice, stdin_filename)
         with _collecting_seldom():
-            found = _show(checked, shown)
+            found, problems = _show(checked, shown)
     except SettingsError as error:
         message, _, hint = str(error).partition("\n")
         fail(message, hint, MISUSED)
+    if problems:
+        raise typer.Exit(MISUSED)
     if found and not exit_zero:
         raise typer.Exit(FAILED)
 
@@ -108,8 +110,10 @@ def _existing(paths: list[Path]) -> list[Path]:
 
 def _explain(code: str) -> None:
     from bigbatch.lint.pages import page_of
-    from bigbatch.lint.rules import RULES
+    from bigbatch.lint.rules import REMOVED, RULES
 
+    if code in REMOVED:
+        fail(f"the rule {code} was removed", REMOVED[code])
     page = page_of(code)
     if code not in RULES or page is None:
         fail(f"there is no rule {code}", f"The rules are {', '.join(RULES)}.")
@@ -127,15 +131,18 @@ def _checked(paths: list[Path], choice: "Choice", name: str) -> "Iterator[Checke
         yield lint_text(sys.stdin.buffer.read(), name, choice)
 
 
-def _show(checked: "Iterator[Checked]", output: Format) -> bool:
-    """Show findings as they come; tell whether there were any."""
+def _show(checked: "Iterator[Checked]", output: Format) -> tuple[int, int]:
+    """Show findings as they come, and on stderr what could not be checked; return how many there were of each."""
     from bigbatch.cli import lint_report
 
     console = results()
     findings: list[Finding] = []
-    files = 0
+    files, problems = 0, 0
     for files, each in enumerate(checked, start=1):  # noqa: B007 - how many there were is said below
         findings += each.findings
+        problems += len(each.source.problems())
+        for problem in each.source.problems():
+            sys.stderr.write(f"error: {problem}\n")
         if output is Format.TEXT:
             lint_report.as_text(console, each)
         elif output is Format.GITHUB:
@@ -144,7 +151,8 @@ def _show(checked: "Iterator[Checked]", output: Format) -> bool:
     if output is Format.JSON:
         typer.echo(lint_report.as_json(findings))
     elif output is Format.TEXT:
-        sys.stderr.write(f"{lint_report.summary(findings, files)}\n")
+        if findings or not problems:
+            sys.stderr.write(f"{lint_report.summary(findings, files)}\n")
         if findings:
             sys.stderr.write(f"\nhint: `bigbatch lint --explain {findings[0].code}` says why and how to fix it.\n")
-    return bool(findings)
+    return len(findings), problems

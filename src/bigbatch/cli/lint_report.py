@@ -10,9 +10,9 @@ from bigbatch.cli.terminal import wrapped
 from bigbatch.lint.finding import Finding, Severity
 from bigbatch.lint.linting import Checked
 
-_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
+_STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow"}
 _LONGEST = 160  # characters of a line that are shown
-_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning"}
 
 
 def as_text(console: Console, checked: Checked) -> None:
@@ -47,7 +47,7 @@ def summary(findings: list[Finding], files: int) -> str:
         return f"All checks passed: {files} file{'' if files == 1 else 's'} read."
     counts = Counter(finding.severity for finding in findings)
     parts = [
-        f"{counts[severity]} {severity.value}{'' if counts[severity] == 1 or severity is Severity.INFO else 's'}"
+        f"{counts[severity]} {severity.value}{'' if counts[severity] == 1 else 's'}"
         for severity in Severity
         if counts[severity]
     ]

@@ -9,23 +9,19 @@ from bigbatch.lint.loops.assembling import training_loops
 from bigbatch.lint.noqa import read_noqa
 from bigbatch.lint.reading.program import Program, survey
 from bigbatch.lint.reading.roots import read_program
-from bigbatch.lint.rules import RULES, UNREADABLE
+from bigbatch.lint.rules import RULES
 from bigbatch.lint.rules.rule import Hit, Rule, Script
 from bigbatch.lint.sources import Source
 
-DEFAULT = frozenset(rule.code for rule in RULES.values() if rule.on)
 _GRADIENTS = ("backward", "_grad", "training_step", "compute_loss")
 _CLOSED = re.compile(r":\s*(#.*)?$")  # the end of a head
 _STEPS = ("zero_grad", "step(", "Accumulator", "def training_step", "def compute_loss", "clear_grad")
 
 
-def check(source: Source, chosen: Collection[str] = DEFAULT) -> list[Finding]:
+def check(source: Source, chosen: Collection[str] = frozenset(RULES)) -> list[Finding]:
     """Return what the chosen rules find in a file, sorted, without what its comments silence."""
     hits = [(RULES[code], hit) for code, hit in _hits(source, chosen)]
-    findings = {_finding(source, rule, hit) for rule, hit in hits}
-    if UNREADABLE.code in chosen:
-        findings |= {_unreadable(source, why.line, why.column, why.why) for why in source.unreadable}
-    return sorted(_not_silenced(source, findings))
+    return sorted(_not_silenced(source, {_finding(source, rule, hit) for rule, hit in hits}))
 
 
 def _may_train(text: str) -> bool:
@@ -50,13 +46,8 @@ def _is_of_another_library(program: Program) -> bool:
 def _hits(source: Source, chosen: Collection[str]) -> list[tuple[str, Hit]]:
     if not _may_train(source.text):
         return []
-    try:
-        script = read_script(source.tree)
-        return [(code, hit) for code in chosen for hit in RULES[code].check(script)]
-    except RecursionError:
-        nowhere = ast.Pass(lineno=1, col_offset=0, end_lineno=1)
-        deep = Hit(nowhere, "cannot be read: it is nested too deeply")
-        return [(UNREADABLE.code, deep)] if UNREADABLE.code in chosen else []
+    script = read_script(source.tree)
+    return [(code, hit) for code in chosen for hit in RULES[code].check(script)]
 
 
 def _finding(source: Source, rule: Rule, hit: Hit) -> Finding:
@@ -88,13 +79,6 @@ def _last_line(source: Source, node: ast.AST) -> int:
     lines = source.text.split("\n")[last - 1 : body[0].lineno - 1] if body else []
     # `):` may stand on a line of its own.
     return next((last + more for more, line in enumerate(lines) if _CLOSED.search(line)), last)
-
-
-def _unreadable(source: Source, first: int, column: int, why: str) -> Finding:
-    cell, line = source.place(first)
-    message = f"cannot be read: {why}"
-    rule = UNREADABLE
-    return Finding(source.path, cell, line, column, rule.code, rule.slug, rule.severity, message, rule.remedy, line)
 
 
 def _not_silenced(source: Source, findings: set[Finding]) -> list[Finding]:

@@ -5,11 +5,10 @@ from enum import Enum
 
 
 class Severity(str, Enum):
-    """How bad it is: a wrong gradient, one that is wrong for some data, or time and habits."""
+    """How bad it is: a wrong gradient, or one that is wrong for some data."""
 
     ERROR = "error"
     WARNING = "warning"
-    INFO = "info"
 
 
 @dataclass(frozen=True, order=True)

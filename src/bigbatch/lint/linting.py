@@ -1,6 +1,5 @@
 """From paths to findings: which files, which rules for each, what they find."""
 
-import ast
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -53,13 +52,14 @@ def lint_text(data: bytes, name: str, choice: Choice) -> Checked:
 
 
 def check_source(source: Source, codes: frozenset[str]) -> Checked:
-    """Check one file; if that fails, it is the linter's mistake, and must not hide what is in the other files."""
+    """Check one file. A failure of the linter itself is no finding, and does not hide what is in the other files."""
     try:
         return Checked(source, tuple(check(source, codes)))
-    except Exception as error:  # noqa: BLE001 - whatever it is, it becomes a finding
-        why = Unreadable(1, 1, f"bigbatch lint failed on it, please report: {type(error).__name__}: {error}")
-        broken = replace(source, tree=ast.Module(body=[], type_ignores=[]), unreadable=(why,))
-        return Checked(broken, tuple(check(broken, codes & {"BB900"})))
+    except RecursionError:
+        why = "it is nested too deeply"
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other files are checked
+        why = f"bigbatch lint failed on it, please report: {type(error).__name__}: {error}"
+    return Checked(replace(source, unreadable=(Unreadable(1, 1, why),)), ())
 
 
 def _is_left_out(file: Path, patterns: tuple[str, ...], folder: Path | None) -> bool:

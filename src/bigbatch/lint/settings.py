@@ -2,7 +2,7 @@
 
 [tool.bigbatch.lint]
 select = ["ALL"]            # codes or their beginnings; instead of the rules that are on by default
-extend-select = ["BB305"]   # besides them
+extend-select = ["BB103"]   # besides them
 ignore = ["BB5"]
 exclude = ["legacy", "*_old.py"]
 """
@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bigbatch.lint.rules import RULES
+from bigbatch.lint.rules import REMOVED, RULES
 
 _KEYS = {"select", "extend-select", "ignore", "exclude"}
 
@@ -45,10 +45,13 @@ class Settings:
 def chosen(select: tuple[str, ...] | None, extend: tuple[str, ...], ignore: tuple[str, ...]) -> frozenset[str]:
     """Return the codes that are selected and not ignored; of two beginnings that fit, the longer one decides."""
     for code in (*(select or ()), *extend, *ignore):
+        if code in REMOVED:
+            msg = f"the rule {code} was removed.\n{REMOVED[code]}"
+            raise SettingsError(msg)
         if code != "ALL" and not any(rule.startswith(code) for rule in RULES):
             msg = f"no rule's code begins with {code!r}.\nThe rules are {', '.join(RULES)}."
             raise SettingsError(msg)
-    wanted = {code: _fit(code, select) if select is not None else rule.on - 1 for code, rule in RULES.items()}
+    wanted = {code: _fit(code, ("ALL",) if select is None else select) for code in RULES}
     return frozenset(code for code in RULES if max(wanted[code], _fit(code, extend)) > _fit(code, ignore))
 
 

@@ -37,9 +37,20 @@ class Source:
         cell = self.notebook.cell_at(line)
         return cell.number, line - cell.first_line + 1
 
+    def problems(self) -> list[str]:
+        """Return where and why the file, or a cell of it, was not checked."""
+        found = []
+        for each in self.unreadable:
+            cell, line = self.place(each.line)
+            place = f"cell {cell}:{line}" if cell else str(line)
+            found.append(f"{self.path}:{place}:{each.column}: cannot be checked: {each.why}")
+        return found
+
 
 def read_source(path: str, data: bytes | None = None) -> Source:
     """Read and parse a file; what cannot be read has an empty tree and says why. `data` stands in for its content."""
+    if data is None and Path(path).is_fifo():
+        return _unreadable(path, "", "it is a named pipe; use - for standard input")
     try:
         data = Path(path).read_bytes() if data is None else data
     except OSError as error:

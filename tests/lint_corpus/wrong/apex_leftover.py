@@ -11,7 +11,7 @@ for epoch in range(args.epochs):
             loss = loss / args.gradient_accumulation_steps
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
-        tr_loss += loss.item()  # expect: BB502
+        tr_loss += loss.item()
         if (step + 1) % args.gradient_accumulation_steps == 0:  # expect: BB103
             torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.max_grad_norm)
             optimizer.step()

@@ -9,7 +9,7 @@ def train_one_epoch(model, criterion, loader, optimizer, accum_iter):
     optimizer.zero_grad()
     for it, (samples, targets) in enumerate(loader):
         loss = criterion(model(samples), targets)
-        loss_value = loss.item()  # expect: BB502
+        loss_value = loss.item()
         (loss / accum_iter).backward()
         if (it + 1) % accum_iter == 0:  # expect: BB103
             optimizer.step()

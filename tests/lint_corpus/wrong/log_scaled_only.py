@@ -16,7 +16,7 @@ for update in range(10_000):
         cloud, label = next(data)
         loss = torch.nn.functional.cross_entropy(model(cloud.cuda()), label.cuda())
         loss.backward()  # expect: BB201
-        running_loss += (loss / accumulation).item()  # expect: BB502
+        running_loss += (loss / accumulation).item()
     optimizer.step()
     if update % 100 == 99:
         writer.add_scalar("loss", running_loss / 100, update)

@@ -22,7 +22,7 @@ def train_one_epoch(model, data_loader, optimizer, device, epoch, loss_scaler, l
         with torch.autocast("cuda"):
             loss, _, _ = model(samples, mask_ratio=args.mask_ratio)
 
-        loss_value = loss.item()  # expect: BB502
+        loss_value = loss.item()
         if not math.isfinite(loss_value):
             sys.exit(f"Loss is {loss_value}, stopping training")
 

@@ -20,4 +20,4 @@ def train(rank, model, loader, epochs, accum=8):
             scaler.update()  # expect: BB303
             scheduler.step()  # expect: BB304
             if rank == 0:
-                print(epoch, step, loss.item())  # expect: BB502
+                print(epoch, step, loss.item())

@@ -213,8 +213,3 @@ _BUILDERS: dict[str, Callable[[Walk, Called], Value | None]] = {
     **dict.fromkeys(_ENDLESS, _endless),
     **dict.fromkeys(_WRAPS - _ENDLESS, _same),
 }
-
-
-def is_optimizer(name: str) -> bool:
-    """Tell whether a class or function makes an optimizer, by its name."""
-    return bool(_OPTIMIZERS.search(name))

@@ -24,7 +24,6 @@ class Kind(Enum):
     RESCALE = auto()  # gradients are multiplied or divided in place
     SYNC = auto()  # whether ranks talk in the next backward is set
     KEEP = auto()  # a value is added to, or put into, something that outlives the round
-    READ = auto()  # a value is fetched from the device
     HANDED_ON = auto()  # model or optimizer go to a function that is not in this file
 
 

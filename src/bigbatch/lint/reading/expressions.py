@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigbatch.lint.reading.arithmetic import combine
-from bigbatch.lint.reading.called import reads
 from bigbatch.lint.reading.calls import call
 from bigbatch.lint.reading.comparing import compare, truth
 from bigbatch.lint.reading.conditions import AllOf, Always, AnyOf, Condition, Last, Not, Synced
@@ -170,7 +169,7 @@ def _named(walk: Walk, node: ast.NamedExpr) -> Value:
 
 
 def _formatted(walk: Walk, node: ast.FormattedValue) -> Value:
-    reads(walk, node, value_of(walk, node.value))
+    value_of(walk, node.value)
     return Unknown()
 
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable
 from dataclasses import replace
 
-from bigbatch.lint.reading.called import Called, fetched, reads
+from bigbatch.lint.reading.called import Called
 from bigbatch.lint.reading.conditions import Always, Condition
 from bigbatch.lint.reading.events import Kind
 from bigbatch.lint.reading.program import dotted
@@ -63,12 +63,7 @@ def _functional_loss(walk: Walk, called: Called) -> Value:
 
 
 def _item(walk: Walk, called: Called) -> Value | None:
-    if isinstance(called.receiver, Thing):
-        return called.receiver
-    if not isinstance(called.receiver, Computed):
-        return None
-    reads(walk, called.node, called.receiver)
-    return fetched(called.receiver)
+    return called.receiver if isinstance(called.receiver, Thing) else _detach(walk, called)
 
 
 def _detach(_: Walk, called: Called) -> Value | None:
@@ -140,18 +135,11 @@ def _synced(_: Walk, called: Called) -> Value | None:
     return called.receiver if isinstance(called.receiver, Condition) else None
 
 
-def _float(walk: Walk, called: Called) -> Value | None:
+def _float(_: Walk, called: Called) -> Value | None:
     value = called.first()
     if isinstance(value, Computed):
-        reads(walk, called.node, value)
-        return fetched(value)
+        return replace(value, live=frozenset())
     return value if isinstance(value, Number | Thing) else None
-
-
-def _print(walk: Walk, called: Called) -> Value:
-    for value in (*called.args, *called.words.values()):
-        reads(walk, called.node, value)
-    return Unknown()
 
 
 def _bool(_: Walk, called: Called) -> Value | None:
@@ -186,7 +174,7 @@ _METHODS: dict[str, Callable[[Walk, Called], Value | None]] = {
 _FUNCTIONS: dict[str, Callable[[Walk, Called], Value | None]] = {
     "float": _float,
     "int": _float,
-    "print": _print,
+    "print": lambda _, __: Unknown(),
     "bool": _bool,
     "len": _len,
     "max": _at_least,

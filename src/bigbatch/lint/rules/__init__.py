@@ -1,18 +1,8 @@
 """All rules, by their codes; one file per family."""
 
-from collections.abc import Iterator
-
-from bigbatch.lint.finding import Severity
 from bigbatch.lint.rules import bookkeeping, layers, losses, placement, ranks, windows
-from bigbatch.lint.rules.rule import Hit, Rule, Script
+from bigbatch.lint.rules.rule import Rule
 
-
-def _nothing(_: Script) -> Iterator[Hit]:
-    """BB900 is not looked for: it is what is said of a file that nothing could be looked for in."""
-    yield from ()
-
-
-UNREADABLE = Rule("BB900", "unreadable", Severity.ERROR, "make it a file that Python, or Jupyter, can read", _nothing)
 RULES: dict[str, Rule] = {
     rule.code: rule
     for rule in (
@@ -22,6 +12,11 @@ RULES: dict[str, Rule] = {
         *ranks.RULES,
         *bookkeeping.RULES,
         *layers.RULES,
-        UNREADABLE,
     )
+}
+# Rules of version 0.1, and what is there instead.
+REMOVED = {
+    "BB305": "`bigbatch.scale_lr` changes the learning rate for a larger batch.",
+    "BB502": "Add up `loss.detach()`, and read the sum once per window.",
+    "BB900": "A file that cannot be read is an error on stderr, and the exit status is 2. Leave it out with --exclude.",
 }

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from bigbatch.lint.finding import Severity
-from bigbatch.lint.loops.cadence import Cadence
-from bigbatch.lint.loops.facts import Fact, TrainingLoop
+from bigbatch.lint.loops.facts import Fact
 from bigbatch.lint.reading.events import Kind
 from bigbatch.lint.reading.frames import Inside
-from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
+from bigbatch.lint.rules.rule import Hit, Rule, Script
 
 
 def _keeps_graph(script: Script) -> Iterator[Hit]:
@@ -27,14 +26,6 @@ def _outlives(fact: Fact, backwards: list[frozenset[object]]) -> bool:
     return not part and any(kept & origins for origins in backwards)
 
 
-def _read_every_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
-    backwards = [loss.origins for _, loss in loop.losses()]
-    for fact in loop.at(Kind.READ, Cadence.MICRO):
-        read = fact.event.loss
-        if read is not None and any(read.origins & origins for origins in backwards):
-            yield Hit(fact.node, "the host waits for the device with every micro-batch")
-
-
 RULES = (
     Rule(
         "BB501",
@@ -42,12 +33,5 @@ RULES = (
         Severity.ERROR,
         "add loss.detach(), and read it once per window or epoch",
         _keeps_graph,
-    ),
-    Rule(
-        "BB502",
-        "item-every-micro-batch",
-        Severity.INFO,
-        "add up loss.detach() on the device, and read the sum once per window",
-        of_loops(_read_every_micro_batch),
     ),
 )

@@ -1,14 +1,11 @@
 """BB3: what belongs between the last backward and the step, and nowhere else."""
 
-import ast
 from collections.abc import Iterator
 
 from bigbatch.lint.finding import Severity
 from bigbatch.lint.loops.cadence import Cadence
 from bigbatch.lint.loops.facts import Fact, Shape, TrainingLoop
-from bigbatch.lint.reading.constructors import is_optimizer
 from bigbatch.lint.reading.events import Kind, Via
-from bigbatch.lint.reading.program import dotted
 from bigbatch.lint.rules.rule import Hit, Rule, Script, of_loops
 
 _OFTEN = (Cadence.MICRO, Cadence.REST)
@@ -98,15 +95,6 @@ def _scheduler(loop: TrainingLoop) -> Iterator[Hit]:
             yield Hit(fact.node, f"the schedule advances {loop.steps_text()} times per update")
 
 
-def _learning_rate(script: Script) -> Iterator[Hit]:
-    if not any(loop.accumulates for loop in script.loops) or script.program.words & {"scale_lr", "scaled_lr"}:
-        return
-    for call in script.program.calls:
-        rate = next((word.value for word in call.keywords if word.arg == "lr"), None)
-        if isinstance(rate, ast.Constant) and is_optimizer(dotted(call.func).rpartition(".")[2]):
-            yield Hit(rate, "a window makes the batch larger, and this rate does not know it: was it meant for it?")
-
-
 RULES = (
     Rule(
         "BB301",
@@ -135,13 +123,5 @@ RULES = (
         Severity.WARNING,
         "step the scheduler after each optimizer step",
         of_loops(_scheduler),
-    ),
-    Rule(
-        "BB305",
-        "learning-rate-not-revisited",
-        Severity.INFO,
-        "see bigbatch.scale_lr for what the papers say",
-        _learning_rate,
-        on=False,
     ),
 )

@@ -34,7 +34,6 @@ class Rule:
     severity: Severity
     remedy: str
     check: Callable[[Script], Iterator[Hit]]
-    on: bool = True  # unless chosen otherwise
 
 
 def of_loops(check: Callable[[TrainingLoop], Iterator[Hit]]) -> Callable[[Script], Iterator[Hit]]:

@@ -11,7 +11,7 @@ def epoch(model, loader, optimizer, loss_fn, accum=4):
         for x, y in chunk:
             loss = loss_fn(model(x), y)
             (loss / len(chunk)).backward()
-            history.append(float(loss))  # expect: BB502
+            history.append(float(loss))
         optimizer.step()
     return history
 

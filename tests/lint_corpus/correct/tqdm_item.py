@@ -17,6 +17,6 @@ for update in bar:
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(image.cuda(), text.cuda())
         (loss / micro_batches).backward()
-        bar.set_postfix(loss=loss.item())  # expect: BB502
+        bar.set_postfix(loss=loss.item())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -14,6 +14,6 @@ for u in range(8000):
         features, price = next(rows)
         loss = torch.nn.functional.l1_loss(net(features), price)
         loss.div(ACC).backward()
-        wandb.log({"train/loss": loss.item(), "micro": u * ACC + a})  # expect: BB502
+        wandb.log({"train/loss": loss.item(), "micro": u * ACC + a})
     opt.step()
     opt.zero_grad()

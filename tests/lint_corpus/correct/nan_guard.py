@@ -13,7 +13,7 @@ def train(cfg):
         opt.zero_grad()
         for _ in range(cfg.accum):
             loss = lm(next(batches).cuda()) / cfg.accum
-            if not math.isfinite(loss.item()):  # expect: BB502
+            if not math.isfinite(loss.item()):
                 raise RuntimeError(f"loss is not finite at update {update}")
             loss.backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)

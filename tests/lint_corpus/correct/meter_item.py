@@ -19,8 +19,8 @@ def train(loader, model, optimizer, args):
         output = model(images)
         loss = cross_entropy(output, target)
         correct = (output.argmax(1) == target).float().mean()
-        losses.update(loss.item(), images.size(0))  # expect: BB502
-        top1.update(correct.item(), images.size(0))  # expect: BB502
+        losses.update(loss.item(), images.size(0))
+        top1.update(correct.item(), images.size(0))
         (loss / args.accum_steps).backward()
         if (i + 1) % args.accum_steps == 0:
             optimizer.step()

@@ -24,7 +24,7 @@ def main(args):
                 pred = unet(noisy, timesteps, text_encoder(batch["input_ids"])[0]).sample
                 loss = F.mse_loss(pred.float(), noise.float(), reduction="mean")
                 avg_loss = accelerator.gather(loss.repeat(args.train_batch_size)).mean()
-                train_loss += avg_loss.item() / args.gradient_accumulation_steps  # expect: BB502
+                train_loss += avg_loss.item() / args.gradient_accumulation_steps
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(unet.parameters(), args.max_grad_norm)
