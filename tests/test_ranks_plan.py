@@ -21,7 +21,7 @@ from benchmarks.wire_counting import _BYTES as BYTES
 from bigbatch import Accumulator, Setup, plan
 from bigbatch.errors import ConfigurationError, RankFailed
 from bigbatch.ranks.costs import Collective, Costs, Way, costs
-from bigbatch.ranks.spreading import local
+from bigbatch.ranks.groups import local
 from bigbatch.recipes.training import train_setup
 from tests.launched import assert_ended, torchrun
 from tests.ranks import run_on_ranks
@@ -260,23 +260,6 @@ def test_a_sharded_model_cannot_be_planned_for_a_device_that_is_not_here() -> No
     for error in run_on_ranks(2, wanted_elsewhere):
         assert isinstance(error, ConfigurationError), error
         assert "memory=0.8" in str(error)
-
-
-def in_parts(_: int) -> Any:
-    """Plan a model with tensor parallelism alone."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    model = nn.Sequential(nn.Linear(4, 4))
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
-    return plan(model, lambda m, b: m(b).square().mean(), torch.randn(4, 4))
-
-
-def test_tensor_parallelism_alone_is_not_planned() -> None:
-    """Its ranks would have to make as many passes."""
-    for error in run_on_ranks(2, in_parts):
-        assert isinstance(error, ConfigurationError), error
-        assert "cannot be planned" in str(error)
 
 
 def out_of_memory(rank: int, on: tuple[int, ...]) -> Any:

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
-from bigbatch.planning.among_ranks import Company
 from bigbatch.ranks import buckets
 from bigbatch.ranks.groups import groups_of
 from bigbatch.ranks.ranks import Ranks
@@ -260,24 +259,6 @@ def test_a_loss_leaves_shards_alone_that_another_trains(sizes: list[list[int]]) 
         if isinstance(each, BaseException):
             raise each
         same(each, in_one_process(sizes))
-
-
-def largest(rank: int) -> float:
-    """Ask for the largest number, with a first layer that tensor parallelism leaves out."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensors"))
-    network = model()
-    parallelize_module(network, mesh["tensors"], {"2": ColwiseParallel()})
-    fully_shard(network, mesh=mesh["data"])
-    return Company([network]).most(float(rank))
-
-
-def test_a_plan_is_agreed_on_by_all_that_hold_a_part() -> None:
-    """Not only by those that hold a part of the first parameter."""
-    assert run_on_ranks(4, largest) == [3.0] * 4
 
 
 def failing(rank: int, how: str) -> Any:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -75,9 +74,8 @@ class Accumulator:
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN. Costs one host
             synchronisation per update; none with a fused optimizer and no scheduler.
         group: the processes that make a big batch together; by default those that the model's
-            DistributedDataParallel was made for.
-        mesh: the same as a DeviceMesh: those of its dimensions over which samples differ, without that of tensor
-            parallelism, such as `mesh["dp"]`. Where the model is sharded with `fully_shard`, its mesh is known.
+            DistributedDataParallel or `fully_shard` was made for.
+        mesh: gone: use `group`.
         overlap: have gradients reduced in each window's last backward: by DDP beside the computation, instead of
             after it; by a sharded model there alone, instead of in every backward. All ranks then need as many windows,
             and with DDP each parameter a gradient in the last micro-batch.
@@ -97,10 +95,11 @@ class Accumulator:
         counts: Callable[[Any], Any] | None = None,
         skip_nonfinite: bool = False,
         group: ProcessGroup | None = None,
-        mesh: DeviceMesh | None = None,
+        mesh: None = None,
         overlap: bool = False,
     ) -> None:
         """Check every argument; nothing is changed yet."""
+        checks.mesh(mesh)
         self._models = checks.models(model, ranks=True)
         optimizers = checks.optimizers(optimizer, self._models)
         self._steps = checks.steps(steps)
@@ -112,7 +111,7 @@ class Accumulator:
             scaler=checks.scaler(scaler),
             clip_norm=checks.clip_norm(clip_norm),
             skip_nonfinite=checks.skip_nonfinite(skip_nonfinite),
-            ranks=Ranks.of(self._models, group, mesh, overlap=checks.overlap(overlap, self._models, optimizers)),
+            ranks=Ranks.of(self._models, group, overlap=checks.overlap(overlap, self._models, optimizers)),
         )
         accepting = 'Accumulator(..., batch_norm="micro")'
         self._admission = Admission(self._models, optimizers, checks.batch_norm(batch_norm), accepting)

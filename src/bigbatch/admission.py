@@ -121,8 +121,6 @@ class Admission:
             raise
 
     def _scan(self, loss: Tensor) -> None:
-        if hasattr(loss, "device_mesh"):
-            raise LossError(checks.LOSS_IN_PARTS)
         if self._shards is None and self.reader.fresh:
             self._refuse_sharded_since()
         found = checks.scan(loss)

@@ -44,9 +44,9 @@ from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
 _ALL_RANKS_END = (
-    "out of memory in a pass through a model that is cut over ranks (fully_shard, tensor parallelism). Every pass is a "
-    "meeting of them, so this one cannot try again alone: the others wait in the midst of it, and end with an error of "
-    "their own when this process does.\n"
+    "out of memory in a pass through a model that is sharded with fully_shard. Every pass is a meeting of all ranks, "
+    "so this one cannot try again alone: the others wait in the midst of it, and end with an error of their own when "
+    "this process does.\n"
     "Take a smaller micro_batch_size, or activation checkpointing."
 )
 _OTHERS_HAVE_HEARD = (
@@ -72,8 +72,8 @@ _NONE_COUPLED = (
 )
 _WHOLE_MODELS = (
     "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and every "
-    "pass through a model that is sharded with fully_shard, or spread by tensor parallelism, is a meeting of ranks "
-    "already: micro-batches cannot wait for each other in its midst.\n"
+    "pass through a model that is sharded with fully_shard is a meeting of ranks already: micro-batches cannot wait "
+    "for each other in its midst.\n"
     "Wrap the model in DistributedDataParallel instead, freeze BatchNorm (layer.eval()), or use GroupNorm."
 )
 
@@ -135,7 +135,7 @@ class BigStep:
                 scaler=checks.scaler(scaler),
                 clip_norm=checks.clip_norm(clip_norm),
                 skip_nonfinite=self._options.skip_nonfinite,
-                ranks=Ranks.of(self._models, self._options.group, self._options.mesh),
+                ranks=Ranks.of(self._models, self._options.group),
             )
         accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
         self._admission = Admission(self._models, optimizers, self._options.batch_norm, accepting)
@@ -152,7 +152,7 @@ class BigStep:
             cuda_graph=self._options.cuda_graph,
         )
         size = checked_size(micro_batch_size, self._options)
-        if self._is_in_parts:
+        if self._is_sharded:
             refuse_for_shards(self._options, size)
         self._sizes = Sizes(size, memory, self._mover.device)
         self._habits = Habits()  # which buffers stay as they are
@@ -275,7 +275,7 @@ class BigStep:
         if not (self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)):
             if division is None or not short:
                 return False
-            if self._is_in_parts:
+            if self._is_sharded:
                 raise OutOfMemory(_ALL_RANKS_END) from error
             self._divider.shrink(division, error)
         if short:
@@ -294,12 +294,8 @@ class BigStep:
     def _is_sharded(self) -> bool:
         return self._stepper.ranks is not None and self._stepper.ranks.sharded
 
-    @property
-    def _is_in_parts(self) -> bool:
-        return self._stepper.ranks is not None and self._stepper.ranks.in_parts
-
     def _refuse_meeting_ranks(self) -> None:
-        if self._is_in_parts and self._admission.side_by_side:
+        if self._is_sharded and self._admission.side_by_side:
             raise ConfigurationError(_WHOLE_MODELS)
 
     @property

@@ -58,8 +58,8 @@ def refuse_for_shards(options: Options, size: object) -> None:
     )
     if wrong:
         msg = (
-            "every pass through a model that is sharded with fully_shard, or spread by tensor parallelism, is a "
-            f"meeting of all ranks that have a part of it, and {wrong}.\n{instead}"
+            "every pass through a model that is sharded with fully_shard is a meeting of all ranks, and "
+            f"{wrong}.\n{instead}"
         )
         raise ConfigurationError(msg)
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.ranks.groups import sharded
-from bigbatch.ranks.wrappers import data_parallel, left_out
+from bigbatch.ranks.wrappers import data_parallel, left_out, refuse_tensor_parallelism
 from bigbatch.reading.graph import edges, is_leaf, operation, saved, saved_number, saved_tensor, shape, unseen, variable
 from bigbatch.reading.terms import Term
 
@@ -42,7 +42,19 @@ def models(model: object, *, ranks: bool = False) -> tuple[nn.Module, ...]:
         raise ConfigurationError(msg)
     for module in found:
         _refuse_ranks(module, replicas=not ranks)
+    refuse_tensor_parallelism(found)
     return found
+
+
+def mesh(given: object) -> None:
+    """Refuse an argument that is gone."""
+    if given is not None:
+        msg = (
+            "mesh= is gone, and tensor parallelism with it.\n"
+            "Leave it out where the model is in DistributedDataParallel or fully_shard; else say which processes have "
+            "samples of their own:  group=mesh.get_group()"
+        )
+        raise ConfigurationError(msg)
 
 
 def _refuse_ranks(module: nn.Module, *, replicas: bool) -> None:
@@ -377,10 +389,6 @@ def scan(value: Tensor) -> Scan:
     return Scan(checkpoint, batch_norm_found, resting, alone, frozenset(leaves))
 
 
-LOSS_IN_PARTS = (
-    "this loss is a DTensor, spread over ranks, as loss_parallel() returns it.\n"
-    "Give its value, which is the same on all of them:  accumulator.backward(loss.full_tensor())"
-)
 SHARDED_SINCE = (
     "fully_shard was called on this model after the accumulator was made, and has put shards in the place of "
     "parameters that the optimizer holds: this loss reaches none of those.\n"

@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from bigbatch import checks
 from bigbatch.errors import ConfigurationError
@@ -38,8 +37,7 @@ class Options:
             and, with `lengths`, that padding does not change it. False leaves both out, but for padding that counts.
         group: the processes that make a big batch together; by default those that the model's DistributedDataParallel
             was made for.
-        mesh: the same as a DeviceMesh: those of its dimensions over which samples differ, without that of tensor
-            parallelism, such as `mesh["dp"]`. Where the model is sharded with `fully_shard`, its mesh is known.
+        mesh: gone: use `group`.
     """
 
     lengths: str | Callable[[Any], Any] | None = None
@@ -52,10 +50,11 @@ class Options:
     skip_nonfinite: bool = False
     check: bool = True
     group: ProcessGroup | None = None
-    mesh: DeviceMesh | None = None
+    mesh: None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, when it is written."""
+        checks.mesh(self.mesh)
         lengths: object = self.lengths
         if lengths is not None and not isinstance(lengths, str) and not callable(lengths):
             msg = f"lengths must be the name of a mask or a function from a batch; found {lengths!r}"

@@ -38,12 +38,6 @@ def model(found: object) -> None:
             "Setup(model=DistributedDataParallel(...)): under torchrun, gradients are shared between the ranks here, "
             "without a wrapper.\nGive the plain model, as for one process:  Setup(model=model.module, ...)"
         )
-    if any(hasattr(parameter, "device_mesh") for parameter in found.parameters()) and not sharded([found]):
-        raise ConfigurationError(
-            "Setup(model=...): this model is in parts over ranks (tensor parallelism), and `bigbatch "
-            "train` gives each rank a whole model and samples of its own.\nGive the plain model, or train it with "
-            "Accumulator(model, optimizer, ..., mesh=mesh['dp'])"
-        )
     checks.models(found, ranks=True)  # a sharded one can be planned
 
 

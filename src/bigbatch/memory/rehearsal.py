@@ -12,7 +12,7 @@ from bigbatch.memory.metering import Meter
 from bigbatch.memory.sizing import Probe
 from bigbatch.micro_steps.restoring import untouched
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
-from bigbatch.ranks.spreading import local
+from bigbatch.ranks.groups import local
 from bigbatch.reading.counts import LOW_PRECISION
 from bigbatch.windows.gradients import all_parameters
 

@@ -17,11 +17,10 @@ from bigbatch.memory.budget import human
 from bigbatch.memory.sizing import Probe
 from bigbatch.planning.report import Plan
 from bigbatch.ranks.costs import Costs, costs, gathered_at_once, of_replicas
-from bigbatch.ranks.groups import groups_of, sharded
+from bigbatch.ranks.groups import flat, groups_of, sharded
 from bigbatch.ranks.launcher import is_of_the_wire
-from bigbatch.ranks.meshes import groups_by_dimension, members, spread_parameters
 from bigbatch.ranks.replicas import within_a_replica
-from bigbatch.ranks.wrappers import data_parallel, silence
+from bigbatch.ranks.wrappers import data_parallel, members, silence
 
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
 
@@ -41,13 +40,8 @@ class Company:
         self._models, self._ranks = models, ranks
         self._wrappers = data_parallel(models)
         self._parts = sharded(models)
-        if not self._parts and next(spread_parameters(models), None) is not None:
-            raise ConfigurationError(
-                "this model is in parts over ranks (tensor parallelism) without fully_shard, and cannot be planned: "
-                "ranks would make passes through it that the others do not make.\n\n"
-                "Plan the whole model in one process, or shard it with fully_shard, too."
-            )
-        self._groups = _everyone(models) if self._parts else []
+        every = [flat(group.mesh_info.mesh) for part in self._parts for group in groups_of(part)]
+        self._groups = list({members(group): group for group in every}.values())
 
     @property
     def meets(self) -> bool:
@@ -101,7 +95,7 @@ class Company:
         if not self.meets:
             return number
         found = torch.tensor([number], dtype=torch.float64, device=self.device)
-        for group in self._groups:  # along each dimension of a mesh in turn, and so over all of it
+        for group in self._groups:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
         return float(found.item())
 
@@ -150,9 +144,3 @@ class Company:
                 f"{row.size:,}, a rank would send {human(every.sent)} and hold {human(every.gradients_held)} of "
                 f"gradients; with overlap=True, {human(once.sent)} and {human(once.gradients_held)}."
             )
-
-
-def _everyone(models: Sequence[nn.Module]) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks that any parameter is in parts over: some may be so over data alone."""
-    every = (group for _, parameter in spread_parameters(models) for group in groups_by_dimension(parameter))
-    return list({members(group): group for group in every}.values())

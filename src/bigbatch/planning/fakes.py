@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bigbatch.batches.splitting import mapped
-from bigbatch.ranks.spreading import local
+from bigbatch.ranks.groups import local
 
 
 class Fakes:

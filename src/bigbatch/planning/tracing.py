@@ -15,7 +15,7 @@ from bigbatch.errors import ConfigurationError
 from bigbatch.planning.cuda_manners import like_cuda
 from bigbatch.planning.fakes import Fakes, faked
 from bigbatch.planning.live_storages import LiveStorages
-from bigbatch.ranks.spreading import local
+from bigbatch.ranks.groups import local
 
 _BLOCK = {"cuda": 512, "cpu": 1}  # bytes that storages are rounded up to
 # cuBLAS keeps a workspace for each thread that calls it: the forward's and the backward's. 32 MiB each on Hopper,

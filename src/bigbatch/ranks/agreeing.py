@@ -1,6 +1,5 @@
 """What a rank says when its window closes, and what all of them come to."""
 
-import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -44,7 +43,6 @@ class Statement(NamedTuple):
     windows: int = 0  # made until now
     parameters: int = 0  # a number of which are trained
     weights: Count = 0.0  # one of their values, before the first window
-    whole_weights: Count = 0.0  # the same of those that ranks with other parts of the model have in common
     settings: Mapping[str, str] = _NONE  # before the first window: names in common, with what this rank has for each
     rates: float = 0.0  # a number of the learning rates
 
@@ -71,7 +69,7 @@ def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
     Where ranks cannot make one batch of what they have, all of them raise the same error.
     """
     ranks.spoken = True
-    found = _Heard(*ranks.added(_numbers(mine), device, "statement", _LOOSELY))
+    found = _Heard(*ranks.added(_numbers(mine), device, "statement"))
     _refuse(ranks, mine, found)
     if not found.several:
         _refuse_other_settings(ranks, mine, found, device)
@@ -126,20 +124,10 @@ class _Heard(NamedTuple):
     squares_of_parameters: float
     weights: float
     squares_of_weights: float
-    whole_weights: float
     settings: float
     squares_of_settings: float
     rates: float
     squares_of_rates: float
-
-
-# What ranks that hold parts of one model may have different: the loss by rounding, and weights, of which each has its
-# own. Within 1e-6: by a thousandth.
-_LOOSELY = {
-    _Heard._fields.index("loss"): 1e-6,
-    _Heard._fields.index("weights"): math.inf,
-    _Heard._fields.index("squares_of_weights"): math.inf,
-}
 
 
 def _numbers(mine: Statement) -> Sequence[Count]:
@@ -173,7 +161,6 @@ def _numbers(mine: Statement) -> Sequence[Count]:
         mine.nothings,
         float(mine.partial),
         *(number for each in (mine.windows, parameters, mine.weights) for number in (each, each * each)),
-        mine.whole_weights,
         *(number for each in (_digest(*mine.settings.values()), mine.rates) for number in (each, each * each)),
     ]
 

@@ -3,7 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from bigbatch.errors import ConfigurationError
 
 
 def sharded(models: Sequence[nn.Module]) -> list[Any]:
@@ -34,3 +38,35 @@ def whole_weights(models: Sequence[nn.Module]) -> Iterator[Tensor]:
     """Return all whole parameters that stand in for shards, those that FSDP has freed since a forward, too."""
     for each in parameters_of(sharded(models)):
         yield from tensors_of(each)[1:]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, in its own memory."""
+    if type(tensor) is Tensor:  # what it has not takes a plain tensor long to say
+        return tensor
+    whole: Any = tensor
+    return whole.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def held(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor itself, not a view of it: its version tells of whatever is added to it."""
+    found: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def flat(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return all ranks of a mesh as one group."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    world = dist.group.WORLD
+    if world is not None and mesh.size() == dist.get_world_size():
+        return world
+    if not mesh.mesh_dim_names:
+        msg = (
+            f"the mesh of fully_shard, {mesh}, has several dimensions and no names for them, which torch needs to make "
+            "one group of it.\n"
+            'Name them:  init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards"))'
+        )
+        raise ConfigurationError(msg)
+    found: dist.ProcessGroup = mesh._flatten().get_group()  # noqa: SLF001 - no public name
+    return found

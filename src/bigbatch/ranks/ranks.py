@@ -7,37 +7,36 @@ sum by that, and the gradients cross the wire once.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError, RankFailed, WindowError
-from bigbatch.ranks import meshes, sharding
+from bigbatch.ranks import sharding
 from bigbatch.ranks.alone import warn_of_others
 from bigbatch.ranks.buckets import add_up
-from bigbatch.ranks.groups import sharded, whole_weights
+from bigbatch.ranks.groups import local, sharded, whole_weights
 from bigbatch.ranks.sharding import Shards
-from bigbatch.ranks.spreading import Spread
 from bigbatch.ranks.wrappers import (
     data_parallel,
+    given_group,
     group_of,
     has_reduced,
     hooked,
     keep_quiet,
     left_out,
     let_speak,
+    members,
     refuse_cast,
     refuse_hidden_wrappers,
     refuse_hooks,
     refuse_other_group,
     refuse_overlap,
-    refuse_taken_apart,
     silence,
 )
 from bigbatch.reading.counts import LOW_PRECISION, Count
@@ -54,31 +53,16 @@ class _Header(NamedTuple):
     """What every message begins with."""
 
     failed: float = 0.0  # whether this rank has
-    elsewhere: float = 0.0  # whether its peers say something about another thing
-    unlike: float = 0.0  # whether they say other numbers
     place: float = 0.0  # what it is about
     square: float = 0.0
 
 
-_ELSE, _UNLIKE, _PLACE = (_Header._fields.index(name) for name in ("elsewhere", "unlike", "place"))
-
-
 class Ranks:
-    """One group of processes, as one of them sees it: those that have samples of their own.
+    """One group of processes, as one of them sees it: those that have samples of their own."""
 
-    Each of them may have `peers`, which hold the other parts of its model (tensor parallelism) and see the same
-    samples. They compare what they are to say, and each says it to the ranks that hold the same part as it does.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        wrappers: Sequence[DistributedDataParallel],
-        peers: dist.ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, wrappers: Sequence[DistributedDataParallel]) -> None:
         """Belong to a group; `wrappers` are what this process has its models in."""
         self.group, self._wrappers = group, list(wrappers)
-        self.peers, self.spread = peers, Spread(peers)
         self._models: Sequence[nn.Module] = ()  # whose weights nobody has sent to all
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.shards: Shards | None = None  # where every pass through the model is a meeting, and reduces by itself
@@ -94,12 +78,7 @@ class Ranks:
 
     @classmethod
     def of(
-        cls,
-        models: Sequence[nn.Module],
-        group: dist.ProcessGroup | None,
-        mesh: DeviceMesh | None = None,
-        *,
-        overlap: bool = False,
+        cls, models: Sequence[nn.Module], group: dist.ProcessGroup | None, *, overlap: bool = False
     ) -> "Ranks | None":
         """Find out which processes share the gradients of some models; None where there is only this one.
 
@@ -107,40 +86,38 @@ class Ranks:
         """
         wrappers = data_parallel(models)
         if not (dist.is_available() and dist.is_initialized()):
-            if group is not None or mesh is not None:
+            if group is not None:
                 msg = (
-                    f"{'group=' if mesh is None else 'mesh='} needs torch.distributed: call "
-                    "torch.distributed.init_process_group() first, under torchrun"
+                    "group= needs torch.distributed: call torch.distributed.init_process_group() first, under torchrun"
                 )
                 raise ConfigurationError(msg)
             warn_of_others()
             return None
-        chosen = meshes.given_group(group, mesh)
+        chosen = given_group(group)
         parts = sharded(models)
         if parts:
             sharding.refuse_loose(models)
-            shards = Shards(parts, chosen, by_mesh=mesh is not None)
-            found = cls(shards.group, (), meshes.peers(models, shards.group, mesh, sharded=True))
+            shards = Shards(parts, chosen)
+            found = cls(shards.group, ())
             found.shards, found.overlap = shards, overlap
             return found
-        if dist.get_world_size() > 1:
-            refuse_taken_apart(wrappers)
-            if not wrappers:
-                refuse_hidden_wrappers(models)
-        if chosen is None:
-            chosen = group_of(wrappers) if wrappers else meshes.this_one_alone(models)
+        if dist.get_world_size() > 1 and not wrappers:
+            refuse_hidden_wrappers(models)
+        if chosen is not None and wrappers:
+            refuse_other_group(wrappers, chosen)
         elif wrappers:
-            refuse_other_group(wrappers, chosen, by_mesh=mesh is not None)
-        peers = None if chosen is None else meshes.peers(models, chosen, mesh, sharded=False)
+            chosen = group_of(wrappers)
+        elif chosen is None:
+            warn_of_others()
         refuse_cast(wrappers)
         if overlap:
             narrow = any(p.dtype in LOW_PRECISION for model in models for p in model.parameters() if p.requires_grad)
             refuse_overlap(wrappers, narrow)
         else:
             refuse_hooks(wrappers)
-        if chosen is None or (dist.get_world_size(chosen) == 1 and peers is None):
+        if chosen is None or dist.get_world_size(chosen) == 1:
             return None
-        made = cls(chosen, wrappers, peers)
+        made = cls(chosen, wrappers)
         made.overlap = bool(overlap)
         made._models = () if wrappers else models
         return made
@@ -149,11 +126,6 @@ class Ranks:
     def sharded(self) -> bool:
         """Whether every pass through the model is a meeting of all ranks."""
         return self.shards is not None
-
-    @property
-    def in_parts(self) -> bool:
-        """Whether this rank has a part of the model alone, so that every pass is a meeting with others."""
-        return self.shards is not None or self.peers is not None
 
     def frozen(self) -> list[Tensor]:
         """Return the weights that nobody trains, and that all should have in common; but for packed ones (8 bits)."""
@@ -191,7 +163,7 @@ class Ranks:
 
         It is counted only now, so that one which was refused on one rank alone leaves numbers the same on all.
         """
-        together = meshes.members(self.group)
+        together = members(self.group)
         _made[together] += 1
         self._number = _made[together]
         keep_quiet(owner, self._wrappers)
@@ -218,68 +190,41 @@ class Ranks:
             return 0
         return sum(not has_reduced(wrapper) for wrapper in self._wrappers) + left_out(self._wrappers, trained)
 
-    def added(
-        self,
-        numbers: Sequence[Count],
-        device: torch.device,
-        about: Message,
-        loosely: Mapping[int, float] | None = None,
-    ) -> list[float]:
-        """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed.
-
-        Peers must say the same, but for those that may differ, `loosely`, by so much (see `alike`).
-        """
+    def added(self, numbers: Sequence[Count], device: torch.device, about: Message) -> list[float]:
+        """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed."""
         of = self._number * len(_MESSAGES) + _MESSAGES.index(about)
         place = float(of * _LOOPS + self.loops % _LOOPS)
-        found = self._sum(_Header(place=place, square=place * place), numbers, device, loosely=loosely)
-        self._refuse(found)
-        if not alike(self.size, found[_PLACE], found[_PLACE + 1]):
-            self.spoken = True  # all have heard that something is wrong
-            raise WindowError(_ELSEWHERE)
-        return found[len(_Header()) : len(_Header()) + len(numbers)]
-
-    def _refuse(self, found: Sequence[float]) -> None:
-        """Raise where a rank has failed, or peers are not of one mind: on all ranks, whichever it was."""
+        found = self._sum(_Header(place=place, square=place * place), numbers, device)
         header = _Header(*found[: len(_Header())])
-        if header.failed or header.elsewhere or header.unlike:
-            self.spoken = True
         if header.failed:
+            self.spoken = True  # all have heard that something is wrong
             msg = (
                 f"{header.failed:g} of {self.size} ranks failed in this window, so it cannot be made; nothing was "
                 "changed on this one. The error is in that rank's own output."
             )
             raise RankFailed(msg)
-        if header.elsewhere:
+        if not alike(self.size, header.place, header.square):
+            self.spoken = True
             raise WindowError(_ELSEWHERE)
-        if header.unlike:
-            raise WindowError(_OTHER_SAMPLES)
+        return found[len(_Header()) : len(_Header()) + len(numbers)]
 
     def fail(self, device: torch.device) -> None:
-        """Tell the others, who wait for this rank's numbers, that there will be none.
-
-        Its peers either fail in the same way, or wait for it inside the model: to them, it says nothing.
-        """
+        """Tell the others, who wait for this rank's numbers, that there will be none."""
         self.spoken = True
         self._sum(_Header(failed=1.0), (), device)
 
-    def _sum(
-        self,
-        header: "_Header",
-        numbers: Sequence[Count],
-        device: torch.device,
-        loosely: Mapping[int, float] | None = None,
-    ) -> list[float]:
+    def _sum(self, header: "_Header", numbers: Sequence[Count], device: torch.device) -> list[float]:
         device = self._wire(device)
         precise = torch.float32 if device.type == "mps" else torch.float64
-        said = [*header, *numbers, *[0.0] * (_NUMBERS - len(header) - len(numbers))]
+        rest = _NUMBERS - len(header) - len(numbers)
+        assert rest >= 0  # noqa: S101 - a longer row than others send would leave all of them waiting
+        said = [*header, *numbers, *[0.0] * rest]
         if any(isinstance(number, Tensor) for number in said):
             row = torch.zeros(_NUMBERS, dtype=precise, device=device)
             for place, number in enumerate(said):
                 row[place] = number
         else:
             row = torch.tensor(said, dtype=precise, device=device)
-        if self.peers is not None and not header.failed:
-            self._compare(row, self.peers, loosely or {})
         dist.all_reduce(row, group=self.group)
         found: list[float] = row.tolist()
         return found
@@ -287,17 +232,6 @@ class Ranks:
     def _wire(self, device: torch.device) -> torch.device:
         """Return where to send from: shards may wait in host memory, and their group may know no way from there."""
         return device if self.shards is None else self.shards.device
-
-    @staticmethod
-    def _compare(row: Tensor, peers: dist.ProcessGroup, loosely: Mapping[int, float]) -> None:
-        """Compare what this rank says with what its peers do, and note in it where they differ."""
-        both = torch.stack([row, row * row])
-        dist.all_reduce(both, group=peers)
-        ranks = dist.get_world_size(peers)
-        for place, (total, square) in enumerate(zip(*both.tolist(), strict=True)):
-            number = place - len(_Header())
-            if not alike(ranks, total, square, loosely.get(number, _SAME)):
-                row[_UNLIKE if number >= 0 else _ELSE] = 1.0
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""
@@ -324,20 +258,23 @@ class Ranks:
         return -least, most
 
     def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the norm of a gradient that is spread over ranks."""
-        return self.spread.norm(parameters, self._wire(device)).to(device)
+        """Return the norm of a gradient that is sharded: over the ranks of one replica, which has all of it."""
+        own = torch.nn.utils.get_total_norm([local(p.grad) for p in parameters if p.grad is not None])
+        wire = self._wire(device)
+        square = own.to(wire, torch.float32 if wire.type == "mps" else torch.float64).square()
+        assert self.shards is not None  # noqa: S101 - or no rank has a part of it
+        dist.all_reduce(square, group=self.shards.within)
+        return square.sqrt().to(device, own.dtype)
 
     def share_flags(self, flags: Sequence[Tensor]) -> None:
         """Have flags that are up on any rank be so on all, in place."""
         found = torch.stack([flag.to(self._wire(flags[0].device)) for flag in flags])
-        for group in (self.group, self.peers):
-            if group is not None:
-                dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         for flag, up in zip(flags, found, strict=True):
             flag.copy_(up)
 
     def failed_anywhere(self, *, here: bool, device: torch.device) -> bool:
-        """Return whether any rank has failed, this one included, peers too."""
+        """Return whether any rank has failed, this one included."""
         failed = torch.tensor(float(here), device=self._wire(device))
         self.share_flags([failed])
         return bool(failed)
@@ -384,16 +321,6 @@ _ELSEWHERE = (
     "accumulator's `over` is inside another's, every rank needs as many batches; where the model is sharded, the same "
     "steps=; where samples are coupled, every rank needs samples in each update. And every rank must have made as many "
     "accumulators and BigSteps with the others, also of those that it does not use."
-)
-
-
-_OTHER_SAMPLES = (
-    "ranks that hold parts of one model (tensor parallelism) have come to different windows: other counts, another "
-    "loss, another number of micro-batches, other settings (clip_norm, lr), or other values of parameters that each of "
-    "them has whole. Nothing was stepped.\n"
-    "Give them the same samples, by their place in the data-parallel dimension alone:\n"
-    '    rank, size = mesh["dp"].get_local_rank(), mesh["dp"].size()\n'
-    "and the same seed before the model is made, and where dropout draws."
 )
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from bigbatch.ranks.spreading import held
+from bigbatch.ranks.groups import held
 
 
 class Reached:

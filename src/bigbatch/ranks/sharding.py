@@ -2,7 +2,7 @@
 
 Gradients are reduced and sharded in every backward, so what ranks weigh their losses with must be in one unit, and all
 must make as many passes. Nothing is averaged on the way: weights say it all. Which ranks they are, and so who has
-samples of its own, is known from the mesh that `fully_shard` got; other dimensions are those of tensor parallelism.
+samples of its own, is known from the mesh that `fully_shard` got.
 """
 
 import weakref
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.ranks.groups import groups_of, parameters_of, sharded, tensors_of
-from bigbatch.ranks.meshes import flat, members
+from bigbatch.ranks.groups import flat, groups_of, parameters_of, sharded, tensors_of
 from bigbatch.ranks.replicas import replicas_of, within_a_replica
+from bigbatch.ranks.wrappers import members
 
 HOOKED = (
     "this sharded model has an all-reduce hook, set_all_reduce_hook(...), which changes what ranks have added up: over "
@@ -31,8 +31,8 @@ HOOKED = (
 class Shards:
     """The parts of a model that are sharded, and the ranks that have samples of their own (`group`)."""
 
-    def __init__(self, parts: Sequence[Any], given: dist.ProcessGroup | None, *, by_mesh: bool) -> None:
-        """Find out who they are; what was given must say the same (`by_mesh`: by `mesh=`, not by `group=`)."""
+    def __init__(self, parts: Sequence[Any], given: dist.ProcessGroup | None) -> None:
+        """Find out who they are; `given` by `group=` must say the same."""
         self.parts = parts
         self._groups = [group for part in parts for group in groups_of(part)]
         found: dict[Any, DeviceMesh] = {}
@@ -54,12 +54,10 @@ class Shards:
             raise ConfigurationError(HOOKED)
         self.device = torch.device(self._groups[0].device)  # where they compute; shards may be elsewhere
         if given is not None and members(given) != members(self.group):
-            names = ", ".join(f'"{name}"' for name in mesh.mesh_dim_names or ("dp",))
             msg = (
                 f"fully_shard adds up this model's gradients over ranks {list(members(self.group))}, so those are the "
-                f"ones that have samples of their own, and {'mesh=' if by_mesh else 'group='} says "
-                f"{list(members(given))}.\n"
-                f"Leave it out, or give what fully_shard was given, without tensor parallelism:  mesh=mesh[{names}]"
+                f"ones that have samples of their own, and group= says {list(members(given))}.\n"
+                "Leave group= out."
             )
             raise ConfigurationError(msg)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.errors import ConfigurationError
+from bigbatch.ranks.groups import groups_of, sharded
 
 # Where a graph is said to be static, DDP reduces after its first backward, whatever it was told: unless it has.
 _FIRST = "_static_graph_delay_allreduce_enqueued"
@@ -52,19 +53,25 @@ def refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
             raise ConfigurationError(msg)
 
 
-def refuse_taken_apart(wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Raise where DDP has put plain tensors in the place of parameters that tensor parallelism had spread."""
-    for wrapper in wrappers:
-        hooks = [getattr(hook, "__name__", "") for hook in wrapper.module._forward_pre_hooks.values()]  # noqa: SLF001
-        if any(hasattr(p, "_st_info") for p in wrapper.parameters()) or "_reconstruct_dtensor" in hooks:
-            msg = (
-                "this model is wrapped in DistributedDataParallel(..., device_mesh=...) over a part of a mesh, which "
-                "takes its parameters out of tensor parallelism's hands, so nobody can tell which of their numbers "
-                "other ranks have, too.\n"
-                "Give the model itself, which needs no wrapper:  "
-                'Accumulator(model, optimizer, ..., mesh=mesh["dp"]); or shard it:  fully_shard(model, mesh=mesh["dp"])'
-            )
-            raise ConfigurationError(msg)
+def refuse_tensor_parallelism(models: Sequence[nn.Module]) -> None:
+    """Raise where parameters are in parts over ranks otherwise than by fully_shard."""
+    every = [group.mesh_info.mesh for part in sharded(models) for group in groups_of(part)]
+    by_shards = [set(mesh.mesh.flatten().tolist()) for mesh in every]
+    for model in models:
+        for name, parameter in model.named_parameters():
+            spread: Any = parameter
+            ranks = set(spread.device_mesh.mesh.flatten().tolist()) if hasattr(spread, "device_mesh") else set()
+            # DDP(..., device_mesh=...) puts plain tensors in their place, and keeps what they were.
+            if (len(ranks) > 1 and ranks not in by_shards) or hasattr(spread, "_st_info"):
+                raise ConfigurationError(_IN_PARTS.format(name, f" over ranks {sorted(ranks)}" if ranks else ""))
+
+
+_IN_PARTS = (
+    "{} is in parts{}, as tensor parallelism makes it (parallelize_module, distribute_module), which bigbatch does not "
+    "support: of models in parts it trains those of fully_shard alone.\n"
+    "Leave parallelize_module out, and shard or wrap the plain model:  fully_shard(model), or "
+    "DistributedDataParallel(model)"
+)
 
 
 def refuse_hooks(wrappers: Sequence[DistributedDataParallel]) -> None:
@@ -131,11 +138,30 @@ def told(wrapper: DistributedDataParallel) -> dict[str, Any]:
     return found
 
 
+def members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group, as the world numbers them."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def given_group(group: object) -> dist.ProcessGroup | None:
+    """Return the ranks that `group=` speaks of."""
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is not None and group == outside:
+        msg = (
+            "this process is not in the group of group=: new_group(...) has returned no group here.\n"
+            "Give each process the group that it belongs to; one that trains alone needs none:  group=None"
+        )
+        raise ConfigurationError(msg)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        msg = f"group must be a torch.distributed.ProcessGroup, such as torch.distributed.group.WORLD; found {group!r}"
+        raise ConfigurationError(msg)
+    return group
+
+
 def group_of(wrappers: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
     """Return the processes that share the gradients of some wrapped models."""
     groups: list[Any] = [wrapper.process_group for wrapper in wrappers]
-    members = {tuple(sorted(dist.get_process_group_ranks(group))) for group in groups}
-    if len(members) > 1:
+    if len({members(group) for group in groups}) > 1:
         msg = (
             "these models are wrapped for different groups of processes, and one window has one big batch.\n"
             "Wrap all of them for the same group, or use an accumulator for each."
@@ -145,15 +171,14 @@ def group_of(wrappers: Sequence[DistributedDataParallel]) -> dist.ProcessGroup:
     return found
 
 
-def refuse_other_group(wrappers: Sequence[DistributedDataParallel], given: dist.ProcessGroup, *, by_mesh: bool) -> None:
-    """Raise where what was given (`by_mesh`: by `mesh=`, not by `group=`) is not what models are wrapped for."""
-    theirs, found = (sorted(dist.get_process_group_ranks(group)) for group in (group_of(wrappers), given))
+def refuse_other_group(wrappers: Sequence[DistributedDataParallel], given: dist.ProcessGroup) -> None:
+    """Raise where what was given is not what models are wrapped for."""
+    theirs, found = (list(members(group)) for group in (group_of(wrappers), given))
     if theirs != found:
-        what = "mesh=" if by_mesh else "group="
         msg = (
             f"this model is wrapped in DistributedDataParallel for ranks {theirs}, which have the same weights, and "
-            f"{what} says {found}: ranks that train together would part from the others.\n"
-            f"Leave {what} out, or wrap the model for that group:  DistributedDataParallel(model, process_group=group)"
+            f"group= says {found}: ranks that train together would part from the others.\n"
+            "Leave group= out, or wrap the model for that group:  DistributedDataParallel(model, process_group=group)"
         )
         raise ConfigurationError(msg)
 

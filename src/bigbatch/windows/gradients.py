@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
-from bigbatch.ranks.spreading import local
+from bigbatch.ranks.groups import local
 from bigbatch.reading.counts import LOW_PRECISION, Count
 
 
@@ -152,14 +152,6 @@ class Gradients:
         self._held = [p.grad for p in self.parameters]
         self._versions = [0 if g is None else g._version for g in self._held]  # noqa: SLF001 - torch's own counter
 
-    def settle(self) -> None:
-        """Add up gradients that ranks with parts of one model hold summands of, and place them as their parameters."""
-        for p in self.parameters:
-            placed: Any = p
-            gradient: Any = p.grad
-            if hasattr(gradient, "placements") and gradient.placements != placed.placements:
-                _hand(p, gradient.redistribute(placements=placed.placements))
-
     def scale(self, factor: Count) -> None:
         """Multiply all gradients."""
         if isinstance(factor, float) and factor == 1.0:
@@ -187,7 +179,14 @@ class Gradients:
 
     def sum_of_weights(self, frozen: Sequence[Tensor]) -> float:
         """Return one number of all parameters' values, by which other ones are told; this waits for a device."""
-        return sum_of_weights([*self.parameters, *frozen], self.device)
+        # Each parameter counts by its place, so that another order is told, too. bf16 would round the sums of other
+        # weights to the same, and fp16 has none so large.
+        norms = [
+            torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
+            for p in [*self.parameters, *frozen]
+        ]
+        sums: list[float] = torch.stack([each.to(self.device, torch.float32) for each in norms]).tolist()
+        return sum(place * each for place, each in enumerate(sums, 1))
 
     def dense(self) -> list[Tensor]:
         """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""
@@ -266,16 +265,3 @@ def sparing(parameters: Iterable[Tensor]) -> Iterator[None]:
 def all_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Return each parameter of the optimizers once, in order."""
     return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())
-
-
-def sum_of_weights(parameters: Sequence[Tensor], device: torch.device) -> float:
-    """Return one number of some values; each parameter counts by its place, so that another order is told, too."""
-    if not parameters:
-        return 0.0
-    # bf16 would round those of other weights to the same, and fp16 has none so large.
-    norms = [
-        torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
-        for p in parameters
-    ]
-    sums: list[float] = torch.stack([each.to(device, torch.float32) for each in norms]).tolist()
-    return sum(place * each for place, each in enumerate(sums, 1))

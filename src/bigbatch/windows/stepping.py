@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from bigbatch.errors import ConfigurationError, RankFailed, WindowDisturbed
 from bigbatch.pointing import outside
 from bigbatch.ranks.ranks import Ranks
-from bigbatch.ranks.spreading import unscale_parts
 from bigbatch.reading.counts import Count
 from bigbatch.windows.arrival import Arrival
 from bigbatch.windows.gradients import Gradients
@@ -131,7 +130,7 @@ class Stepper:
 
     def _call_hooks(self, ranks: Ranks | None, device: torch.device) -> None:
         """Call the hooks; where ranks have a norm to find together, none begins before the hooks of all have passed."""
-        waiting = ranks if ranks is not None and ranks.in_parts else None
+        waiting = ranks if ranks is not None and ranks.sharded else None
         self._doing = "hook"
         try:
             for hook in list(self.hooks.values()):
@@ -150,7 +149,7 @@ class Stepper:
             raise RankFailed(msg)
 
     def _norm(self, gradients: Gradients) -> Tensor:
-        if self.ranks is not None and self.ranks.in_parts:
+        if self.ranks is not None and self.ranks.sharded:
             return self.ranks.norm(gradients.parameters, gradients.device)
         return gradients.norm()
 
@@ -203,9 +202,6 @@ class Stepper:
     def _unscale(self, active: Sequence[Optimizer]) -> None:
         """Divide the loss scale out, once; an inf anywhere skips all optimizers of the window."""
         assert self.scaler is not None  # noqa: S101 - the caller has looked
-        if self.ranks is not None and self.ranks.in_parts:
-            unscale_parts(self.scaler, active, self.ranks.share_flags)
-            return
         for optimizer in active:
             self.scaler.unscale_(optimizer)
         if len(active) > 1 and self.scaler.is_enabled():
@@ -225,7 +221,7 @@ class Stepper:
             nonfinite = None
         handed: dict[str, Tensor] = {}
         corrected = isinstance(factor, Tensor) or factor != 1.0
-        sharded = self.ranks is not None and self.ranks.in_parts  # a kernel over shards takes no plain number
+        sharded = self.ranks is not None and self.ranks.sharded  # a kernel over shards takes no plain number
         if fused and corrected and not sharded and _all_float32(gradients):  # the kernel divides by it on its way
             scale = 1.0 / factor
             handed["grad_scale"] = (

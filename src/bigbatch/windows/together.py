@@ -13,7 +13,7 @@ from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.reaching import Reached
 from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.reading.terms import Term
-from bigbatch.windows.gradients import Gradients, sum_of_weights
+from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger
 from bigbatch.windows.one_loss import shown
 from bigbatch.windows.settings import rates_in_one, settings
@@ -85,13 +85,12 @@ def statement(
         overlapped=ranks.reduced and not ranks.sharded and ledger.micro_batches > 0,
         sparse=sum(p.grad is not None and p.grad.is_sparse for p in gradients.parameters) if ranks.adds_up else 0,
         hooked=ranks.hooked,
-        hooks=bool(stepper.hooks) or ranks.peers is not None,  # who must say the same, and may have other ones
+        hooks=bool(stepper.hooks),
         nothings=ledger.nothings,
         partial=partial,
         windows=ranks.windows % _FEW,
         parameters=gradients.which(),
         weights=0.0 if ranks.windows or ranks.sharded else gradients.sum_of_weights(ranks.frozen()),
-        whole_weights=_whole_weights(ranks, gradients),
         settings={} if ranks.windows else settings(stepper, gradients.dtype),
         rates=rates_in_one(stepper.optimizers),
     )
@@ -104,13 +103,6 @@ def _form(ledger: Ledger) -> str:
     names = "its terms" if ledger.totals is not None else ", ".join(ledger.names)  # counted in advance by place alone
     factors = ledger.factors or []
     return f"{names} times {' and '.join(map(shown, factors))}" if any(factors) else names
-
-
-def _whole_weights(ranks: Ranks, gradients: Gradients) -> float:
-    """Return one number of what ranks with other parts of the model should have in common, before the first window."""
-    if ranks.windows or ranks.peers is None:
-        return 0.0
-    return sum_of_weights(ranks.spread.held_by_all(gradients.parameters), gradients.device)
 
 
 def begin(ranks: Ranks, device: torch.device, *, has_batches: bool) -> None:

@@ -366,7 +366,6 @@ class Window:
         try:
             if together.counted(agreement, ledger):
                 if ranks.adds_up:
-                    gradients.settle()
                     together.fill(ranks, gradients, agreement)
                 correction = self._starts.correction(of_all=True)
                 if agreement.kind == "mean":
