@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch import checks
 from bigbatch.errors import ConfigurationError, LossError
-from bigbatch.ranks.groups import sharded
+from bigbatch.ranks.launcher import started
 
 LOSS_FN = "    loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 _CALLS = {"loss_fn": "model, batch", "collate": "samples", "evaluate": "model", "counts": "batch"}
@@ -33,20 +33,23 @@ def model(found: object) -> None:
             f"Setup(model={_shown(found)}): model is an nn.Module; this is {_kind(found)}.\n"
             "For example:  model=nn.Linear(10, 2)"
         )
-    if isinstance(found, DistributedDataParallel) and found.process_group.size() > 1:
+    spread = isinstance(found, DistributedDataParallel) and found.process_group.size() > 1
+    if spread or any(hasattr(parameter, "device_mesh") for parameter in found.parameters()):
         raise ConfigurationError(
-            "Setup(model=DistributedDataParallel(...)): under torchrun, gradients are shared between the ranks here, "
-            "without a wrapper.\nGive the plain model, as for one process:  Setup(model=model.module, ...)"
+            f"Setup(model={type(found).__name__}(...)): a Setup is run by one process, and this model is spread over "
+            "several (DDP, fully_shard, tensor parallelism).\n"
+            "Give the plain model. Over several devices, train in a loop of your own, as examples/ranks/ddp.py does."
         )
-    checks.models(found, ranks=True)  # a sharded one can be planned
+    checks.models(found, ranks=True)
 
 
-def refuse_shards(found: nn.Module) -> None:
-    """Refuse to train what is sharded: `bigbatch train` has whole models on every rank."""
-    if sharded([found]):
+def refuse_launcher(command: str) -> None:
+    """Refuse to run a command where torchrun has started several processes."""
+    if started() > 1:
         raise ConfigurationError(
-            "Setup(model=...): this model is sharded with fully_shard, and `bigbatch train` has all of it on every "
-            "rank.\nTrain it in a loop of your own, as examples/ranks/fsdp2.py does; `bigbatch plan` tells its costs."
+            f"`bigbatch {command}` runs in one process, and torchrun has started {started()}.\n"
+            f"Type `bigbatch {command} FILE.py` without torchrun. To train on several devices, start from "
+            "examples/ranks/ddp.py, or examples/ranks/fsdp2.py for a sharded model."
         )
 
 

@@ -17,7 +17,7 @@ from bigbatch.cli.several import is_a_further_one
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
 
-ALONE = {"lint", "verify"}  # what one process does, however many torchrun has started
+ALONE = {"lint", "plan", "verify"}  # what one process does, however many torchrun has started
 
 
 class Commands(TyperGroup):

@@ -31,12 +31,9 @@ class Stage:
         gradient_dtype: torch.dtype | None,
         device: torch.device,
         limit: int | None,
-        *,
-        meeting: bool = False,
     ) -> None:
-        """Set it up; `limit` is what may be held, in bytes. Where passes are `meeting`s of ranks, all make as many."""
+        """Set it up; `limit` is what may be held, in bytes."""
         self._models, self._optimizers, self._gradient_dtype, self._device = models, optimizers, gradient_dtype, device
-        self._meeting = meeting
         # A host hands out memory that is only taken when it is written to: state to come is added, not made.
         awaited = 0
         if device.type != "cuda":
@@ -64,7 +61,7 @@ class Stage:
         _, peak = self._meter(run)
         # Timed apart: the first time of a shape is slow, and so is a CPU under the meter.
         seconds = self._timed(run)
-        for _ in range(_REPEATS if self._meeting or seconds < _SHORT else 0):
+        for _ in range(_REPEATS if seconds < _SHORT else 0):
             seconds = min(seconds, self._timed(run))
         del company
         return Probe(size, peak.reserved, seconds)

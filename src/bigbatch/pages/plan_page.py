@@ -9,13 +9,11 @@ from bigbatch.memory.sizing import TIE
 from bigbatch.pages.markup import Html, element, paragraphs, table
 from bigbatch.pages.page import code, figures, opening, page, section
 from bigbatch.pages.plots import ACCENT, BAD, INK, MUTED, PAPER, SECOND, SHADE, beside, figure, legend
-from bigbatch.planning.report import RANKS_COLUMNS, Plan, Row, ranks_headline, ranks_rows
-from bigbatch.ranks.costs import Costs
+from bigbatch.planning.report import Plan, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SUM = RANKS_COLUMNS.index("in all")
 _HEADROOM = 1.18  # above the highest thing drawn
 _FAR = 2.5  # times the highest peak: a budget above is named at the edge, or all peaks would lie on the ground
 _STEEP = 10.0  # the slowest to the fastest: beyond, times are drawn by their ratios
@@ -39,7 +37,6 @@ def plan_page(plan: Plan, *, name: str, next_step: tuple[str, str]) -> str:
         *why,
         *drawn,
         section("Every size that was tried", _table(plan)),
-        *([_ranks(plan.ranks)] if plan.ranks is not None else []),
         *notes,
         section("Next", code(command), element("p", f"{reason[0].upper()}{reason[1:]}.")),
     )
@@ -79,15 +76,6 @@ def _table(plan: Plan) -> Html:
     kept = [at for at, column in enumerate(zip(*rows, strict=True)) if any(column)]
     caption = f"Micro-batch sizes for a batch of {plan.batch_size:,}"
     return table([head[at] for at in kept], [[row[at] for at in kept] for row in rows], caption=caption, marks=marks)
-
-
-def _ranks(costs: Costs) -> Html:
-    """Show what ranks send each other, and what they hold, by when gradients are reduced."""
-    # Without their sum, it fits the screen of a telephone but for its last word.
-    head, *rows = ([cell for at, cell in enumerate(row) if at != _SUM] for row in (RANKS_COLUMNS, *ranks_rows(costs)))
-    marks = ["chosen" if way.how == "the default" else None for way in costs.ways]
-    made = table(head, rows, caption=ranks_headline(costs), marks=marks)
-    return section("Between ranks", paragraphs(costs.notes), made)
 
 
 def _peak(row: Row) -> int | None:

@@ -1,7 +1,7 @@
 """Plan a batch: which size of micro-batch, how many steps, what it takes."""
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -24,14 +24,15 @@ from bigbatch.memory.rehearsal import Stage
 from bigbatch.memory.sizing import MARGIN, Choice, Probe, choose, even_sizes
 from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
 from bigbatch.own_loss import own_loss
-from bigbatch.planning.among_ranks import Company
 from bigbatch.planning.coupled import awake_norms, coupled_notes, single_samples
 from bigbatch.planning.report import REFUSED, Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
 from bigbatch.planning.waiting import Asking, Saved, Waiting, saved
 from bigbatch.planning.waiting import bytes_of as samples_of
+from bigbatch.ranks.wrappers import data_parallel, silence
 from bigbatch.wording import speaking_of
 
+_DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
 _FURTHER = 3  # probes where others wait beside
 TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 
@@ -53,13 +54,12 @@ def plan(
     model, gradients, buffers, optimizer and random generators as they were. Where the memory asked for is not there (a
     CPU alone and a GPU's bytes, or more bytes than this GPU has), it predicts by tracing.
 
-    Of a model in DDP or sharded with `fully_shard` it says what ranks send in an update, and what they hold of the
-    gradients, by when these are reduced. Every pass through a sharded model is a meeting: call it on all ranks.
+    A model in DDP is planned by each rank alone; one that is sharded with `fully_shard` is planned before that.
 
     Args:
         model: on its device; one or several, as `loss_fn` takes them.
         loss_fn: called as `loss_fn(model, micro_batch)`; None: `model(**micro_batch).loss`.
-        batch: all samples of one update, on any device; over several ranks, this rank's part.
+        batch: all samples of one update, on any device; in DDP, this rank's part.
         optimizer: whose state is to fit, too. It need not have stepped.
         memory: a fraction, bytes or text such as "24GiB"; None: what this process holds and what is free.
     """
@@ -74,30 +74,46 @@ def make_plan(
     optimizer: Any = None,
     memory: float | str | None = None,
     on_probe: Callable[[int], None] | None = None,
-    ranks: int = 1,
 ) -> Plan:
-    """Plan, and tell `on_probe` the size of each probe before it is made.
-
-    `ranks` is how many share the gradients of a model that is not wrapped.
-    """
+    """Plan, and tell `on_probe` the size of each probe before it is made."""
     models = checks.models(model, ranks=True)
     optimizers = () if optimizer is None else checks.optimizers(optimizer, models)
-    company = Company(models, ranks)
-    device = company.device or _device(models)
+    _refuse_parts(models)
+    device = _device(models)
     loss, asking = loss_fn or own_loss, Asking(models)
-    work = _Work(model, models, optimizers, loss, Batch.of(batch), on_probe or (lambda _: None), company, asking)
+    work = _Work(model, models, optimizers, loss, Batch.of(batch), on_probe or (lambda _: None), asking)
     budget, tracing = bytes_of(memory, device), memory is not None and _must_trace(memory, device)
-    if tracing:
-        company.refuse_tracing()
-    budget = -int(company.most(-budget))  # that of the rank which has least
     randomness = Randomness(devices_of(models))  # a trace, too, runs the user's code, and that of optimizers
     try:
-        with company.quiet():
+        with _without_reduction(models):
             found, waiting = _traced(work, budget, device) if tracing else _measured(work, budget, device)
         said = coupled_notes(models, found, inside=work.asking.inside, waiting=waiting)
-        return replace(found, notes=(*found.notes, *said), ranks=company.costs(found))
+        return replace(found, notes=(*found.notes, *said))
     finally:
         randomness.restore()
+
+
+def _refuse_parts(models: Sequence[nn.Module]) -> None:
+    """Refuse models whose every pass needs other ranks, which do not plan."""
+    if any(hasattr(parameter, "device_mesh") for model in models for parameter in model.parameters()):
+        raise ConfigurationError(
+            "plan measures in one process, and this model is cut over several ranks (fully_shard, tensor parallelism)."
+            '\n\nPlan it before it is cut; without the GPU, too:  plan(model, loss_fn, batch, memory="24GiB")'
+        )
+
+
+@contextmanager
+def _without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, DDP neither reduces nor broadcasts; afterwards it goes on as before."""
+    wrappers = data_parallel(models)
+    before = [{name: getattr(wrapper, name, None) for name in _DDP} for wrapper in wrappers]
+    for wrapper in wrappers:
+        silence(wrapper)
+    try:
+        yield
+    finally:
+        for wrapper, settings in zip(wrappers, before, strict=True):
+            vars(wrapper).update(settings)
 
 
 @dataclass(frozen=True)
@@ -110,7 +126,6 @@ class _Work:
     loss: Callable[[Any, Any], Any]
     batch: Batch
     on_probe: Callable[[int], None]
-    company: Company
     asking: Asking
 
     @property
@@ -126,12 +141,7 @@ class _Work:
     def waiting(self, saved: Saved, *, copied: bool) -> Waiting:
         """Say what waits, by what is saved of a micro-batch; samples do where they are `copied` to a device."""
         samples = samples_of(self.batch.take(slice(None))) if copied else 0
-        return Waiting(saved, samples, self.largest, limited=self.norms)
-
-    @property
-    def largest(self) -> int:
-        """Samples in the batch; where ranks meet, in the largest part of it."""
-        return int(self.company.most(self.batch.size))
+        return Waiting(saved, samples, self.batch.size, limited=self.norms)
 
 
 def _must_trace(memory: float | str, device: torch.device) -> bool:
@@ -146,15 +156,11 @@ def _measured(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Wai
     # Gradients are there whether an optimizer is given or not; one without state stands in for it.
     trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
     optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
-    meets = work.company.meets
-    # One rank that stops alone would leave the others waiting.
-    limit = None if meets else min(budget, room(device).reachable)
-    stage = Stage(work.models, optimizers, torch.float32, device, limit, meeting=meets)
+    stage = Stage(work.models, optimizers, torch.float32, device, min(budget, room(device).reachable))
     mover, alone = Mover(device), Lone(work.models, device)
     admission = Admission(work.models, optimizers, "exact", "")
     refusals: list[str] = []
     held, while_stepping = _held(work.models, optimizers, device)
-    held = int(work.company.most(held))
 
     def probe(size: int) -> Probe:
         def run() -> None:
@@ -171,11 +177,9 @@ def _measured(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Wai
         if seen.peak_bytes is not None:
             # The step of the optimizer comes after, when activations are gone: a phase of its own.
             seen = replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
-        return work.company.agreed(seen)
+        return seen
 
-    def weigh(size: int) -> Waiting | None:
-        if meets:
-            return None  # shards do not run in lock-step
+    def weigh(size: int) -> Waiting:
         found: list[Saved] = []
         samples = work.batch.take(slice(0, size))
 
@@ -187,8 +191,6 @@ def _measured(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Wai
             alone.run(run, size)
         return work.waiting(found[0], copied=device.type == "cuda")
 
-    if meets:
-        probe(1)  # what FSDP makes in its first pass it keeps, emptied: it would be counted as held
     on_cuda = device.type == "cuda"
     found = _search(work, probe, budget, MARGIN, weigh, elsewhere=on_cuda)
     made = found.plan(
@@ -301,12 +303,12 @@ def _search(
     probe: Callable[[int], Probe],
     budget: int,
     margin: float,
-    weigh: Callable[[int], Waiting | None],
+    weigh: Callable[[int], Waiting],
     *,
     elsewhere: bool,
 ) -> _Found:
     seen: list[Probe] = []
-    largest = work.largest
+    largest = work.batch.size
 
     def observed(size: int) -> Probe:
         work.on_probe(size)
@@ -324,7 +326,7 @@ def _search(
             choice = replace(choice, size=choice.largest, probes=untimed)
         if choice.steps > 1 and work.waits:
             waiting = weigh(choice.size)
-            if waiting is not None and elsewhere:
+            if elsewhere:
                 choice = _leaving_room(choice, waiting, observed)
     probes = tuple(sorted(seen, key=lambda each: each.size))
     return _Found(largest, budget, int(budget * (1 - margin)), probes, choice, waiting, elsewhere)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from bigbatch.memory.budget import human
 from bigbatch.memory.sizing import TIE, Choice
-from bigbatch.ranks.costs import Costs
 
 _MOST = 0.5  # of the room for samples: one sample that takes this much leaves no choice
 _MANY_STEPS = 16
@@ -46,14 +45,10 @@ class Plan:
     rows: tuple[Row, ...]
     advice: tuple[str, ...]
     notes: tuple[str, ...]
-    ranks: Costs | None = None  # what the update costs, where several share it; sizes are then of each rank's part
 
     def __str__(self) -> str:
         """Return the table, the recommendation and the advice."""
-        said = [self.headline(), "", *table(self.rows, self.size), ""]
-        if self.ranks is not None:
-            said += [ranks_headline(self.ranks), "", *ranks_table(self.ranks), "", *self.ranks.notes]
-        return "\n".join([*said, *self.advice, *self.notes])
+        return "\n".join([self.headline(), "", *table(self.rows, self.size), "", *self.advice, *self.notes])
 
     @property
     def refused(self) -> bool:
@@ -63,7 +58,7 @@ class Plan:
     def headline(self) -> str:
         """Say the recommendation in one line."""
         inside = f"within {human(self.budget)} on {self.device}"
-        batch = f"{self.batch_size:,}" + (f" on each of {self.ranks.ranks:,} ranks" if self.ranks else "")
+        batch = f"{self.batch_size:,}"
         if self.size is None:
             return f"Not one sample of this batch of {batch} fits {inside}."
         if self.steps == 1:
@@ -84,45 +79,12 @@ def table(rows: Sequence[Row], chosen: int | None) -> list[str]:
     return _lines([column for column in zip(*cells, strict=True) if any(column[1:])])
 
 
-def ranks_headline(costs: Costs) -> str:
-    """Say what the table of costs is of."""
-    often = "1 micro-batch" if costs.micro_batches == 1 else f"{costs.micro_batches:,} micro-batches"
-    return (
-        f"In an update of {often}, each of {costs.ranks:,} ranks sends these bytes for weights and for gradients, "
-        "and receives as many; held is what it keeps of gradients:"
-    )
-
-
-RANKS_COLUMNS = ("reduced", "weights", "gradients", "in all", "held", "")
-
-
-def ranks_rows(costs: Costs) -> list[tuple[str, ...]]:
-    """Return a line of cells for every way of reducing gradients, under `RANKS_COLUMNS`."""
-    return [
-        (
-            way.name,
-            *(human(size) for size in (way.weights_sent, way.gradients_sent, way.sent, way.gradients_held)),
-            way.how,
-        )
-        for way in costs.ways
-    ]
-
-
-def ranks_table(costs: Costs) -> list[str]:
-    """Return the lines of the table of costs."""
-    columns = list(zip(RANKS_COLUMNS, *ranks_rows(costs), strict=True))
-    return _lines(columns, words=(0, len(columns) - 1))
-
-
-def _lines(columns: Sequence[tuple[str, ...]], words: Sequence[int] = ()) -> list[str]:
+def _lines(columns: Sequence[tuple[str, ...]]) -> list[str]:
     """Put columns side by side: numbers to the right, words to the left."""
     widths = [max(map(len, column)) for column in columns]
     aligned = [
-        [
-            cell.ljust(width) if place in words or cell.startswith(("<-", "does")) else cell.rjust(width)
-            for cell in column
-        ]
-        for place, (column, width) in enumerate(zip(columns, widths, strict=True))
+        [cell.ljust(width) if cell.startswith(("<-", "does")) else cell.rjust(width) for cell in column]
+        for column, width in zip(columns, widths, strict=True)
     ]
     return ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from bigbatch import setup_checks
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.recipes.feeding import Feed
 from bigbatch.recipes.launching import Place
@@ -66,7 +65,6 @@ def train_setup(
     At a `place` among several processes each trains on its part of every batch, to the weights that one process would
     have come to. What the user's own code raises comes out as a `UserCodeError` that says which call it was.
     """
-    setup_checks.refuse_shards(setup.model)
     share = None if place is None else Share(replace(setup, collate=list), place)  # a feed collates
     device = next((parameter.device for parameter in setup.model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
