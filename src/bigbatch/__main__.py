@@ -1,4 +1,4 @@
-"""`python -m bigbatch`, for launchers that start a module: `torchrun --nproc-per-node 2 -m bigbatch train FILE.py`."""
+"""`python -m bigbatch`, as `bigbatch`."""
 
 from bigbatch.cli import app
 

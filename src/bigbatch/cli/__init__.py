@@ -3,6 +3,7 @@
 Nothing here imports torch before a command runs, so that `bigbatch --help` answers at once.
 """
 
+import os
 import sys
 from importlib import metadata
 from typing import Annotated, Any
@@ -13,11 +14,8 @@ from typer.core import TyperGroup
 from bigbatch.cli.failures import usage_errors_as_text
 from bigbatch.cli.lint import lint
 from bigbatch.cli.plan import plan
-from bigbatch.cli.several import is_a_further_one
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
-
-ALONE = {"lint", "plan", "verify"}  # what one process does, however many torchrun has started
 
 
 class Commands(TyperGroup):
@@ -60,14 +58,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def bigbatch(
-    context: typer.Context,
     version: Annotated[  # noqa: ARG001 - acted on by its callback
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
     ] = False,
 ) -> None:
     """The batch you want, in the memory you have, with the same gradients."""
-    if context.invoked_subcommand in ALONE and is_a_further_one():
-        raise typer.Exit  # the first one says it all
+    if "MASTER_ADDR" in os.environ and os.environ.get("RANK", "0") != "0":
+        raise typer.Exit  # every command is one process's work: of several that torchrun has started, the first's
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show × or ± gets a question mark instead of a traceback.
         if hasattr(stream, "reconfigure"):

@@ -26,10 +26,6 @@ _OURS = Path(__file__).parent.parent
 _PYTHONS = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
 _MEMORY = "A smaller micro_batch_size needs less memory and gives the same gradients."
-_JOINED = (
-    "The processes that torchrun has started are joined before setup() is called. Take init_process_group() out of the "
-    "file, or write before it\n    if not dist.is_initialized():"
-)
 _EXIT = 'It ended the program. Put what is not to run here under  if __name__ == "__main__":'
 
 
@@ -47,11 +43,8 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def errors_as_text(whose: str = "") -> Iterator[None]:
-    """Show refusals, failures of a user's code and warnings as text; what is left is a bug, and has its traceback.
-
-    Of several processes, `whose` names the one that speaks.
-    """
+def errors_as_text() -> Iterator[None]:
+    """Show refusals, failures of a user's code and warnings as text; what is left is a bug, and has its traceback."""
     from bigbatch.errors import BigBatchError, ConfigurationError
     from bigbatch.recipes.user_code import UserCodeError
 
@@ -63,11 +56,9 @@ def errors_as_text(whose: str = "") -> Iterator[None]:
             message, _, hint = str(error).partition("\n")
             theirs = [frame for frame in extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
             where = f"{_place(theirs[-1])}: " if theirs else ""
-            fail(
-                whose + where + message, hint.strip("\n"), MISUSED if isinstance(error, ConfigurationError) else FAILED
-            )
+            fail(where + message, hint.strip("\n"), MISUSED if isinstance(error, ConfigurationError) else FAILED)
         except UserCodeError as error:
-            _fail_in_their_code(error, whose)
+            _fail_in_their_code(error)
 
 
 @contextmanager
@@ -82,7 +73,7 @@ def usage_errors_as_text() -> Iterator[None]:
         fail(error.format_message(), f"`{command} --help` shows what there is.")
 
 
-def _fail_in_their_code(error: "UserCodeError", whose: str) -> NoReturn:
+def _fail_in_their_code(error: "UserCodeError") -> NoReturn:
     """Show the traceback of what a user's code raised, then what was being called, and where it broke."""
     cause = error.__cause__ or error
     shown = TracebackException.from_exception(cause)
@@ -94,7 +85,7 @@ def _fail_in_their_code(error: "UserCodeError", whose: str) -> NoReturn:
     if left_out:
         places.append(f"{left_out} call{'s' if left_out > 1 else ''} inside libraries not shown")
     where = f" ({'; '.join(places)})" if places else ""
-    fail(f"{whose}{error}{where}", _hint(cause), FAILED)
+    fail(f"{error}{where}", _hint(cause), FAILED)
 
 
 def _hint(cause: BaseException) -> str:
@@ -102,8 +93,6 @@ def _hint(cause: BaseException) -> str:
 
     if isinstance(cause, torch.OutOfMemoryError):
         return _MEMORY
-    if isinstance(cause, ValueError) and "process group twice" in str(cause):
-        return _JOINED
     return _EXIT if isinstance(cause, SystemExit) else ""
 
 

@@ -1,6 +1,5 @@
 """What the commands share of the terminal: results on stdout, everything else on stderr, lines that fit."""
 
-import os
 import shutil
 import sys
 import textwrap
@@ -44,24 +43,17 @@ def paragraph(console: Console, text: str) -> None:
     console.print(wrapped(text, console.width), markup=False, soft_wrap=True)
 
 
-def next_step(console: Console, arguments: str, why: str, ranks: int = 1) -> None:
+def next_step(console: Console, arguments: str, why: str) -> None:
     """The next thing worth typing, whole on its line, as the last of a report."""
-    command = f"Next: {typed(arguments, ranks)}"
+    command = f"Next: {typed(arguments)}"
     fits = len(command) + len(why) + len("  ()") <= min(console.width, READABLE)
     console.print(f"{command}  ({why})" if fits else command, markup=False, soft_wrap=True)
     if not fits:
         paragraph(console, f"({why})")
 
 
-def typed(arguments: str, ranks: int = 1) -> str:
-    """A command as it can be typed here: under `make`, the environment is not active and needs its path.
-
-    Several ranks are started by torchrun, as this one was.
-    """
-    if ranks > 1:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        nodes = f"--nnodes {ranks // here} --rdzv-backend c10d --rdzv-endpoint HOST:29500 " if here < ranks else ""
-        return f"torchrun {nodes}--nproc-per-node {here} -m bigbatch {arguments}"
+def typed(arguments: str) -> str:
+    """A command as it can be typed here: under `make`, the environment is not active and needs its path."""
     started = Path(sys.argv[0])
     if started.name == "bigbatch" and shutil.which("bigbatch") is None:
         return f"{started} {arguments}"
@@ -76,8 +68,8 @@ def hidden(bar: Progress) -> Iterator[None]:
     bar.start()
 
 
-def progress(*, quiet: bool = False) -> Progress:
-    """A bar on stderr that leaves nothing behind; there is none where stderr is no terminal, or it is to be `quiet`."""
+def progress() -> Progress:
+    """A bar on stderr that leaves nothing behind; there is none where stderr is no terminal."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -86,5 +78,5 @@ def progress(*, quiet: bool = False) -> Progress:
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=quiet or not console.is_terminal,
+        disable=not console.is_terminal,
     )

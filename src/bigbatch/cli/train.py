@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigbatch.cli.several import one_of_several
+from bigbatch.cli.failures import errors_as_text
 from bigbatch.cli.terminal import hidden, progress, results
 
 if TYPE_CHECKING:
-    from bigbatch.recipes.launching import Place
     from bigbatch.recipes.recipe import Recipe
     from bigbatch.recipes.training import Training
 
@@ -43,12 +42,13 @@ def train(  # noqa: PLR0917 - typer calls it, by name
 
     adamw: their second example, AdamW with clipping, batches of 32 accumulated 4 times.
 
-    FILE.py: your own, a file whose function setup() returns a bigbatch.Setup. On several devices:
-    torchrun --nproc-per-node 2 -m bigbatch train FILE.py
+    FILE.py: your own, a file whose function setup() returns a bigbatch.Setup.
     """
-    from bigbatch.errors import ConfigurationError
+    with errors_as_text():
+        from bigbatch.errors import ConfigurationError
+        from bigbatch.setup_checks import refuse_launcher
 
-    with one_of_several(seed or 0) as place:
+        refuse_launcher("train")
         if clip is not None and not (math.isfinite(clip) and clip > 0):
             raise ConfigurationError(
                 f"--clip {clip:g}: the largest norm of a gradient is a positive number\n--clip 1.0 is the usual one"
@@ -59,17 +59,12 @@ def train(  # noqa: PLR0917 - typer calls it, by name
                     "--seeds is for recipes; a file is trained once\n"
                     f"`bigbatch train {what} --seed {seeds}` trains it with another seed"
                 )
-            _train_file(Path(what), clip, epochs, seed or 0, as_json, place)
+            _train_file(Path(what), clip, epochs, seed or 0, as_json)
         else:
             if seed is not None:
                 raise ConfigurationError(
                     "--seed is for files; a recipe runs seeds 0, 1, 2, ...\n"
                     f"`bigbatch train {what} --seeds 5` runs the first five"
-                )
-            if place is not None:
-                raise ConfigurationError(
-                    f"a recipe is trained by one process, and here are {place.size}\n"
-                    f"Without torchrun:  bigbatch train {what}"
                 )
             _train_recipe(_recipe(what), clip, epochs, seeds or DEFAULT_SEEDS, as_json)
 
@@ -118,10 +113,8 @@ def _train_recipe(recipe: "Recipe", clip: float | None, epochs: int | None, seed
         print_comparison(comparison, results(), clipped=clip is not None)
 
 
-def _train_file(  # noqa: PLR0917 - what was typed, in its order
-    path: Path, clip: float | None, epochs: int | None, seed: int, as_json: bool, place: "Place | None"
-) -> None:
-    """Train what the file's setup() returns, under a progress bar; of several processes, the first reports.
+def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, as_json: bool) -> None:
+    """Train what the file's setup() returns, under a progress bar.
 
     Each epoch as soon as it is done: a log shows how far it has come, and what was done before it is stopped.
     """
@@ -132,26 +125,23 @@ def _train_file(  # noqa: PLR0917 - what was typed, in its order
     from bigbatch.recipes.training import expected_updates, train_setup
 
     torch.manual_seed(seed)
-    speaks = place is None or place.speaks
     console = results()
     # What their code prints must not stand among the JSON.
-    with redirect_stdout(sys.stderr) if as_json and speaks else nullcontext():
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
         setup = read_setup(path)
         setup = dataclasses.replace(setup, epochs=epochs or setup.epochs, clip_norm=clip or setup.clip_norm)
-        with progress(quiet=not speaks) as bar:
+        with progress() as bar:
             task = bar.add_task(path.name, total=expected_updates(setup))
 
             def on_update(epoch: int) -> None:
                 bar.update(task, advance=1, description=f"epoch {epoch} of {setup.epochs}")
 
             def on_epoch(training: "Training") -> None:
-                if speaks and not as_json:
+                if not as_json:
                     with hidden(bar):
                         print_epoch(training, path, seed, console)
 
-            training = train_setup(setup, on_update=on_update, on_epoch=on_epoch, place=place)
-    if not speaks:
-        return
+            training = train_setup(setup, on_update=on_update, on_epoch=on_epoch)
     if as_json:
         _print_json({"file": str(path), "seed": seed, **dataclasses.asdict(training)})
     else:

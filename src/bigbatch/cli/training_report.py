@@ -39,17 +39,16 @@ def print_end(training: Training, path: Path, seed: int, console: Console) -> No
     for sentence in _remarks(training):
         paragraph(console, sentence)
     again = f"train {shlex.quote(str(path))} --seed {seed + 1}"
-    next_step(console, again, "how much of this is luck?", training.ranks)
+    next_step(console, again, "how much of this is luck?")
 
 
 def _print_headline(training: Training, path: Path, seed: int, console: Console) -> None:
     steps = f"{training.micro_batch_size} × {training.steps}"
-    if training.micro_batch_size * training.steps * training.ranks != training.batch_size:
+    if training.micro_batch_size * training.steps != training.batch_size:
         steps = f"up to {steps}"
     clipped = f", clipped at {training.clip_norm:g}" if training.clip_norm is not None else ""
-    ranks = f" on each of {training.ranks} ranks" if training.ranks > 1 else ""
-    meets = ", in lock-step" if training.lock_step and training.steps * training.ranks > 1 else ""
-    paragraph(console, f"{path.name}: batch {training.batch_size} = {steps}{ranks}{meets}{clipped}, seed {seed}")
+    meets = ", in lock-step" if training.lock_step and training.steps > 1 else ""
+    paragraph(console, f"{path.name}: batch {training.batch_size} = {steps}{meets}{clipped}, seed {seed}")
     console.print()
 
 

@@ -1,4 +1,4 @@
-"""Train a user's `Setup`, alone or as one of several processes."""
+"""Train a user's `Setup`."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -10,8 +10,6 @@ import torch
 
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.recipes.feeding import Feed
-from bigbatch.recipes.launching import Place
-from bigbatch.recipes.sharing import Share
 from bigbatch.recipes.updating import InLockStep, LossAsks, Way, way_of
 from bigbatch.recipes.user_code import calling
 from bigbatch.setup import Setup
@@ -45,8 +43,6 @@ class Training:
     epochs: tuple[Epoch, ...]
     peak_bytes: int | None
     """Peak of CUDA memory, where the model is there."""
-    ranks: int = 1
-    """Processes that have trained together; sizes, steps and memory are then those of the first."""
     lock_step: bool = False
     """Whether samples are coupled, and the micro-batches of a batch meet, in a `BigStep`."""
 
@@ -56,38 +52,34 @@ def train_setup(
     *,
     on_update: Callable[[int], None] = lambda epoch: None,  # noqa: ARG005
     on_epoch: Callable[[Training], None] = lambda training: None,  # noqa: ARG005
-    place: Place | None = None,
 ) -> Training:
     """Train for `setup.epochs`; `on_update(epoch)` is told of every update, epochs counted from 1.
 
     `on_epoch(training)` is told of every epoch when it is done, with all those before it.
 
-    At a `place` among several processes each trains on its part of every batch, to the weights that one process would
-    have come to. What the user's own code raises comes out as a `UserCodeError` that says which call it was.
+    What the user's own code raises comes out as a `UserCodeError` that says which call it was.
     """
-    share = None if place is None else Share(replace(setup, collate=list), place)  # a feed collates
     device = next((parameter.device for parameter in setup.model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if not setup.model.training:  # as from_pretrained() returns it; else layers frozen by .eval() stay so
         setup.model.train()
-    way = way_of(setup, share)
+    way = way_of(setup)
     training = Training(
         batch_size=setup.batch_size,
-        micro_batch_size=max(setup.sizes) if share is None else share.micro_batch_size,
-        steps=setup.steps if share is None else share.steps,
+        micro_batch_size=max(setup.sizes),
+        steps=setup.steps,
         clip_norm=setup.clip_norm,
         epochs=(),
         peak_bytes=None,
-        ranks=1 if place is None else place.size,
     )
     try:
         for number in range(1, setup.epochs + 1):
-            of_it = Feed(setup, share, number), number, partial(on_update, number), share
+            of_it = Feed(setup, number), number, partial(on_update, number)
             epoch = _unless_it_asks(partial(_one_epoch, setup, way, *of_it))
             if epoch is None:
                 way.leave()
-                way = InLockStep(setup, share)
+                way = InLockStep(setup)
                 epoch = _one_epoch(setup, way, *of_it)
             peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
             epochs = (*training.epochs, epoch)
@@ -115,17 +107,14 @@ def expected_updates(setup: Setup) -> int | None:
         return None
 
 
-def _one_epoch(  # noqa: PLR0917 - what an epoch is made of
-    setup: Setup, way: Way, feed: Feed, number: int, on_update: Callable[[], None], share: Share | None
-) -> Epoch:
-    """One pass: train, then evaluate; of several ranks the first alone, for which the others wait."""
+def _one_epoch(setup: Setup, way: Way, feed: Feed, number: int, on_update: Callable[[], None]) -> Epoch:
+    """One pass: train, then evaluate."""
     updates: list[Update] = []
     started = time.perf_counter()
     for update in way.updates(feed, number):
         updates.append(update)
         on_update()
-    first = share is None or share.place.speaks
-    if not updates and first:  # which has a sample of every batch
+    if not updates:
         raise ConfigurationError(
             f"Setup(data={type(setup.data).__name__}): it gave no sample in epoch {number}.\n"
             "An IterableDataset must begin anew each time that it is asked for its __iter__()."
@@ -135,10 +124,7 @@ def _one_epoch(  # noqa: PLR0917 - what an epoch is made of
     clipped = None if setup.clip_norm is None else _larger_than(setup.clip_norm, done)
     mean_loss = _mean_loss(done)
     seconds = time.perf_counter() - started
-    if share is not None:
-        share.end_epoch()
-    metrics = _evaluated(setup, number) if first else {}
-    return Epoch(len(done), len(updates) - len(done), clipped, mean_loss, metrics, seconds)
+    return Epoch(len(done), len(updates) - len(done), clipped, mean_loss, _evaluated(setup, number), seconds)
 
 
 def _larger_than(clip_norm: float, updates: list[Update]) -> int:

@@ -18,7 +18,6 @@ from bigbatch.lockstep.needing import times_asked
 from bigbatch.micro_steps.restoring import Buffers, Randomness, devices_of
 from bigbatch.options import Options
 from bigbatch.recipes.feeding import Feed
-from bigbatch.recipes.sharing import Share
 from bigbatch.recipes.user_code import calling, in_a_setups_words
 from bigbatch.setup import Setup
 from bigbatch.update import Update
@@ -48,12 +47,12 @@ class Way(Protocol):
         ...
 
 
-def way_of(setup: Setup, share: Share | None) -> Way:
+def way_of(setup: Setup) -> Way:
     """Take the way that a model asks for; a loss may ask for another one (`LossAsks`)."""
     norms = checks.batch_norms([setup.model])
     if setup.batch_norm == "exact" and any(checks.is_awake(module) for _, module in norms):
-        return InLockStep(setup, share)
-    return OneByOne(setup, share)
+        return InLockStep(setup)
+    return OneByOne(setup)
 
 
 class OneByOne:
@@ -61,14 +60,14 @@ class OneByOne:
 
     lock_step = False
 
-    def __init__(self, setup: Setup, share: Share | None) -> None:
+    def __init__(self, setup: Setup) -> None:
         """Make the accumulator."""
-        self._setup, self._share, self._looked = setup, share, False
+        self._setup, self._looked = setup, False
         with in_a_setups_words():
             self._accumulator = Accumulator(
                 setup.model,
                 setup.optimizer,
-                steps=setup.steps if share is None else share.steps,
+                steps=setup.steps,
                 clip_norm=setup.clip_norm,
                 scheduler=setup.scheduler,
                 scaler=setup.scaler,
@@ -77,15 +76,12 @@ class OneByOne:
                 batch_norm="micro" if setup.batch_norm == "micro" else "refuse",
                 counts=_counts(setup),
                 skip_nonfinite=setup.skip_nonfinite,
-                group=None if share is None else share.group,
             )
 
     def updates(self, feed: Feed, epoch: int) -> Iterator[Update]:
         """Make one after the other; raises `LossAsks` where the very first loss cannot be had alone."""
         if self._looked:
             feed.settle()
-        elif feed.is_empty():
-            self._agree(feed, asked=False)
         for number, batch in enumerate(self._accumulator.over(feed.micro_batches()), 1):
             when = f"in epoch {epoch}, micro-batch {number}"
             loss = self._loss(batch, when) if self._looked else self._first_loss(batch, when, feed)
@@ -110,26 +106,17 @@ class OneByOne:
         model, before = self._setup.model, times_asked()
         buffers, randomness = Buffers([model]), Randomness(devices_of([model]))
         loss = self._plain_loss(batch, when)
-        try:
-            self._agree(feed, asked=times_asked() != before)
-        except LossAsks:
+        self._looked = True
+        if times_asked() != before:
             buffers.restore()
             randomness.restore()
-            raise
+            raise LossAsks
+        feed.settle()
         return loss
 
     def _plain_loss(self, batch: Any, when: str) -> Tensor:
         with calling("model(**batch).loss" if self._setup.loss_fn is None else "loss_fn", when):
             return self._setup.loss(batch)
-
-    def _agree(self, feed: Feed, *, asked: bool) -> None:
-        """Leave this way where a loss has asked, on any rank."""
-        self._looked = True
-        if self._share is not None:
-            asked = self._share.any_says(asked)
-        if asked:
-            raise LossAsks
-        feed.settle()
 
 
 class InLockStep:
@@ -137,10 +124,8 @@ class InLockStep:
 
     lock_step = True
 
-    def __init__(self, setup: Setup, share: Share | None) -> None:
+    def __init__(self, setup: Setup) -> None:
         """Make the step."""
-        if share is not None:
-            share.meet()
         with in_a_setups_words():
             self._step = BigStep(
                 setup.model,
@@ -155,7 +140,6 @@ class InLockStep:
                     batch_norm=setup.batch_norm,
                     gradient_dtype=setup.gradient_dtype,
                     skip_nonfinite=setup.skip_nonfinite,
-                    group=None if share is None else share.group,
                 ),
             )
 

@@ -1,4 +1,4 @@
-"""A plan is one process's work: DDP plans alone on each rank, what is cut over ranks is planned before that."""
+"""Plans, a `Setup` and the commands are one process's work, also where torchrun has started several."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
-from bigbatch import Accumulator, plan
+from bigbatch import Accumulator, Setup, plan
 from bigbatch.cli import app
 from bigbatch.errors import ConfigurationError
 from tests.ranks import run_on_ranks
@@ -70,15 +70,43 @@ def test_a_model_that_is_cut_over_ranks_is_planned_before(how: str) -> None:
         )
 
 
-def test_the_command_runs_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under torchrun the first process says what to do, and the others are silent."""
-    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": "0"}.items():
+def spread(_: int, how: str) -> Any:
+    """Give a Setup what a loop of one's own would have."""
+    model = small()
+    wrapped = shards(model) if how == "fully_shard" else DistributedDataParallel(model)
+    return Setup(model=wrapped, optimizer=torch.optim.SGD(wrapped.parameters()), data=[0], batch_size=1)
+
+
+@pytest.mark.parametrize("how", ["fully_shard", "DDP"])
+def test_a_setup_has_a_plain_model(how: str) -> None:
+    """The error names the example of a loop for several devices."""
+    for error in run_on_ranks(2, spread, how):
+        assert isinstance(error, ConfigurationError), error
+        assert "Give the plain model" in str(error)
+        assert "examples/ranks/ddp.py" in str(error)
+
+
+def launch(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Set what torchrun tells one of two processes."""
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": str(rank)}.items():
         monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(app, ["plan", "mine.py"], env={"COLUMNS": "300"})
+
+
+@pytest.mark.parametrize("arguments", [["train", "mine.py"], ["train"], ["plan", "mine.py"]], ids=" ".join)
+def test_a_command_under_torchrun_names_the_examples(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is not read."""
+    launch(monkeypatch, 0)
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    assert "error: `bigbatch plan` runs in one process, and torchrun has started 2" in result.stderr
-    assert "Type `bigbatch plan FILE.py` without torchrun" in result.stderr
-    assert "examples/ranks/ddp.py" in result.stderr
-    monkeypatch.setenv("RANK", "1")
-    result = CliRunner().invoke(app, ["plan", "mine.py"])
+    said = " ".join(result.stderr.split())
+    assert f"error: `bigbatch {arguments[0]}` runs in one process, and torchrun has started 2" in said
+    assert f"Type `bigbatch {arguments[0]} FILE.py` without torchrun" in said
+    assert "examples/ranks/ddp.py" in said
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["plan", "mine.py"], ["verify", "none.py"], ["lint", "--none"]])
+def test_of_several_processes_the_first_speaks(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the command, the others end at once and are silent."""
+    launch(monkeypatch, 1)
+    result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, result.output) == (0, "")
