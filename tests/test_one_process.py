@@ -47,27 +47,16 @@ def test_a_model_in_ddp_is_planned_by_each_rank_alone() -> None:
     assert all(map(torch.equal, weights, others))
 
 
-def cut(_: int, how: str) -> Any:
-    """Plan a model that is cut over ranks."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    model: nn.Module = small()
-    if how == "fully_shard":
-        model = shards(model)
-    else:
-        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
-    return plan(model, lambda m, b: m(b).square().mean(), torch.randn(4, 5))
+def sharded(_: int) -> Any:
+    """Plan a model whose every pass needs the other ranks."""
+    return plan(shards(small()), lambda m, b: m(b).square().mean(), torch.randn(4, 5))
 
 
-@pytest.mark.parametrize("how", ["fully_shard", "tensor parallelism"])
-def test_a_model_that_is_cut_over_ranks_is_planned_before(how: str) -> None:
-    """Each of its passes would need the other ranks."""
-    for error in run_on_ranks(2, cut, how):
+def test_a_sharded_model_is_planned_before() -> None:
+    """The error says how."""
+    for error in run_on_ranks(2, sharded):
         assert isinstance(error, ConfigurationError), error
-        assert 'Plan it before it is cut; without the GPU, too:  plan(model, loss_fn, batch, memory="24GiB")' in str(
-            error
-        )
+        assert 'plan(model, loss_fn, batch, memory="24GiB")' in str(error)
 
 
 def spread(_: int, how: str) -> Any:

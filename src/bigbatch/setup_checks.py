@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch import checks
 from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.ranks.groups import sharded
 from bigbatch.ranks.launcher import started
 
 LOSS_FN = "    loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
@@ -33,11 +34,10 @@ def model(found: object) -> None:
             f"Setup(model={_shown(found)}): model is an nn.Module; this is {_kind(found)}.\n"
             "For example:  model=nn.Linear(10, 2)"
         )
-    spread = isinstance(found, DistributedDataParallel) and found.process_group.size() > 1
-    if spread or any(hasattr(parameter, "device_mesh") for parameter in found.parameters()):
+    if sharded([found]) or (isinstance(found, DistributedDataParallel) and found.process_group.size() > 1):
         raise ConfigurationError(
             f"Setup(model={type(found).__name__}(...)): a Setup is run by one process, and this model is spread over "
-            "several (DDP, fully_shard, tensor parallelism).\n"
+            "several (DDP, fully_shard).\n"
             "Give the plain model. Over several devices, train in a loop of your own, as examples/ranks/ddp.py does."
         )
     checks.models(found, ranks=True)

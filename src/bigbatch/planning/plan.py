@@ -29,6 +29,7 @@ from bigbatch.planning.report import REFUSED, Plan, Row, advice, advice_when_not
 from bigbatch.planning.tracing import Prediction, optimizer_bytes, predict, size_of, wider
 from bigbatch.planning.waiting import Asking, Saved, Waiting, saved
 from bigbatch.planning.waiting import bytes_of as samples_of
+from bigbatch.ranks.groups import sharded
 from bigbatch.ranks.wrappers import data_parallel, silence
 from bigbatch.wording import speaking_of
 
@@ -78,7 +79,7 @@ def make_plan(
     """Plan, and tell `on_probe` the size of each probe before it is made."""
     models = checks.models(model, ranks=True)
     optimizers = () if optimizer is None else checks.optimizers(optimizer, models)
-    _refuse_parts(models)
+    _refuse_shards(models)
     device = _device(models)
     loss, asking = loss_fn or own_loss, Asking(models)
     work = _Work(model, models, optimizers, loss, Batch.of(batch), on_probe or (lambda _: None), asking)
@@ -93,12 +94,12 @@ def make_plan(
         randomness.restore()
 
 
-def _refuse_parts(models: Sequence[nn.Module]) -> None:
-    """Refuse models whose every pass needs other ranks, which do not plan."""
-    if any(hasattr(parameter, "device_mesh") for model in models for parameter in model.parameters()):
+def _refuse_shards(models: Sequence[nn.Module]) -> None:
+    """Refuse models whose every pass needs the other ranks, which do not plan."""
+    if sharded(models):
         raise ConfigurationError(
-            "plan measures in one process, and this model is cut over several ranks (fully_shard, tensor parallelism)."
-            '\n\nPlan it before it is cut; without the GPU, too:  plan(model, loss_fn, batch, memory="24GiB")'
+            "plan measures in one process, and this model is sharded over several (fully_shard).\n\n"
+            'Plan it before it is sharded; without the GPU, too:  plan(model, loss_fn, batch, memory="24GiB")'
         )
 
 
