@@ -75,7 +75,7 @@ def test_an_endless_stream_is_left_by_break() -> None:
 
 
 def test_it_looks_one_batch_ahead_and_no_further() -> None:
-    """A stream that is left has lost one batch to looking ahead, not a window."""
+    """Of a stream: nobody can tell its last batch otherwise."""
     source = iter(range(10))
     training = Training(steps=4)
     batches = iter(training.accumulator.over(source))
@@ -170,4 +170,4 @@ def test_an_attribute_that_the_loader_lacks_is_named() -> None:
         _ = wrapped.sampler
     assert not hasattr(wrapped, "__array__")
     assert not hasattr(wrapped, "_index_sampler")
-    assert copy.copy(wrapped).last is False
+    assert copy.copy(wrapped).loop.last is False

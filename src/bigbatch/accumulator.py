@@ -17,7 +17,7 @@ from bigbatch.admission import Admission
 from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
 from bigbatch.lockstep.needing import asked_anywhere, times_asked
-from bigbatch.over import Listener, Over
+from bigbatch.over import Listener, Loop, Over, Source
 from bigbatch.ranks.ranks import Ranks, serve
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, checked_count
@@ -25,8 +25,8 @@ from bigbatch.reading.terms import Term
 from bigbatch.update import Update
 from bigbatch.windows import together
 from bigbatch.windows.gradients import all_parameters
-from bigbatch.windows.stepping import Stepper
-from bigbatch.windows.window import Window
+from bigbatch.windows.stepping import Stepper, refuse_copy
+from bigbatch.windows.window import CLOSED, OPEN, Window
 from bigbatch.windows.witness import Witness
 
 Batch = TypeVar("Batch")
@@ -122,19 +122,14 @@ class Accumulator:
         self._window: Window | None = None
         self._forgotten = Forgotten(self)
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
-        self._last = False
-        self._totals: tuple[Count, ...] | None = None
-        self._over = False  # whether batches come from `over`
-        self._begun = False  # whether it has given out any, or has none
-        self._added = False  # whether the batch that `over` gave out has had its backward
-        self._asked = 0  # how often anyone had asked for other micro-batches when it was given out
+        self._loop = Loop()
+        self._kept: list[Source[Any]] = []
         self._asked_in_training = times_asked(in_training=True)  # when a loss last passed
         self._asked_anywhere = asked_anywhere[0]  # when that was last looked at
         self._refused: weakref.ref[Tensor] | None = None  # the loss that was refused for it
         self._warned = False
         self._promised = False  # whether other ranks were told of another window
         self._others_go_on = False  # whether they have told of one
-        self._repeated = False  # whether the batch was given out before, so that this rank passes by with the others
 
     @property
     def steps(self) -> int:
@@ -163,22 +158,26 @@ class Accumulator:
     def over(self, loader: Iterable[Batch]) -> Over[Batch]:
         """Wrap a loader, so that its last window is closed even if it is short.
 
-        It looks one batch ahead (a window ahead with `counts=`) and forwards `len`.
+        The last batch is known from `len`, where that is no estimate. A loader without one is read one batch ahead (a
+        window ahead with `counts=`), and none is lost: an iterator that is left by `break` goes on where it was. One
+        with a `state_dict` is not read ahead; its last window is closed when it ends.
         """
         checks.loader(loader)
         self._refuse_open_window()
+        ranks = self._stepper.ranks
         listener = Listener(
             opening=self._open,
             announce=self._announce,
             exhausted=self._end,  # where the last batch made no backward, what came before must not be lost
             left=self._leave,
             remaining=lambda: self.remaining,
-            most=self._most if self._stepper.ranks is not None and self._stepper.ranks.sharded else None,
-            repeat=self._repeat,
+            kept=self._kept,
+            most=self._most if ranks is not None and ranks.sharded else None,
+            must_know=ranks is not None and (ranks.sharded or ranks.overlap),
         )
         return Over(loader, listener, self._counts)
 
-    def backward(  # noqa: C901 - a call less for every micro-batch
+    def backward(  # noqa: C901, PLR0912 - a call less for every micro-batch
         self, loss: Tensor, count: GivenCount | None = None
     ) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
@@ -186,36 +185,40 @@ class Accumulator:
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
         checks.loss(loss, self._stepper.scaler)
-        if asked_anywhere[0] != self._asked_anywhere or (self._over and self._added):
+        loop, window, admission = self._loop, self._window, self._admission
+        if asked_anywhere[0] != self._asked_anywhere or loop.spent:
             self._refuse_questions(loss)
             self._refuse_second_backward()
-        admission = self._admission
-        if self._window is None:
+        if window is None:
             admission.open()
         if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
             admission.look()
         terms = self._read(loss, count)
-        if self._window is None:
-            self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
-            self._forgotten.ledger = self._window.ledger
         if admission.reader.fresh or admission.may_wake:
             admission.scan(loss)
+        if window is None:
+            window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
+            self._forgotten.opened(window.ledger)
+        passes, loop.spent = window.passes, loop.of_over
         try:
-            if self._repeated:
+            if loop.repeated:
                 with admission.sparing_others():
-                    self._window.pass_by(loss, only_own=admission.only_own)
+                    window.pass_by(loss, only_own=admission.only_own)
             elif admission.only_own:
-                self._window.add(loss, terms)
+                window.add(loss, terms)
             else:
                 with admission.sparing_others():
-                    self._window.add(loss, terms, only_own=False)
-        except BaseException:
-            if self._window.untouched:  # the first loss was refused: there is no window yet
-                self.discard()
+                    window.add(loss, terms, only_own=False)
+        except BaseException as error:
+            if window.state is OPEN and window.passes == passes:  # refused: nothing was added
+                loop.spent = False
+                if not passes:
+                    self.discard()  # there is no window yet
+            else:
+                window.fail(error)
             raise
-        self._added = True
-        if self._last or self._window.passes >= self._steps:
-            return self._close(self._window, checked=True)
+        if loop.last or window.passes >= self._steps:
+            return self._close(window, checked=True)
         if self._stepper.ranks is not None:
             self._prepare()
         return None
@@ -227,34 +230,44 @@ class Accumulator:
         if self._stepper.ranks is not None:
             self._stepper.ranks.prepare(last=False)  # nor was the latest backward, whatever the next would have been
         update = self._close(self._window)
-        if self._others_go_on and not self._over:
+        if self._others_go_on and not self._loop.of_over:
             raise WindowError(_OTHERS_GO_ON)
         return update
 
     def _close(self, window: Window, *, checked: bool = False) -> Update:
-        self._promised = self._over and not self._last
-        update = window.close(checked=checked, goes_on=self._promised)
-        self._others_go_on = window.others_go_on
+        self._promised = self._loop.of_over and not self._loop.last
+        try:
+            update = window.close(checked=checked, goes_on=self._promised)
+            self._others_go_on = window.others_go_on
+        finally:
+            if window.state is CLOSED:  # also where Ctrl-C came after the step
+                self._forget()
+        return update
+
+    def _forget(self) -> None:
+        """Go on without a window: it is closed."""
         self._forgotten.closed()
-        self._window, self._resumed, self._last = None, False, False
+        self._window, self._resumed, self._loop.last = None, False, False
         if self._stepper.ranks is not None:
             self._prepare()
-        return update
 
     def _prepare(self) -> None:
         """Tell DDP whether the next micro-batch is its window's last, before its forward."""
         if self._stepper.ranks is not None:
             passes = self._window.passes if self._window is not None else 0
-            self._stepper.ranks.prepare(last=self._last or passes + 1 == self._steps)
+            self._stepper.ranks.prepare(last=self._loop.last or passes + 1 == self._steps)
 
     def discard(self) -> None:
-        """Drop the open window and its gradients; the model and the optimizer are as before it."""
+        """Drop the open window and its gradients; the model and the optimizer are as before it.
+
+        Where its step had begun and failed, they may not be: the error that it failed with says so.
+        """
         if self._window is not None:
+            self._loop.spent = self._loop.spent and self._window.state is OPEN  # or its batch may be tried again
             self._window.discard()
-            self._forgotten.closed()
-        self._window, self._resumed, self._last = None, False, False
-        if self._stepper.ranks is not None:
-            self._prepare()
+        self._forget()
+
+    __reduce_ex__ = refuse_copy
 
     def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
         """Call `hook()` before each step, when `.grad` holds the big batch's gradient, corrected and not yet clipped.
@@ -318,7 +331,7 @@ class Accumulator:
                 window.discard()
                 raise
             self._window, self._resumed = window, True
-            self._forgotten.ledger = window.ledger
+            self._forgotten.opened(window.ledger)
             self._forgotten.saved()  # it can be loaded again
 
     def _read(self, loss: Tensor, count: object) -> list[Term]:
@@ -341,8 +354,8 @@ class Accumulator:
 
         In `over` it may since its batch was given out, else since the last backward, with gradients enabled.
         """
-        if self._over:
-            if times_asked() != self._asked:
+        if self._loop.of_over:
+            if times_asked() != self._loop.asked:
                 raise refusals.alone()
         elif times_asked(in_training=True) != self._asked_in_training or (self._refused and self._refused() is loss):
             self._asked_in_training, self._asked_anywhere = times_asked(in_training=True), -1  # look again
@@ -352,7 +365,7 @@ class Accumulator:
 
     def _refuse_second_backward(self) -> None:
         """Refuse another loss of a batch that `over` gave out once."""
-        if self._over and self._added:
+        if self._loop.spent:
             msg = (
                 "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
                 "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"
@@ -360,10 +373,10 @@ class Accumulator:
             raise WindowError(msg)
 
     def _known_totals(self) -> tuple[Count, ...] | None:
-        if self._counts is not None and self._totals is None:
+        if self._counts is not None and self._loop.totals is None:
             msg = "counts= needs the batches of a window in advance: iterate over accumulator.over(loader)"
             raise WindowError(msg)
-        return self._totals
+        return self._loop.totals
 
     def _refuse_open_window(self) -> None:
         if self._window is None or self._resumed:
@@ -376,43 +389,48 @@ class Accumulator:
         )
         raise WindowOpen(msg)
 
-    def _open(self) -> None:
+    def _open(self) -> Loop:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
-        self._resumed, self._over, self._added, self._begun = False, True, True, False
+        self._resumed, self._loop = False, Loop(of_over=True, spent=True)
         if self._stepper.ranks is not None:
             self._stepper.ranks.loops += 1
         self._promised = True  # those of other ranks that begin, too, expect one window at least
+        return self._loop
 
-    def _begin(self, *, has_batches: bool) -> None:
+    def _begin(self, loop: Loop, *, has_batches: bool) -> None:
         """At the first batch of an `over`, or where there is none, hear of other ranks whether theirs begins, too."""
         ranks = self._stepper.ranks
-        if not self._begun and ranks is not None and ranks.overlap and not ranks.sharded:
+        if not loop.begun and ranks is not None and ranks.overlap and not ranks.sharded:
             together.begin(ranks, all_parameters(self._stepper.optimizers)[0].device, has_batches=has_batches)
-        self._begun = True
+        loop.begun = True
 
     def _refuse_backward_by_hand(self) -> None:
         """A batch went by without our backward: was it loss.backward() that the loop called?"""
-        if self._window is None and any(p.grad is not None for p in all_parameters(self._stepper.optimizers)):
+        if self._window is not None:
+            return
+        if self._stepper.by_hand or any(p.grad is not None for p in all_parameters(self._stepper.optimizers)):
             msg = (
-                "a batch of `over` had no accumulator.backward(loss), and the parameters have gradients: "
-                "loss.backward() adds them, and nothing steps.\n"
-                "Replace it:  accumulator.backward(loss)"
+                "a batch of `over` had no accumulator.backward(loss), and "
+                f"{'optimizer.step() was called' if self._stepper.by_hand else 'the parameters have gradients'}: the "
+                "loop has a backward of its own, loss.backward() or accelerator.backward(loss), and nothing is "
+                "accumulated.\n"
+                "Replace it, and what steps and clears:  accumulator.backward(loss)"
             )
             raise WindowDisturbed(msg)
 
-    def _end(self) -> None:
+    def _end(self, loop: Loop) -> None:
         """Hear that all batches were given out; the last one may have made no backward."""
-        self._begin(has_batches=False)
+        self._begin(loop, has_batches=False)
         ranks = self._stepper.ranks
-        if not self._added:
+        if not loop.spent:
             self._refuse_backward_by_hand()
             if ranks is not None and ranks.overlap and not ranks.sharded:
                 raise WindowError(together.LAST_LEFT_OUT)
-        self._last = True
+        loop.last = True
         self.flush()
         while ranks is not None and not ranks.sharded and (self._promised or self._others_go_on):
-            self._last = True
+            loop.last = True
             # Others have batches left: their windows need this rank, which has none.
             nothing = None if self._counts is None else ()
             self._close(Window(self._stepper, self._steps, self._gradient_dtype, nothing))
@@ -422,19 +440,18 @@ class Accumulator:
         assert ranks is not None  # noqa: S101 - or nobody would ask
         return ranks.most(mine, all_parameters(self._stepper.optimizers)[0].device)
 
-    def _repeat(self, repeated: bool) -> None:  # noqa: FBT001 - called by Over alone
-        self._repeated = repeated
+    def _leave(self, loop: Loop) -> None:
+        """End an `over`, at its end or by `break`; another one may have begun since."""
+        if self._loop is loop:
+            self._loop = Loop()
 
-    def _leave(self) -> None:
-        """End an `over`, at its end or by `break`."""
-        self._over, self._last, self._totals, self._repeated = False, False, None, False
-
-    def _announce(self, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - called by Over alone
+    def _announce(self, loop: Loop, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - by Over
         """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""
-        self._begin(has_batches=True)
-        if not self._added:
+        self._begin(loop, has_batches=True)
+        if not loop.spent:
             self._refuse_backward_by_hand()
-        self._last, self._totals, self._added = last, totals, False
+        self._loop, loop.last, loop.totals, loop.spent = loop, last, totals, False
+        self._stepper.by_hand = False
         if self._stepper.ranks is not None:
             self._prepare()
-        self._asked, self._asked_anywhere = times_asked(), asked_anywhere[0]
+        loop.asked, self._asked_anywhere = times_asked(), asked_anywhere[0]

@@ -19,7 +19,15 @@ from bigbatch.batches.moving import Mover
 from bigbatch.batches.packing import Padding
 from bigbatch.batches.splitting import Batch
 from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
-from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
+from bigbatch.errors import (
+    BatchError,
+    ConfigurationError,
+    OutOfMemory,
+    SeveralCounts,
+    StateError,
+    WindowBroken,
+    WindowError,
+)
 from bigbatch.lockstep.crew import current
 from bigbatch.lockstep.explaining import explained
 from bigbatch.lockstep.needing import NeedsLockStep
@@ -28,7 +36,7 @@ from bigbatch.memory.sizes import Sizes
 from bigbatch.micro_steps import counting_ahead
 from bigbatch.micro_steps.dividing import Divider
 from bigbatch.micro_steps.first_check import FirstCheck
-from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_of, untouched, warn_of_written
+from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_of, restore, untouched, warn_of_written
 from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
@@ -36,7 +44,7 @@ from bigbatch.ranks.meeting import OthersTryAgain, try_again
 from bigbatch.ranks.ranks import Ranks, serve
 from bigbatch.reading.counts import Count
 from bigbatch.update import Update
-from bigbatch.windows.stepping import Stepper
+from bigbatch.windows.stepping import Stepper, refuse_copy
 from bigbatch.windows.together import tell_of_several, telling_of_failure
 from bigbatch.windows.window import Window
 from bigbatch.windows.witness import Witness
@@ -191,6 +199,17 @@ class BigStep:
         """
         if current() is not None:
             raise WindowError(_INSIDE)
+        self._stepper.rest()
+        try:
+            return self._update(batch)
+        except BaseException as error:
+            if self._stepper.began:
+                self._stepper.give_up(error)
+            raise
+
+    __reduce_ex__ = refuse_copy
+
+    def _update(self, batch: Any) -> Update:
         with telling_of_failure(self._stepper.ranks, self._mover.device):
             if batch is None and self._stepper.ranks is not None:
                 if self._is_sharded:
@@ -219,7 +238,6 @@ class BigStep:
             try:
                 return window.close()
             except SeveralCounts:
-                window.discard()
                 if self._several:
                     raise
                 self._several = True
@@ -228,6 +246,8 @@ class BigStep:
                 if self._asked or self._admission.needs_lock_step():
                     raise WindowError(_NONE_COUPLED) from error
                 raise WindowError(f"this rank has no samples in this update, and {error}") from error
+            finally:
+                window.discard()
 
     def _tried(self, whole: Batch) -> "_Done | None":
         """Make the update; None where it failed in a way that another try can do better."""
@@ -240,32 +260,39 @@ class BigStep:
             self._admission.look()
             division = self._divider.divide(whole)
             return self._attempt(division)
-        except NeedsLockStep:
-            if self._asked:
-                raise
-            self._asked = True
-        except SeveralCounts:
-            if self._several or self._is_sharded:
-                raise
-            tell_of_several(self._stepper.ranks, self._mover.device)
-            self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
-        except OthersTryAgain as error:
-            let_go(error)
         except BaseException as error:
-            # Where others have heard of this window, it cannot be made once more alone.
-            heard = self._stepper.ranks is not None and self._stepper.ranks.spoken
-            if heard and is_out_of_memory(error) and not isinstance(error, OutOfMemory):
-                raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error))) from error
-            if heard or not self._can_do_better(division, error):
+            if not self._may_try_again(division, error):
                 meant = explained(error) if self._admission.side_by_side else None
                 if meant is not None:
                     raise meant from error
                 raise
         return None
 
+    def _may_try_again(self, division: Division | None, error: BaseException) -> bool:
+        """Decide, for all modes, whether there is another try; never once the step has begun or traces are left."""
+        if self._stepper.began or isinstance(error, WindowBroken):
+            return False
+        if isinstance(error, NeedsLockStep):
+            asked, self._asked = self._asked, True
+            return not asked
+        if isinstance(error, SeveralCounts):
+            if self._several or self._is_sharded:
+                return False
+            tell_of_several(self._stepper.ranks, self._mover.device)
+            self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
+            return True
+        if isinstance(error, OthersTryAgain):
+            let_go(error)
+            return True
+        return self._can_do_better(division, error)
+
     def _can_do_better(self, division: Division | None, error: BaseException) -> bool:
         """Whether another try can, which is then made ready."""
         short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
+        if self._stepper.ranks is not None and self._stepper.ranks.spoken:
+            if short:  # where others have heard of this window, it cannot be made once more alone
+                raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error))) from error
+            return False
         if self._runner.fall_back(error):
             return True
         if short and self._runner.forget_windows():  # they hold a window's memory, and it may fit without
@@ -365,11 +392,13 @@ class BigStep:
                 looks = len(division) > 1 and (not self._looked_at_buffers or "samples" in seen)
                 written = buffers.written(self._together.statistics) if looks else []
                 update = self._closed(window)
-        except BaseException:
+        except BaseException as error:
+            if is_out_of_memory(error):
+                let_go(error, told=True)  # what restores takes memory, too
             if window is not None:
                 window.discard()
-            buffers.restore()
-            randomness.restore()
+            if not self._stepper.began:
+                restore(buffers, randomness)
             raise
         return _Done(replace(update, extras=together), seen, buffers, division.padding, written)
 

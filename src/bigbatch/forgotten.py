@@ -16,9 +16,14 @@ class Forgotten:
     def __init__(self, owner: object) -> None:
         """Watch over an owner, also at the end of the program."""
         self.ledger: Ledger | None = None  # of the open window
+        self._error = 0  # the id of the last one that was shown when it was opened
         self._saved = 0  # how many of its micro-batches a state_dict holds
         self._made = _line_outside()  # where it goes may be anywhere, also in Python's own end
         weakref.finalize(owner, self._warn)
+
+    def opened(self, ledger: Ledger) -> None:
+        """Hear of a new window."""
+        self.ledger, self._error = ledger, id(getattr(sys, "last_value", None))
 
     def saved(self) -> None:
         """Hear that the window was saved as it stands: it may be gone on with elsewhere."""
@@ -29,7 +34,8 @@ class Forgotten:
         self.ledger, self._saved = None, 0
 
     def _warn(self) -> None:
-        if self.ledger is None or self.ledger.micro_batches == self._saved or _failed():
+        failed = sys.exc_info()[0] is not None or id(getattr(sys, "last_value", None)) != self._error
+        if self.ledger is None or self.ledger.micro_batches == self._saved or failed:  # an exception says enough
             return
         warnings.warn_explicit(
             f"a window was left open with {self.ledger.micro_batches} of {self.ledger.steps} micro-batches, and made "
@@ -46,8 +52,3 @@ def _line_outside() -> tuple[str, int]:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "bigbatch":
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno
-
-
-def _failed() -> bool:
-    """Tell whether an exception is under way or has ended the program: that says enough."""
-    return sys.exc_info()[0] is not None or hasattr(sys, "last_value")

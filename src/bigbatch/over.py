@@ -1,28 +1,101 @@
-"""A loader that looks ahead: one batch, to know the last one; or a window, to count it."""
+"""A loader whose last batch is known: by its length, or by looking ahead one batch; a window, to count it."""
 
+import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, MappingView, Sized
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from bigbatch.batches.writing import versions_of
 from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.reading.counts import Count, TotalOfSum, checked_count
 
 Batch = TypeVar("Batch")
 
 
+@dataclass(eq=False)
+class Loop:
+    """One pass over a loader, as `backward` sees it. A loop that is written by hand is not `of_over`."""
+
+    of_over: bool = False
+    begun: bool = False  # whether it has given out a batch, or has none
+    spent: bool = False  # whether the batch at hand has had its backward
+    last: bool = False  # whether it is the loader's last
+    totals: tuple[Count, ...] | None = None  # of its window, where they are counted in advance
+    repeated: bool = False  # whether it was given out before, so that this rank passes by with the others
+    asked: int = 0  # how often anyone had asked for other micro-batches when it was given out
+
+
 @dataclass(frozen=True)
 class Listener:
     """What an `Over` tells the accumulator that made it, and asks of it."""
 
-    opening: Callable[[], object]  # iteration begins
-    announce: Callable[[bool, tuple[Count, ...] | None], None]  # the next batch is the last; its window's totals
-    exhausted: Callable[[], object]  # all batches were given out
-    left: Callable[[], object]  # iteration has ended, for whatever reason
+    opening: Callable[[], Loop]  # iteration begins
+    announce: Callable[[Loop, bool, tuple[Count, ...] | None], None]  # the next batch is the last; its window's totals
+    exhausted: Callable[[Loop], object]  # all batches were given out
+    left: Callable[[Loop], object]  # iteration has ended, for whatever reason
     remaining: Callable[[], int]  # how many micro-batches until the window is full
+    kept: "list[Source[Any]]"  # what was read ahead of an iterator that a loop was left with
     most: Callable[[int], int] | None = None  # the most that any rank has, where each pass is a meeting of all
-    repeat: Callable[[bool], None] = lambda _: None  # the next batch has been given out before, for company
+    must_know: bool = False  # whether the last batch must be known before it is used
+
+
+class Source(Generic[Batch]):
+    """The batches of a loader, in turn. It reads ahead only what it must, and loses none."""
+
+    def __init__(self, loader: Iterable[Batch], *, must_know: bool) -> None:
+        """Begin; a loader with a state of its own is not read ahead, unless one `must_know` what comes."""
+        self.iterator = iter(loader)
+        self.held: deque[Batch] = deque()
+        self._length, self._read = _trusted_length(loader), 0
+        stateful = any(hasattr(each, "state_dict") for each in (loader, getattr(loader, "dataset", None)))
+        self._must_know, self._looks_ahead = must_know, must_know or not stateful
+        self._ended = False
+        self._failure: Exception | None = None  # of reading ahead; the batches before it come first
+
+    def look(self, number: int) -> int:
+        """Read on until so many are held, or the end; returns how many are."""
+        while len(self.held) < number and not self._ended:
+            if self._failure is not None and self.held:
+                break
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            first = _copy(self.held[0]) if self.held and self._read == 1 else None
+            try:
+                self.held.append(next(self.iterator))
+                self._read += 1
+                if self._length is not None and self._read > self._length:
+                    self.held.pop()
+                    raise BatchError(_TOO_MANY.format(self._length))  # noqa: TRY301 - as if the loader had
+                if first is not None and not _is_same(first, self.held[0]):
+                    self._stop_looking_ahead(first)
+            except StopIteration:
+                self._ended = True
+            except Exception as error:
+                if not self.held:
+                    raise
+                self._failure = error
+        return len(self.held)
+
+    def is_last(self) -> bool:
+        """Tell whether no other comes after the next batch, as far as that is known."""
+        if len(self.held) == 1 and self._length is not None and not self._ended:
+            return self._read == self._length
+        if self._looks_ahead:
+            self.look(2)
+        return self._ended and len(self.held) == 1
+
+    def _stop_looking_ahead(self, first: Batch) -> None:
+        if self._must_know:
+            raise BatchError(_WRITTEN_OVER)
+        self.held[0], self._looks_ahead = first, False
 
 
 class Over(Generic[Batch]):
@@ -49,8 +122,7 @@ class Over(Generic[Batch]):
             )
             raise ConfigurationError(msg)
         self._loader, self._listener, self._counts = loader, listener, counts
-        self.last = False  # whether the batch given out last is the loader's last
-        self.repeated = False  # whether it was given out before, for company
+        self.loop = Loop()  # the latest
 
     def __len__(self) -> int:
         """Return the number of micro-batches, where the loader knows it."""
@@ -58,6 +130,12 @@ class Over(Generic[Batch]):
             msg = f"this loader has no length: {type(self._loader).__name__} does not define len()"
             raise TypeError(msg)
         return len(self._loader)
+
+    def __bool__(self) -> bool:
+        """Tell whether there are batches, as far as the loader knows."""
+        with suppress(TypeError):
+            return len(self) > 0
+        return True
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the loader; private and special ones stay its own."""
@@ -74,76 +152,104 @@ class Over(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""
         announce = self._listener.announce
-        self._listener.opening()
+        loop = self.loop = self._listener.opening()
         try:
-            for batch, last, totals in self._look_ahead():
-                self.last = last
-                announce(last, totals)
+            for batch, last, totals in self._in_turn(loop):
+                announce(loop, last, totals)
                 yield batch
-            self._listener.exhausted()
+            self._listener.exhausted(loop)
         finally:  # also after `break` and exceptions
-            self._listener.left()
+            self._listener.left(loop)
 
-    def _look_ahead(self) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
-        if self._counts is not None:
-            yield from self._window_ahead(self._counts)
-        elif isinstance(self._loader, Over):  # the inner one looks ahead for both
+    def _in_turn(self, loop: Loop) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
+        if isinstance(self._loader, Over):  # the inner one knows for both
             for batch in self._loader:
-                self._repeat(self._loader.repeated)
-                yield batch, self._loader.last, None
-        elif self._listener.most is not None:
-            yield from self._in_company(self._listener.most)
-        else:
-            source = iter(self._loader)
-            held = list(islice(source, 1))  # one batch ahead, and no reference to those given out
-            for following in source:
-                yield held.pop(), False, None
-                held.append(following)
-            if held:
-                yield held.pop(), True, None
-
-    def _in_company(self, most: Callable[[int], int]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
-        """Go on as long as any rank has batches; who has none left gives out the last one again, for nothing."""
-        source = iter(self._loader)
-        held = list(islice(source, 1))
-        if not most(len(held)):
+                loop.repeated = self._loader.loop.repeated
+                yield batch, self._loader.loop.last, None
             return
-        if most(int(not held)):
+        kept = self._listener.kept
+        source = next((each for each in kept if each.iterator is self._loader), None)
+        if source is None:
+            must_know = self._listener.must_know or self._counts is not None
+            source = Source(self._loader, must_know=must_know)
+            kept.append(source)
+        try:
+            if self._counts is not None:
+                yield from self._window_ahead(source, self._counts)
+            elif self._listener.most is not None:
+                yield from self._in_company(source, self._listener.most, loop)
+            else:
+                while source.look(1):
+                    last = source.is_last()
+                    yield source.held.popleft(), last, None  # no reference stays to what was given out
+        finally:
+            if source.iterator is not self._loader or not source.held:
+                kept.remove(source)
+
+    def _in_company(
+        self, source: Source[Batch], most: Callable[[int], int], loop: Loop
+    ) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
+        """Go on as long as any rank has batches; who has none left gives out the last one again, for nothing."""
+        has_any = source.look(1) > 0
+        if not most(int(has_any)):
+            return
+        if most(int(not has_any)):
             msg = (
-                f"{'another' if held else 'this'} rank's loader has no batch, and others have: every pass through a "
+                f"{'another' if has_any else 'this'} rank's loader has no batch, and others have: every pass through a "
                 "sharded model is a meeting of all ranks, so each needs one batch at least, which it runs again, for "
                 "nothing, where others have more.\n"
                 "Give every rank a share of the samples:  Subset(data, order[rank::size])\n"
                 "Where there are fewer samples than ranks, start fewer ranks."
             )
             raise BatchError(msg)
-        mine = more = True
+        batch, last, more = source.held[0], source.is_last(), True
         while more:
-            following = list(islice(source, 1)) if mine else []
-            self._repeat(not mine)
-            more = most(len(following)) > 0
-            yield held[0], not more, None
-            mine, held = bool(following), following or held
+            more = most(int(not last)) > 0
+            if not loop.repeated:
+                batch = source.held.popleft()
+            yield batch, not more, None
+            loop.repeated = not source.look(1)
+            last = loop.repeated or source.is_last()
 
-    def _repeat(self, repeated: bool) -> None:  # noqa: FBT001 - a word to the listener
-        self.repeated = repeated
-        self._listener.repeat(repeated)
-
-    def _window_ahead(self, counts: Callable[[Any], Any]) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
-        source = iter(self._loader)
-        window: deque[Batch] = deque()
+    def _window_ahead(
+        self, source: Source[Batch], counts: Callable[[Any], Any]
+    ) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         while True:
             steps = self._listener.remaining()
-            window.extend(islice(source, max(steps + 1 - len(window), 0)))  # one more, to know the last
-            now = [window.popleft() for _ in range(min(steps, len(window)))]
+            number = min(source.look(steps), steps)
             if self._listener.most is not None:
-                _refuse_other_numbers(len(now), self._listener.most)
-            if not now:
+                _refuse_other_numbers(number, self._listener.most)
+            if not number:
                 return
-            totals = _totals([counts(batch) for batch in now])
-            now.reverse()
-            while now:
-                yield now.pop(), not window and not now, totals
+            totals = _totals([counts(batch) for batch in islice(source.held, number)])
+            for left in reversed(range(number)):
+                last = not left and source.is_last()
+                yield source.held.popleft(), last, totals
+
+
+def _trusted_length(loader: Iterable[Any]) -> int | None:
+    """Return how many batches a loader has, where that is no estimate: of sequences and of datasets with a length."""
+    if isinstance(loader, DataLoader):
+        trusted = not isinstance(loader.dataset, IterableDataset)
+    else:
+        trusted = hasattr(type(loader), "__getitem__") or isinstance(loader, AbstractSet | MappingView)
+    if trusted and isinstance(loader, Sized):
+        with suppress(TypeError, NotImplementedError):  # a sampler need not know
+            return len(loader)
+    return None
+
+
+def _copy(batch: Any) -> Any:
+    """Return a copy of a batch, or None where it cannot be copied."""
+    with suppress(Exception):
+        return copy.deepcopy(batch)
+    return None
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Whether a copy of a batch has the tensors that the batch has."""
+    pairs = zip(versions_of(first), versions_of(second), strict=True)
+    return all(torch.equal(one, other) for (one, _), (other, _) in pairs)
 
 
 def _refuse_other_numbers(own: int, most: Callable[[int], int]) -> None:
@@ -172,3 +278,14 @@ def _totals(counted: list[Any]) -> tuple[Count, ...]:
         else:
             totals.append(sum((number for _, number in checked[1:]), start=checked[0][1]))
     return tuple(totals)
+
+
+_TOO_MANY = (
+    "this loader has a length of {0}, and gave out more batches: the last window was closed after batch {0}.\n"
+    "Correct its __len__ (or its sampler's), or have it not asked for:  accumulator.over(iter(loader))"
+)
+_WRITTEN_OVER = (
+    "this loader writes each batch over the one before it, and batches have to be read ahead here (counts=, overlap=, "
+    "a sharded model).\n"
+    "Give out copies:  accumulator.over(copy.deepcopy(batch) for batch in loader)"
+)

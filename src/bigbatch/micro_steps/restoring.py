@@ -5,7 +5,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 from torch.optim import Optimizer
 
+from bigbatch.errors import WindowBroken
 from bigbatch.pointing import outside
 from bigbatch.windows.gradients import all_parameters
 
@@ -125,14 +126,19 @@ class Buffers:
 
     def restore(self) -> None:
         """Put all of them back, those that were replaced by other tensors, too."""
-        with torch.no_grad():
-            for module, name, buffer, copied, version in self._saved:
-                module._buffers[name] = buffer  # noqa: SLF001
-                if buffer is None or copied is None:
-                    continue
-                # One that is as it was keeps its version.
-                if id(buffer) in self._habits.moving or not self._is_same(buffer, copied, version):
-                    buffer.copy_(copied)
+        with torch.no_grad(), ExitStack() as each_by_itself:
+            for saved in self._saved:
+                each_by_itself.callback(self._restore, *saved)
+
+    def _restore(
+        self, module: nn.Module, name: str, buffer: Tensor | None, copied: Tensor | None, version: int
+    ) -> None:
+        module._buffers[name] = buffer  # noqa: SLF001
+        if buffer is None or copied is None:
+            return
+        # One that is as it was keeps its version.
+        if id(buffer) in self._habits.moving or not self._is_same(buffer, copied, version):
+            buffer.copy_(copied)
 
     def _copied(self, buffer: Tensor, *, training: bool) -> Tensor:
         kept = self._habits.still.get(id(buffer))
@@ -147,6 +153,22 @@ class Buffers:
         if _version(buffer) != version:
             return False
         return id(buffer) in self._trusted or torch.equal(buffer.to(copied.device), copied)
+
+
+def restore(buffers: Buffers, randomness: Randomness) -> None:
+    """Restore both, or raise: what is tried again must not begin with other numbers."""
+    try:
+        with ExitStack() as each_by_itself:
+            each_by_itself.callback(buffers.restore)
+            each_by_itself.callback(randomness.restore)
+    except BaseException as error:
+        msg = (
+            "a step failed, and what its forwards had changed (the model's buffers, random generators) could not be "
+            f"restored: {type(error).__name__}: {str(error).partition(chr(10))[0]}. Parameters and the optimizer are "
+            "as before it.\n"
+            "Load the buffers from a checkpoint before you go on."
+        )
+        raise WindowBroken(msg) from error
 
 
 def warn_of_written(names: Sequence[str]) -> None:
@@ -185,8 +207,7 @@ def untouched(
     finally:
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
-        buffers.restore()
-        randomness.restore()
+        restore(buffers, randomness)
 
 
 def devices_of(models: Sequence[nn.Module]) -> frozenset[torch.device]:

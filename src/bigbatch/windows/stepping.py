@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bigbatch.errors import ConfigurationError, RankFailed, WindowDisturbed
+from bigbatch.errors import ConfigurationError, RankFailed, StateError, WindowDisturbed
 from bigbatch.pointing import outside
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.reading.counts import Count
@@ -38,8 +38,9 @@ class Stepper:
     ranks: Ranks | None = None  # who makes the big batch together with this process
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
-    window_open: bool = False  # an optimizer stepped by hand while it is raises
-    _doing: Optimizer | LRScheduler | Literal["hook", ""] = ""  # what a failure would be that of
+    window: "weakref.ref[object] | None" = None  # an optimizer stepped by hand while one is open raises
+    by_hand: bool = False  # whether someone else has stepped since a batch was given out
+    _doing: Optimizer | LRScheduler | Literal["hook", "made", ""] = ""  # what a failure would be that of
     _moves: list[int] = field(default_factory=list)  # how far the schedulers were when we last left them
     _warned: bool = False
     _stepping: bool = False
@@ -80,20 +81,21 @@ class Stepper:
 
         return end
 
-    def attending(self) -> Witness | None:
-        """Return who wants to see the window that opens now."""
+    def open(self, window: object) -> Witness | None:
+        """Begin with a window, of which nothing is stepped yet; returns who wants to see it."""
+        self.window, self._doing = weakref.ref(window), ""
         return self.witness if self.witness is not None and self.witness.attends() else None
 
     def notice(self) -> None:
         """Hear of a step; raise where it is not ours and a window is open."""
-        if self.window_open and not self._stepping:
+        if self.window is not None and self.window() is not None and not self._stepping:
             msg = (
                 "optimizer.step() was called inside a window. Nothing was stepped, and the window is as it was.\n"
                 "Take the call out: accumulator.backward(loss) steps when the window is full.\n"
                 "To end a window early:  accumulator.flush()"
             )
             raise WindowDisturbed(msg)
-        self._stepped = True
+        self._stepped, self.by_hand = True, not self._stepping
 
     def step(
         self, gradients: Gradients, correction: Count, *, hooks_elsewhere: bool = False
@@ -102,7 +104,6 @@ class Stepper:
 
         `hooks_elsewhere`: this rank or another has hooks, which may fail.
         """
-        self._doing = ""
         active = self._active(self.optimizers)
         if self.scaler is not None:
             self._unscale(active)
@@ -125,7 +126,7 @@ class Stepper:
         skipped = self._apply(gradients, factor, active, nonfinite)
         if self.schedulers:
             self._schedule(skipped=bool(skipped))
-        self._doing = ""
+        self._doing = "made"
         return (norm if self.clip_norm is not None else None), skipped
 
     def _call_hooks(self, ranks: Ranks | None, device: torch.device) -> None:
@@ -155,8 +156,8 @@ class Stepper:
 
     @property
     def began(self) -> bool:
-        """Whether a step that failed had begun to change parameters: it cannot be made again."""
-        return not isinstance(self._doing, str)
+        """Whether the latest window's step has begun to change parameters: it cannot be made again."""
+        return self._doing not in ("", "hook")
 
     def _schedule(self, *, skipped: bool) -> None:
         """Step the schedulers, and warn where someone else has stepped them since we did."""
@@ -173,13 +174,28 @@ class Stepper:
             scheduler.step()
         self._moves = [_moves(scheduler) for scheduler in self.schedulers]
 
+    def rest(self) -> None:
+        """Begin with something new, of which nothing is stepped yet."""
+        self._doing = ""
+
     def give_up(self, error: BaseException) -> str:
-        """Say what of a step failed and what is true of the window then; the scaler is ready for the next one."""
+        """Say what of a step failed and what is true since; the error carries it where the step had begun.
+
+        The scaler is ready for the next window.
+        """
+        told = self._told(error)
+        if self.began and told not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):
+            error.add_note(told)  # Python 3.10 has no notes
         if self.scaler is not None:
             for optimizer in self.optimizers:  # or it would refuse to unscale a second time
                 self.scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001
+        return told
+
+    def _told(self, error: BaseException) -> str:
         doing, reason = self._doing, str(error).partition("\n")[0]
         failed = f"failed with {type(error).__name__}" + (f": {reason}" if reason else "")
+        if doing == "made":
+            return f"after the step something {failed}. The update was made."
         if doing == "hook":
             return (
                 f"a before_step hook {failed}. Nothing was stepped; the gradients were corrected already, and hooks "
@@ -258,6 +274,17 @@ class Stepper:
             for optimizer in active if handed else ():
                 for name in handed:
                     vars(optimizer).pop(name, None)
+
+
+def refuse_copy(owner: object, _protocol: object) -> NoReturn:
+    """Raise, for copy and pickle: the copy would go on to watch the optimizers of the first."""
+    name = type(owner).__name__
+    msg = (
+        f"a {name} cannot be copied or pickled: it watches the optimizer that it was made with.\n"
+        f"Copy the model and the optimizer, make another {name} of them, and load_state_dict() into it what "
+        "state_dict() of this one returns."
+    )
+    raise StateError(msg)
 
 
 def _moves(scheduler: LRScheduler) -> int:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,17 @@ class Recorded(NamedTuple):
     first_count: Tensor | None
 
 
+class State(Enum):
+    """What a window is in. What begins to change it marks it BROKEN, and OPEN again when all of it is done."""
+
+    OPEN = auto()
+    BROKEN = auto()
+    CLOSED = auto()
+
+
+OPEN, BROKEN, CLOSED = State
+
+
 class Window:
     """The micro-batches between two updates.
 
@@ -67,7 +79,7 @@ class Window:
         self._loss_dtype = torch.float32
         self._first_count: Tensor | None = None  # on its way to the host
         self._reached = False  # whether any gradient has come yet
-        self._witness = stepper.attending()
+        self._witness = stepper.open(self)
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.passed_by = 0  # passes that added nothing, for company
         self._left_out = 0  # gradients that the latest backward has not added to
@@ -75,9 +87,8 @@ class Window:
         self.others_go_on = False  # whether other ranks have batches for another window
         in_parts = stepper.ranks is not None and stepper.ranks.sharded
         self._shards_reached = Reached(self._gradients.parameters) if in_parts else None
-        self._broken: BaseException | None = None
-        self._failure = ""  # what it was that failed, and what is true of the window since
-        stepper.window_open = True
+        self.state = OPEN
+        self._failure: tuple[BaseException, str] | None = None  # what failed, and what is true of the window since
 
     @property
     def ledger(self) -> Ledger:
@@ -97,7 +108,7 @@ class Window:
     @property
     def untouched(self) -> bool:
         """Whether nothing has been added, not even in part."""
-        return not self.passes and self._broken is None
+        return self.state is OPEN and not self.passes
 
     def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
         """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
@@ -113,6 +124,7 @@ class Window:
         if first:
             self._await(terms)
         factors: dict[Node, Tensor] = {}
+        self.state = BROKEN
         if in_common or not weights.nothing:  # every pass is a meeting
             factors = self._backward(loss, terms, weights, only_own=only_own)
             if in_common and self._shards_reached is None:
@@ -122,9 +134,17 @@ class Window:
                 self._refuse_unreached()
             if not self._shown:
                 self._show(terms, weights)
-        ledger.enter(terms, weights, loss, factors)
         if first or dtype != self._loss_dtype:
             self._loss_dtype = dtype if dtype == torch.float64 else torch.float32
+        ledger.enter(terms, weights, loss, factors)
+        self.state = OPEN
+
+    def fail(self, error: BaseException) -> None:
+        """Hear what has failed in a backward, or between it and the next call: what it has added cannot be told."""
+        if self.state is not CLOSED:
+            self.state = BROKEN
+            told = f"a backward of this window failed with {type(error).__name__} and has added part of its gradients."
+            self._failure = self._failure or (error, told)
 
     def add_together(self, found: list[tuple[Tensor, list[Term]]], *, only_own: bool) -> list[Callable[[], None]]:
         """Weigh micro-batches whose losses are all there before the first backward; returns the backward of each.
@@ -144,6 +164,7 @@ class Window:
 
         def backward(loss: Tensor, terms: list[Term], weight: Weights) -> None:
             nonlocal left
+            self.state = BROKEN
             factors = self._backward(loss, terms, weight, only_own=only_own)
             left -= 1
             if left:
@@ -153,8 +174,10 @@ class Window:
                 self._refuse_unreached()
                 if hollow and ranks is None and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
                     refuse_hollow(self._gradients)
-            self._ledger.enter(terms, weight, loss, factors)
             self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+            self._ledger.enter(terms, weight, loss, factors)
+            if not left:
+                self.state = OPEN
 
         return [partial(backward, *each, weight) for each, weight in zip(found, weights, strict=True)]
 
@@ -186,12 +209,6 @@ class Window:
             if not factors or weights.of_value is not None:
                 return {}  # the value of the whole says it all
             return {node: factor / start.reshape(()) for node, factor in factors.items()}
-        except BaseException as error:
-            self._broken = error
-            self._failure = (
-                f"a backward of this window failed with {type(error).__name__} and has added part of its gradients."
-            )
-            raise
         finally:
             for hook in hooks:
                 hook.remove()
@@ -213,6 +230,7 @@ class Window:
         """A first backward that gave no gradient at all is a mistake: the update would change nothing."""
         self._reached = self._gradients.came()
         if not self._reached:
+            self.state = OPEN
             msg = (
                 f"this loss reaches none of the optimizer's {len(self._gradients.parameters)} parameters: nothing was "
                 "added.\n"
@@ -264,9 +282,11 @@ class Window:
 
     def pass_by(self, loss: Tensor, *, only_own: bool = False) -> None:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
+        self.state = BROKEN
         self._run(loss, torch.zeros_like(loss), self._gradients.leaves if only_own else None, adds=False)
         self._gradients.remember()
         self.passed_by += 1
+        self.state = OPEN
 
     def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
         """Take over what replays of a captured micro-step have added up to the gradients of this window."""
@@ -292,9 +312,10 @@ class Window:
 
     def check(self) -> None:
         """Raise where the window cannot go on."""
-        if self._broken is not None:
-            msg = f"{self._failure}\nDrop the window and go on with the next:  accumulator.discard()"
-            raise WindowBroken(msg) from self._broken
+        if self.state is not OPEN:
+            error, failure = self._failure or (None, "a backward or a step of this window failed.")
+            msg = f"{failure}\nDrop the window and go on with the next:  accumulator.discard()"
+            raise WindowBroken(msg) from error
         self._gradients.check()
 
     def close(self, *, checked: bool = False, goes_on: bool = False) -> Update:
@@ -304,11 +325,18 @@ class Window:
         """
         if not checked:
             self.check()
+        if self._ledger.pending:
+            self._ledger.fold()
+        ranks = self._stepper.ranks
+        try:
+            return self._close_alone() if ranks is None else self._close_with(ranks, goes_on=goes_on)
+        except BaseException as error:
+            if self.state is not OPEN:
+                self._failure = error, self._stepper.give_up(error)
+            raise
+
+    def _close_alone(self) -> Update:
         ledger = self._ledger
-        if ledger.pending:
-            ledger.fold()
-        if self._stepper.ranks is not None:
-            return self._close_with(self._stepper.ranks, goes_on=goes_on)
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
         if ledger.totals is not None:
@@ -316,15 +344,12 @@ class Window:
         loss = ledger.big_loss()
         norm: Tensor | None = None
         skipped: bool | Tensor = True
-        try:
-            if self._counted_anything():
-                if self._witness is not None:
-                    self._witness.whole(self)
-                correction = ledger.correction() * self._starts.correction()
-                norm, skipped = self._stepper.step(self._gradients, correction)
-        except BaseException as error:
-            self._broken, self._failure = error, self._stepper.give_up(error)
-            raise
+        self.state = BROKEN
+        if self._counted_anything():
+            if self._witness is not None:
+                self._witness.whole(self)
+            correction = ledger.correction() * self._starts.correction()
+            norm, skipped = self._stepper.step(self._gradients, correction)
         self.discard()
         return Update(
             micro_batches=ledger.micro_batches,
@@ -363,22 +388,19 @@ class Window:
         ranks.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
         skipped: bool | Tensor = True
-        try:
-            if together.counted(agreement, ledger):
-                if ranks.adds_up:
-                    together.fill(ranks, gradients, agreement)
-                correction = self._starts.correction(of_all=True)
-                if agreement.kind == "mean":
-                    correction = correction * ((ledger.provisional or 1.0) / agreement.total)
-                if ranks.reduced and not ranks.sharded:
-                    correction = correction * ranks.size  # DDP has averaged
-                gradients.scale(correction)
-                if ranks.adds_up:
-                    ranks.add_up(gradients.dense())
-                norm, skipped = self._stepper.step(gradients, 1.0, hooks_elsewhere=agreement.hooks)
-        except BaseException as error:
-            self._broken, self._failure = error, self._stepper.give_up(error)
-            raise
+        self.state = BROKEN
+        if together.counted(agreement, ledger):
+            if ranks.adds_up:
+                together.fill(ranks, gradients, agreement)
+            correction = self._starts.correction(of_all=True)
+            if agreement.kind == "mean":
+                correction = correction * ((ledger.provisional or 1.0) / agreement.total)
+            if ranks.reduced and not ranks.sharded:
+                correction = correction * ranks.size  # DDP has averaged
+            gradients.scale(correction)
+            if ranks.adds_up:
+                ranks.add_up(gradients.dense())
+            norm, skipped = self._stepper.step(gradients, 1.0, hooks_elsewhere=agreement.hooks)
         ranks.windows += 1
         self._shards_reached = None  # nothing of them is dropped
         self.discard()
@@ -403,6 +425,8 @@ class Window:
 
     def discard(self) -> None:
         """Drop the window: no gradient is left of it."""
+        if self.state is CLOSED:  # the gradients may be another's by now
+            return
         self._gradients.release()
         ranks = self._stepper.ranks
         if ranks is not None and self._shards_reached is not None and not ranks.overlap:
@@ -410,7 +434,7 @@ class Window:
             self._shards_reached = None
         if ranks is not None and ranks.shards is not None and ranks.overlap:
             ranks.shards.forget(self._gradients.parameters)
-        self._stepper.window_open = False
+        self.state, self._stepper.window = CLOSED, None
 
     def _counted_anything(self) -> bool:
         """Whether anything was counted; an empty window makes no update."""
