@@ -11,7 +11,6 @@ from functools import cache, partial
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +22,7 @@ from bigbatch.errors import ConfigurationError
 from bigbatch.pages.markup import Html, element, table, together
 from bigbatch.pages.page import refuse_target
 from bigbatch.pages.plan_page import plan_page
-from bigbatch.pages.plots import beside, require_matplotlib
+from bigbatch.pages.plots import require_matplotlib
 from bigbatch.pages.verify_page import verify_page
 from bigbatch.planning.report import Plan, Row
 from bigbatch.verifying.verification import Cause, Difference, Verification
@@ -189,7 +188,6 @@ def test_a_page_can_be_read_without_seeing_it(make: Callable[[], str]) -> None:
     assert all(after <= before + 1 for before, after in pairwise(levels))
     assert seen.named("html") == [{"lang": "en"}]
     plots = seen.named("svg")
-    assert len(plots) % 2 == 0
     assert all(plot["role"] == "img" and len(plot["aria-label"] or "") > 40 for plot in plots)
     heads = seen.named("th")
     assert all(head.get("scope") in {"col", "row"} for head in heads)
@@ -197,38 +195,22 @@ def test_a_page_can_be_read_without_seeing_it(make: Callable[[], str]) -> None:
     assert "main" in {tag for tag, _ in seen.elements}
 
 
-@pytest.mark.parametrize("make", PAGES.values(), ids=PAGES)
-def test_plots_follow_the_colours_of_the_page(make: Callable[[], str]) -> None:
-    """No colour of a drawing is its own: light and dark are the page's to say."""
-    for drawing in re.findall(r"<svg.*?</svg>", make(), flags=re.DOTALL):
-        colours = set(re.findall(r"(?:fill|stroke): ([^;\"]+)", drawing))
-        assert any(colour.startswith("var(--") for colour in colours)
-        assert all(colour == "none" or colour.startswith("var(--") for colour in colours), colours
-        style = (Path(__file__).parent.parent / "src/bigbatch/pages/style.css").read_text()
-        named = {colour[4:-1] for colour in colours if colour != "none"}
-        assert all(style.count(f"{name}: #") == 2 for name in named), named  # in light and in dark
-
-
-def luminance(colour: str) -> float:
-    """Return how light a colour is, as WCAG has it."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+def luminance(color: str) -> float:
+    """Return how light a color is, as WCAG has it."""
+    parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
-@pytest.mark.parametrize("ground", ["paper", "card", "wash"])
-def test_words_stand_out(scheme: int, ground: str) -> None:
-    """4.5 to 1 at least, for every colour that words have, on every ground that they stand on."""
+@pytest.mark.parametrize("name", ["muted", "good", "bad"])
+def test_words_stand_out(scheme: int, name: str) -> None:
+    """4.5 to 1 at least, for every color that words have, on a card and on the page itself."""
     style = (Path(__file__).parent.parent / "src/bigbatch/pages/style.css").read_text()
-    colours = {
-        name: re.findall(rf"--{name}: (#[0-9a-f]{{6}})", style)[scheme] for name in (ground, *"ink muted".split())
-    }
-    colours |= {name: re.findall(rf"--{name}: (#[0-9a-f]{{6}})", style)[scheme] for name in "accent good bad".split()}
-    below = luminance(colours.pop(ground))
-    for name, colour in colours.items():
-        light, dark = sorted((luminance(colour), below), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= 4.5, name
+    color, card = (re.findall(rf"--{each}: (#[0-9a-f]{{6}})", style)[scheme] for each in (name, "card"))
+    for ground in (card, ["#ffffff", "#121212"][scheme]):  # Chromium's own
+        light, dark = sorted((luminance(color), luminance(ground)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
 
 
 def test_a_plan_stands_on_its_page() -> None:
@@ -237,6 +219,7 @@ def test_a_plan_stands_on_its_page() -> None:
     for part in (
         "32 × 8 Batch of 256: micro-batches of 32, 8 steps, within 24 GiB on a large GPU.",
         "18.5 GiB measured, 77% of 24 GiB",
+        "3.3 GiB by this process: weights, gradients, optimizer state, all else",
         "Time per sample is still falling.",
         "Peaks are the whole process's.",
         "budget, 24 GiB",
@@ -460,30 +443,6 @@ def test_drawing_leaves_matplotlib_as_it_was() -> None:
     before = dict(mpl.rcParams)
     of_plan(PLAN)
     assert dict(mpl.rcParams) == before
-
-
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("plan", [PLAN, EASY, replace(EASY, size=1, steps=256), replace(PLAN, size=8, steps=32)])
-def test_no_label_stands_on_a_line(plan: Plan, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever size is to be taken, and however steep the line is there."""
-    labels: list[tuple[Any, Any]] = []
-
-    def noted(axes: Any, *args: Any, **style: Any) -> Any:
-        labels.append((axes, beside(axes, *args, **style)))
-        return labels[-1][1]
-
-    monkeypatch.setattr("bigbatch.pages.plan_page.beside", noted)
-    plan_page(plan, name="train.py", next_step=("bigbatch train", "with it"))
-    assert len(labels) == 4  # memory and time, each wide and narrow
-    for axes, label in labels[narrow::2]:
-        box = label.get_window_extent()
-        lines = [line for line in axes.get_lines() if line.get_linestyle() != "None"]
-        assert lines
-        for line in lines:
-            drawn = line.get_transform().transform_path(line.get_path())
-            assert not drawn.intersects_bbox(box, filled=False)
-        assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1
-        assert axes.bbox.y0 <= box.y0 < box.y1 <= axes.bbox.y1
 
 
 def test_a_size_that_is_not_the_fastest_is_explained() -> None:

@@ -151,7 +151,7 @@ def test_weights_that_do_not_fit_are_told_from_activations() -> None:
     )
     assert heavy.size is None
     assert heavy.advice[0].startswith(
-        "Weights, gradients, optimizer state and the libraries' workspaces alone take 320 MiB, 230 MiB more than"
+        "Weights, gradients, optimizer state and all else that this process holds take 320 MiB, 230 MiB more than"
     )
     assert "LoRA" in heavy.advice[1]
     light = nn.Linear(16, 16)

@@ -28,8 +28,8 @@ def page(title: str, *parts: str) -> str:
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def opening(kicker: str, title: str, lead: str, *, verdict: str = "", tone: str = "plain") -> Html:
-    """Return what a page begins with: what it is, of what, and its answer; `tone` is good, bad or plain."""
+def opening(kicker: str, title: str, lead: str, *, verdict: str, tone: str) -> Html:
+    """Return what a page begins with: what it is, of what, and its answer; `tone` is good or bad."""
     badge = (element("span", verdict, class_=f"badge {tone}"),) if verdict else ()
     return element(
         "header",

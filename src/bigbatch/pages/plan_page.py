@@ -1,23 +1,19 @@
 """A plan to look at: the size to take, the memory and the time of each, and why."""
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bigbatch.memory.budget import human
 from bigbatch.memory.sizing import TIE
 from bigbatch.pages.markup import Html, element, paragraphs, table
 from bigbatch.pages.page import code, figures, opening, page, section
-from bigbatch.pages.plots import ACCENT, BAD, INK, MUTED, PAPER, SECOND, SHADE, beside, figure, legend
+from bigbatch.pages.plots import figure
 from bigbatch.planning.report import Plan, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_HEADROOM = 1.18  # above the highest thing drawn
-_FAR = 2.5  # times the highest peak: a budget above is named at the edge, or all peaks would lie on the ground
+_FAR = 3.0  # times the highest peak: a budget above is not drawn, or all peaks would lie on the ground
 _STEEP = 10.0  # the slowest to the fastest: beyond, times are drawn by their ratios
-_APART = {False: 0.05, True: 0.11}  # of the width, between the labels of two sizes
 
 
 def plan_page(plan: Plan, *, name: str, next_step: tuple[str, str]) -> str:
@@ -49,7 +45,11 @@ def _verdict(plan: Plan) -> str:
 
 
 def _figures(plan: Plan) -> list[tuple[str, str, str]]:
-    held = ("held at any size", human(plan.resident_bytes), "weights, gradients, optimizer state")
+    held = (
+        "held at any size",
+        human(plan.resident_bytes),
+        "by this process: weights, gradients, optimizer state, all else",
+    )
     budget = ("budget", human(plan.budget), f"on {plan.device}")
     if plan.size is None or plan.peak_bytes is None:
         return [("batch", f"{plan.batch_size:,}", "samples an update"), budget, held]
@@ -87,47 +87,23 @@ def _memory(plan: Plan) -> Html:
     predicted = [(row.size, row.predicted_bytes / unit) for row in plan.rows if row.predicted_bytes is not None]
     measured = [(row.size, row.measured_bytes / unit) for row in plan.rows if row.measured_bytes is not None]
     failed = [row.size for row in plan.rows if row.measured_bytes is None and not row.fits and plan.measured]
+    budget, held = plan.budget / unit, plan.resident_bytes / unit
+    highest = max([held, *(peak for _, peak in (*predicted, *measured))])
 
-    def draw(axes: "Axes", narrow: bool) -> None:  # noqa: FBT001 - as `Draw` has it
-        top = _HEADROOM * max([plan.resident_bytes / unit, *(peak for _, peak in (*predicted, *measured))])
-        if plan.budget / unit <= _FAR * top:
-            top = max(top, _HEADROOM * plan.budget / unit)
-        axes.set_ylim(0, top)
-        axes.axhspan(0, plan.resident_bytes / unit, color=SHADE, linewidth=0)
-        axes.axhline(plan.budget / unit, color=BAD, linewidth=1.6)
-        _sizes(axes, [row.size for row in plan.rows], plan.size, narrow=narrow)
+    def draw(axes: "Axes") -> None:
         if measured:
-            axes.plot(
-                *zip(*measured, strict=True), color=ACCENT, marker="o", markersize=7, linewidth=1.6, label="measured"
-            )
+            axes.plot(*zip(*measured, strict=True), "o-", label="measured")
         if predicted:
-            style = {"linestyle": "none"} if measured else {"linewidth": 1.6}
-            axes.plot(
-                *zip(*predicted, strict=True),
-                color=SECOND,
-                marker="D",
-                markersize=8.5,
-                markerfacecolor="none" if measured else SECOND,
-                markeredgewidth=1.6,
-                label="predicted from the other sizes" if measured else "predicted by tracing",
-                **style,
-            )
+            how = "predicted from the other sizes" if measured else "predicted by tracing"
+            axes.plot(*zip(*predicted, strict=True), "D" if measured else "D-", fillstyle="none", label=how)
+        axes.axhline(held, color="gray", linestyle=":", label="held at any size")
+        if failed or budget < _FAR * highest:
+            axes.axhline(budget, color="tab:red", label=f"budget, {human(plan.budget)}")
         if failed:
-            axes.plot(
-                failed,
-                [plan.budget / unit] * len(failed),
-                linestyle="none",
-                marker="X",
-                color=BAD,
-                markersize=10,
-                markeredgecolor=PAPER,
-                label="ran out of memory",
-            )
-        _limits(axes, plan, unit, top, narrow=narrow)
+            axes.plot(failed, [budget] * len(failed), "X", color="tab:red", label="ran out of memory")
+        _sizes(axes, plan)
+        axes.set_ylim(bottom=0)
         axes.set_ylabel(f"peak memory, {name}")
-        axes.grid(visible=False, axis="x")
-        legend(axes, columns=1 if narrow else 3)
-        _chosen(axes, plan, measured or predicted)
 
     kind = "measured" if plan.measured else "predicted"
     told = "; ".join(
@@ -137,51 +113,40 @@ def _memory(plan: Plan) -> Html:
     says = f"Peak memory by micro-batch size, {kind}: {told}. The budget is {human(plan.budget)}."
     caption = (
         "What a micro-step holds at most. Diamonds are what the other sizes predict of each, by a line through the two "
-        "nearest: how well they meet the dots is how far the prediction can be trusted."
+        "nearest."
         if plan.measured
         else "What a micro-step would hold at most, by tracing it on fake tensors."
     )
-    return section("Memory", figure(draw, name="memory", heights=(360, 330), says=says, caption=caption))
-
-
-def _limits(axes: "Axes", plan: Plan, unit: int, top: float, *, narrow: bool) -> None:
-    """Name what no size changes: the budget, and what is held below all peaks."""
-    left, right = axes.get_xlim()
-    named, above = f"budget, {human(plan.budget)}", plan.budget / unit > top
-    axes.annotate(
-        f"{named}, is far above" if above else named,
-        (left, top if above else plan.budget / unit),
-        (4, -4 if above else 4),
-        textcoords="offset points",
-        va="top" if above else "bottom",
-        color=BAD,
-    )
-    # On the right, where peaks are high.
-    held = "held at any size" if narrow else "held at any size: weights, gradients, optimizer state"
-    axes.annotate(held, (right, 0), (-5, 5), textcoords="offset points", ha="right", fontsize=11, color=MUTED)
+    return section("Memory", figure(draw, name="memory", height=4.2, says=says, caption=caption))
 
 
 def _time(plan: Plan) -> Html:
     timed = [(row.size, 1e3 * row.seconds_per_sample) for row in plan.rows if row.seconds_per_sample is not None]
 
-    def draw(axes: "Axes", narrow: bool) -> None:  # noqa: FBT001
-        fastest, slowest = min(time for _, time in timed), max(time for _, time in timed)
-        top = _HEADROOM * slowest
-        _sizes(axes, [row.size for row in plan.rows], plan.size, narrow=narrow)
-        if slowest > _STEEP * fastest:
-            _by_ratio(axes, fastest, slowest)
+    def draw(axes: "Axes") -> None:
+        sizes, times = zip(*timed, strict=True)
+        axes.plot(sizes, times, "o-", label="measured")
+        _sizes(axes, plan)
+        if max(times) > _STEEP * min(times):
+            axes.set_yscale("log")
         else:
-            axes.set_ylim(0, top)
-        axes.plot(*zip(*timed, strict=True), color=ACCENT, marker="o", markersize=7, linewidth=1.6)
+            axes.set_ylim(bottom=0)
         axes.set_ylabel("milliseconds per sample")
-        axes.grid(visible=False, axis="x")
-        _chosen(axes, plan, timed)
 
     told = "; ".join(f"{size:,}: {time:.3g} ms" for size, time in timed)
     caption = "Lower is faster. Where the line is flat, a smaller micro-batch is as fast and leaves memory free."
     says = f"Time per sample by micro-batch size: {told}."
-    drawn = figure(draw, name="time", heights=(280, 270), says=says, caption=caption)
+    drawn = figure(draw, name="time", height=3.4, says=says, caption=caption)
     return section("Time", drawn, paragraphs(_not_the_fastest(plan)))
+
+
+def _sizes(axes: "Axes", plan: Plan) -> None:
+    """Have an axis of micro-batch sizes, doubling as it goes, with the size to take on it."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:,g}")
+    axes.set_xlabel("samples in a micro-batch")
+    if plan.size is not None:
+        axes.axvline(plan.size, color="black", linestyle="--", label=f"take this: {plan.size:,}")
 
 
 def _not_the_fastest(plan: Plan) -> list[str]:
@@ -199,42 +164,6 @@ def _not_the_fastest(plan: Plan) -> list[str]:
     if plan.batch_size % fastest:
         return [f"{said}What counts is the whole update, in which a short last micro-batch takes its time, too."]
     return [f"{said}{'The notes below say why they are not taken.' if plan.notes else ''}".rstrip()]
-
-
-def _by_ratio(axes: "Axes", fastest: float, slowest: float) -> None:
-    """Have an axis on which twice as long is as far everywhere, with numbers that need no powers of ten."""
-    axes.set_yscale("log")
-    around = max(1.6, (slowest / fastest) ** 0.2)  # so that words fit above and below
-    axes.set_ylim(fastest / around, slowest * around)
-    powers = range(math.floor(math.log10(fastest)) - 1, math.ceil(math.log10(slowest)) + 1)
-    ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]
-    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_yticks([], minor=True)
-    axes.set_ylim(fastest / around, slowest * around)  # ticks may have widened it
-
-
-def _sizes(axes: "Axes", sizes: Sequence[int], chosen: int | None, *, narrow: bool) -> None:
-    """Have an axis of micro-batch sizes, doubling as it goes, with the sizes that were tried on it."""
-    axes.set_xscale("log", base=2)
-    low, high = min(sizes), max(sizes)
-    axes.set_xlim(low / 1.35, max(high, low * 2) * 1.35)
-    left, right = axes.get_xlim()
-    shown: list[int] = []
-    for size in sorted(sizes, key=lambda size: (size != chosen, -size)):  # the chosen one, then the largest
-        if all(max(size / other, other / size) >= (right / left) ** _APART[narrow] for other in shown):
-            shown.append(size)
-    axes.set_xticks(shown, [f"{size:,}" for size in shown])
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("samples in a micro-batch")
-
-
-def _chosen(axes: "Axes", plan: Plan, points: Sequence[tuple[int, float]]) -> None:
-    """Mark the size to take."""
-    at = next(((size, value) for size, value in points if size == plan.size), None)
-    if at is None:
-        return
-    axes.plot(*at, marker="o", color=INK, linestyle="none", markersize=15, markerfacecolor="none", markeredgewidth=1.6)
-    beside(axes, "take this", at, fontweight="bold", color=INK)
 
 
 def _unit(most: int) -> tuple[int, str]:

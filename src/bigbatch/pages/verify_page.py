@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from bigbatch.pages.markup import Html, element, paragraphs, table
 from bigbatch.pages.page import figures, opening, page, section
-from bigbatch.pages.plots import ACCENT, BAD, INK, MUTED, SHADE, decades, figure, legend
+from bigbatch.pages.plots import figure
 from bigbatch.verifying.table import header, headline, number, row, share_text
 from bigbatch.verifying.verification import Difference, Verification
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 _DRAWN = 30  # parameters; of more, the worst ones
 _LISTED = 12  # before the rest is folded away
-_LONGEST = {False: 42, True: 20}  # letters of a name beside a plot
-_PER_ROW, _AROUND = 21, 92  # pixels
+_LONGEST = 36  # letters of a name beside a plot
 
 
 def verify_page(found: Verification, *, name: str) -> str:
@@ -100,44 +99,24 @@ def _differences(found: Verification) -> Html:
     known = [n for each in shown for n in (_difference(each), _floor(each), each.tolerance) if 0 < n < math.inf]
     low, high = min(known, default=1e-17) / 4, max(known, default=1.0) * 4
 
-    def draw(axes: "Axes", narrow: bool) -> None:  # noqa: FBT001 - as `Draw` has it
+    def draw(axes: "Axes") -> None:
         axes.set_xscale("log")
-        places = range(len(shown))
-        widths = [min(max(each.tolerance, low), high) - low for each in shown]
-        axes.barh(places, widths, left=low, height=0.62, color=SHADE, label="what rounding explains")
-        floors = [(_floor(each), at) for at, each in enumerate(shown) if _floor(each) > low]
-        if floors:
-            axes.plot(
-                *zip(*floors, strict=True),
-                "|",
-                color=MUTED,
-                markersize=10,
-                markeredgewidth=1.5,
-                label="measured rounding",
-            )
-        for right, colour, word in ((True, ACCENT, "within"), (False, BAD, "beyond")):
+        axes.set_xlim(low, high)
+        axes.barh(
+            range(len(shown)),
+            [min(each.tolerance, high) for each in shown],
+            color="lightgray",
+            label="what rounding explains",
+        )
+        axes.plot([_floor(each) for each in shown], range(len(shown)), "|", color="gray", label="measured rounding")
+        for right, style, word in ((True, "o", "within"), (False, "D", "beyond")):
             points = [(min(max(_difference(e), low), high), at) for at, e in enumerate(shown) if e.exact == right]
             if points:
-                shape = "o" if right else "D"
-                axes.plot(
-                    *zip(*points, strict=True),
-                    shape,
-                    color=colour,
-                    markersize=7,
-                    label=f"difference, {word}",
-                    clip_on=False,
-                )
-        for at, each in enumerate(shown):
-            if _difference(each) == 0:
-                axes.annotate(
-                    "none", (low, at), (8, 0), textcoords="offset points", va="center", color=MUTED, fontsize=11
-                )
-        axes.set_yticks(places, [_short(each.name, _LONGEST[narrow]) for each in shown], color=INK, fontsize=11.5)
-        axes.set_ylim(len(shown) - 0.4, -0.6)
-        decades(axes, low, high, most=4 if narrow else 9)
+                colour = "tab:blue" if right else "tab:red"
+                axes.plot(*zip(*points, strict=True), style, color=colour, label=f"difference, {word}", clip_on=False)
+        axes.set_yticks(range(len(shown)), [_short(each.name) for each in shown], parse_math=False)
+        axes.invert_yaxis()
         axes.set_xlabel(f"relative difference, in {dtype}")
-        axes.grid(visible=False, axis="y")
-        legend(axes, columns=2 if narrow else 4)
 
     left = len(found.differences) - len(shown)
     rest = f" The {left:,} that are not shown lie nearer." if left else ""
@@ -151,14 +130,13 @@ def _differences(found: Verification) -> Html:
         "The bar ends where two roundings of one gradient may lie apart; the tick in it was measured, for each "
         f"parameter. A point beyond the bar is a mistake, not rounding.{rest}"
     )
-    height = _AROUND + _PER_ROW * len(shown)
-    plot = figure(draw, name="differences", heights=(height, height + 30), says=says, caption=caption)
+    plot = figure(draw, name="differences", height=1.4 + 0.28 * len(shown), says=says, caption=caption)
     return section("Every parameter beside its rounding", plot)
 
 
-def _short(name: str, letters: int) -> str:
-    """Keep the end of a long name, which tells its parameter from its neighbours."""
-    return name if len(name) <= letters else f"…{name[1 - letters :]}"
+def _short(name: str) -> str:
+    """Keep the end of a long name, which tells its parameter from its neighbors."""
+    return name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
 
 
 def _listed(found: Verification) -> Html:
@@ -168,7 +146,7 @@ def _listed(found: Verification) -> Html:
 
     def rows(some: Sequence[Difference], caption: str) -> Html:
         marks = [None if each.exact else "wrong" for each in some]
-        return element("div", table(head, [row(each) for each in some], caption=caption, marks=marks), class_="names")
+        return table(head, [row(each) for each in some], caption=caption, marks=marks)
 
     folded = (
         element(

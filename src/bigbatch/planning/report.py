@@ -39,7 +39,7 @@ class Plan:
     steps: int | None
     peak_bytes: int | None  # of a micro-step of that size
     budget: int
-    resident_bytes: int  # weights, gradients and optimizer state
+    resident_bytes: int  # held at any size: weights, gradients, optimizer state, and all else of this process
     device: str
     measured: bool  # on the device; otherwise traced
     rows: tuple[Row, ...]
@@ -131,7 +131,7 @@ def advice_when_nothing_fits(resident: int, one: int | None, limit: int) -> tupl
     """Say what is too large, by how much, and what makes it smaller."""
     if resident > limit:
         found = (
-            f"Weights, gradients, optimizer state and the libraries' workspaces alone take {human(resident)}, "
+            f"Weights, gradients, optimizer state and all else that this process holds take {human(resident)}, "
             f"{human(resident - limit)} more than "
             f"the {human(limit)} there are to use: no size of micro-batch changes that."
         )
@@ -142,8 +142,8 @@ def advice_when_nothing_fits(resident: int, one: int | None, limit: int) -> tupl
     else:
         missing = "" if one is None else f" and is {human(one - limit)} short"
         found = (
-            f"Weights, gradients and optimizer state take {human(resident)} of {human(limit)}; one sample does not fit "
-            f"into the {human(limit - resident)} left{missing}."
+            f"Weights, gradients, optimizer state and all else that this process holds take {human(resident)} of "
+            f"{human(limit)}; one sample does not fit into the {human(limit - resident)} left{missing}."
         )
         remedy = (
             "Use activation checkpointing (torch.utils.checkpoint around each block), shorter sequences or smaller "
