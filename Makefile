@@ -11,7 +11,7 @@ ARGS   ?=
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format bench
+.PHONY: help train test check format bench zoo
 
 help:  ## this list
 	@echo 'make TARGET [ARGS="..."]'
@@ -37,6 +37,9 @@ format: $(VENV)/.ready-lint  ## put the code into its format and fix what can be
 bench: $(VENV)/.ready-bench  ## the tables of exactness and overhead: ARGS="--json"
 	@$(RUN) -m benchmarks.exactness $(ARGS)
 	@$(RUN) -m benchmarks.overhead $(ARGS)
+
+zoo: $(VENV)/.ready-zoo  ## other libraries' models and losses; goes on where it was stopped: ARGS="--seed 1"
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.zoo $(ARGS)
 
 # The environment grows in steps, so that the first command of a newcomer waits for little. Each stamp
 # is written last: an interrupted install is taken up again.
@@ -64,4 +67,12 @@ $(VENV)/.ready-test: $(VENV)/.ready-bench
 $(VENV)/.ready-lint: $(VENV)/.ready-test
 	@echo "Installing the linters ..." >&2
 	@$(PIP) --editable '.[lint]'
+	@touch $@
+
+# Beside a CPU build of torch PyPI's torchvision has models but no operators, and a transformers that finds it does not
+# import: so it is installed apart, with what needs it, where the zoo alone looks.
+$(VENV)/.ready-zoo: $(VENV)/.ready-test
+	@echo "Installing the libraries of the zoo ..." >&2
+	@$(PIP) --editable '.[zoo]'
+	@$(PIP) --no-deps --upgrade --target $(VENV)/zoo timm torchvision segmentation-models-pytorch
 	@touch $@

@@ -1,0 +1,193 @@
+"""Try the whole zoo and write down what came out: `python -m tests.zoo --seed 1`, or `make zoo`.
+
+It goes on where it was stopped, as long as neither the code nor the libraries have changed.
+"""
+
+import argparse
+import collections
+import hashlib
+import json
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bigbatch
+from tests.zoo.libraries import missing, version
+from tests.zoo.open_rows import OPEN
+from tests.zoo.program import Program
+from tests.zoo.table import PROGRAMS
+from tests.zoo.trial import Result, attempt, entrances, expected, is_met
+
+ROOT = Path(__file__).parents[2]
+_INTRODUCTION = """# The zoo
+
+Other people's models and losses, three updates each of unequal micro-batches, compared with true big batches in float64
+(`make zoo`; the table is [tests/zoo](../../tests/zoo)). *exact*: with the largest relative distance of steps, gradient
+norms, losses and buffers. *unseen*: the batch makes values without gradient, which no graph shows to an `Accumulator`;
+`BigStep` refuses them and `verify` names them.
+"""
+
+
+def main() -> None:
+    """Read the arguments, try what is not yet in the result file, write it after each program."""
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the batches")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/zoo.json")
+    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("words", nargs="*", help="only programs with one of these in their names; writes nothing")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    programs = [p for p in PROGRAMS if not chosen.words or any(word in p.name for word in chosen.words)]
+    state = _resumed(chosen.out, _made_with(chosen.seed, chosen.device), fresh=chosen.fresh or bool(chosen.words))
+    for number, program in enumerate(programs, 1):
+        if program.name not in state["programs"]:
+            row = _row(program, chosen.seed, torch.device(chosen.device))
+            state["programs"][program.name] = row
+            print(f"[{number}/{len(programs)}] {_line(program.name, row)}", flush=True)
+            if chosen.words:
+                print(_details(row))
+            else:
+                _write(chosen.out, state)
+    if not chosen.words:
+        _write(chosen.out, state)
+        print(f"{_summary(state)}\n{chosen.out} and {chosen.out.with_suffix('.md').name} are written.")
+
+
+def _row(program: Program, seed: int, device: torch.device) -> dict[str, Any]:
+    row: dict[str, Any] = {"library": program.library, "tolerance": program.tolerance, "unseen": program.unseen}
+    if reason := missing(program.library):
+        return {**row, "left_out": reason}
+    for entrance in entrances(program):
+        try:
+            result = attempt(program, entrance, seed=seed, device=device)
+        except Exception as error:  # noqa: BLE001 - the program itself does not run here, without us
+            return {**row, "left_out": f"does not run as one big batch: {type(error).__name__}: {error}"}
+        row[entrance] = {
+            **result.as_json(),
+            "expected": program.unseen if entrance == "verify" else str(expected(program, entrance)),
+            "met": is_met(program, entrance, result),
+            "open": OPEN.get(f"{program.name}/{entrance}", ""),
+        }
+    return row
+
+
+def _made_with(seed: int, device: str) -> dict[str, Any]:
+    """What a result depends on."""
+    code = hashlib.sha256()
+    for path in sorted([*Path(bigbatch.__file__).parent.rglob("*.py"), *Path(__file__).parent.glob("*.py")]):
+        code.update(path.read_bytes())
+    libraries = sorted({program.library for program in PROGRAMS})
+    return {
+        "seed": seed,
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
+        "code": code.hexdigest()[:16],
+        "versions": {library: version(library) for library in libraries},
+    }
+
+
+def _resumed(out: Path, made_with: dict[str, Any], *, fresh: bool) -> dict[str, Any]:
+    """What an earlier run has left, if it was made with the same."""
+    if out.exists() and not fresh:
+        state: dict[str, Any] = json.loads(out.read_text())
+        if state["made_with"] == made_with:
+            return state
+    return {"made_with": made_with, "programs": {}}
+
+
+def _write(out: Path, state: dict[str, Any]) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps(state, indent=1) + "\n")
+    new.replace(out)
+    out.with_suffix(".md").write_text(_page(state))
+
+
+def _tried(state: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Every trial: program, entrance, what came out."""
+    return [
+        (name, entrance, row[entrance])
+        for name, row in state["programs"].items()
+        for entrance in ("accumulator", "big_step", "verify")
+        if entrance in row
+    ]
+
+
+def _summary(state: dict[str, Any]) -> str:
+    lines = []
+    trials = _tried(state)
+    for entrance, title in (("accumulator", "Accumulator"), ("big_step", "BigStep"), ("verify", "verify")):
+        ours = [trial for _, each, trial in trials if each == entrance]
+        outcomes = collections.Counter(trial["outcome"] for trial in ours)
+        told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
+        lines.append(f"{title}: {told}; as expected: {sum(trial['met'] for trial in ours)} of {len(ours)}.")
+    left_out = sum("left_out" in row for row in state["programs"].values())
+    lines.append(f"{len(state['programs'])} programs, {left_out} of them left out.")
+    return "\n".join(lines)
+
+
+def _page(state: dict[str, Any]) -> str:
+    """The results, to read."""
+    made_with = state["made_with"]
+    versions = ", ".join(f"{library} {number}" for library, number in made_with["versions"].items())
+    unmet = [
+        f"| {name} | {entrance} | {_told(trial)} | {trial['expected']} | {trial['open'] or 'new'} |"
+        for name, entrance, trial in _tried(state)
+        if not trial["met"]
+    ]
+    lines = [f"- {line}" for line in _summary(state).splitlines()]
+    known = "| program | entrance | outcome | expected | known |\n|---|---|---|---|---|"
+    rows = [_cells(name, row) for name, row in state["programs"].items()]
+    return "\n".join(
+        [
+            _INTRODUCTION,
+            *lines,
+            f"- Seed {made_with['seed']}, {made_with['device']}; {versions}.",
+            "\n## Not as expected\n",
+            *([known, *unmet] if unmet else ["Nothing."]),
+            "\n## All\n",
+            "| program | library | Accumulator | BigStep | verify | as expected |\n|---|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def _cells(name: str, row: dict[str, Any]) -> str:
+    shown = name + (" (unseen)" if row["unseen"] else "")
+    if "left_out" in row:
+        return f"| {shown} | {row['library']} | left out: {row['left_out'].splitlines()[0]} | | | |"
+    trials = [row[entrance] for entrance in ("accumulator", "big_step", "verify") if entrance in row]
+    told = [_told(trial) for trial in trials] + [""] * (3 - len(trials))
+    met = "yes" if all(trial["met"] for trial in trials) else "**no**"
+    return f"| {shown} | {row['library']} | {told[0]} | {told[1]} | {told[2]} | {met} |"
+
+
+def _told(trial: dict[str, Any]) -> str:
+    return str(Result(trial["outcome"], trial["distance"], trial["kind"]))
+
+
+def _line(name: str, row: dict[str, Any]) -> str:
+    if "left_out" in row:
+        return f"{name}: left out, {row['left_out'].splitlines()[0]}"
+    trials = [(entrance, row[entrance]) for entrance in ("accumulator", "big_step", "verify") if entrance in row]
+    return f"{name}: " + "; ".join(
+        f"{entrance} {_told(trial)}{'' if trial['met'] else ' (NOT EXPECTED)'}" for entrance, trial in trials
+    )
+
+
+def _details(row: dict[str, Any]) -> str:
+    """What was said, and what was due."""
+    trials = [row[entrance] for entrance in ("accumulator", "big_step", "verify") if entrance in row]
+    return "\n".join(f"  due: {trial['expected']}\n  {trial['text']}\n  {trial['warnings']}" for trial in trials)
+
+
+if __name__ == "__main__":
+    main()

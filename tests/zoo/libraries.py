@@ -1,0 +1,82 @@
+"""Libraries that the zoo draws on: imported when they are first used, and missing with a reason."""
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is built from configurations
+
+# `make zoo` puts timm and torchvision here. Beside a CPU build of torch, PyPI's torchvision cannot load its operators,
+# and transformers does not import where it finds such a torchvision.
+APART = Path(sys.prefix) / "zoo"
+_NEEDS_TORCHVISION = {"timm", "segmentation_models_pytorch", "torchvision"}
+_NAMES = {"torch_geometric": "torch-geometric", "pytorch_metric_learning": "pytorch-metric-learning"}
+_declared: list[torch.library.Library] = []
+
+
+class Library:
+    """A module that is imported at the first use of one of its names."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(load(self._name), name)
+
+
+@functools.cache
+def load(name: str) -> Any:
+    """Import a module of a library.
+
+    Raises:
+        ImportError: it is not installed, or does not load here.
+    """
+    if name.partition(".")[0] in _NEEDS_TORCHVISION:
+        _load_torchvision()
+    return importlib.import_module(name)
+
+
+@functools.cache
+def missing(library: str) -> str | None:
+    """Why a library cannot be had here; None where it can."""
+    try:
+        load(library)
+    except (ImportError, RuntimeError) as error:
+        return f"{library} cannot be imported ({str(error).splitlines()[0]}); `make zoo` installs it"
+    return None
+
+
+def version(library: str) -> str:
+    """Which version of it is installed."""
+    if missing(library):
+        return "missing"
+    try:
+        return importlib.metadata.version(_NAMES.get(library, library))
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(load(library), "__version__", "unknown"))
+
+
+@functools.cache
+def _load_torchvision() -> None:
+    """Import torchvision; where its operators do not load, declare those that it registers at import.
+
+    Its models need none of them.
+    """
+    if APART.is_dir() and str(APART) not in sys.path:
+        sys.path.append(str(APART))
+    try:
+        importlib.import_module("torchvision")
+    except RuntimeError:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        library = torch.library.Library("torchvision", "FRAGMENT")
+        _declared.append(library)  # they go when it goes
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        importlib.import_module("torchvision")

@@ -1,0 +1,164 @@
+# ruff: noqa: E501  (a row of a table is a line)
+"""Losses of pytorch-metric-learning, sentence-transformers and torchmetrics; networks of PyG."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch.errors import CoupledLoss, LossError
+from tests.zoo.libraries import Library
+from tests.zoo.program import EXACT, Expected, Program, refused
+from tests.zoo.samples import CLASSES, graphs, join_graphs, mlp, parts, rows
+
+L = Library("pytorch_metric_learning.losses")
+MINERS = Library("pytorch_metric_learning.miners")
+G = Library("torch_geometric.nn")
+S = Library("sentence_transformers.sentence_transformer.losses")
+AUDIO = Library("torchmetrics.functional.audio")
+COUPLED = refused(CoupledLoss, "across")
+REFUSED = refused(LossError, "across")
+METRIC_LEARNING, PYG, SENTENCES = "pytorch_metric_learning", "torch_geometric", "sentence_transformers"
+
+
+def proxies(name: str, kind: str, expected: Expected = EXACT, **settings: Any) -> Program:
+    """A loss with weights of its own: one or more per class."""
+    return Program(
+        f"pml-{name}",
+        lambda: parts(net=mlp(6, 4), loss=getattr(L, kind)(num_classes=CLASSES, embedding_size=4, **settings)),
+        rows,
+        lambda m, b: m["loss"](m["net"](b["x"]), b["label"]),
+        METRIC_LEARNING,
+        accumulator=expected,
+        big_step=expected,
+    )
+
+
+def pairs(name: str, kind: str, expected: Expected = COUPLED, *, miner: str = "", **settings: Any) -> Program:
+    """A loss of pairs within the batch."""
+
+    def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+        out = model(b["x"])
+        mined = [getattr(MINERS, miner)()(out, b["label"])] if miner else []
+        return getattr(L, kind)(**settings)(out, b["label"], *mined)
+
+    return Program(
+        f"pml-{name}", lambda: mlp(6, 4), rows, loss, METRIC_LEARNING, accumulator=expected, big_step=expected
+    )
+
+
+class Encoder(nn.Module):
+    """What losses of sentence-transformers call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(6, 4)
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The embedding beside the features."""
+        return {**features, "sentence_embedding": self.net(features["x"])}
+
+
+def sentence_loss(
+    name: str,
+    kind: str,
+    columns: tuple[str, ...],
+    label: str = "",
+    *,
+    expected: Expected = EXACT,
+    unseen: str = "",
+    **settings: Any,
+) -> Program:
+    """A loss of sentence-transformers over an encoder."""
+
+    def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+        criterion = getattr(S, kind)(model, **settings)
+        return criterion([{"x": b[column]} for column in columns], b[label] if label else None)
+
+    return Program(
+        f"sentence-{name}", Encoder, rows, loss, SENTENCES, accumulator=expected, big_step=expected, unseen=unseen
+    )
+
+
+def convolution(layer: str, inputs: int) -> Any:
+    """A layer of PyG."""
+    return G.GINConv(nn.Linear(inputs, 8)) if layer == "GINConv" else getattr(G, layer)(inputs, 8)
+
+
+class Network(nn.Module):
+    """Two layers of PyG, a pooling, a head."""
+
+    def __init__(self, layer: str, pool: str) -> None:
+        super().__init__()
+        self.first, self.second, self.head, self.pool = (
+            convolution(layer, 6),
+            convolution(layer, 8),
+            nn.Linear(8, 1),
+            pool,
+        )
+
+    def forward(self, b: dict[str, Any]) -> Tensor:
+        """One number per graph."""
+        x = self.second(self.first(b["x"], b["edges"]).relu(), b["edges"])
+        numbers: Tensor = self.head(getattr(G, self.pool)(x, b["batch"], b["graphs"]))[:, 0]
+        return numbers
+
+
+def network(name: str, layer: str, pool: str = "global_mean_pool", expected: Expected = EXACT) -> Program:
+    """A graph network with a regression."""
+    return Program(
+        f"pyg-{name}",
+        lambda: Network(layer, pool),
+        graphs,
+        lambda m, b: F.mse_loss(m(b), b["y"]),
+        PYG,
+        accumulator=expected,
+        collate=join_graphs,
+    )
+
+
+def all_pairs(pos: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    """Edges between all atoms of a molecule, with their lengths."""
+    source, target = ((batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool, device=pos.device)).nonzero(
+        as_tuple=True
+    )
+    return torch.stack([source, target]), (pos[source] - pos[target]).norm(dim=1)
+
+
+def schnet(model: Any, b: dict[str, Any]) -> Tensor:
+    """An energy per molecule."""
+    return F.l1_loss(model(b["z"], b["pos"], b["batch"])[:, 0], b["y"])
+
+
+METRIC = [
+    proxies("arcface", "ArcFaceLoss"),
+    proxies("cosface", "CosFaceLoss"),
+    proxies("sub-center-arcface", "SubCenterArcFaceLoss"),
+    proxies("normalized-softmax", "NormalizedSoftmaxLoss"),
+    proxies("proxy-nca", "ProxyNCALoss"),
+    proxies("soft-triple", "SoftTripleLoss"),
+    proxies("proxy-anchor", "ProxyAnchorLoss", COUPLED),
+    pairs("supcon", "SupConLoss"),
+    pairs("nt-xent", "NTXentLoss"),
+    pairs("contrastive", "ContrastiveLoss"),
+    pairs("triplet", "TripletMarginLoss"),
+    pairs("triplet-with-miner", "TripletMarginLoss", miner="BatchHardMiner"),
+    pairs("multi-similarity-with-miner", "MultiSimilarityLoss", miner="MultiSimilarityMiner"),
+    pairs("circle", "CircleLoss"),
+    sentence_loss("cosine-similarity", "CosineSimilarityLoss", ("x", "x2"), "binary"),
+    sentence_loss("contrastive", "ContrastiveLoss", ("x", "x2"), "binary"),
+    sentence_loss("triplet", "TripletLoss", ("x", "x2", "x3"), "binary"),
+    sentence_loss("margin-mse", "MarginMSELoss", ("x", "x2", "x3"), "advantage"),
+    sentence_loss("multiple-negatives", "MultipleNegativesRankingLoss", ("x", "x2"), expected=COUPLED),
+    sentence_loss("cosent", "CoSENTLoss", ("x", "x2"), "weight", expected=REFUSED),
+    sentence_loss("batch-hard-triplet", "BatchHardTripletLoss", ("x",), "label", expected=COUPLED),
+    sentence_loss("online-contrastive", "OnlineContrastiveLoss", ("x", "x2"), "binary", unseen="coupled-samples"),
+    Program("torchmetrics-si-sdr", lambda: mlp(64, 64), rows, lambda m, b: -AUDIO.scale_invariant_signal_distortion_ratio(m(b["wave"]), b["clean"]).mean(), "torchmetrics"),
+    network("gcn", "GCNConv"),
+    network("gin", "GINConv", "global_add_pool"),
+    network("gat", "GATConv"),
+    network("sage-max-pool", "SAGEConv", "global_max_pool"),
+    Program("pyg-schnet", lambda: G.SchNet(hidden_channels=8, num_filters=8, num_interactions=1, num_gaussians=6, cutoff=3.0, interaction_graph=all_pairs), graphs, schnet, PYG, collate=join_graphs),
+    Program("pyg-node-classification", lambda: G.GCN(6, 8, 2, CLASSES), graphs, lambda m, b: F.cross_entropy(m(b["x"], b["edges"]), b["tags"]), PYG, collate=join_graphs),
+]  # fmt: skip

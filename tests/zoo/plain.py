@@ -1,0 +1,402 @@
+# ruff: noqa: E501  (a row of a table is a line)
+"""Losses that people write themselves in torch: masks, mixtures, sequences, pairs, structures."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, rnn
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch.errors import BatchNormError, CoupledLoss, LossError, SeveralCounts, UnreadableLoss
+from tests.zoo.program import BFLOAT16, Program, refused, warned
+from tests.zoo.samples import CLASSES, WIDTH, WORDS, mlp, parts, rows
+
+COUPLED = refused(CoupledLoss, "")
+UNREADABLE = refused(UnreadableLoss, "count")
+AWAKE = refused(BatchNormError, "BatchNorm")
+SEVERAL = refused(SeveralCounts, "counts=")
+
+
+class Tagger(nn.Module):
+    """An embedding, an LSTM, a score per position."""
+
+    def __init__(self, outputs: int = WORDS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 6)
+        self.lstm = nn.LSTM(6, 8, batch_first=True)
+        self.head = nn.Linear(8, outputs)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Scores, (n, width, outputs)."""
+        scores: Tensor = self.head(self.lstm(self.embedding(tokens))[0])
+        return scores
+
+
+class Factors(nn.Module):
+    """Users and items as rows of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.user = nn.Parameter(torch.randn(9, 4))
+        self.item = nn.Parameter(torch.randn(9, 4))
+
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:
+        """How much each user likes the item beside it."""
+        return (self.user[user] * self.item[item]).sum(1)
+
+
+class Remembering(nn.Module):
+    """A recurrent layer that goes on from where the last call ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(6, 8)
+        self.head = nn.Linear(8, CLASSES)
+        self.hidden: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores."""
+        start = x.new_zeros(len(x), 8)
+        if self.hidden is not None:
+            start = start + self.hidden.mean(0)
+        hidden = self.cell(x, start)
+        self.hidden = hidden.detach()
+        scores: Tensor = self.head(hidden)
+        return scores
+
+
+class Ghost(nn.Module):
+    """BatchNorm over virtual batches of two samples, as TabNet has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Each chunk by itself."""
+        return torch.cat([self.norm(chunk) for chunk in x.tensor_split(max(len(x) // 2, 1))])
+
+
+class Experts(nn.Module):
+    """Four experts, of which each row takes two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(6, 4)
+        self.experts = nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores, and the router's probabilities."""
+        chances = self.router(x).softmax(-1)
+        weight, chosen = chances.topk(2)
+        out = x.new_zeros(len(x), CLASSES)
+        for number, expert in enumerate(self.experts):
+            row, place = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, row, weight[row, place, None] * expert(x[row]))
+        return out, chances
+
+
+class Checkpointed(nn.Module):
+    """Its first layer runs again in backward."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(6, 8), nn.Linear(8, CLASSES), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scores."""
+        x = x.detach().requires_grad_() if self.reentrant else x
+        scores: Tensor = self.last(checkpoint(lambda y: self.first(y).tanh(), x, use_reentrant=self.reentrant))
+        return scores
+
+
+class Coupling(nn.Module):
+    """One affine coupling layer of a flow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(3, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The logarithm of the density."""
+        left, right = x.chunk(2, -1)
+        scale, shift = self.net(left).chunk(2, -1)
+        z = torch.cat([left, right * scale.tanh().exp() + shift], -1)
+        return torch.distributions.Normal(0.0, 1.0).log_prob(z).sum(-1) + scale.tanh().sum(-1)
+
+
+class Quantizer(nn.Module):
+    """VQ-VAE: the nearest of eight codes, straight through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.codes = mlp(6, 4), mlp(4, 6), nn.Embedding(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is decoded, what was encoded, and its codes."""
+        z = self.encoder(x)
+        codes = self.codes(torch.cdist(z.detach(), self.codes.weight.detach()).argmin(1))
+        return self.decoder(z + (codes - z).detach()), z, codes
+
+
+class Writer(nn.Module):
+    """A decoder that fills `outputs[:, t]` step by step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        """Scores, (n, width, classes)."""
+        hidden = sequence.new_zeros(len(sequence), 8)
+        outputs = sequence.new_zeros(len(sequence), WIDTH, CLASSES)
+        for t in range(WIDTH):
+            hidden = self.cell(sequence[:, t], hidden)
+            outputs[:, t] = self.head(hidden)
+        return outputs
+
+
+def conv(*norms: nn.Module) -> nn.Sequential:
+    """A small network over pictures."""
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), *norms, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)
+    )
+
+
+def segmenter(outputs: int = 1) -> nn.Sequential:
+    """A score for every pixel."""
+    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, outputs, 1))
+
+
+def vae(model: Any, b: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """What is decoded, the mean, the log-variance; the noise comes with the batch."""
+    mean, log_variance = model["encoder"](b["x"]).chunk(2, 1)
+    return model["decoder"](mean + b["noise"] * (0.5 * log_variance).exp()), mean, log_variance
+
+
+def vae_by_sums(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """The loss of torch's own example."""
+    out, mean, log_variance = vae(model, b)
+    return F.mse_loss(out, b["x"], reduction="sum") - 0.5 * torch.sum(
+        1 + log_variance - mean.pow(2) - log_variance.exp()
+    )
+
+
+def vae_by_means(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """The loss of most notebooks."""
+    out, mean, log_variance = vae(model, b)
+    divergence = torch.mean(-0.5 * torch.sum(1 + log_variance - mean**2 - log_variance.exp(), dim=1), dim=0)
+    return F.mse_loss(out, b["x"]) + 0.1 * divergence
+
+
+def masked(losses: Tensor, mask: Tensor) -> Tensor:
+    """A mean over what counts, as most people write it."""
+    return (losses * mask).sum() / mask.sum()
+
+
+def per_token(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy of each token."""
+    return F.cross_entropy(model(b["tokens"]).transpose(1, 2), b["tokens"], reduction="none")
+
+
+def log_chances(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """The logarithm of each token's probability."""
+    return model(b["tokens"]).log_softmax(-1).gather(2, b["tokens"][..., None])[..., 0]
+
+
+def focal(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Focal loss of scores."""
+    loss = F.cross_entropy(model(b["x"]), b["label"], reduction="none")
+    return ((1 - (-loss).exp()) ** 2 * loss).mean()
+
+
+def mixture_density(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """The likelihood of a mixture of two normals."""
+    weight, mean, log_scale = model(b["x"]).view(-1, 3, 2).unbind(1)
+    each = torch.distributions.Normal(mean, log_scale.exp()).log_prob(b["value"][:, :1])
+    return -torch.logsumexp(weight.log_softmax(-1) + each, -1).mean()
+
+
+def multivariate(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """The likelihood of a normal with a full covariance per sample."""
+    out = model(b["x"])
+    scale = torch.diag_embed(out[:, 3:6].exp()) + torch.tril(out[:, 6:15].view(-1, 3, 3), -1)
+    return -torch.distributions.MultivariateNormal(out[:, :3], scale_tril=scale).log_prob(b["value"]).mean()
+
+
+def si_sdr(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Scale-invariant signal-to-distortion ratio."""
+    out, target = model(b["wave"]), b["clean"]
+    scale = (out * target).sum(-1, keepdim=True) / target.pow(2).sum(-1, keepdim=True)
+    signal = scale * target
+    return -10 * torch.log10(signal.pow(2).sum(-1) / (signal - out).pow(2).sum(-1)).mean()
+
+
+def spectral(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """The distance of two magnitude spectrograms."""
+    window = torch.hann_window(16, dtype=torch.float64, device=b["wave"].device)
+    ours, theirs = (
+        torch.stft(wave, 16, 8, window=window, return_complex=True).abs() for wave in (model(b["wave"]), b["clean"])
+    )
+    return (ours - theirs).abs().mean()
+
+
+def chamfer(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Each point to the nearest of the other cloud, both ways."""
+    distances = torch.cdist(model(b["sequence"])[:, :5], b["points"])
+    return distances.min(1).values.mean() + distances.min(2).values.mean()
+
+
+def gradient_penalty(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """WGAN-GP: the critic's slope between real and fake."""
+    between = (0.3 * b["x"] + 0.7 * b["x2"]).requires_grad_()
+    (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return model(b["x2"]).mean() - model(b["x"]).mean() + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
+
+
+def physics(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """The residual of a differential equation, and the data."""
+    x = b["x"].clone().requires_grad_()
+    u = model(x)
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return (slope[:, :1] + u).pow(2).mean() + F.mse_loss(u, b["value"][:, :1])
+
+
+def packed_sequences(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """The last state of packed sequences."""
+    packed = rnn.pack_padded_sequence(b["sequence"], b["lengths"].cpu(), batch_first=True, enforce_sorted=False)
+    return F.cross_entropy(model["head"](model["lstm"](packed)[1][0][0]), b["label"])
+
+
+def uncertainty(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Two tasks, weighed by learned uncertainties."""
+    out, s = model["net"](b["x"]), model["scales"].weight[0]
+    return (-s[0]).exp() * F.cross_entropy(out, b["label"]) + s[0] + (-s[1]).exp() * F.mse_loss(out, b["value"]) + s[1]
+
+
+def distillation(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """A teacher's soft answers beside the hard ones."""
+    student = model["student"](b["x"])
+    with torch.no_grad():
+        teacher = model["teacher"](b["x"])
+    soft = F.kl_div((student / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="batchmean") * 4
+    return 0.5 * F.cross_entropy(student, b["label"]) + 0.5 * soft
+
+
+def quantized(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Reconstruction, codebook and commitment."""
+    out, z, codes = model(b["x"])
+    return F.mse_loss(out, b["x"]) + F.mse_loss(codes, z.detach()) + 0.25 * F.mse_loss(z, codes.detach())
+
+
+def balanced(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy with a term that spreads rows over experts."""
+    out, chances = model(b["x"])
+    load = F.one_hot(chances.argmax(1), 4).double().mean(0)
+    return F.cross_entropy(out, b["label"]) + 0.01 * 4 * (load * chances.mean(0)).sum()
+
+
+def chosen_by_rows(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Bayesian personalized ranking over rows of parameters."""
+    return -F.logsigmoid(model(b["user"], b["item"]) - model(b["user"], b["other"])).mean()
+
+
+def in_autocast(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """The same under autocast to bfloat16."""
+
+    def run(model: Any, b: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(b["x"].device.type, torch.bfloat16):
+            return loss(model, b)
+
+    return run
+
+
+def cross_entropy(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """As everybody writes it."""
+    return F.cross_entropy(model(b["x"]), b["label"])
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """Without gradients."""
+    return model.requires_grad_(requires_grad=False)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    """Compiled, without the cost of code generation."""
+    made: Any = torch.compile(model, backend="aot_eager")
+    assert isinstance(made, nn.Module)
+    return made
+
+
+@torch.compile(backend="aot_eager")
+def compiled_loss(out: Tensor, target: Tensor) -> Tensor:
+    """A mean that only the compiler sees."""
+    return ((out - target) ** 2).mean()
+
+
+PLAIN = [
+    Program("cross-entropy", mlp, rows, cross_entropy, quick=True),
+    Program("label-smoothing", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"], label_smoothing=0.1)),
+    Program("class-weights", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], weight=b["x"].new_tensor([1.0, 3.0, 0.2]))),
+    Program("cross-entropy-with-sample-weights", mlp, rows, lambda m, b: (F.cross_entropy(m(b["x"]), b["label"], reduction="none") * b["weight"]).mean()),
+    Program("focal-loss", mlp, rows, focal),
+    Program("multi-label", mlp, rows, lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["flags"], pos_weight=b["x"].new_tensor([1.0, 2.0, 3.0]))),
+    Program("gaussian-likelihood", lambda: mlp(6, 6), rows, lambda m, b: F.gaussian_nll_loss(m(b["x"])[:, :3], b["value"], m(b["x"])[:, 3:].exp())),
+    Program("poisson-likelihood", mlp, rows, lambda m, b: F.poisson_nll_loss(m(b["x"]), b["flags"])),
+    Program("mixture-density-network", lambda: mlp(6, 6), rows, mixture_density),
+    Program("multivariate-normal", lambda: mlp(6, 15), rows, multivariate),
+    Program("quantile-regression", mlp, rows, lambda m, b: torch.maximum(0.9 * (b["value"] - m(b["x"])), -0.1 * (b["value"] - m(b["x"]))).mean()),
+    Program("normalizing-flow", Coupling, rows, lambda m, b: -m(b["x"]).mean()),
+    Program("rmse", mlp, rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"]).sqrt(), accumulator=refused(UnreadableLoss, "sqrt"), big_step=refused(UnreadableLoss, "across")),
+    Program("masked-regression-by-index", mlp, rows, lambda m, b: F.mse_loss(m(b["x"])[b["binary"] == 1], b["value"][b["binary"] == 1])),
+    Program("masked-regression-often-empty", mlp, rows, lambda m, b: F.mse_loss(m(b["x"])[b["rare"]], b["value"][b["rare"]])),
+    Program("masked-regression-times-zero", mlp, rows, lambda m, b: F.mse_loss(m(b["x"])[b["rare"]], b["value"][b["rare"]]) if b["rare"].any() else 0 * m(b["x"]).sum()),
+    Program("masked-mean-of-tokens", Tagger, rows, lambda m, b: masked(per_token(m, b), b["mask"]), accumulator=UNREADABLE),
+    Program("tokens-per-sequence", Tagger, rows, lambda m, b: ((per_token(m, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
+    Program("lstm-language-model", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten(), ignore_index=-100), quick=True),
+    Program("token-loss-with-z-loss", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()) + 1e-2 * m(b["tokens"]).logsumexp(-1).pow(2).mean(), accumulator=SEVERAL),
+    Program("packed-sequences", lambda: parts(lstm=nn.LSTM(6, 8, batch_first=True), head=nn.Linear(8, CLASSES)), rows, packed_sequences),
+    Program("decoder-that-fills-outputs", Writer, rows, lambda m, b: F.cross_entropy(m(b["sequence"]).transpose(1, 2), b["classes"])),
+    Program("time-major", mlp, rows, lambda m, b: F.cross_entropy(m(b["sequence"].transpose(0, 1)).flatten(0, 1), b["classes"].T.flatten())),
+    Program("time-major-sum-over-time", mlp, rows, lambda m, b: F.mse_loss(m(b["sequence"].transpose(0, 1)), b["values"].transpose(0, 1), reduction="sum") / WIDTH),
+    Program("transformer-encoder", lambda: parts(body=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), head=nn.Linear(6, CLASSES)), rows, lambda m, b: F.cross_entropy(m["head"](m["body"](b["sequence"], src_key_padding_mask=b["mask"] == 0)).mean(1), b["label"])),
+    Program("ctc", lambda: mlp(6, CLASSES), rows, lambda m, b: F.ctc_loss(m(b["sequence"]).log_softmax(-1).transpose(0, 1), b["spelled"], b["lengths"] + 1, b["spelled_lengths"], zero_infinity=True)),
+    Program("adaptive-softmax", lambda: parts(net=mlp(6, 8), head=nn.AdaptiveLogSoftmaxWithLoss(8, 9, [3, 6], div_value=2.0)), rows, lambda m, b: m["head"](m["net"](b["x"]), b["user"]).loss),
+    Program("word2vec-negative-sampling", lambda: parts(a=nn.Embedding(9, 4), b=nn.Embedding(9, 4)), rows, lambda m, b: -(F.logsigmoid((m["a"](b["user"]) * m["b"](b["item"])).sum(1)) + F.logsigmoid(-(m["a"](b["user"]) * m["b"](b["other"])).sum(1))).mean()),
+    Program("embedding-bag", lambda: parts(bag=nn.EmbeddingBag(WORDS, 6, mode="mean"), head=nn.Linear(6, CLASSES)), rows, lambda m, b: F.cross_entropy(m["head"](m["bag"](b["tokens"])), b["label"])),
+    Program("matrix-factorization", Factors, rows, lambda m, b: F.mse_loss(m(b["user"], b["item"]), b["advantage"])),
+    Program("ranking-over-rows-of-parameters", Factors, rows, chosen_by_rows),
+    Program("vae-of-the-torch-examples", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, vae_by_sums),
+    Program("vae-by-means", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, vae_by_means, quick=True),
+    Program("vq-vae", Quantizer, rows, quantized),
+    Program("wgan-gradient-penalty", lambda: mlp(6, 1), rows, gradient_penalty),
+    Program("physics-informed", lambda: mlp(6, 1), rows, physics),
+    Program("si-sdr", lambda: mlp(64, 64), rows, si_sdr),
+    Program("stft-loss", lambda: mlp(64, 64), rows, spectral),
+    Program("chamfer-distance", lambda: mlp(6, 3), rows, chamfer),
+    Program("learned-uncertainties", lambda: parts(net=mlp(), scales=nn.Linear(2, 1)), rows, uncertainty),
+    Program("weight-decay-in-the-loss", mlp, rows, lambda m, b: cross_entropy(m, b) + 1e-3 * sum(p.pow(2).sum() for p in m.parameters()), quick=True),
+    Program("distillation", lambda: parts(student=mlp(), teacher=frozen(mlp())), rows, distillation, quick=True),
+    Program("mixture-of-experts", Experts, rows, lambda m, b: F.cross_entropy(m(b["x"])[0], b["label"])),
+    Program("mixture-of-experts-balanced", Experts, rows, balanced, accumulator=COUPLED, big_step=refused(CoupledLoss, "across")),
+    Program("batch-norm", lambda: conv(nn.BatchNorm2d(4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), accumulator=AWAKE, quick=True),
+    Program("group-norm", lambda: conv(nn.GroupNorm(2, 4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"])),
+    Program("instance-norm", lambda: conv(nn.InstanceNorm2d(4, affine=True)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"])),
+    Program("ghost-batch-norm", lambda: nn.Sequential(nn.Linear(6, 8), Ghost(), nn.Linear(8, CLASSES)), rows, cross_entropy, accumulator=AWAKE, big_step=refused(LossError, "BatchNorm"), micro_batch=4),
+    Program("stateful-rnn", Remembering, rows, cross_entropy, unseen="coupled-samples"),
+    Program("spectral-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), parametrizations.spectral_norm(nn.Linear(8, CLASSES))).eval(), rows, cross_entropy),
+    Program("old-spectral-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(8, CLASSES))).eval(), rows, cross_entropy),
+    Program("spectral-norm-in-training", lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, CLASSES)), rows, cross_entropy, big_step=warned("buffers"), unseen="buffers"),
+    Program("weight-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), parametrizations.weight_norm(nn.Linear(8, CLASSES))), rows, cross_entropy),
+    Program("old-weight-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.utils.weight_norm(nn.Linear(8, CLASSES))), rows, cross_entropy),
+    Program("orthogonal", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), parametrizations.orthogonal(nn.Linear(8, CLASSES))), rows, cross_entropy),
+    Program("checkpointed", lambda: Checkpointed(reentrant=False), rows, cross_entropy),
+    Program("checkpointed-reentrant", lambda: Checkpointed(reentrant=True), rows, cross_entropy),
+    Program("compiled-model", lambda: compiled(mlp()), rows, cross_entropy),
+    Program("compiled-loss", mlp, rows, lambda m, b: compiled_loss(m(b["x"]), b["value"]), accumulator=refused(UnreadableLoss, "compile"), big_step=refused(UnreadableLoss, "compile")),
+    Program("autocast", mlp, rows, in_autocast(cross_entropy), tolerance=BFLOAT16, float64=False),
+    Program("autocast-batch-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)), rows, in_autocast(cross_entropy), accumulator=AWAKE, tolerance=BFLOAT16, float64=False),
+]  # fmt: skip
