@@ -5,6 +5,7 @@ import importlib
 import importlib.metadata
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ def load(name: str) -> Any:
     Raises:
         ImportError: it is not installed, or does not load here.
     """
-    if name.partition(".")[0] in _NEEDS_TORCHVISION:
-        _load_torchvision()
-    return importlib.import_module(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say while they load is not about us
+        if name.partition(".")[0] in _NEEDS_TORCHVISION:
+            _load_torchvision()
+        return importlib.import_module(name)
 
 
 @functools.cache
