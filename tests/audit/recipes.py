@@ -1,0 +1,573 @@
+# ruff: noqa: ARG005, E501  (a row of a table is a line, and a lambda of a family takes what the others take)
+"""A specification of what the reader knows: of every operation, along every axis, which outcome is right.
+
+A row is one operation on the output of a model, made so that its node appears in the graph. `APART`: it acts on each
+sample alone, so it must be accepted, and exact. `MIXED`: it sets samples against each other, so no consumer of its
+result may be accepted unless it is exact all the same (`x.flip(0).mean()`). `CLOSED`: each sample is alone, but the
+graph cannot tell; it is refused. `UNSEEN`: the batch has a say by values or places that have no gradient, so no graph
+shows it; an `Accumulator` may be wrong, a `BigStep` with its check may not.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.audit.judge import Batch
+
+APART, MIXED, CLOSED, UNSEEN = "apart", "mixed", "closed", "unseen"
+FEATURES = 5
+Make: TypeAlias = Any  # (output, batch, model) -> tensor; mypy cannot infer a lambda that binds a loop's variable
+CONST = torch.linspace(0.3, 1.7, 6, dtype=torch.float64)
+
+
+class Net(nn.Module):
+    """A model with an output of any shape per sample; its tokens go through the last layer one by one, or together."""
+
+    def __init__(self, shape: Sequence[int], *, tokens: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.shape, self.tokens = tuple(shape), tokens and len(shape) > 1
+        width = shape[-1]
+        self.layer = nn.Linear(FEATURES, width if self.tokens else math.prod(shape))
+        self.p = nn.Parameter(torch.rand(width) + 0.5)
+        self.s = nn.Parameter(torch.rand(()) + 0.5)
+        self.square = nn.Parameter(torch.randn(width, width))
+        self.table = nn.Parameter(torch.randn(7, width))
+        self.kernel = nn.Parameter(torch.randn(shape[0], shape[0], *(2 for _ in shape[1:])))
+        self.register_buffer("frozen", torch.randn(width, width))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The output."""
+        if self.tokens:
+            return self.layer(x).view(len(x), *self.shape)
+        return self.layer(x[:, 0]).view(len(x), *self.shape)
+
+
+def batches(shape: Sequence[int], sizes: Sequence[int], seed: int) -> list[Batch]:
+    """Micro-batches of these sizes: inputs, and targets, masks, labels and weights for every sample."""
+    by = torch.Generator().manual_seed(seed)
+
+    def one(n: int) -> Batch:
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=by, dtype=torch.float64)
+
+        return {
+            "x": normal(n, max(math.prod(shape[:-1]), 1), FEATURES),
+            "d": normal(n, *shape),
+            "mask": torch.rand(n, *shape, generator=by) < 0.6,
+            "label": torch.randint(shape[0], (n,), generator=by),
+            "last": torch.randint(shape[-1], (n, *shape[:-1]), generator=by),
+            "inner": torch.randint(shape[0], (n, *shape[1:]), generator=by),
+            "w": torch.rand(n, generator=by, dtype=torch.float64) + 0.5,
+            "row": torch.randint(7, (n,), generator=by),
+        }
+
+    return [one(n) for n in sizes]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One operation, applied one way, and the outcome that is right for it."""
+
+    name: str  # of the node
+    label: str
+    make: Make
+    outcome: str = APART
+    shape: tuple[int, ...] = (3, 4)
+    windows: tuple[tuple[int, ...], ...] = ((3, 2, 5), (3, 1, 4))
+    aligned: bool = True  # its rows lie in the order of the samples
+    brief: bool = False  # one of a long family: fewer consumers are tried
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.label}" if self.label else self.name
+
+
+def unary() -> Iterator[Row]:
+    """One input, element by element."""
+    table: dict[str, Callable[[Tensor], Tensor]] = {
+        "Exp": torch.exp, "Exp2": torch.exp2, "Expm1": torch.expm1, "Log": lambda x: x.abs().log(), "Log2": lambda x: x.abs().log2(),
+        "Log10": lambda x: x.abs().log10(), "Log1P": lambda x: x.abs().log1p(), "Sqrt": lambda x: x.abs().sqrt(), "Rsqrt": lambda x: x.abs().rsqrt(),
+        "Neg": torch.neg, "Abs": torch.abs, "Sgn": lambda x: x * x.sgn(), "Sign": lambda x: x * x.sign(), "Sin": torch.sin, "Cos": torch.cos, "Tan": lambda x: x.tanh().tan(),
+        "Asin": lambda x: (x.tanh() * 0.9).asin(), "Acos": lambda x: (x.tanh() * 0.9).acos(), "Atan": torch.atan, "Sinh": torch.sinh, "Cosh": torch.cosh, "Tanh": torch.tanh,
+        "Asinh": torch.asinh, "Acosh": lambda x: (x.abs() + 1.5).acosh(), "Atanh": lambda x: (x.tanh() * 0.9).atanh(), "Sigmoid": torch.sigmoid,
+        "LogSigmoid": F.logsigmoid, "Softplus": F.softplus, "Relu": F.relu, "LeakyRelu": F.leaky_relu, "Elu": F.elu, "Celu": F.celu, "Gelu": F.gelu, "Silu": F.silu,
+        "Mish": F.mish, "Hardtanh": F.hardtanh, "Hardswish": F.hardswish, "Hardsigmoid": F.hardsigmoid, "Hardshrink": F.hardshrink, "Softshrink": F.softshrink,
+        "Threshold": lambda x: F.threshold(x, 0.1, 0.0), "Clamp": lambda x: x.clamp(-0.8, 1.1), "ClampMin": lambda x: x.clamp_min(0.1), "ClampMax": lambda x: x.clamp_max(0.1),
+        "Erf": torch.erf, "Erfc": torch.erfc, "Erfinv": lambda x: (x.tanh() * 0.9).erfinv(), "Reciprocal": lambda x: (x.abs() + 1).reciprocal(), "ToCopy": lambda x: x.to(torch.complex128).abs(),
+        "Clone": torch.clone, "Alias": torch.ops.aten.alias, "Sinc": torch.sinc, "Logit": lambda x: x.sigmoid().logit(), "Digamma": lambda x: (x.abs() + 1).digamma(),
+        "Lgamma": lambda x: (x.abs() + 1).lgamma(), "Polygamma": lambda x: (x.abs() + 1).polygamma(1), "SpecialEntr": lambda x: torch.special.entr(x.abs() + 0.1),
+        "SpecialErfcx": torch.special.erfcx, "SpecialNdtri": lambda x: torch.special.ndtri(x.sigmoid()), "SpecialLogNdtr": torch.special.log_ndtr,
+        "NanToNum": torch.nan_to_num, "Round": lambda x: x * x.round(), "Floor": lambda x: x * x.floor(), "Ceil": lambda x: x * x.ceil(), "Trunc": lambda x: x * x.trunc(), "Frac": torch.frac,
+        "Expand": lambda x: x.unsqueeze(1).expand(len(x), 2, *x.shape[1:]), "Conj": lambda x: torch.complex(x, x.sin()).conj().abs(),
+        "NativeDropout": lambda x: torch.native_dropout(x, 0.0, train=True)[0],
+        "RreluWithNoise": lambda x: torch.ops.aten.rrelu_with_noise(x.contiguous(), torch.zeros(x.shape).to(x), 0.2, 0.2, True),
+        "Rsub": lambda x: torch.rsub(x, 1.0),
+    }  # fmt: skip
+    for name, f in table.items():
+        for place in range(3):
+            yield Row(name, f"samples {place}", lambda x, b, m, f=f, place=place: f(x.movedim(0, place)), brief=True)
+
+
+def binary() -> Iterator[Row]:
+    """Two or three inputs that broadcast against each other: with what, and is each sample still alone?"""
+    loss: Any = F
+    table: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "Add": torch.add, "Sub": torch.sub, "Rsub": torch.rsub, "Mul": torch.mul, "Div": lambda a, b: a / (b.abs() + 1), "Pow": lambda a, b: (a.abs() + 0.5) ** b.tanh(),
+        "Atan2": torch.atan2, "Lerp": lambda a, b: torch.lerp(a, b, 0.3), "Addcmul": lambda a, b: torch.addcmul(a, b, b), "Addcdiv": lambda a, b: torch.addcdiv(a, b, b.abs() + 1),
+        "Maximum": torch.maximum, "Minimum": torch.minimum, "Fmax": torch.fmax, "Fmin": torch.fmin, "Logaddexp": torch.logaddexp, "Logaddexp2": torch.logaddexp2,
+        "Hypot": torch.hypot, "Xlogy": lambda a, b: torch.xlogy(a, b.abs() + 0.1), "SpecialXlog1Py": lambda a, b: torch.special.xlog1py(a, b.abs()),
+        "Fmod": lambda a, b: a.fmod(b.detach().abs() * 0.3 + 0.1) * a, "Remainder": lambda a, b: a.remainder(b.detach().abs() * 0.3 + 0.1) * a, "Copysign": lambda a, b: torch.copysign(a, b).exp(),
+        "Clamp": lambda a, b: a.clamp(min=b), "Where": lambda a, b: torch.where(b.detach() > 0, a, b), "MaskedFill": lambda a, b: a.masked_fill(b.detach() > 0, 0.0),
+        "PreluKernel": lambda a, b: torch.ops.aten._prelu_kernel(*torch.broadcast_tensors(a, b)),
+        "MseLoss": lambda a, b: loss.mse_loss(*torch.broadcast_tensors(a, b), reduction="none"), "SmoothL1Loss": lambda a, b: loss.smooth_l1_loss(*torch.broadcast_tensors(a, b), reduction="none"),
+        "HuberLoss": lambda a, b: loss.huber_loss(*torch.broadcast_tensors(a, b), reduction="none"),
+        "BinaryCrossEntropy": lambda a, b: loss.binary_cross_entropy(*torch.broadcast_tensors(a.sigmoid(), b.detach().sigmoid()), reduction="none"),
+        "BinaryCrossEntropyWithLogits": lambda a, b: loss.binary_cross_entropy_with_logits(*torch.broadcast_tensors(a, b.detach().sigmoid()), reduction="none"),
+        "SoftMarginLoss": lambda a, b: loss.soft_margin_loss(*torch.broadcast_tensors(a, b.detach().sign()), reduction="none"),
+    }  # fmt: skip
+    partners: dict[str, tuple[Callable[[Tensor, Batch, Any], tuple[Tensor, Tensor]], str]] = {
+        "own": (lambda x, b, m: (x, x.sin()), APART),
+        "data": (lambda x, b, m: (x, b["d"]), APART),
+        "data-row": (lambda x, b, m: (x, b["w"][:, None, None]), APART),
+        "data-step": (lambda x, b, m: (x, b["d"][:, :, :1]), APART),
+        "wider-data": (lambda x, b, m: (x[:, :, :1], b["d"]), APART),
+        "wider-data-row": (lambda x, b, m: (x.mean((1, 2), keepdim=True), b["d"]), APART),
+        "constant": (lambda x, b, m: (x, CONST[:4]), APART),
+        "parameter": (lambda x, b, m: (x, m.p), APART),
+        "scalar-parameter": (lambda x, b, m: (x, m.s), APART),
+        "own-mean": (lambda x, b, m: (x, x.mean((1, 2), keepdim=True)), APART),
+        "own-step": (lambda x, b, m: (x[:, :1], x[:, :, :1]), APART),
+        "own-steps-with-steps": (lambda x, b, m: (x[:, :, None], x[:, None]), APART),
+        "own-and-wide-data": (lambda x, b, m: (x[:, :, None], b["d"][:, None]), APART),
+        "swapped": (lambda x, b, m: (x.transpose(0, 1), b["d"].transpose(0, 1)), APART),
+        "in-pairs": (lambda x, b, m: (x[:, None], x[None]), MIXED),
+        "in-pairs-of-steps": (lambda x, b, m: (x[:, None, 0], x[:, 1]), MIXED),
+        "in-pairs-with-data": (lambda x, b, m: (x[:, None], b["d"][None]), MIXED),
+        "in-pairs-with-data-in-front": (lambda x, b, m: (x[None], b["d"][:, None]), MIXED),
+        "column-and-row": (lambda x, b, m: (x[:, 0, :1], b["d"][:, 1, 1]), MIXED),
+        "row-and-column": (lambda x, b, m: (x[:, 0, 0], b["d"][:, 1, 1:2]), MIXED),
+        "expanded-column-and-row": (lambda x, b, m: (x[:, 0, :1].expand(len(x), len(x)), b["d"][:, 1, 1]), MIXED),
+        "batch-mean": (lambda x, b, m: (x, x.mean(0)), MIXED),
+        "first-sample": (lambda x, b, m: (x, x[:1].sin()), MIXED),
+    }  # fmt: skip
+    same_shape = {"PreluKernel": {"scalar-parameter"}}
+    for (name, f), (label, (pair, outcome)) in product(table.items(), partners.items()):
+        if label in same_shape.get(name, ()):
+            continue
+        fused = "Loss" in name or "Binary" in name or name in {"Where", "MaskedFill", "Fmod", "Remainder"}
+        if fused and "parameter" in label and name not in {"MseLoss", "SmoothL1Loss", "HuberLoss", "Where"}:
+            continue
+        without_gradient = name in {"Fmod", "Remainder", "MaskedFill"} or "Binary" in name or "Margin" in name
+        unseen = without_gradient and label in {"batch-mean", "first-sample"}
+        yield Row(
+            name, label, lambda x, b, m, f=f, pair=pair: f(*pair(x, b, m)), UNSEEN if unseen else outcome, brief=True
+        )
+
+
+def _index(x: Tensor, dim: int) -> Tensor:
+    """Numbers of positions along a dimension, for each place: they run backwards."""
+    order = torch.arange(x.shape[dim]).flip(0)
+    return order.view([-1 if d == dim % x.dim() else 1 for d in range(x.dim())]).expand(x.shape)
+
+
+def along() -> Iterator[Row]:
+    """One dimension is mixed, or one is not."""
+    table: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "Softmax": torch.softmax, "LogSoftmax": torch.log_softmax, "SafeSoftmax": torch._safe_softmax, "Cumsum": torch.cumsum, "Cumprod": torch.cumprod,
+        "Logcumsumexp": torch.logcumsumexp, "Cummax": lambda x, d: x.cummax(d).values, "Cummin": lambda x, d: x.cummin(d).values, "Sort": lambda x, d: x.sort(d).values,
+        "Topk": lambda x, d: x.topk(1, d).values, "Gather": lambda x, d: x.gather(d, _index(x, d)), "Glu": F.glu,
+        "IndexAdd": lambda x, d: x.index_add(d, torch.arange(x.shape[d]).flip(0), x.sin()), "ScatterAdd": lambda x, d: x.scatter_add(d, _index(x, d), x.sin()),
+        "Scatter": lambda x, d: x.scatter(d, _index(x, d), x.sin()), "ScatterReduce": lambda x, d: x.scatter_reduce(d, _index(x, d), x.sin(), "prod"),
+        "IndexCopy": lambda x, d: x.index_copy(d, torch.tensor([0]), x.sin().narrow(d, x.shape[d] - 1, 1)), "IndexFill": lambda x, d: x.index_fill(d, torch.tensor([0]), 0.5),
+        "Roll": lambda x, d: x.roll(1, d), "Flip": lambda x, d: x.flip(d), "Unfold": lambda x, d: x.unfold(d, 2, 1), "ConstantPadNd": lambda x, d: F.pad(x.movedim(d, -1), (1, 0)),
+        "Slice": lambda x, d: x.narrow(d, 1, x.shape[d] - 1), "Select": lambda x, d: x.select(d, 0), "Unbind": lambda x, d: x.unbind(d)[0],
+        "Split": lambda x, d: x.split(2, d)[0], "SplitWithSizes": lambda x, d: x.split([1, x.shape[d] - 1], d)[1], "UnsafeSplit": lambda x, d: x.unsafe_split(2, d)[0],
+        "UnsafeSplitWithSizes": lambda x, d: x.unsafe_split_with_sizes([1, x.shape[d] - 1], d)[1], "IndexSelect": lambda x, d: x.index_select(d, torch.tensor([0, 1])),
+        "Index": lambda x, d: x.movedim(d, 0)[torch.tensor([0, 1])], "Renorm": lambda x, d: torch.renorm(x, 2, d, 0.5),
+    }  # fmt: skip
+    for (name, f), place, dim in product(table.items(), range(3), range(3)):
+        even = name == "Glu"
+        apart = dim == place if name == "Renorm" else dim != place  # renorm takes each slice of a dimension alone
+        mixed = UNSEEN if name in {"Index", "IndexSelect"} else MIXED  # rows by number: a mask may have given them
+        yield Row(
+            name,
+            f"samples {place} dim {dim}",
+            lambda x, b, m, f=f, place=place, dim=dim: f(x.movedim(0, place), dim),
+            APART if apart else mixed,
+            (4, 6) if even else (3, 4),
+            ((4, 2, 6), (2, 4, 4)) if even else ((3, 2, 5), (3, 2, 4)),
+        )
+    for (name, f), dim in product(table.items(), (1, 2)):
+        if name != "Glu":
+            yield Row(name, f"last dim {-dim}", lambda x, b, m, f=f, dim=dim: f(x, -dim))
+
+
+def reductions() -> Iterator[Row]:
+    """Some dimensions are reduced, or all; with the dimension kept it is set against its own input, as people do."""
+    table: dict[str, Callable[[Tensor, Any, bool], Tensor]] = {
+        "Sum": torch.sum, "Mean": torch.mean, "Nansum": torch.nansum, "Var": lambda x, d, k: x.var(d, keepdim=k), "Std": lambda x, d, k: x.std(d, keepdim=k),
+        "VarMean": lambda x, d, k: sum(torch.var_mean(x, d, keepdim=k), torch.zeros(())), "StdMean": lambda x, d, k: sum(torch.std_mean(x, d, keepdim=k), torch.zeros(())),
+        "Logsumexp": torch.logsumexp, "Amax": torch.amax, "Amin": torch.amin, "LinalgVectorNorm": lambda x, d, k: torch.linalg.vector_norm(x, dim=d, keepdim=k),
+        "Norm": lambda x, d, k: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [d] if isinstance(d, int) else d, k),
+    }  # fmt: skip
+    single: dict[str, Callable[[Tensor, int, bool], Tensor]] = {
+        "Prod": torch.prod, "Max": lambda x, d, k: x.max(d, k).values, "Min": lambda x, d, k: x.min(d, k).values, "Median": lambda x, d, k: x.median(d, k).values,
+        "Nanmedian": lambda x, d, k: x.nanmedian(d, k).values, "Kthvalue": lambda x, d, k: x.kthvalue(1, d, k).values, "Mode": lambda x, d, k: x.mode(d, k).values,
+        "Aminmax": lambda x, d, k: torch.sub(*torch.aminmax(x, dim=d, keepdim=k)),
+    }  # fmt: skip
+    whole: dict[str, Callable[[Tensor], Tensor]] = {
+        "Prod": lambda x: (1 + 0.1 * x).prod(), "Max": torch.max, "Min": torch.min, "Median": torch.median, "Nanmedian": torch.nanmedian, "Norm": lambda x: torch.ops.aten.norm.Scalar(x, 2),
+        "Var": torch.var, "Std": torch.std, "Amax": torch.amax, "Logsumexp": lambda x: x.logsumexp((0, 1, 2)), "Nansum": torch.nansum, "Aminmax": lambda x: torch.sub(*torch.aminmax(x)),
+        "LinalgVectorNorm": torch.linalg.vector_norm, "Sum": torch.sum, "Mean": torch.mean,
+    }  # fmt: skip
+    windows = ((3, 2, 5), (3, 2, 4))  # a deviation of one sample is no number
+    cases = [(name, f, (0, 1, 2, (0, 1), (0, 2), (1, 2))) for name, f in table.items()]
+    for name, f, dims in [*cases, *((name, f, (0, 1, 2)) for name, f in single.items())]:
+        for place, dim in product(range(3), dims):
+            taken = (dim,) if isinstance(dim, int) else dim
+            outcome = MIXED if place in taken else APART
+            label = f"samples {place} dim {''.join(map(str, taken))}"
+            yield Row(
+                name, label, lambda x, b, m, f=f, p=place, d=dim: f(x.movedim(0, p), d, False), outcome, windows=windows
+            )
+            yield Row(
+                name, f"{label} kept", lambda x, b, m, f=f, p=place, d=dim: (x.movedim(0, p) - f(x.movedim(0, p), d, True)).sigmoid(), outcome, windows=windows
+            )  # fmt: skip
+    for name, g in whole.items():
+        outcome = APART if name in {"Sum", "Mean"} else CLOSED if name == "Nansum" else MIXED  # a nansum keeps no count
+        yield Row(name, "of all", lambda x, b, m, g=g: g(x), outcome, windows=windows)
+        yield Row(name, "of all against each", lambda x, b, m, g=g: (x - g(x)).sigmoid(), MIXED, windows=windows)
+    yield Row("Sum", "of all over the rows", lambda x, b, m: x.sum() / len(x))
+    yield Row("Sum", "of all over all", lambda x, b, m: x.sum() / x.numel())
+
+
+def reshapes() -> Iterator[Row]:
+    """The same elements in another shape, then a softmax along one of its dimensions."""
+    kinds: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
+        "View": lambda x, s: x.contiguous().view(*s), "UnsafeView": lambda x, s: torch.ops.aten._unsafe_view(x.contiguous(), s),
+        "ReshapeAlias": lambda x, s: torch.ops.aten._reshape_alias(x.contiguous(), s, torch.empty(tuple(s)).stride()),
+    }  # fmt: skip
+    shapes: dict[str, tuple[Callable[[int], Sequence[int]], tuple[str, ...]]] = {
+        "n,12": (lambda n: (n, 12), (MIXED, APART)),
+        "3n,4": (lambda n: (3 * n, 4), (MIXED, APART)),
+        "n,2,6": (lambda n: (n, 2, 6), (MIXED, APART, APART)),
+        "6n,2": (lambda n: (6 * n, 2), (MIXED, APART)),
+        "12n": (lambda n: (12 * n,), (MIXED,)),
+        "1,12n": (lambda n: (1, 12 * n), (CLOSED, MIXED)),
+        "12n,1": (lambda n: (12 * n, 1), (MIXED, APART)),
+        "3,4n": (lambda n: (3, 4 * n), (MIXED, MIXED)),
+        "12,n": (lambda n: (12, n), (MIXED, MIXED)),
+        "n,1,12": (lambda n: (n, 1, 12), (MIXED, APART, APART)),
+    }
+    for (name, f), (label, (shape, outcomes)) in product(kinds.items(), shapes.items()):
+        for dim, outcome in enumerate(outcomes):
+            yield Row(
+                name,
+                f"{label} softmax {dim}",
+                lambda x, b, m, f=f, shape=shape, dim=dim: (
+                    f(x, shape(len(x))).softmax(dim) + f(x, shape(len(x)))
+                ).sigmoid(),
+                outcome,
+            )
+    moved: dict[str, tuple[str, Callable[[Tensor], Tensor], tuple[str, ...]]] = {
+        "flat": ("T", lambda x: x.flatten(1).t(), (APART, MIXED)),
+        "0,1": ("Transpose", lambda x: x.transpose(0, 1), (APART, MIXED, APART)),
+        "1,2": ("Transpose", lambda x: x.transpose(1, 2), (MIXED, APART, APART)),
+        "0,2": ("Transpose", lambda x: x.transpose(0, 2), (APART, APART, MIXED)),
+        "201": ("Permute", lambda x: x.permute(2, 0, 1), (APART, MIXED, APART)),
+        "120": ("Permute", lambda x: x.permute(1, 2, 0), (APART, APART, MIXED)),
+        "glued": ("Permute", lambda x: x.permute(2, 0, 1).flatten(1), (APART, MIXED)),
+        "glued-behind": ("Permute", lambda x: x.permute(1, 0, 2).flatten(1), (APART, MIXED)),
+        "0": ("Unsqueeze", lambda x: x.unsqueeze(0), (APART, MIXED, APART, APART)),
+        "1": ("Unsqueeze", lambda x: x.unsqueeze(1), (MIXED, APART, APART, APART)),
+        "-1": ("Unsqueeze", lambda x: x.unsqueeze(-1), (MIXED, APART, APART, APART)),
+        "dim": ("Squeeze", lambda x: x[:, :1].squeeze(1), (MIXED, APART)),
+        "all": ("Squeeze", lambda x: x[:, :1].squeeze(), (MIXED, APART)),
+        "dims": ("Squeeze", lambda x: x[:, :1, None].squeeze((1, 2)), (MIXED, APART)),
+        "none": ("Squeeze", lambda x: x.squeeze(1), (MIXED, APART, APART)),
+        "in front": ("Squeeze", lambda x: x.unsqueeze(0).squeeze(0), (MIXED, APART, APART)),
+        "stack 0": ("Stack", lambda x: torch.stack([x, x.sin()]), (APART, MIXED, APART, APART)),
+        "stack 1": ("Stack", lambda x: torch.stack([x, x.sin()], 1), (MIXED, APART, APART, APART)),
+        "stack -1": ("Stack", lambda x: torch.stack([x, x.sin()], -1), (MIXED, APART, APART, APART)),
+        "cat 0": ("Cat", lambda x: torch.cat([x, x.sin()]), (MIXED, APART, APART)),
+        "cat 1": ("Cat", lambda x: torch.cat([x, x.sin()], 1), (MIXED, APART, APART)),
+        "cat 2": ("Cat", lambda x: torch.cat([x, x.sin()], 2), (MIXED, APART, APART)),
+        "cat uneven": ("Cat", lambda x: torch.cat([x, x[:, :1].sin()], 1), (MIXED, APART, APART)),
+        "cat of rows, viewed": ("Cat", lambda x: torch.cat([x, x.sin()]).view(2, *x.shape), (APART, MIXED, APART, APART)),
+        "cat of rows, viewed apart": ("Cat", lambda x: torch.cat([x, x.sin()]).view(len(x), 2, *x.shape[1:]), (MIXED, MIXED, APART, APART)),
+    }  # fmt: skip
+    for label, (name, move, outcomes) in moved.items():
+        for dim, outcome in enumerate(outcomes):
+            yield Row(
+                name,
+                f"{label} softmax {dim}",
+                lambda x, b, m, f=move, dim=dim: (f(x).softmax(dim) + f(x)).sigmoid(),
+                outcome,
+                windows=((3, 2, 5), (3, 2, 4)) if "all" in label else ((3, 2, 5), (3, 1, 4)),
+                aligned="viewed apart" not in label,
+            )
+
+
+def selections() -> Iterator[Row]:
+    """Rows chosen by masks and numbers."""
+    first = {"Index": lambda x, b, m: x[torch.arange(len(x)), b["label"]]}  # the target's logits
+    rows: list[tuple[str, str, Make, str]] = [
+        ("Index", "rows and labels", first["Index"], APART),
+        ("Index", "mask of rows", lambda x, b, m: x[b["w"] > 0.8], APART),
+        ("Index", "mask of steps", lambda x, b, m: x[b["mask"][..., 0]], APART),
+        ("Index", "mask of all", lambda x, b, m: x[b["mask"]], APART),
+        ("Index", "mask of steps, beside targets", lambda x, b, m: x[b["mask"][..., 0]] - b["d"][b["mask"][..., 0]], APART),
+        ("Index", "steps", lambda x, b, m: x[:, [0, 2]], APART),
+        ("Index", "features", lambda x, b, m: x[..., [0, 2, 3]], APART),
+        ("Index", "steps twice", lambda x, b, m: x[:, [0, 2, 2, 1]], APART),
+        ("Index", "rows in another order against rows", lambda x, b, m: x[torch.arange(len(x)).flip(0)] * x, MIXED),
+        ("Index", "the first row", lambda x, b, m: x[torch.tensor([0])] * x, MIXED),
+        ("Index", "each row twice", lambda x, b, m: x[torch.arange(len(x)).repeat_interleave(2)], CLOSED),
+        ("IndexSelect", "rows against rows", lambda x, b, m: x.index_select(0, torch.arange(len(x)).flip(0)) * x, MIXED),
+        ("IndexSelect", "each row twice", lambda x, b, m: x.index_select(0, torch.arange(len(x)).repeat_interleave(2)), CLOSED),
+        ("MaskedSelect", "all", lambda x, b, m: x.masked_select(b["mask"]), APART),
+        ("MaskedSelect", "steps", lambda x, b, m: x.masked_select(b["mask"][..., :1]), APART),
+        ("MaskedSelect", "softmax", lambda x, b, m: x.masked_select(b["mask"]).softmax(0), MIXED),
+        ("Gather", "labels", lambda x, b, m: x.gather(2, b["last"][..., None]).squeeze(2), APART),
+        ("Gather", "steps", lambda x, b, m: x.gather(1, b["inner"][:, None]), APART),
+        ("Gather", "of rows", lambda x, b, m: x.flatten(1).gather(0, _index(x.flatten(1), 0)) * x.flatten(1), MIXED),
+        ("Slice", "next step", lambda x, b, m: x[:, 1:] - x[:, :-1], APART),
+        ("Slice", "next feature", lambda x, b, m: x[..., 1:] - x[..., :-1], APART),
+        ("Slice", "next row", lambda x, b, m: x[1:] - x[:-1], MIXED),
+        ("Slice", "all but the first row", lambda x, b, m: x[1:], MIXED),
+        ("Slice", "every other step", lambda x, b, m: x[:, ::2], APART),
+        ("Slice", "halves of two inputs", lambda x, b, m: torch.cat([x, x.sin()])[: len(x)] * torch.cat([x, x.sin()])[len(x) :], APART),
+        ("Split", "halves of two inputs", lambda x, b, m: torch.mul(*torch.cat([x, x.sin()]).split(len(x))), APART),
+        ("Split", "features", lambda x, b, m: torch.mul(*x.split(2, -1)), APART),
+        ("Unbind", "steps", lambda x, b, m: torch.stack([part * (i + 1) for i, part in enumerate(x.unbind(1))], 1), APART),
+        ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), APART),
+        ("Select", "first step", lambda x, b, m: x[:, 0], APART),
+        ("Select", "last step against all", lambda x, b, m: x * x[:, -1, None], APART),
+        ("Select", "last row against all", lambda x, b, m: x * x[-1], MIXED),
+        ("Diagonal", "of steps", lambda x, b, m: x.diagonal(dim1=1, dim2=2), APART),
+        ("Diagonal", "of pairs of steps", lambda x, b, m: torch.bmm(x, x.mT).diagonal(dim1=1, dim2=2), APART),
+        ("Diagonal", "of rows and steps", lambda x, b, m: (x[:, None, 0] * x[None, :, 0]).diagonal(), APART),
+        ("Diagonal", "of rows and data", lambda x, b, m: (x[:, 0] @ b["d"][:, 0].T).diagonal(), CLOSED),
+        ("Diagonal", "of rows and columns", lambda x, b, m: x[:, 0].repeat(1, 3).diagonal(), MIXED),
+        ("Gather", "against data of steps", lambda x, b, m: x.gather(2, b["last"][..., None]).squeeze(2) * b["d"][..., 0], APART),
+        ("IndexPut", "a feature", lambda x, b, m: _put(x, (torch.arange(len(x)), b["label"])), APART),
+        ("IndexPut", "rows", lambda x, b, m: _put(x, (torch.tensor([0]),)), MIXED),
+        ("IndexAdd", "pooled into groups of steps", lambda x, b, m: torch.zeros_like(x).index_add(1, torch.tensor([0, 1, 0]), x), APART),
+        ("IndexAdd", "rows into one", lambda x, b, m: torch.zeros_like(x).index_add(0, torch.zeros(len(x), dtype=torch.long), x), MIXED),
+        ("ScatterAdd", "counts of classes", lambda x, b, m: torch.zeros_like(x).scatter_add(2, b["last"][..., None].expand_as(x), x), APART),
+        ("Scatter", "of targets", lambda x, b, m: x.scatter(2, b["last"][..., None], -1.0), APART),
+        ("IndexFill", "a step", lambda x, b, m: x.index_fill(1, torch.tensor([1]), 0.0), APART),
+    ]  # fmt: skip
+    for name, label, make, outcome in rows:
+        yield Row(name, label, make, outcome)
+    yield Row("Index", "rows in another order", lambda x, b, m: x[torch.arange(len(x)).flip(0)], APART, aligned=False)
+    yield Row("Slice", "even and odd rows", lambda x, b, m: x[::2] - x[1::2], APART, windows=((4, 2, 6), (2, 4, 4)))
+    yield Row("Slice", "half of the rows", lambda x, b, m: x[: len(x) // 2], UNSEEN, windows=((4, 2, 6), (2, 4, 4)))
+    yield Row(
+        "Slice",
+        "halves of the rows",
+        lambda x, b, m: x[: len(x) // 2] * x[len(x) // 2 :],
+        UNSEEN,
+        windows=((4, 2, 6), (2, 4, 4)),
+    )
+    yield Row(
+        "Split",
+        "halves of the rows",
+        lambda x, b, m: torch.mul(*x.split(len(x) // 2)),
+        UNSEEN,
+        windows=((4, 2, 6), (2, 4, 4)),
+    )
+
+
+def _put(x: Tensor, at: tuple[Tensor, ...]) -> Tensor:
+    copy = x.sin()
+    copy[at] = x[at] - 0.5
+    return copy
+
+
+def products() -> Iterator[Row]:
+    """Matrix products: with the model's own, with data of the sample, with other samples."""
+    rows: list[tuple[str, str, Make, str]] = [
+        ("Mm", "parameter", lambda x, b, m: x[:, 0] @ m.square, APART),
+        ("Mm", "frozen", lambda x, b, m: x[:, 0] @ m.frozen, APART),
+        ("Mm", "computed weight", lambda x, b, m: x[:, 0] @ (m.square * m.p).T, APART),
+        ("Mm", "weight from the left", lambda x, b, m: m.square @ x[:, 0].T, APART),
+        ("Mm", "rows with rows", lambda x, b, m: x[:, 0] @ x[:, 1].T, MIXED),
+        ("Mm", "rows with rows' data", lambda x, b, m: x[:, 0] @ b["d"][:, 0].T, MIXED),
+        ("Mm", "covariance", lambda x, b, m: x[:, 0].T @ x[:, 1], MIXED),
+        ("Mm", "covariance with data", lambda x, b, m: x[:, 0].T @ b["d"][:, 1], MIXED),
+        ("Mm", "chosen rows of a table", lambda x, b, m: x[:, 0] @ m.table[b["row"]].T, MIXED),
+        ("Mm", "table", lambda x, b, m: x[:, 0] @ m.table.T, APART),
+        ("Addmm", "parameter", lambda x, b, m: torch.addmm(m.p, x[:, 0], m.square), APART),
+        ("Addmm", "frozen", lambda x, b, m: torch.addmm(m.p, x[:, 0], m.frozen), APART),
+        ("Addmm", "added to itself", lambda x, b, m: torch.addmm(x[:, 1], x[:, 0], m.square), APART),
+        ("Addmm", "added to the first", lambda x, b, m: torch.addmm(x[:1, 1], x[:, 0], m.square), MIXED),
+        ("Addmm", "rows with rows", lambda x, b, m: torch.addmm(m.s, x[:, 0], x[:, 1].T), MIXED),
+        ("Bmm", "steps of one sample", lambda x, b, m: x @ x.mT, APART),
+        ("Bmm", "data of one sample", lambda x, b, m: x @ b["d"].mT, APART),
+        ("Bmm", "attention by hand", lambda x, b, m: (x @ x.sin().mT).softmax(-1) @ x, APART),
+        ("Bmm", "einsum of one sample", lambda x, b, m: torch.einsum("ntc,ntc->n", x, x.sin()), APART),
+        ("Bmm", "einsum with data", lambda x, b, m: torch.einsum("nc,nc->n", x[:, 0], b["d"][:, 1]), APART),
+        ("Bmm", "einsum of steps with data", lambda x, b, m: torch.einsum("ntc,nsc->nts", x, b["d"]), APART),
+        ("Bmm", "rows with rows, step by step", lambda x, b, m: x.transpose(0, 1) @ x.permute(1, 2, 0), MIXED),
+        ("Bmm", "samples behind", lambda x, b, m: x.permute(1, 2, 0) @ x.transpose(0, 1), MIXED),
+        ("Bmm", "frozen for each step", lambda x, b, m: x.transpose(0, 1) @ m.frozen.expand(3, 4, 4), CLOSED),
+        ("Bmm", "parameter for each step", lambda x, b, m: x.transpose(0, 1) @ (m.square * CONST[:3, None, None]), APART),
+        ("Baddbmm", "steps of one sample", lambda x, b, m: torch.baddbmm(m.s, x, x.mT), APART),
+        ("Baddbmm", "data of one sample", lambda x, b, m: torch.baddbmm(b["d"][:, :, :1], x, b["d"].mT), APART),
+        ("Baddbmm", "rows with rows", lambda x, b, m: torch.baddbmm(m.s, x.transpose(0, 1), x.permute(1, 2, 0)), MIXED),
+        ("Mv", "parameter", lambda x, b, m: x[:, 0] @ m.p, APART),
+        ("Mv", "frozen", lambda x, b, m: x[:, 0] @ m.frozen[0], APART),
+        ("Mv", "steps", lambda x, b, m: x @ m.p, APART),
+        ("Mv", "weights of samples", lambda x, b, m: x[:, 0].T @ b["w"], MIXED),
+        ("Mv", "own vector", lambda x, b, m: x[:, 0].T @ x[:, 1, 0], MIXED),
+        ("Addmv", "parameter", lambda x, b, m: torch.addmv(m.s, x[:, 0], m.p), APART),
+        ("Addmv", "added to samples", lambda x, b, m: torch.addmv(x[:, 1, 0], x[:, 0], m.p), APART),
+        ("Cdist", "table", lambda x, b, m: torch.cdist(x[:, 0], m.table), APART),
+        ("Cdist", "frozen", lambda x, b, m: torch.cdist(x[:, 0], m.frozen), APART),
+        ("Cdist", "steps of one sample", lambda x, b, m: torch.cdist(x, x.sin()), APART),
+        ("Cdist", "data of one sample", lambda x, b, m: torch.cdist(x, b["d"]), APART),
+        ("Cdist", "rows with rows", lambda x, b, m: torch.cdist(x[:, 0], x[:, 1]), MIXED),
+        ("Cdist", "rows with data", lambda x, b, m: torch.cdist(x[:, 0], b["d"][:, 0]), MIXED),
+        ("Cdist", "rows with rows, step by step", lambda x, b, m: torch.cdist(x.transpose(0, 1), x.sin().transpose(0, 1)), MIXED),
+        ("Dot", "of all", lambda x, b, m: torch.dot(x.flatten(), b["d"].flatten()), APART),
+        ("Dot", "of one vector", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 1, 1]), APART),
+        ("Dot", "of shifted vectors", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 1, 1].flip(0)), MIXED),
+        ("Dot", "below a root", lambda x, b, m: torch.dot(x[:, 0, 0], x[:, 0, 0]) * x, MIXED),
+        ("Pdist", "rows", lambda x, b, m: F.pdist(x[:, 0]), MIXED),
+        ("Tril", "weight", lambda x, b, m: x[:, 0] @ m.square.tril(), APART),
+        ("Triu", "weight", lambda x, b, m: x[:, 0] @ m.square.triu(), APART),
+        ("LinalgMatrixExp", "weight", lambda x, b, m: x[:, 0] @ torch.linalg.matrix_exp(m.square * 0.1), APART),
+        ("WeightNormInterface", "weight", lambda x, b, m: F.linear(x, torch._weight_norm(m.square, m.p[:, None], 0)), APART),
+    ]  # fmt: skip
+    for name, label, make, outcome in rows:
+        windows = ((3, 2, 5), (3, 2, 4)) if name == "Pdist" else ((3, 2, 5), (3, 1, 4))
+        yield Row(name, label, make, outcome, windows=windows)
+
+
+def layers() -> Iterator[Row]:
+    """Norms, attention, convolutions, pooling: samples stay apart along the first dimension, some also along the second."""
+    image, volume, line = (2, 4, 6), (2, 4, 4, 4), (2, 6)
+    up: Any = F.interpolate
+    attention: Any = F.scaled_dot_product_attention
+    rows: list[tuple[str, str, Make, str, tuple[int, ...]]] = [
+        ("NativeLayerNorm", "", lambda x, b, m: F.layer_norm(x, (4,)), APART, (3, 4)),
+        ("NativeLayerNorm", "trained", lambda x, b, m: F.layer_norm(x, (4,), m.p, m.p.sin()), APART, (3, 4)),
+        ("NativeLayerNorm", "two dimensions", lambda x, b, m: F.layer_norm(x, (3, 4)), APART, (3, 4)),
+        ("NativeLayerNorm", "samples in the middle", lambda x, b, m: F.layer_norm(x.transpose(0, 1), (4,)), APART, (3, 4)),
+        ("NativeLayerNorm", "over samples", lambda x, b, m: F.layer_norm(x.movedim(0, 2), (len(x),)), MIXED, (3, 4)),
+        ("NativeLayerNorm", "over samples too", lambda x, b, m: F.layer_norm(x.transpose(0, 1), (len(x), 4)), MIXED, (3, 4)),
+        ("Rsqrt", "rms norm", lambda x, b, m: F.rms_norm(x, (4,), m.p), APART, (3, 4)),
+        ("Rsqrt", "rms norm over samples", lambda x, b, m: F.rms_norm(x.movedim(0, 2), (len(x),)), MIXED, (3, 4)),
+        ("NativeGroupNorm", "", lambda x, b, m: F.group_norm(x, 2), APART, image),
+        ("NativeGroupNorm", "channels are samples", lambda x, b, m: F.group_norm(x.transpose(0, 1).contiguous(), 1), MIXED, image),
+        ("NativeBatchNorm", "asleep", lambda x, b, m: F.batch_norm(x, torch.zeros(2).double(), torch.ones(2).double()), APART, image),
+        ("NativeBatchNorm", "awake", lambda x, b, m: F.batch_norm(x, None, None, training=True), MIXED, image),
+        ("NativeBatchNorm", "of instances", lambda x, b, m: F.instance_norm(x), APART, image),
+        ("NativeBatchNorm", "channels are samples", lambda x, b, m: F.batch_norm(x.transpose(0, 1).contiguous(), None, None, training=True), CLOSED, image),
+        ("Convolution", "", lambda x, b, m: F.conv2d(x, m.kernel), APART, image),
+        ("Convolution", "transposed", lambda x, b, m: F.conv_transpose2d(x, m.kernel), APART, image),
+        ("Convolution", "of a line", lambda x, b, m: F.conv1d(x, m.kernel), APART, line),
+        ("Convolution", "constant kernel", lambda x, b, m: F.conv2d(x, torch.ones(1, 2, 2, 2).double()), APART, image),
+        ("Convolution", "samples are channels", lambda x, b, m: F.conv1d(x.movedim(0, 1), torch.ones(1, len(x), 2).double()), MIXED, line),
+        ("ScaledDotProductFlashAttentionForCpu", "", lambda x, b, m: attention(x, x.sin(), x.cos()), APART, (2, 3, 8)),
+        ("ScaledDotProductFlashAttentionForCpu", "heads are samples", lambda x, b, m: attention(*[v.transpose(0, 1) for v in (x, x.sin(), x.cos())]), APART, (2, 3, 8)),
+        ("ScaledDotProductFlashAttentionForCpu", "positions are samples", lambda x, b, m: attention(*[v.movedim(0, 2) for v in (x, x.sin(), x.cos())]), MIXED, (2, 3, 8)),
+        ("ScaledDotProductFlashAttentionForCpu", "keys of data", lambda x, b, m: attention(x, b["d"], b["d"].sin()), APART, (2, 3, 8)),
+        ("AvgPool2D", "", lambda x, b, m: F.avg_pool2d(x, 2), APART, image), ("AvgPool3D", "", lambda x, b, m: F.avg_pool3d(x, 2), APART, volume),
+        ("MaxPool2DWithIndices", "", lambda x, b, m: F.max_pool2d(x, 2), APART, image), ("MaxPool3DWithIndices", "", lambda x, b, m: F.max_pool3d(x, 2), APART, volume),
+        ("MaxPool2DWithIndices", "of a line", lambda x, b, m: F.max_pool1d(x, 2), APART, line), ("AvgPool2D", "of a line", lambda x, b, m: F.avg_pool1d(x, 2), APART, line),
+        ("AdaptiveAvgPool2D", "", lambda x, b, m: F.adaptive_avg_pool2d(x, 3), APART, image), ("AdaptiveAvgPool3D", "", lambda x, b, m: F.adaptive_avg_pool3d(x, 3), APART, volume),
+        ("Mean", "adaptive pooling to one", lambda x, b, m: F.adaptive_avg_pool2d(x, 1).flatten(1), APART, image),
+        ("AdaptiveMaxPool2D", "", lambda x, b, m: F.adaptive_max_pool2d(x, 2), APART, image), ("AdaptiveMaxPool3D", "", lambda x, b, m: F.adaptive_max_pool3d(x, 2), APART, volume),
+        ("UpsampleNearest1D", "", lambda x, b, m: up(x, scale_factor=2), APART, line), ("UpsampleNearest2D", "", lambda x, b, m: up(x, scale_factor=2), APART, image),
+        ("UpsampleNearest3D", "", lambda x, b, m: up(x, scale_factor=2), APART, volume), ("UpsampleLinear1D", "", lambda x, b, m: up(x, scale_factor=2, mode="linear"), APART, line),
+        ("UpsampleBilinear2D", "", lambda x, b, m: up(x, scale_factor=2, mode="bilinear"), APART, image), ("UpsampleBicubic2D", "", lambda x, b, m: up(x, scale_factor=2, mode="bicubic"), APART, image),
+        ("UpsampleTrilinear3D", "", lambda x, b, m: up(x, scale_factor=2, mode="trilinear"), APART, volume),
+        ("ReflectionPad1D", "", lambda x, b, m: F.pad(x, (1, 2), mode="reflect"), APART, line), ("ReflectionPad2D", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1), mode="reflect"), APART, image),
+        ("ReplicationPad1D", "", lambda x, b, m: F.pad(x, (1, 2), mode="replicate"), APART, line), ("ReplicationPad2D", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1), mode="replicate"), APART, image),
+        ("ConstantPadNd", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1)), APART, image), ("ConstantPadNd", "rows", lambda x, b, m: F.pad(x, (0, 0, 0, 0, 1, 1)), MIXED, (3, 4)),
+        ("PixelShuffle", "", lambda x, b, m: F.pixel_shuffle(x, 2), APART, (4, 2, 3)), ("PixelUnshuffle", "", lambda x, b, m: F.pixel_unshuffle(x, 2), APART, image),
+        ("Im2Col", "", lambda x, b, m: F.unfold(x, 2), APART, image), ("Col2Im", "", lambda x, b, m: F.fold(x, (3, 3), 2), APART, (8, 4)),
+        ("GridSampler2D", "", lambda x, b, m: F.grid_sample(x, b["d"].tanh().movedim(1, 3), align_corners=False), APART, image),
+        ("GridSampler2D", "grid of the model", lambda x, b, m: F.grid_sample(b["d"], x.tanh().movedim(1, 3), align_corners=False), APART, image),
+    ]  # fmt: skip
+    for name, label, make, outcome, shape in rows:
+        yield Row(name, label, make, outcome, shape)
+        if (
+            len(shape) > 1
+            and not label
+            and name not in {"NativeLayerNorm", "ConstantPadNd", "Col2Im"}
+            and "Attention" not in name
+        ):
+            spatial = "Pool" in name or "Upsample" in name or "Pad" in name or name == "GridSampler2D"
+            if spatial and name != "GridSampler2D":
+                yield Row(
+                    name, "channels are samples", lambda x, b, m, make=make: make(x.transpose(0, 1), b, m), APART, shape
+                )
+                if "Nearest" not in name:
+                    yield Row(
+                        name,
+                        "positions are samples",
+                        lambda x, b, m, make=make: make(x.movedim(0, -1), b, m),
+                        MIXED,
+                        shape,
+                        ((5, 3, 7), (3, 5, 4)),
+                    )
+
+
+def losses() -> Iterator[Row]:
+    """Losses with a reduction of their own, and without."""
+    for how in ("none", "mean", "sum"):
+        rows: list[tuple[str, str, Make, tuple[int, ...]]] = [
+            ("NllLoss", "", lambda x, b, m, how=how: F.cross_entropy(x, b["label"], reduction=how), (4,)),
+            ("NllLoss", "ignored", lambda x, b, m, how=how: F.cross_entropy(x, b["label"], ignore_index=1, reduction=how), (4,)),
+            ("NllLoss", "weights", lambda x, b, m, how=how: F.cross_entropy(x, b["label"], CONST[:4], reduction=how), (4,)),
+            ("NllLoss", "smoothed", lambda x, b, m, how=how: F.cross_entropy(x, b["label"], label_smoothing=0.1, reduction=how), (4,)),
+            ("NllLoss", "flat", lambda x, b, m, how=how: F.cross_entropy(x.flatten(0, 1), b["last"].flatten(), ignore_index=2, reduction=how), (3, 4)),
+            ("NllLoss2D", "", lambda x, b, m, how=how: F.cross_entropy(x.mT, b["last"], ignore_index=2, reduction=how), (3, 4)),
+            ("NllLoss2D", "images", lambda x, b, m, how=how: F.cross_entropy(x, b["inner"], CONST[:4], reduction=how), (4, 2, 3)),
+            ("MseLoss", "", lambda x, b, m, how=how: F.mse_loss(x, b["d"], reduction=how), (3, 4)),
+            ("MseLoss", "masked", lambda x, b, m, how=how: F.mse_loss(x[b["mask"]], b["d"][b["mask"]], reduction=how), (3, 4)),
+            ("SmoothL1Loss", "", lambda x, b, m, how=how: F.smooth_l1_loss(x, b["d"], reduction=how), (3, 4)),
+            ("HuberLoss", "", lambda x, b, m, how=how: F.huber_loss(x, b["d"], reduction=how), (3, 4)),
+            ("Abs", "l1_loss", lambda x, b, m, how=how: F.l1_loss(x, b["d"], reduction=how), (3, 4)),
+            ("BinaryCrossEntropy", "", lambda x, b, m, how=how: F.binary_cross_entropy(x.sigmoid(), b["d"].sigmoid(), reduction=how), (3, 4)),
+            ("BinaryCrossEntropyWithLogits", "", lambda x, b, m, how=how: F.binary_cross_entropy_with_logits(x, b["d"].sigmoid(), reduction=how), (3, 4)),
+            ("SoftMarginLoss", "", lambda x, b, m, how=how: F.soft_margin_loss(x, b["d"].sign(), reduction=how), (3, 4)),
+            ("MultiMarginLoss", "", lambda x, b, m, how=how: F.multi_margin_loss(x, b["label"], reduction=how), (4,)),
+            ("MultilabelMarginLoss", "", lambda x, b, m, how=how: F.multilabel_margin_loss(x, F.pad(b["label"][:, None], (0, 3), value=-1), reduction=how), (4,)),
+            ("CtcLoss", "", lambda x, b, m, how=how: F.ctc_loss(x.transpose(0, 1).log_softmax(-1), b["last"][:, :2].clamp_min(1), torch.full((len(x),), 6), torch.full((len(x),), 2), reduction=how), (6, 4)),
+        ]  # fmt: skip
+        for name, label, make, shape in rows:
+            yield Row(name, f"{label} {how}".strip(), make, APART, shape)
+    yield Row("NllLoss", "softmax over samples", lambda x, b, m: F.nll_loss(x.log_softmax(0), b["label"]), MIXED, (4,))
+    yield Row("MseLoss", "centred", lambda x, b, m: F.mse_loss(x - x.mean(0), b["d"]), MIXED)
+    yield Row(
+        "Sum",
+        "kl batchmean",
+        lambda x, b, m: F.kl_div(x.log_softmax(-1), b["d"].softmax(-1), reduction="batchmean"),
+        APART,
+    )
+    yield Row("CtcLoss", "over samples", lambda x, b, m: F.ctc_loss(x.log_softmax(0), b["last"][0, :2].clamp_min(1).expand(6, 2), torch.full((6,), len(x)), torch.full((6,), 1), reduction="none"), MIXED, (6, 4))  # fmt: skip
+
+
+def rows() -> list[Row]:
+    """Every row."""
+    families = (unary, binary, along, reductions, reshapes, selections, products, layers, losses)
+    return [row for family in families for row in family()]
+
+
+ELSEWHERE = {
+    **dict.fromkeys("CudnnBatchNorm MiopenBatchNorm CudnnCtcLoss FusedDropout FusedRmsNorm".split(), "a GPU makes it"),
+    **{f"ScaledDotProduct{kind}Attention": "a GPU makes it" for kind in ("Efficient", "Flash", "Cudnn")},
+    **dict.fromkeys("Cov Ger Imag MaskedScale Real Reshape Chunk".split(), "nothing makes it"),
+    "Linear": "ours, for a GPU: micro_steps.casting",
+}
