@@ -11,7 +11,7 @@ ARGS   ?=
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check format bench zoo
+.PHONY: help train test check format bench zoo faults kills
 
 help:  ## this list
 	@echo 'make TARGET [ARGS="..."]'
@@ -40,6 +40,12 @@ bench: $(VENV)/.ready-bench  ## the tables of exactness and overhead: ARGS="--js
 
 zoo: $(VENV)/.ready-zoo  ## other libraries' models and losses; goes on where it was stopped: ARGS="--seed 1"
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.zoo $(ARGS)
+
+faults: $(VENV)/.ready-test  ## 10,000 exceptions at every place of a step, some minutes: ARGS="--seed 7 --count 500"
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.faults $(ARGS)
+
+kills: $(VENV)/.ready-test  ## 200 trainings, killed and resumed: ARGS="--seed 7 --count 20"
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.faults.kills $(ARGS)
 
 # The environment grows in steps, so that the first command of a newcomer waits for little. Each stamp
 # is written last: an interrupted install is taken up again.

@@ -1,0 +1,47 @@
+"""`make faults`: exceptions at every place of a step, in one process and in several."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from tests.faults import campaign, single_faults
+from tests.faults.outcomes import Case
+
+_NOTES = [
+    (
+        "Each case raises one exception once (at an operation of torch, at a place of a step, at the entry of a "
+        "function of bigbatch), then goes on as the error or the documentation says: the batch again, or flush() or "
+        "discard(). fine: parameters, optimizer state, buffers, gradients, random numbers, hooks, threads and patched "
+        "functions are as promised, and the final weights are those of an undisturbed run, in float64 to 1e-12."
+    ),
+    (
+        "wrong: other weights, without a word. lost: a batch, a window or an interrupt is gone. leaked: something was "
+        "left changed. unclear: the error does not tell what happened, or accuses something else."
+    ),
+]
+
+
+def main() -> None:
+    """Run it."""
+    parser = campaign.parser(__doc__ or "")
+    parser.add_argument("--ranks", type=int, default=200, help="how many cases in several processes")
+    parser.add_argument("--part", choices=["single", "ranks"], help="only these")
+    parser.add_argument("--exact", nargs=4, metavar=("ENTRANCE", "MODE", "PLACE", "ERROR"), help="run this alone")
+    given = parser.parse_args()
+    if given.exact is not None:
+        print(*single_faults.run([Case("single", 0, 0, *given.exact)]))  # noqa: T201 - a runner's result
+        return
+    seed = campaign.seed_of("faults", given.seed)
+    parts = [campaign.Part("single", given.count or 10_000, single_faults.draw, single_faults.run)]
+    if find_spec("tests.faults.rank_faults") is not None:
+        ranks = import_module("tests.faults.rank_faults")
+        parts.append(campaign.Part("ranks", given.ranks, ranks.draw, ranks.run))
+    parts = [part for part in parts if given.part in {None, part.name}]
+    if given.case is not None:
+        case = list(parts[0].draw(seed, given.case + 1))[-1]
+        print(case, *parts[0].run([case]), sep="\n")  # noqa: T201 - a runner's result
+        return
+    campaign.end(campaign.run("faults", seed, parts, _NOTES))
+
+
+if __name__ == "__main__":
+    main()
