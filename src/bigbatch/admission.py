@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -43,22 +43,25 @@ class Admission:
         self.models, self._optimizers = tuple(models), optimizers
         self._refuses, self._accepting = batch_norm == "refuse", accepting
         self.batch_norms: list[tuple[str, BatchNorm]] = []
+        parts = sharded(models)
         surroundings = Surroundings(
             own=frozenset(id(p) for p in all_parameters(optimizers)),
-            is_weight=FrozenWeights(self.models, partial(whole_weights, self.models)),
+            is_weight=FrozenWeights(self.models, partial(whole_weights, parts)),
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
         )
         self.reader = Reader(surroundings)
         self._scans = 0
         self.may_wake = False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
         # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
-        self.only_own = not sharded(models)
+        self.only_own = not parts
         self._own = surroundings.own
         self._shards = None if self.only_own else self._own
+        self._walked: tuple[list[Any], list[Any], list[Tensor]] | None = None  # in the window at hand
         _present.add(self)
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
+        self._walked = None
         if self._refuses or self.exact:
             self.batch_norms = checks.batch_norms(self.models)
 
@@ -80,14 +83,16 @@ class Admission:
     @contextmanager
     def _sparing(self) -> Iterator[None]:
         ours = all_parameters(self._optimizers)
-        # A loss may run through models that others train, as a generator's through its discriminator.
-        every = [*{id(model): model for each in _present for model in each.models}.values()]
-        parts = sharded(every)
-        shards = list(parameters_of(parts))
+        if self._walked is None:
+            # A loss may run through models that others train, as a generator's through its discriminator.
+            every = {id(model): model for each in _present for model in each.models}.values()
+            parts = sharded([*every])
+            self._walked = parts, [*parameters_of(parts)], [p for model in every for p in model.parameters()]
+        parts, shards, parameters = self._walked
         # The outermost of sharded modules has whole parameters until its backward, whose gradients may wait for more.
         own = {id(p) for p in ours}
         own |= {id(p) for each in shards if id(each.sharded_param) in own for p in tensors_of(each)}
-        found = chain(*map(tensors_of, shards), *(model.parameters() for model in every))
+        found = chain(*map(tensors_of, shards), parameters)
         others = {id(p): p for p in found if id(p) not in own and p.requires_grad}
         with leaving_alone(parts, ours), sparing(others.values()):
             yield

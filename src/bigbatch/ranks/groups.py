@@ -34,9 +34,9 @@ def tensors_of(each: Any) -> list[Tensor]:
     return [each.sharded_param, *([each._unsharded_param] if hasattr(each, "_unsharded_param") else [])]  # noqa: SLF001
 
 
-def whole_weights(models: Sequence[nn.Module]) -> Iterator[Tensor]:
+def whole_weights(parts: Iterable[Any]) -> Iterator[Tensor]:
     """Return all whole parameters that stand in for shards, those that FSDP has freed since a forward, too."""
-    for each in parameters_of(sharded(models)):
+    for each in parameters_of(parts):
         yield from tensors_of(each)[1:]
 
 
