@@ -18,6 +18,7 @@ from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
 from bigbatch.lockstep.needing import asked_anywhere, times_asked
 from bigbatch.over import Listener, Loop, Over, Source
+from bigbatch.ranks.launcher import naming_lost_ranks
 from bigbatch.ranks.ranks import Ranks, serve
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, checked_count
@@ -237,7 +238,11 @@ class Accumulator:
     def _close(self, window: Window, *, checked: bool = False) -> Update:
         self._promised = self._loop.of_over and not self._loop.last
         try:
-            update = window.close(checked=checked, goes_on=self._promised)
+            if self._stepper.ranks is None:
+                update = window.close(checked=checked, goes_on=self._promised)
+            else:  # others wait for this rank's statement, and hear of what it refuses before
+                with together.telling_of_failure(self._stepper.ranks, window.gradients.device):
+                    update = window.close(checked=checked, goes_on=self._promised)
             self._others_go_on = window.others_go_on
         finally:
             if window.state is CLOSED:  # also where Ctrl-C came after the step
@@ -433,12 +438,19 @@ class Accumulator:
             loop.last = True
             # Others have batches left: their windows need this rank, which has none.
             nothing = None if self._counts is None else ()
-            self._close(Window(self._stepper, self._steps, self._gradient_dtype, nothing))
+            window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, nothing)
+            try:
+                self._close(window)
+            except BaseException:
+                if window.untouched:  # nothing of this rank is in it
+                    self.discard()
+                raise
 
     def _most(self, mine: int) -> int:
         ranks = self._stepper.ranks
         assert ranks is not None  # noqa: S101 - or nobody would ask
-        return ranks.most(mine, all_parameters(self._stepper.optimizers)[0].device)
+        with naming_lost_ranks():
+            return ranks.most(mine, all_parameters(self._stepper.optimizers)[0].device)
 
     def _leave(self, loop: Loop) -> None:
         """End an `over`, at its end or by `break`; another one may have begun since."""

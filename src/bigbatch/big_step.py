@@ -40,8 +40,8 @@ from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_
 from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
-from bigbatch.ranks.meeting import OthersTryAgain, try_again
-from bigbatch.ranks.ranks import Ranks, serve
+from bigbatch.ranks.launcher import is_of_the_wire
+from bigbatch.ranks.ranks import OthersTryAgain, Ranks, serve
 from bigbatch.reading.counts import Count
 from bigbatch.update import Update
 from bigbatch.windows.stepping import Stepper, refuse_copy
@@ -52,9 +52,9 @@ from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
 _ALL_RANKS_END = (
-    "out of memory in a pass through a model that is sharded with fully_shard. Every pass is a meeting of all ranks, "
-    "so this one cannot try again alone: the others wait in the midst of it, and end with an error of their own when "
-    "this process does.\n"
+    "out of memory in a pass in which ranks wait for each other, through a model that is sharded with fully_shard or "
+    "has BatchNorm in training mode, or in `across`; {}. This rank cannot try again alone: the others wait in the "
+    "midst of it, and end with an error of their own when this process does.\n"
     "Take a smaller micro_batch_size, or activation checkpointing."
 )
 _OTHERS_HAVE_HEARD = (
@@ -289,9 +289,14 @@ class BigStep:
     def _can_do_better(self, division: Division | None, error: BaseException) -> bool:
         """Whether another try can, which is then made ready."""
         short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
-        if self._stepper.ranks is not None and self._stepper.ranks.spoken:
+        ranks = self._stepper.ranks
+        if ranks is not None and ranks.spoken:
             if short:  # where others have heard of this window, it cannot be made once more alone
                 raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error))) from error
+            return False
+        if ranks is not None and (ranks.elsewhere or ranks.sharded or is_of_the_wire(error)):
+            if short and division is not None:
+                raise OutOfMemory(_ALL_RANKS_END.format(missing(error))) from error
             return False
         if self._runner.fall_back(error):
             return True
@@ -302,8 +307,6 @@ class BigStep:
         if not (self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)):
             if division is None or not short:
                 return False
-            if self._is_sharded:
-                raise OutOfMemory(_ALL_RANKS_END) from error
             self._divider.shrink(division, error)
         if short:
             self._runner.forget()
@@ -314,8 +317,8 @@ class BigStep:
     def _have_others_try_again(self) -> None:
         """Where samples are coupled, other ranks are on their way through the same window, and begin it anew, too."""
         ranks = self._stepper.ranks
-        if ranks is not None and self._admission.side_by_side and not ranks.elsewhere:
-            try_again(ranks, self._mover.device)
+        if ranks is not None and self._admission.side_by_side:
+            ranks.try_again(self._mover.device)
 
     @property
     def _is_sharded(self) -> bool:

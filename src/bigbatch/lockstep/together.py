@@ -137,6 +137,8 @@ class Together:
                 **_of_ranks(window.ranks, sizes, self._device, inside=self._meets_in_model()),
             }
             extras = self._side_by_side([task] * len(sizes), sizes, beside)
+        if window.ranks is not None:
+            window.ranks.elsewhere = False  # all have met for the last time, and come to their statements
         self._compared = self._compared or calls is not None
         self._settled, self._looked = (self._valued, self._inside), True
         return extras

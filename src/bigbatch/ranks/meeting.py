@@ -1,25 +1,21 @@
 """Values of all ranks, where samples are coupled: what micro-batches make of theirs on each rank, put together.
 
 Ranks that come to different meetings would send each other tensors of other sizes, and end in torch or never. So each
-says first, in a message of its own, which meeting it has come to: where they differ, all raise, and where one has to
-run its window once more, all do.
+says first, in a message of its own, which meeting it has come to: where they differ, all raise.
 """
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bigbatch.errors import BigBatchError, PathsDiffer
+from bigbatch.errors import PathsDiffer
 from bigbatch.ranks.ranks import Ranks, alike
 
-_AGAIN = "the same window once more, in another way"
 _SHOWN = 200  # letters of a title
-
-
-class OthersTryAgain(BigBatchError):
-    """Raised at a meeting that another rank does not come to: it runs the window once more, and so will `BigStep`."""
 
 
 def announce(ranks: Ranks, title: str, device: torch.device) -> None:
@@ -27,8 +23,6 @@ def announce(ranks: Ranks, title: str, device: torch.device) -> None:
     if _is_the_same(ranks, title, device):
         return
     titles = _titles(ranks, title, device)
-    if _AGAIN in titles:
-        raise OthersTryAgain(_AGAIN)
     ranks.spoken = True  # all have heard that something is wrong
     listed = "\n".join(f"    rank {rank} is at {each}" for rank, each in enumerate(titles))
     msg = (
@@ -40,10 +34,14 @@ def announce(ranks: Ranks, title: str, device: torch.device) -> None:
     raise PathsDiffer(msg)
 
 
-def try_again(ranks: Ranks, device: torch.device) -> None:
-    """Have all ranks, which may wait for this one at a meeting, run the window once more, as it does."""
-    if not _is_the_same(ranks, _AGAIN, device):
-        _titles(ranks, _AGAIN, device)  # as those do that have heard of it
+@contextmanager
+def _meeting(ranks: Ranks, title: str, device: torch.device) -> Iterator[None]:
+    """Come to a meeting, which may have a title: inside, others would take any other word for a part of it."""
+    if title:
+        announce(ranks, title, device)
+    was, ranks.elsewhere = ranks.elsewhere, True
+    yield
+    ranks.elsewhere = was
 
 
 def _is_the_same(ranks: Ranks, title: str, device: torch.device) -> bool:
@@ -72,10 +70,9 @@ def numbers(ranks: Ranks, own: int, device: torch.device) -> list[int]:
 
 def summed(ranks: Ranks, own: Tensor, title: str = "") -> Tensor:
     """Add up a tensor over all ranks, who say the title of this meeting before, where it has one."""
-    if title:
-        announce(ranks, title, own.device)
-    found = own.detach().clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(found, group=ranks.group)
+    with _meeting(ranks, title, own.device):
+        found = own.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(found, group=ranks.group)
     return found
 
 
@@ -88,10 +85,10 @@ def each(ranks: Ranks, own: Tensor) -> Tensor:
 
 def gathered(ranks: Ranks, own: Tensor, title: str) -> tuple[Tensor, int]:
     """Return the rows of all ranks, who say the title of this meeting before, and where this one's begin."""
-    announce(ranks, title, own.device)
-    rows = numbers(ranks, own.shape[0], own.device)
-    padded = own.new_zeros(max(rows), *own.shape[1:])
-    padded[: own.shape[0]] = own.detach()
-    every = each(ranks, padded)
+    with _meeting(ranks, title, own.device):
+        rows = numbers(ranks, own.shape[0], own.device)
+        padded = own.new_zeros(max(rows), *own.shape[1:])
+        padded[: own.shape[0]] = own.detach()
+        every = each(ranks, padded)
     together = torch.cat([part[:number] for part, number in zip(every, rows, strict=True)])
     return together, sum(rows[: ranks.rank])

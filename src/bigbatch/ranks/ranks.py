@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.errors import ConfigurationError, RankFailed, WindowError
+from bigbatch.errors import BigBatchError, ConfigurationError, RankFailed, WindowDisturbed, WindowError
 from bigbatch.ranks import sharding
 from bigbatch.ranks.alone import warn_of_others
 from bigbatch.ranks.buckets import add_up
@@ -35,6 +35,7 @@ from bigbatch.ranks.wrappers import (
     refuse_cast,
     refuse_hidden_wrappers,
     refuse_hooks,
+    refuse_no_sync,
     refuse_other_group,
     refuse_overlap,
     silence,
@@ -53,8 +54,13 @@ class _Header(NamedTuple):
     """What every message begins with."""
 
     failed: float = 0.0  # whether this rank has
+    again: float = 0.0  # whether it runs the window once more, in another way
     place: float = 0.0  # what it is about
     square: float = 0.0
+
+
+class OthersTryAgain(BigBatchError):
+    """Raised where another rank runs the window once more, and so will `BigStep` on all of them."""
 
 
 class Ranks:
@@ -110,6 +116,7 @@ class Ranks:
         elif chosen is None:
             warn_of_others()
         refuse_cast(wrappers)
+        refuse_no_sync(wrappers)
         if overlap:
             narrow = any(p.dtype in LOW_PRECISION for model in models for p in model.parameters() if p.requires_grad)
             refuse_overlap(wrappers, narrow)
@@ -171,6 +178,14 @@ class Ranks:
             sharding.sum_only(self.shards.parts)
             sharding.average_after(owner, self.shards.parts)
 
+    def refuse_ddp(self) -> None:
+        """Before a backward: raise where DDP would reduce in it by itself; after its next forward it would not."""
+        if not self.reduced and any(wrapper.require_backward_grad_sync for wrapper in self._wrappers):
+            self.prepare(last=False)
+            for wrapper in self._wrappers:
+                wrapper.reducer._reset_state()  # noqa: SLF001 - or it waits for a backward since its forward
+            raise WindowDisturbed(_ABOUT_TO_REDUCE)
+
     def prepare(self, *, last: bool) -> None:
         """Before a forward: have DDP reduce in its backward if it is the window's last, and only where it should."""
         self.reduced = self.overlap and last
@@ -203,6 +218,9 @@ class Ranks:
                 "changed on this one. The error is in that rank's own output."
             )
             raise RankFailed(msg)
+        if header.again:
+            self.spoken = False  # nothing that was said of this window holds
+            raise OthersTryAgain
         if not alike(self.size, header.place, header.square):
             self.spoken = True
             raise WindowError(_ELSEWHERE)
@@ -212,6 +230,10 @@ class Ranks:
         """Tell the others, who wait for this rank's numbers, that there will be none."""
         self.spoken = True
         self._sum(_Header(failed=1.0), (), device)
+
+    def try_again(self, device: torch.device) -> None:
+        """Have all ranks, wherever in the window they wait for this one, run it once more, as it does."""
+        self._sum(_Header(again=1.0), (), device)
 
     def _sum(self, header: "_Header", numbers: Sequence[Count], device: torch.device) -> list[float]:
         device = self._wire(device)
@@ -324,9 +346,16 @@ _ELSEWHERE = (
 )
 
 
-def alike(ranks: int, total: float, squares: float, within: float = _SAME) -> bool:
+_ABOUT_TO_REDUCE = (
+    "DistributedDataParallel is about to reduce in this backward, and bigbatch reduces once per update: something has "
+    "set require_backward_grad_sync since, as the end of a no_sync() does. Nothing was added.\n"
+    "Leave no_sync() out: DDP is kept quiet while this accumulator lives."
+)
+
+
+def alike(ranks: int, total: float, squares: float) -> bool:
     """Whether a number is the same on all ranks, by its sum over them and that of its squares.
 
     Two numbers that differ by a part of 1e-6 are alike within 1e-12. One that is not finite tells nothing.
     """
-    return not abs(ranks * squares - total * total) > within * ranks * squares
+    return not abs(ranks * squares - total * total) > _SAME * ranks * squares

@@ -92,6 +92,16 @@ HOOKED = (
 )
 
 
+def refuse_no_sync(wrappers: Sequence[DistributedDataParallel]) -> None:
+    """Raise inside of no_sync(), at whose end DDP would begin to reduce by itself."""
+    if any(wrapper not in _quiet and not wrapper.require_backward_grad_sync for wrapper in wrappers):
+        msg = (
+            "this DistributedDataParallel is inside of no_sync(), and would reduce by itself after it.\n"
+            "Make the Accumulator or BigStep outside of no_sync(), and leave no_sync() out of the loop."
+        )
+        raise ConfigurationError(msg)
+
+
 def refuse_cast(wrappers: Sequence[DistributedDataParallel]) -> None:
     """Raise where DDP casts parameters by itself, and gradients back where it reduces."""
     if any(getattr(wrapper, "mixed_precision", None) is not None for wrapper in wrappers):
@@ -185,9 +195,8 @@ def refuse_other_group(wrappers: Sequence[DistributedDataParallel], given: dist.
 
 @dataclass
 class _Quiet:
-    """A wrapper that is kept quiet: by how many, and how it was before the first of them."""
+    """A wrapper that is kept quiet: by how many, and whether its first backward was over before."""
 
-    syncs: bool
     first: bool
     owners: int = 0
 
@@ -198,8 +207,7 @@ _quiet: "weakref.WeakKeyDictionary[DistributedDataParallel, _Quiet]" = weakref.W
 def keep_quiet(owner: object, wrappers: Sequence[DistributedDataParallel]) -> None:
     """Have DDP reduce nothing by itself, as long as `owner` lives, or another who wanted the same."""
     for wrapper in wrappers:
-        found = _Quiet(wrapper.require_backward_grad_sync, getattr(wrapper, _FIRST, False))
-        _quiet.setdefault(wrapper, found).owners += 1
+        _quiet.setdefault(wrapper, _Quiet(getattr(wrapper, _FIRST, False))).owners += 1
         silence(wrapper)
         weakref.finalize(owner, _speak, weakref.ref(wrapper))
 
@@ -238,5 +246,5 @@ def _speak(reference: "weakref.ref[DistributedDataParallel]") -> None:
     found.owners -= 1
     if not found.owners:
         del _quiet[wrapper]
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = found.syncs
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
         setattr(wrapper, _FIRST, found.first)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bigbatch.errors import BatchError, ConfigurationError, LossError, WindowError
 from bigbatch.ranks.agreeing import Agreement, Statement, agreed
+from bigbatch.ranks.launcher import is_of_the_wire, naming_lost_ranks
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.reaching import Reached
 from bigbatch.reading.counts import Count, TotalOfSum
@@ -132,9 +133,10 @@ def telling_of_failure(ranks: Ranks | None, device: torch.device) -> Iterator[No
         return
     ranks.spoken = ranks.elsewhere = False
     try:
-        yield
-    except Exception:
-        if not ranks.spoken and not ranks.elsewhere:
+        with naming_lost_ranks():
+            yield
+    except Exception as error:
+        if not ranks.spoken and not ranks.elsewhere and not is_of_the_wire(error.__cause__ or error):
             with suppress(Exception):  # they may be gone; what happened here is what is raised
                 ranks.fail(device)
         raise

@@ -116,10 +116,8 @@ class Window:
         first, in_common = not ledger.micro_batches, ledger.in_common
         if not first or not self.untouched:  # gradients were looked at when the window was opened
             self.check()
-        if in_common and dtype in LOW_PRECISION:
-            raise LossError(_ROUNDED_IN_COMMON.format(dtype))
-        if first and in_common and ledger.provisional is None:
-            self._guess_together(terms)
+        if self._stepper.ranks is not None:
+            self._check_ranks(self._stepper.ranks, dtype, terms)
         weights = ledger.weigh(terms)
         if first:
             self._await(terms)
@@ -154,8 +152,10 @@ class Window:
         every = [terms for _, terms in found]
         ranks, device = self._stepper.ranks, self._gradients.device
         of_all = None if ranks is None else partial(together.totals, ranks, device=device)
-        if ranks is not None and not ranks.elsewhere:
-            announce(ranks, "the end of forward", device)
+        if ranks is not None:
+            ranks.refuse_ddp()
+            if not ranks.elsewhere:
+                announce(ranks, "the end of forward", device)
         weights = weigh_together(self._ledger, every, of_all)
         refuse_rounded_weights([loss for loss, _ in found], weights)
         self._gradients.widen()
@@ -181,12 +181,18 @@ class Window:
 
         return [partial(backward, *each, weight) for each, weight in zip(found, weights, strict=True)]
 
-    def _guess_together(self, terms: list[Term]) -> None:
-        """Agree on a unit of weights, once: a scaler that is tuned to means would overflow with those of sums."""
-        ranks, scaler = self._stepper.ranks, self._stepper.scaler
-        if ranks is None or scaler is None or not scaler.is_enabled() or self._ledger.totals is not None:
+    def _check_ranks(self, ranks: Ranks, dtype: torch.dtype, terms: list[Term]) -> None:
+        """Raise where this loss cannot be added up over ranks, and agree on a unit of weights, once."""
+        ranks.refuse_ddp()
+        ledger, scaler = self._ledger, self._stepper.scaler
+        if not ledger.in_common:
             return
-        ranks.about = self._ledger.provisional = together.about(ranks, self._ledger, terms, self._gradients.device)
+        if dtype in LOW_PRECISION:
+            raise LossError(_ROUNDED_IN_COMMON.format(dtype))
+        if ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None:
+            return
+        if scaler is not None and scaler.is_enabled():  # tuned to means, it would overflow with the weights of sums
+            ranks.about = ledger.provisional = together.about(ranks, ledger, terms, self._gradients.device)
 
     def _await(self, terms: list[Term]) -> None:
         """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
