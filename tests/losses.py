@@ -467,6 +467,20 @@ def vae(model: nn.Module, batch: Batch) -> Tensor:
     return (mean - batch["value"][:, :2]).pow(2).sum(1).mean() + divergence.mean()
 
 
+def vae_of_sums(model: nn.Module, batch: Batch) -> Tensor:
+    """The same as torch's own example sums it."""
+    mean, log_variance = model(batch["x"]).chunk(2, dim=1)
+    error = F.mse_loss(mean, batch["value"][:, :2], reduction="sum")
+    return error - 0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+
+
+def si_sdr(model: nn.Module, batch: Batch) -> Tensor:
+    """Scale-invariant distortion: each estimate's projection on its own target."""
+    estimate, target = model(batch["x"]), torch.cat([batch["x2"], batch["value"]], dim=1)
+    projected = (estimate * target).sum(1, keepdim=True) * target / target.square().sum(1, keepdim=True)
+    return -(projected.square().sum(1) / (estimate - projected).square().sum(1)).log().mean()
+
+
 def quantiles(model: nn.Module, batch: Batch) -> Tensor:
     """The pinball loss of four quantiles."""
     error = batch["scalar"][:, None] - model(batch["x"])
@@ -550,6 +564,22 @@ TAILS = [
     Loss("masked-select-mean", mlp(), sequences, lambda m, b: squares(m, b).masked_select(b["mask"][..., None]).mean()),
     Loss("masked-sum", mlp(), sequences, lambda m, b: squares(m, b)[b["mask"]].sum()),
     Loss("masked-mean-per-sequence", mlp(), sequences, masked_mean_per_sequence, count=lambda b: len(b["x"])),
+    Loss("sum-halved", mlp(), rows, lambda m, b: -0.5 * squares(m, b).sum()),
+    Loss("sum-of-halved", mlp(), rows, lambda m, b: (0.5 * squares(m, b)).sum()),
+    Loss("sum-over-two", mlp(3), rows, lambda m, b: (m(b["x"]) - b["x2"]).square().sum() / 2, smallest=3),
+    Loss("sum-times-number", mlp(), rows, lambda m, b: 0.01 * squares(m, b).sum()),
+    Loss("ce-sum-times-number", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") * 0.1),
+    Loss("sum-times-zero", mlp(), rows, lambda m, b: squares(m, b).sum() + 0 * m(b["x"]).sum()),
+    Loss("sum-over-elements", mlp(3), rows, lambda m, b: (m(b["x"]) - b["x2"]).square().sum() / b["x2"].numel(), count=lambda b: b["x2"].numel(), smallest=2),
+    Loss("sum-over-rows", mlp(), rows, lambda m, b: squares(m, b).sum() / len(b["x"]), count=lambda b: len(b["x"])),
+    Loss("sum-over-rows-halved", mlp(), rows, lambda m, b: 0.5 * squares(m, b).sum() / len(b["x"]), count=lambda b: len(b["x"])),
+    Loss("sum-of-each-over-rows", mlp(), rows, lambda m, b: (squares(m, b) / len(b["x"])).sum(), count=lambda b: len(b["x"])),
+    Loss("ce-sum-of-flattened-over-rows", mlp(), sequences, lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["tokens"].flatten(), reduction="sum") / len(b["x"]), count=lambda b: len(b["x"]), smallest=2),
+    Loss("time-major-sum-over-steps", mlp(), sequences, lambda m, b: F.mse_loss(m(b["x"]).transpose(0, 1), b["value"].transpose(0, 1), reduction="sum") / STEPS, smallest=2),
+    Loss("stacked-sum-over-two", mlp(), rows, lambda m, b: torch.stack([squares(m, b), m(b["x2"]).square()]).sum() / 2, smallest=3),
+    Loss("vae-of-sums", mlp(), rows, vae_of_sums),
+    Loss("si-sdr", seeded(lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 7))), rows, si_sdr),
+    Loss("renormed-rows", mlp(), rows, lambda m, b: m(b["x"]).renorm(2, 0, 0.1).pow(3).mean()),
     Loss("squeezed-mean-per-sequence", mlp(1), sequences, lambda m, b: (m(b["x"]).squeeze(-1).mean(1) - b["reference"][:, 0]).pow(2).mean()),
 ]  # fmt: skip
 
@@ -759,6 +789,25 @@ class Merged(nn.Module):
         return F.linear(self.body(x).tanh(), self.head.weight + 0.5 * self.b @ self.a, self.head.bias)
 
 
+class Factors(nn.Module):
+    """A row for each user and for each thing, held as plain parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.things = nn.Parameter(torch.randn(CLASSES, 3)), nn.Parameter(torch.randn(CLASSES, 3))
+        self.bias = nn.Parameter(torch.randn(CLASSES))
+
+    def forward(self, user: Tensor, thing: Tensor) -> Tensor:
+        """How much each user likes a thing."""
+        return (self.users[user] * self.things[thing]).sum(1) + self.bias[thing]
+
+
+def bpr(model: nn.Module, batch: Batch) -> Tensor:
+    """Bayesian personalized ranking, each term per sample."""
+    better, worse = model(batch["label"], batch["many"][:, 0]), model(batch["label"], batch["many"][:, 1])
+    return -F.logsigmoid(better - worse)
+
+
 def attention_entropy(model: Any, batch: Batch) -> Tensor:
     """How spread out attention is within each sequence."""
     weights = (model[0](batch["x"]) @ model[1](batch["x"]).transpose(1, 2)).softmax(-1)
@@ -801,6 +850,14 @@ MODELS = [
     Loss("merged-lora-head", seeded(Merged), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
     Loss("distances-to-computed", seeded(lambda: Computed(torch.tanh)), rows, lambda m, b: torch.cdist(m.body(b["x"]), m.w.tanh()).amin(1).mean()),
     Loss("attention-weights", seeded(lambda: nn.ModuleList([nn.Linear(3, 4), nn.Linear(3, 4)])), sequences, attention_entropy),
+    Loss("factors", seeded(Factors), rows, lambda m, b: (m(b["label"], b["many"][:, 0]) - b["scalar"]).square().mean(), count=lambda b: len(b["x"])),
+    Loss("factors-sum", seeded(Factors), rows, lambda m, b: (m(b["label"], b["many"][:, 0]) - b["scalar"]).square().sum()),
+    Loss("factors-selected", seeded(Factors), rows, lambda m, b: (m.users.index_select(0, b["label"]) * m.things.index_select(0, b["many"][:, 0])).sum(1).square().mean()),
+    Loss("factors-gathered", seeded(Factors), rows, lambda m, b: (m.bias.gather(0, b["label"]) - b["scalar"]).square().mean()),
+    Loss("factors-decayed", seeded(Factors), rows, lambda m, b: bpr(m, b).mean() + 0.1 * m.users[b["label"]].square().sum(1).mean()),
+    Loss("factors-decayed-by-hand", seeded(Factors), rows, lambda m, b: bpr(m, b).sum() / len(b["x"]) + 0.1 * m.users[b["label"]].square().sum() / len(b["x"])),
+    Loss("bpr", seeded(Factors), rows, lambda m, b: bpr(m, b).mean(), count=lambda b: len(b["x"])),
+    Loss("bpr-sum", seeded(Factors), rows, lambda m, b: bpr(m, b).sum()),
     Loss("two-calls-averaged", mlp(), rows, lambda m, b: F.cross_entropy((m(b["x"]) + m(b["x2"])) / 2, b["label"])),
     Loss("gradient-penalty", mlp(1), rows, gradient_penalty),
     Loss("gradient-penalty-r1", mlp(1), rows, r1),

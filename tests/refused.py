@@ -17,8 +17,22 @@ from torch import Tensor, nn
 
 from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
-from tests.losses import WEIGHT, Computed, log_probs, masked_mean_per_sequence, squares, twice, two_heads
-from tests.samples import CLASSES, Attention, Batch, Line, Loss, Tempered, conv, images, mlp, rows, seeded, sequences
+from tests.losses import WEIGHT, Computed, Factors, log_probs, masked_mean_per_sequence, squares, twice, two_heads
+from tests.samples import (
+    CLASSES,
+    STEPS,
+    Attention,
+    Batch,
+    Line,
+    Loss,
+    Tempered,
+    conv,
+    images,
+    mlp,
+    rows,
+    seeded,
+    sequences,
+)
 
 EYE = torch.eye(CLASSES, dtype=torch.float64)
 
@@ -97,9 +111,7 @@ def ranged(batch: Batch) -> Tensor:
 
 
 UNREADABLE = [
-    Refused("sum-times-number", mlp(), rows, lambda m, b: 0.01 * squares(m, b).sum(), names="mul"),
     Refused("sum-over-number", mlp(), rows, lambda m, b: squares(m, b).sum() / 100, names="div"),
-    Refused("ce-sum-times-number", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") * 0.1, names="mul"),
     Refused("ce-sum-over-number", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") / 100, names="div"),
     Refused("mse-sum-over-number", mlp(), rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"], reduction="sum") / 100, names="div"),
     Refused("sum-over-tensor", mlp(), sequences, masked_by_hand, names="div"),
@@ -107,7 +119,7 @@ UNREADABLE = [
     Refused("sum-over-weights", mlp(), rows, lambda m, b: (squares(m, b).sum(1) * b["unit"][:, 0]).sum() / b["unit"][:, 0].sum(), names="div"),
     Refused("ce-sum-over-kept", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"], reduction="sum") / (b["partly"] != -100).sum(), names="div"),
     Refused("each-over-tensor", mlp(), sequences, lambda m, b: (squares(m, b) * b["mask"][..., None] / b["mask"].sum()).sum(), names="div|sum"),
-    Refused("mean-plus-scaled-sum", mlp(), rows, lambda m, b: squares(m, b).mean() + 0.01 * m(b["x"]).abs().sum(), names="mul"),
+    Refused("factors-fixed-rows", seeded(Factors), rows, lambda m, _: m.users[[0, 2]].square().sum(), names="data or a regulariser.*sum"),
     Refused("custom-above", mlp(), rows, lambda m, b: square(squares(m, b).mean()), names="Square"),
     Refused("custom-below", mlp(), rows, lambda m, b: square(m(b["x"]) - b["value"]).mean(), names="Square"),
     Refused("custom-deep-below", mlp(), rows, lambda m, b: F.cross_entropy(square(m(b["x"])).tanh(), b["label"]), names="Square"),
@@ -341,6 +353,21 @@ COUPLED = [
     Refused("batch-norm-without-parameters", mlp(), rows, lambda m, b: F.batch_norm(torch.cat(twice(m, b)), None, None, training=True).exp().mean(), error=CoupledLoss, names="batch_?norm"),
     Refused("all-differences", mlp(), rows, lambda m, b: (m(b["x"])[:, None] - m(b["x"])[None]).abs().mean(), error=CoupledLoss, names="sub|unsqueeze|expand"),
     Refused("ranking-of-all-pairs", mlp(1), rows, lambda m, b: F.softplus(-(m(b["x"]) - m(b["x"]).t()) * (b["scalar"][:, None] - b["scalar"]).sign()).mean(), error=CoupledLoss, names="sub|transpose|T\\b"),
+    Refused("mse-of-columns-against-rows", mlp(1), rows, lambda m, b: F.mse_loss(m(b["x"]), b["scalar"], reduction="none").mean(), error=LossError, names="mse"),
+    Refused("smooth-l1-of-columns-against-rows", mlp(1), rows, lambda m, b: F.smooth_l1_loss(m(b["x"]), b["scalar"], reduction="none").mean(), error=LossError, names="smooth"),
+    Refused("huber-of-columns-against-rows-weighed", mlp(1), rows, lambda m, b: (F.huber_loss(m(b["x"]), b["scalar"], reduction="none") * b["unit"][:, :1]).mean(), error=LossError, names="huber|mul"),
+    Refused("bce-of-expanded", mlp(1), rows, lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]).expand(-1, len(b["x"])), b["unit"][:, 0].expand(len(b["x"]), -1), reduction="none").mean(), error=LossError, names="cross_?entropy"),
+    Refused("where-pairs", mlp(1), rows, lambda m, b: torch.where(b["scalar"][:, None] > b["scalar"], m(b["x"]), 0.0).mean(), error=LossError, names="where"),
+    Refused("where-pairs-of-two", mlp(1), rows, lambda m, b: torch.where(b["scalar"][:, None] > b["scalar"], m(b["x"]), m(b["x2"])).mean(), error=LossError, names="where"),
+    Refused("masked-pairs", mlp(1), rows, lambda m, b: m(b["x"]).masked_fill(b["scalar"][:, None] > b["scalar"], 0.0).mean(), error=LossError, names="masked"),
+    Refused("masked-pairs-summed", mlp(1), rows, lambda m, b: (m(b["x"]) * (b["label"][:, None] == b["label"])).sum(1).tanh().mean(), error=LossError, names="mul"),
+    Refused("lerp-of-columns-against-rows", mlp(1), rows, lambda m, b: m(b["x"]).lerp(b["scalar"], 0.3).square().mean(), error=LossError, names="lerp"),
+    Refused("sigmoid-of-expanded-against-rows", mlp(1), rows, lambda m, b: (m(b["x"]).expand(-1, len(b["x"])).sigmoid() * b["scalar"]).mean(), error=LossError, names="mul"),
+    Refused("all-differences-of-sequences", mlp(), sequences, lambda m, b: (lambda y: (y[:, None] - y[None]).square().mean())(m(b["x"])), error=CoupledLoss, names="sub|unsqueeze|expand"),
+    Refused("all-differences-of-tokens", mlp(), sequences, lambda m, b: (lambda y: (y[:, None] - y[None]).square().mean())(m(b["x"].flatten(0, 1)).view(-1, STEPS, CLASSES)), error=CoupledLoss, names="sub|unsqueeze|expand"),
+    Refused("renormed-columns", mlp(), rows, lambda m, b: m(b["x"]).renorm(2, 1, 0.1).pow(3).mean(), error=CoupledLoss, names="renorm"),
+    Refused("factors-against-all", seeded(Factors), rows, lambda m, b: (m.users[b["label"]] @ m.things[b["many"][:, 0]].t()).tanh().mean(), error=CoupledLoss, names="mm|matmul"),
+    Refused("factors-centred", seeded(Factors), rows, lambda m, b: (m.users[b["label"]] - m.users[b["label"]].mean(0)).square().mean(), error=CoupledLoss, names="mean"),
     Refused("cdist", mlp(), rows, lambda m, b: torch.cdist(*twice(m, b)).mean(), error=CoupledLoss, names="cdist"),
     Refused("cdist-to-fixed", mlp(), rows, lambda m, b: (-torch.cdist(m(b["x"]), b["value"])).exp().mean(), error=LossError, names="cdist"),
     Refused("pdist", mlp(), rows, lambda m, b: F.pdist(torch.cat(twice(m, b))).mean(), error=CoupledLoss, names="pdist"),
@@ -419,6 +446,16 @@ INVISIBLE_ALONE = {
     "calls-interleaved",
     "shuffled-and-paired",
     "selected-and-paired",
+    "mse-of-columns-against-rows",
+    "smooth-l1-of-columns-against-rows",
+    "huber-of-columns-against-rows-weighed",
+    "bce-of-expanded",
+    "where-pairs",
+    "where-pairs-of-two",
+    "masked-pairs",
+    "masked-pairs-summed",
+    "lerp-of-columns-against-rows",
+    "sigmoid-of-expanded-against-rows",
 }
 
 

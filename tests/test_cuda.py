@@ -302,3 +302,23 @@ def test_no_more_memory_than_a_hand_loop() -> None:
             accumulator.backward(F.cross_entropy(network(x), y))
 
     assert peak(ours) <= peak(hand) + 16384
+
+
+def test_a_tensor_that_looks_like_a_cast_weight_is_told_late_and_without_waiting() -> None:
+    """Detached keys of the shape of a frozen head, after autocast's copies of it were seen: heard of some losses on."""
+    network, head = (
+        nn.Linear(5, 16).cuda(),
+        nn.Linear(16, CLASSES, bias=False).cuda().requires_grad_(requires_grad=False),
+    )
+    accumulator = Accumulator([network, head], torch.optim.SGD(network.parameters(), lr=0.1), steps=1)
+    x = torch.randn(CLASSES, 5, device="cuda")
+
+    def train(weight: Callable[[], Tensor]) -> None:
+        for _ in range(40):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = F.cross_entropy(F.linear(network(x), weight()), torch.arange(CLASSES, device="cuda"))
+            accumulator.backward(loss)
+
+    train(lambda: head.weight)
+    with pytest.raises(errors.UnreadableLoss, match="copy of a frozen weight, and is none"):
+        train(lambda: network(x).detach())

@@ -158,6 +158,18 @@ def test_batch_norm_of_a_foreign_model_that_wakes_up_is_refused() -> None:
         accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean())
 
 
+@pytest.mark.parametrize("count", [None, 1], ids=["read", "counted"])
+def test_batch_norm_of_a_foreign_model_that_joins_late_is_refused(count: int | None) -> None:
+    """After a warm-up on ragged batches, each of which looks unlike the others."""
+    generator = nn.Linear(3, 3).double()
+    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+    accumulator = Accumulator(generator, sgd(generator), steps=1)
+    for size in range(2, 32):
+        accumulator.backward(generator(torch.randn(size, 3).double()).square().mean(), count=count)
+    with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
+        accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean(), count=count)
+
+
 def test_one_scaler_in_two_accumulators_is_exact() -> None:
     """The scale may change in mid-window, by another accumulator's update."""
     model, other, twin = Net(), Net(), Net()

@@ -16,6 +16,7 @@ from tests.refused import COUPLED, SETTLED, UNREADABLE, Refused
 from tests.samples import Loss, join, mlp, rows
 
 pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using a target size:UserWarning",  # some of them are that mistake
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
     "ignore:this loss looks divided by steps:UserWarning",
 )

@@ -18,6 +18,7 @@ from tests.samples import Batch, Loss, mlp, rows
 SPLIT = (5, 3, 4)
 REFUSED = [*UNREADABLE, *COUPLED]
 pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using a target size:UserWarning",  # some of them are that mistake
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
     "ignore:The .grad attribute of a Tensor:UserWarning",  # torch.compile looks at it
 )

@@ -23,7 +23,6 @@ from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.terms import Term
 from bigbatch.windows.gradients import all_parameters, sparing
 
-_SCANS = 8  # whole graphs looked through: the first ones that look unlike each other
 _present: "weakref.WeakSet[Admission]" = weakref.WeakSet()  # of everyone that trains a model in this process
 
 
@@ -50,7 +49,7 @@ class Admission:
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
         )
         self.reader = Reader(surroundings)
-        self._scans = 0
+        self._scanned: set[int] = set()  # kinds of graphs that were looked through as a whole
         self.may_wake = False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
         # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
         self.only_own = not parts
@@ -69,7 +68,7 @@ class Admission:
         """Say how micro-batches run from now on; graphs are looked through again where that is new."""
         if wanted != bool(self.side_by_side):
             self.reader.forget()
-            self._scans = 0
+            self._scanned.clear()
         self.side_by_side = int(wanted)
 
     def needs_lock_step(self) -> bool:
@@ -115,15 +114,15 @@ class Admission:
 
     def scan(self, loss: Tensor) -> None:
         """Look through a whole new graph for what the walk to the model's edge does not meet; some milliseconds."""
-        if not self.may_wake and (not self.reader.fresh or self._scans >= _SCANS):
+        kind = checks.kind_of_graph(loss) if self.reader.fresh else 0
+        if not self.may_wake and (not self.reader.fresh or kind in self._scanned):
             return
-        self._scans += 1
         try:
             self._scan(loss)
         except BigBatchError:
             self.reader.forget()  # a graph that looks the same is to be looked through again
-            self._scans -= 1
             raise
+        self._scanned.add(kind)
 
     def _scan(self, loss: Tensor) -> None:
         if self._shards is None and self.reader.fresh:

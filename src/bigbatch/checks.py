@@ -21,6 +21,7 @@ from bigbatch.reading.terms import Term
 
 _BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
 _TERMS_LOOKED_AT = 64
+_NODES_LOOKED_AT = 96
 _BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
 
 
@@ -365,6 +366,16 @@ class Scan(NamedTuple):
     resting: bool = False  # one in evaluation mode, which may be woken up
     alone: bool = False  # it asked for other micro-batches where there were none
     leaves: frozenset[int] = frozenset()  # ids of the tensors that its gradient goes to
+
+
+def kind_of_graph(value: Tensor) -> int:
+    """Tell graphs of different operations apart, whatever their sizes, by the part next to the loss."""
+    found: dict[Node, None] = {} if value.grad_fn is None else {value.grad_fn: None}
+    latest = list(found)
+    while latest and len(found) < _NODES_LOOKED_AT:
+        latest = [below for node in latest for below, _ in edges(node) if below is not None and below not in found]
+        found.update(dict.fromkeys(latest))
+    return hash(tuple(map(operation, found)))
 
 
 def scan(value: Tensor) -> Scan:

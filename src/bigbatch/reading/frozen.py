@@ -6,9 +6,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from bigbatch.reading import refusals
 from bigbatch.reading.graph import is_shared_value
+from bigbatch.windows.arrival import Arrival
 
-_LOOKED_AT = 32  # numbers of a copy that are compared each time, where that waits for no device
+_LOOKED_AT = 32  # numbers of a copy that are compared each time
+_HEARD_EVERY = 16  # on a device, what comparisons said is heard once in as many
 
 
 class FrozenWeights:
@@ -23,6 +26,7 @@ class FrozenWeights:
         self._models, self._beside = models, beside
         self._at: dict[int, weakref.ref[Tensor]] = {}
         self._casts: dict[tuple[torch.Size, torch.dtype], weakref.ref[Tensor]] = {}
+        self._compared, self._same, self._arrival = 0, torch.tensor(data=True), Arrival()  # on a device
 
     def __call__(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is one of the models' own, or the same in every micro-batch as they are."""
@@ -46,12 +50,22 @@ class FrozenWeights:
         return _address(tensor) in self._at
 
     def _is_known_cast(self, tensor: Tensor) -> bool:
-        """Tell a new copy of a weight that was compared before: by some of its numbers on a CPU, elsewhere by shape."""
+        """Tell a new copy of a weight that was compared before, by some of its numbers; on a device hear it later."""
         known = self._casts.get((tensor.shape, tensor.dtype))
         own = known() if known is not None else None
-        if own is None or not tensor.is_cpu:
-            return own is not None
-        return torch.equal(_some(own).to(tensor.dtype), _some(tensor))
+        if own is None:
+            return False
+        if tensor.is_cpu:
+            return torch.equal(_some(own).to(tensor.dtype), _some(tensor))
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True
+        self._same = (_some(own).to(tensor.dtype) == _some(tensor)).all() & self._same.to(tensor.device)
+        if self._compared % _HEARD_EVERY == 0:
+            if self._compared and not self._arrival.read():
+                raise refusals.other_weight(tuple(tensor.shape))
+            self._arrival.start(self._same)
+        self._compared += 1
+        return True
 
     def _is_cast(self, tensor: Tensor) -> bool:
         """Autocast copies a frozen weight; the copy is compared with it once, which waits for the device."""

@@ -183,6 +183,14 @@ def saved_tensor(node: Node, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
+def saved_indices(node: Node) -> tuple[Tensor | None, ...]:
+    """Return the indices of an Index operation, one per dimension; none where a hook guards one of them."""
+    raw = getattr(node, "_raw_saved_indices", None) or ()
+    if TELLS_ITS_HOOK and any(each is not None and hides(each.unpack_hook) for each in raw):
+        return ()
+    return tuple(getattr(node, "_saved_indices", ()))
+
+
 TELLS_ITS_HOOK = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 
 
@@ -227,12 +235,14 @@ def saved_number(node: Node, name: str) -> float | None:
     return float(tensor.detach())
 
 
+_WEAKER = {torch.float64: torch.empty((), dtype=torch.float16), torch.int64: torch.empty((), dtype=torch.uint8)}
+
+
 def is_number(tensor: Tensor) -> bool:
     """Tell whether a saved 0-d tensor was a Python number: torch promotes those less than real 0-d tensors."""
-    if tensor.dim() or tensor.dtype not in (torch.float64, torch.int64):
+    if tensor.dim() or tensor.dtype not in _WEAKER:
         return False
-    weaker = torch.float16 if tensor.dtype == torch.float64 else torch.uint8
-    return torch.result_type(torch.empty((), dtype=weaker, device=tensor.device), tensor) != tensor.dtype
+    return torch.result_type(_WEAKER[tensor.dtype], tensor) != tensor.dtype
 
 
 def python_number(node: Node, name: str) -> float | None:

@@ -21,6 +21,7 @@ from bigbatch.reading.rules import (
     permute,
     pointwise,
     reduction,
+    renorm,
     spatial,
     squeeze,
     transpose,
@@ -72,7 +73,7 @@ REDUCTIONS = frozenset(
     "Nansum Kthvalue Mode Aminmax".split()
 )
 ALONG = frozenset(
-    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu Renorm "
+    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu "
     "IndexAdd ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
 )
 VIEWS = frozenset("View UnsafeView ReshapeAlias Reshape".split())
@@ -123,6 +124,7 @@ RULES: dict[str, Rule] = {
     "Roll": flip,
     "ConstantPadNd": pad,
     "Unfold": unfold,
+    "Renorm": renorm,
     "IndexPut": everything,
     "Pdist": everything,
     "Dot": everything,

@@ -20,6 +20,7 @@ from bigbatch.reading.graph import (
     edges,
     is_custom,
     is_leaf,
+    is_number,
     is_shared_by_all,
     is_stand_in,
     is_watched,
@@ -133,7 +134,9 @@ class Reader:
         self._readings.clear()
 
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
-        if any(operation(node) in _BY_TENSOR for node in trail.nodes):
+        nothing = any(term.kind == "mean" and term.source is None and not term.count for term in terms)
+        # Of a mean over nothing, as of an empty mask, nothing was looked at below.
+        if trail.passing or nothing or any(operation(node) in _BY_TENSOR for node in trail.nodes):
             return
         numbers, looks = {root: 0}, [_look(root, 0, 0, None)]
         for node in trail.nodes:  # parents come before their inputs
@@ -252,9 +255,13 @@ def _still_weights(places: list[tuple[Node, str]], is_weight: Callable[[Tensor],
 def _factors(node: Node) -> list[object]:
     found: list[object] = []
     for which in ("self", "other", "exponent"):
-        number = saved_number(node, which)
-        tensor = saved_tensor(node, which) if number is None else None
-        found.append(number if tensor is None else (tensor.dim(), tensor.dtype))
+        tensor = saved_tensor(node, which)
+        if tensor is None:
+            found.append(saved_number(node, which))
+        elif tensor.dim() or not tensor.is_cpu:
+            found.append((tensor.dim(), tensor.dtype))
+        else:
+            found.append((tensor.item(), is_number(tensor)))
     return found
 
 

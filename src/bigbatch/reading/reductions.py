@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,11 +24,11 @@ from bigbatch.reading.graph import (
     shape,
     signed,
 )
-from bigbatch.reading.layout import PICKED, Axis, Dim, Layout
+from bigbatch.reading.layout import PICKED, Axis, Dim, Layout, Part
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
 from bigbatch.reading.parameters import parameters_alone
 from bigbatch.reading.rules import MEAN, SUM, Rule
-from bigbatch.reading.samples import Samples, Surroundings, spreads
+from bigbatch.reading.samples import Samples, Surroundings
 from bigbatch.reading.trail import Trail
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
@@ -46,8 +46,34 @@ class Sum:
     source: Node | None = None  # the node whose saved tensor holds the count
     about: float = 0.0  # about how large that is
     doubtful: bool = False  # parameters and a tensor without gradient alone: over data, or a constant
-    scaled: Node | None = None  # a factor below a sum that may be a count, `(x / n).sum()`
-    sizes: frozenset[float] = frozenset()  # dividing a sum by one of these makes it a mean (kl_div's batchmean)
+    inside: tuple[Node, ...] = ()  # factors below a sum, `(x / n).sum()`
+    sizes: "Sizes | None" = None  # of what was summed
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a summed tensor: by which numbers a division makes it a mean over samples, by which one over others.
+
+    Each way to look at it is a list of sizes, with whether samples lie there: as it was summed, as the model gave it.
+    """
+
+    ways: tuple[tuple[tuple[int, bool], ...], ...]
+    rows: frozenset[float]  # of kl_div's batchmean and its kin: means, even where another size is the same
+
+    def read(self, divisor: float) -> Literal["samples", "others", "either", "none"]:
+        """Tell what a division of the sum takes a mean over."""
+        means, others = set[int](), {1}
+        for way in self.ways:
+            rest = {1}
+            for size in (size for size, own in way if not own):
+                rest |= {each * size for each in rest}
+            others |= rest
+            samples = [size for size, own in way if own]
+            means |= {each * math.prod(samples) for each in rest} if samples else set()
+        over, beside = (any(abs(divisor - each) <= 1e-9 * each for each in sizes) for sizes in (means, others))
+        if over and beside and divisor not in self.rows:
+            return "either"
+        return "samples" if over or divisor in self.rows else "others" if beside else "none"
 
 
 def read_reduction(
@@ -131,10 +157,11 @@ class _Chain:
 
     def dot(self, node: Node) -> None:
         """Pass a dot product: the sum of a pointwise product."""
-        self.layout = (((0, Axis(len(self.kinds), 0)),),)
-        self.kinds.append("Sum")
-        self.counts.append(0)
         self.below = list(edges(node))
+        (size,) = next(shape(below, place) for below, place in self.below if below is not None)
+        self.layout = (((size, Axis(len(self.kinds), 0)),),)
+        self.kinds.append("Sum")
+        self.counts.append(size)
 
     def read(self, edge: Edge, surroundings: Surroundings, trail: Trail) -> Sum:
         """Walk on below and say what the samples' own reduction was over."""
@@ -151,8 +178,8 @@ class _Chain:
     def _over(self, samples: Samples, edge: Edge) -> Sum:
         if samples.shared and not samples.data:
             raise refusals.shared_alone(self.kinds[0])
-        if samples.data and samples.expanded:
-            raise refusals.expanded(samples.expanded)
+        if samples.data and (spread := samples.spread()):
+            raise refusals.expanded(spread)
         level = self._level(samples)
         name = self.kinds[level]
         parts = self.below or [edge]
@@ -161,7 +188,7 @@ class _Chain:
             # beside a term over data they must not be taken for one.
             if not samples.data and not samples.gradless:
                 return Sum("once", 1.0, name)
-            return Sum("mean", float(self.counts[level]), name, doubtful=not samples.data)
+            return Sum("mean", float(self.counts[level]), name, doubtful=samples.doubtful)
         if not samples.data and not samples.gradless:
             return Sum("once", 1.0, name)
         if all(parameters_alone(part, samples.surroundings.own, samples.trail) for part in parts):
@@ -170,8 +197,9 @@ class _Chain:
             raise refusals.data_or_constant(name)
         if "Mean" in self.kinds[:level]:
             raise refusals.scaled_sum("Mean", "a number")
-        scaled = next((factor for factor in _factors_below(edge) if not _is_constant(factor)), None)
-        return Sum("sum", 1.0, name, scaled=scaled, sizes=self._sizes(edge))
+        factors = tuple(_factors_below(edge))
+        sizes = sizes_of(samples, [part for dim in self.layout for part in dim], self._rows(edge))
+        return Sum("sum", 1.0, name, doubtful=samples.doubtful, inside=factors, sizes=sizes)
 
     def _level(self, samples: Samples) -> int:
         if samples.axes:
@@ -185,20 +213,31 @@ class _Chain:
                     return tag.reduction
         return 0
 
-    def _sizes(self, edge: Edge) -> frozenset[float]:
-        """Give the divisors that make this sum a mean: its rows, or, for class probabilities, its positions."""
+    def _rows(self, edge: Edge) -> frozenset[float]:
+        """Give what kl_div's batchmean divides by: rows, or, for class probabilities, positions."""
         node, output = edge
-        if node is None or len(self.kinds) > 1:
+        if node is None or len(self.kinds) > 1 or not (sizes := shape(node, output)):
             return frozenset()
-        sizes = shape(node, output)
-        found = {float(sizes[0])} if sizes else set()
+        if _is_one_distribution(edge):
+            return frozenset({1.0})
         while node is not None and operation(node) in {"Neg", "Mul"}:
             node = next((below for below, _ in edges(node) if below is not None), None)
-        if node is not None and operation(node) == "LogSoftmax" and len(sizes) > 1:
-            found.add(float(self.counts[0] // max(sizes[1], 1)))
-        if node is not None and operation(node) == "LogSoftmax" and len(sizes) == 1:
-            found = {1.0}
-        return frozenset(found)
+        classes = node is not None and operation(node) == "LogSoftmax" and len(sizes) > 1
+        return frozenset({float(sizes[0])} | ({float(self.counts[0] // max(sizes[1], 1))} if classes else set()))
+
+
+def sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Sizes:
+    """Say where samples lie in what was summed, and in the model's output that it was made of."""
+    first = samples.axes[0] if samples.axes else None
+    ways = [summed, list(samples.parts)]
+    own = [
+        tuple((size, isinstance(tag, Axis) and first is not None and tag.matches(first)) for size, tag in way)
+        for way in ways
+    ]
+    if not samples.unbatched:
+        outermost = len(own[0]) > 0 and own[0][0][1]
+        rows = rows | {float(size) for size, mine in own[1] if mine} if outermost else frozenset()
+    return Sizes(tuple(own), rows)
 
 
 def _is_one_distribution(edge: Edge) -> bool:
@@ -214,10 +253,19 @@ def _factors_below(edge: Edge) -> list[Node]:
     found: list[Node] = []
     node = edge[0]
     while node is not None and operation(node) in {"Neg", "Mul", "Div"}:
-        if operation(node) != "Neg" and _by_scalar(node):
+        if operation(node) != "Neg" and _by_scalar(node) and not _averages(node):
             found.append(node)
         node = next((below for below, _ in edges(node) if below is not None), None)
     return found
+
+
+def _averages(factor: Node) -> bool:
+    """Tell a mean over features: a sum divided by the size of what it was over."""
+    below = edges(factor)[0][0]
+    if operation(factor) != "Div" or below is None or operation(below) != "Sum":
+        return False
+    whole, rest = saved(below, "self_sym_sizes"), shape(below)
+    return bool(python_number(factor, "other") == math.prod(whole) / max(math.prod(rest), 1))
 
 
 def _by_scalar(node: Node) -> bool:
@@ -230,21 +278,9 @@ def _by_scalar(node: Node) -> bool:
     return any(tensor is not None and not tensor.dim() for tensor in tensors)
 
 
-def _is_constant(factor: Node) -> bool:
-    """Tell a constant from a count: a half, a sign, or the size of a sum over features that it makes a mean."""
-    number = python_number(factor, "other")
-    if number is None or not number:
-        return False
-    if operation(factor) == "Mul":
-        return number in {0.5, -1.0}  # half a square is a habit; 1 may be the size of a micro-batch of one
-    below = edges(factor)[0][0]
-    if below is not None and operation(below) == "Sum":
-        whole, rest = saved(below, "self_sym_sizes"), shape(below)
-        return bool(number == math.prod(whole) / max(math.prod(rest), 1))
-    return False  # not even 1: the size of a micro-batch of one
-
-
-def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) -> Sum:
+def read_fused(  # noqa: C901 - one way per kind of loss
+    node: Node, name: str, surroundings: Surroundings, trail: Trail
+) -> Sum:
     """Read a loss that reduces by itself: cross-entropy, squared error and their kin."""
     edge = next((edge for edge in edges(node) if edge[0] is not None), (None, 0))
     below, output = edge
@@ -267,10 +303,13 @@ def read_fused(node: Node, name: str, surroundings: Surroundings, trail: Trail) 
                 samples.walk((other, place), tuple(axes))
     if samples.shared and not samples.data:
         raise refusals.shared_alone(name)
-    if samples.data and (samples.expanded or (name in POINTWISE_LOSSES and spreads(node, sizes))):
-        raise refusals.expanded(samples.expanded or name)
+    if name in POINTWISE_LOSSES:
+        samples.note_spread(node, name, sizes, tuple(axes))
+    if samples.data and (spread := samples.spread()):
+        raise refusals.expanded(spread)
     if how == SUM:
-        return Sum("sum", 1.0, name, sizes=frozenset(map(float, sizes[:1])) if len(sizes) > 1 else frozenset())
+        rows = frozenset(map(float, sizes[:1])) if len(sizes) > 1 else frozenset({1.0} if samples.unbatched else ())
+        return Sum("sum", 1.0, name, sizes=sizes_of(samples, [part for dim in axes for part in dim], rows))
     if name not in NLL:
         return Sum("mean", count, name)
     positions = math.prod(sizes) / max(sizes[1 if len(sizes) > 1 else 0], 1)

@@ -35,15 +35,17 @@ _WORDS = {
 }
 
 
-def coupled(name: str) -> CoupledLoss:
-    """Explain that samples meet in the named operation."""
+def coupled(name: str, *, chosen: bool = False) -> CoupledLoss:
+    """Explain that samples meet in the named operation; `chosen`: where an index has chosen rows of a parameter."""
+    fixed = "If the index is always the same, make it the model's own:  self.register_buffer('index', index)\n"
     what = f"{name}Backward ({_WORDS[name]})" if name in _WORDS else f"{name}Backward" if name.isidentifier() else name
     return CoupledLoss(
         f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.\n"
         "A micro-batch cannot know the samples of the others, so no weights make the parts add up to the big batch's "
         "gradient.\n"
         "In a BigStep micro-batches can meet: have the loss set its own samples against all with across.gather, "
-        "across.sum or across.mean (docs/coupled.md). If this operation really acts on each sample alone, say so:\n"
+        f"across.sum or across.mean (docs/coupled.md).\n{fixed if chosen else ''}"
+        "If this operation really acts on each sample alone, say so:\n"
         "    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over"
     )
 
@@ -66,14 +68,13 @@ def gradless_factor(name: str) -> UnreadableLoss:
     )
 
 
-def chosen_rows(name: str) -> UnreadableLoss:
-    """Explain that rows of a parameter were chosen by something that may be this micro-batch's own."""
+def other_weight(sizes: tuple[int, ...]) -> UnreadableLoss:
+    """Explain that what was taken for a copy of a frozen weight was none; on a device that is heard late."""
     return UnreadableLoss(
-        f"cannot tell whether the samples of this loss stay apart: found {name}Backward of the model's output with "
-        "rows of a parameter that an index has chosen, as in features @ weight[labels].T. If it is made of the batch, "
-        "every sample is set against the others' rows.\n"
-        "If the index is always the same, make it the model's own:  self.register_buffer('index', index)\n"
-        f"If each sample is only set against things of its own:\n{_COUNT}"
+        f"in one of the latest micro-batches the model's output was multiplied with a tensor of shape {sizes} that "
+        "looked like autocast's copy of a frozen weight, and is none. If it was made of other samples (detached keys), "
+        "they are coupled, and the updates since are not the big batch's.\n"
+        f"If it is the weight of another model, name that model, too:  Accumulator([model, critic], ...)\n{_COUNT}"
     )
 
 

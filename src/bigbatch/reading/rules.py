@@ -135,11 +135,20 @@ def along(node: Node, _output: int, layout: Layout) -> Inputs:
 
 
 def spatial(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Pooling, padding and interpolation: batch and channel stay, positions are mixed."""
-    edge, name = only_input(node), operation(node)
-    sizes = size_of(edge)
-    channels = layout[1:2] if shape(node)[1:2] == sizes[1:2] else (((sizes[1], name),),)
-    return [(edge, (*layout[:1], *channels, *(((size, name),) for size in sizes[2:])))]
+    """Pooling, padding and interpolation: batch and channel stay, positions are mixed; a grid's, too."""
+    name, result = operation(node), list[tuple[Edge, Layout]]()
+    for place, edge in enumerate(edges(node)):
+        sizes = size_of(edge)
+        kept = 2 if place == 0 and shape(node)[1:2] == sizes[1:2] else 1
+        result.append((edge, (*layout[:kept], *mixed(sizes[kept:], name)) if edge[0] else ()))
+    return result
+
+
+def renorm(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Each slice along one dimension gets a norm of its own: all the others are mixed."""
+    name, dim = operation(node), saved_dim(node, "dim", len(layout))
+    other = mixed(shape(node), name)
+    return [(only_input(node), tuple(layout[d] if d == dim else other[d] for d in range(len(layout))))]
 
 
 def attention(node: Node, _output: int, layout: Layout) -> Inputs:

@@ -5,6 +5,7 @@ is the model. Every operation on the way must keep the samples apart, and all it
 side by side; otherwise the loss is coupled and no weights make micro-batches add up to the big batch.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from torch.autograd.graph import Node
 from bigbatch.reading import refusals
 from bigbatch.reading.graph import (
     Edge,
+    Shape,
     edges,
     is_custom,
     is_leaf,
@@ -21,18 +23,19 @@ from bigbatch.reading.graph import (
     is_placement,
     is_shared_by_all,
     operation,
+    saved_dim,
+    saved_indices,
     saved_tensor,
     shape,
 )
-from bigbatch.reading.layout import Axis, Layout, sample_axes
-from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, PURE_POINTWISE, rule_of
+from bigbatch.reading.layout import Axis, Dim, Layout, Part, sample_axes
+from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
-from bigbatch.reading.rules import MATMULS, Inputs, pointwise
+from bigbatch.reading.rules import MATMULS, Inputs, fused_loss, pointwise
 from bigbatch.reading.trail import Trail
 
-_OF_TWO_TABLES = frozenset("Mm Addmm Cdist".split())  # each row of one with each of the other
+_DEPTH = 5  # operations that an `expand` is looked for behind
 _CHOOSING = frozenset("Index IndexSelect Gather".split())
-_AS_IT_IS = frozenset("T Transpose Permute View ReshapeAlias UnsafeView ToCopy Clone Mul Div Neg".split())
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 
 
@@ -43,6 +46,8 @@ class Surroundings:
     own: frozenset[int] = frozenset()  # ids of the optimizers' parameters: a plain tensor may be one
     is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
     micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
+    # Of divisors of a sum that may be its samples or another size: how they were read where only one could be meant.
+    divisors: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
 
 @dataclass
@@ -54,10 +59,19 @@ class Samples:
     unbatched: bool = False  # the loss of one sample, given without a batch dimension
     axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
     data: bool = False  # the model's output was met
-    expanded: str = ""  # an operation by which a tensor without gradient spread values over more places
     gradless: bool = False  # a tensor without gradient was met: data, or a constant
     shared: bool = False  # a value of all micro-batches was met
+    chosen: set[object] = field(default_factory=set)  # indices that have chosen rows of a parameter
+    outputs: bool = False  # the model's output was met beside those
+    parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
+    _held: list[Axis] = field(default_factory=list)  # axes that an output has, of whatever it is
+    _spread: list[tuple[str, Dim, Layout]] = field(default_factory=list)  # see `note_spread`
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
+
+    @property
+    def doubtful(self) -> bool:
+        """Parameters alone, beside a tensor without gradient or chosen by one index: over data, or over constants."""
+        return not self.data or (not self.outputs and not self.gradless and len(self.chosen) == 1)
 
     def walk(self, edge: Edge, layout: Layout) -> None:
         """Follow one branch to the model; raises where samples are coupled or an operation is unknown."""
@@ -70,7 +84,9 @@ class Samples:
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
-    def _below(self, node: Node, output: int, layout: Layout) -> Inputs:  # noqa: C901 - one way per kind of operation
+    def _below(  # noqa: C901, PLR0911, PLR0912 - one way per kind of operation
+        self, node: Node, output: int, layout: Layout
+    ) -> Inputs:
         name = operation(node)
         if is_shared_by_all(node):
             self.shared = True  # the same for all samples, wherever they are
@@ -79,6 +95,8 @@ class Samples:
             if not is_parameter(node, self.surroundings.own):
                 self._model(layout, (0,))
             return []
+        if name in _CHOOSING and is_parameter(edges(node)[0][0], self.surroundings.own):
+            return self._chosen_rows(node, name, layout)
         rule = rule_of(name)
         if name == "_Alone":
             raise refusals.alone()
@@ -98,8 +116,8 @@ class Samples:
         inputs = rule(node, output, layout)
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
-            if name in PURE_POINTWISE and spreads(node, shape(node, output)):
-                self.expanded = self.expanded or name
+        if rule in {pointwise, fused_loss}:
+            self.note_spread(node, name, shape(node, output), layout)
         return inputs
 
     def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:  # noqa: C901 - one way per kind
@@ -124,13 +142,11 @@ class Samples:
             return beside
         if held[weight]:
             mine = inputs[data][1] or layout
-            self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))))
+            self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))), layout)
             return beside
         if held[data] and matrix:
             self._model(layout, (*range(len(layout) - 2), len(layout) - 1))
             return beside
-        if name in _OF_TWO_TABLES and any(self._is_chosen(inputs[which][0]) for which in (data, weight)):
-            raise refusals.chosen_rows(name)
         if matrix:
             for place, which in ((0, data), (1, weight)):
                 if inputs[which][0][0] is None:
@@ -140,19 +156,17 @@ class Samples:
             self.gradless = True  # samples, which a weight that was computed on the way is applied to
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
 
-    def _is_chosen(self, edge: Edge) -> bool:
-        """Whether a factor is rows of a parameter that an index has chosen, which is not the model's own."""
-        node = edge[0]
-        while node is not None and operation(node) in _AS_IT_IS:
-            node = next((below for below, _ in edges(node) if below is not None), None)
-        if (
-            node is None
-            or operation(node) not in _CHOOSING
-            or not is_parameter(edges(node)[0][0], self.surroundings.own)
-        ):
-            return False
-        given = getattr(node, "_saved_indices", None) or (saved_tensor(node, "index"),)
-        return not all(each is None or self.surroundings.is_weight(each) for each in given)
+    def _chosen_rows(self, node: Node, name: str, layout: Layout) -> Inputs:
+        """Rows of a parameter that an index has chosen: of the model's own, a parameter; else one for each sample."""
+        given = saved_indices(node) if name == "Index" else (saved_tensor(node, "index"),)
+        by = {place: each for place, each in enumerate(given) if each is not None}
+        if by and all(map(self.surroundings.is_weight, by.values())):
+            return []
+        self.chosen.update(each.data_ptr() for each in by.values())
+        below = edges(node)[0][0]
+        dim = min(by, default=0) if name == "Index" else saved_dim(node, "dim", len(layout))
+        self._model(layout, (0 if below is not None and operation(below) == "Expand" else dim,), chosen=True)
+        return []
 
     def _beside_shared(self, inputs: Inputs, places: tuple[int, int], shared: list[bool], layout: Layout) -> Inputs:
         """A product of samples with what all micro-batches have in common: each sample against the same."""
@@ -173,22 +187,70 @@ class Samples:
         self.trail.weights.append((node, which))
         self._model(layout, tuple(range(len(layout))))
 
-    def _model(self, layout: Layout, dims: tuple[int, ...]) -> None:
+    def _model(
+        self, layout: Layout, dims: tuple[int, ...], result: Layout | None = None, *, chosen: bool = False
+    ) -> None:
         """The model's edge: its samples lie along its outermost dimension; compare with the other branches."""
         self.data = True
+        self.outputs = self.outputs or not chosen
         if not layout:
             return
         found = sample_axes(layout, dims)
         if isinstance(found, str):
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
                 return
-            raise refusals.coupled(found)
+            raise refusals.coupled(found, chosen=bool(self.chosen))
+        result = layout if result is None else result
+        order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
+        parts = tuple(part for dim in order for part in result[dim])
+        self._held.extend(tag for size, tag in parts if isinstance(tag, Axis) and size > 1)
         if not found:
             return
-        agreed = found if self.axes is None else tuple(a for a in self.axes if any(a.matches(b) for b in found))
-        if not agreed:
-            raise refusals.coupled(self._where_rows_meet((*found, *(self.axes or ()))))
-        self.axes = agreed
+        if self.axes is None:
+            self.axes, self.parts = found, parts
+            return
+        mine = tuple(a for a in self.axes if any(a.matches(b) for b in found))
+        theirs = tuple(b for b in found if any(a.matches(b) for a in self.axes))
+        # The same samples outermost; or, where time comes first in one of them, all that the other has.
+        if not self.axes[0].matches(found[0]) and len(mine) < len(self.axes) and len(theirs) < len(found):
+            raise refusals.coupled(self._where_rows_meet((*found, *self.axes)), chosen=bool(self.chosen))
+        self.axes = mine
+
+    def note_spread(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
+        """Take note of dimensions of a result that come from an operand without gradient alone, `(n, 1) - (n,)`.
+
+        Whether they set samples against each other is told when all is walked.
+        """
+        if name not in MASKED_POINTWISE and all(below is not None for below, _ in edges(node)):
+            return
+        own = _own_sizes(node, len(sizes))
+        missing = [dim for dim, size in enumerate(sizes) if size > 1 and own[dim] != size]
+        if not missing:
+            return
+        known = _dims_beside(node, name, sizes)
+        beside = tuple(layout[dim] for dim in known if set(missing) <= set(known))
+        self._spread.extend((name, layout[dim], beside) for dim in missing)
+
+    def spread(self) -> str:
+        """Name an operation that may have set samples against others, which have no gradient; "" where none has.
+
+        A dimension that some output of the model has is that output's. Else what spread it must have the samples' own
+        dimension, too, as a target (n, T) for an output (n, 1); and be of another size, for (n, n) may be all pairs.
+        """
+        size = next(
+            (n for n, tag in self.parts if self.axes and isinstance(tag, Axis) and tag.matches(self.axes[0])), 0
+        )
+        of_pairs = {size, 2 * size} if size > 1 else set()
+        for name, dim, beside in self._spread:
+            tags = [tag for part, tag in dim if part > 1]
+            if any(isinstance(tag, Axis) and any(tag.matches(held) for held in self._held) for tag in tags):
+                continue
+            pairs = math.prod(part for part, _ in dim) in of_pairs
+            self.trail.passing = True  # it hangs on the shape of a tensor that is in no graph
+            own = [tag for part in beside for _, tag in part if isinstance(tag, Axis)]
+            if pairs or not self.axes or not all(any(axis.matches(tag) for tag in own) for axis in self.axes):
+                return name
+        return ""
 
     def _where_rows_meet(self, axes: tuple[Axis, ...]) -> str:
         """Name the operation that put rows beside other rows; slow, for the error alone."""
@@ -205,20 +267,27 @@ class Samples:
         return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")
 
 
-def spreads(node: Node, sizes: tuple[int, ...]) -> bool:
-    """Tell whether a dimension of the result comes from an operand without gradient alone, as in `(n, 1) - (n,)`."""
-    if all(below is not None for below, _ in edges(node)):
-        return False
-    known = [_before_expanding(below, place) for below, place in edges(node) if below is not None]
-    for dim, size in enumerate(sizes):
-        places = [dim - len(sizes) + len(own) for own in known]
-        if size > 1 and not any(at >= 0 and own[at] == size for at, own in zip(places, known, strict=True)):
-            return True
-    return False
+def _own_sizes(node: Node, rank: int, output: int = 0, *, depth: int = _DEPTH) -> list[int]:
+    """Return the sizes that a result has of operands with gradient, before they were expanded."""
+    inputs = [edge for edge in edges(node) if edge[0] is not None]
+    plain = len(inputs) == len(edges(node)) or by_number(node, operation(node))
+    if depth < _DEPTH and (not depth or not plain or rule_of(operation(node)) is not pointwise):
+        sizes = shape(node, output)
+        return [1] * (rank - len(sizes)) + list(sizes)
+    below = [_own_sizes(n, rank, place, depth=depth - 1) for n, place in inputs if n is not None]
+    return [max(each) for each in zip(*below, strict=True)]
 
 
-def _before_expanding(node: Node, place: int) -> tuple[int, ...]:
-    while operation(node) == "Expand" and edges(node)[0][0] is not None:
-        below, place = edges(node)[0]
-        node = below if below is not None else node
-    return shape(node, place)
+def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int]:
+    """Return the dimensions that an operand without gradient has of its own; none where it is not known."""
+    place = next((place for place, (below, _) in enumerate(edges(node)) if below is None), 0)
+    which = _HIDDEN.get(name) or ("target" if rule_of(name) is fused_loss else ("self", "other")[min(place, 1)])
+    tensor = saved_tensor(node, which)
+    if tensor is None:
+        return []
+    skip = len(sizes) - tensor.dim()
+    own = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return [skip + dim for dim, size in enumerate(own) if size == sizes[skip + dim]]
+
+
+_HIDDEN = {"Where": "condition", "MaskedFill": "mask"}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch.autograd.graph import Node
 
-from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_tensor, shape, signed
+from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_indices, saved_tensor, shape, signed
 from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, reshaped
 from bigbatch.reading.rules import Inputs, everything, only_input, size_of
 
@@ -80,8 +80,7 @@ def index(node: Node, _output: int, layout: Layout) -> Inputs:
     """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
     edge, name = only_input(node), operation(node)
     sizes = size_of(edge)
-    indices = saved(node, "indices") if getattr(node, "_raw_saved_indices", None) is not None else None
-    chosen = [(d, i) for d, i in enumerate(indices or ()) if i is not None]
+    chosen = [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
     places = [d for d, _ in chosen]
     if not chosen or places != list(range(places[0], places[0] + len(places))):
         return everything(node, 0, layout)

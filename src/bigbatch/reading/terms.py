@@ -36,6 +36,7 @@ from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.trail import Trail
 
 _ROOT = 0.5
+_HABITS = {1.0, 2.0}  # `0.5 * x.sum()` is half of it, and seldom a mean over two
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made for every micro-batch, and frozen ones take thrice as long
@@ -203,9 +204,9 @@ def _product(place: _Place, node: Node, name: str, surroundings: Surroundings, t
 
 
 def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> Term:
-    """Make a term of a reduction: a sum over data must not have been scaled, unless by its own size."""
+    """Make a term of a reduction."""
     at = place.pinned or node
-    numbers = tuple(_number(factor) for factor in place.factors)
+    numbers = tuple(number for number in map(_number, place.factors) if number != 1.0)
     if found.kind == "mean":
         return Term(
             at,
@@ -219,20 +220,53 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
         )
     if found.kind == "once":
         return Term(at, "once", 1.0, found.name)
-    if found.scaled is not None:
-        raise refusals.scaled_sum(operation(found.scaled), "a number or tensor inside it")
-    if not place.factors:
-        return Term(at, "sum", 1.0, found.name)
-    if all(_is_shared_factor(factor) for factor in place.factors):
-        trail.weights.extend((factor, "other") for factor in place.factors)  # to be looked at again
-        return Term(at, "sum", 1.0, found.name)
-    nearest = place.factors[-1]
-    number = python_number(nearest, "other")
-    if operation(nearest) == "Div" and number is not None and number in found.sizes:
-        return Term(at, "mean", number, found.name, divided=True, factors=numbers[:-1])
-    if parameters_alone(place.edge, surroundings.own, trail):
-        return Term(at, "once", 1.0, found.name)
-    raise refusals.scaled_sum(operation(nearest), f"the number {number:g}" if number is not None else "a tensor")
+    return _of_sum(place, at, found, surroundings, trail)
+
+
+def _of_sum(place: _Place, at: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> Term:
+    """Make a term of a sum over data: what divides it by its samples makes it a mean, all else is a constant."""
+    count: float | None = None
+    constants = list[float | None]()
+    for factor in (*place.factors, *found.inside):
+        if _is_shared_factor(factor):
+            trail.weights.append((factor, "other"))  # to be looked at again
+        elif count is None and (divisor := _divisor(factor, found, surroundings, trail)):
+            count = divisor
+        else:
+            constants.append(_number(factor))
+    numbers = tuple(number for number in constants if number != 1.0)
+    if count is not None:
+        return Term(at, "mean", count, found.name, divided=True, factors=numbers, doubtful=found.doubtful)
+    if found.doubtful:
+        raise refusals.data_or_constant(found.name)
+    return Term(at, "sum", 1.0, found.name, factors=numbers)
+
+
+def _divisor(factor: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> float | None:
+    """Return the number by which a factor takes a mean over samples; None where it is a constant."""
+    name = operation(factor)
+    number = float(saved(factor, "alpha")) if name in {"Add", "Sub"} else python_number(factor, "other")
+    if number == 0.0 or (number is None and _is_learned(factor)):
+        return None
+    if number is None or found.sizes is None:
+        raise refusals.scaled_sum(name, "a tensor" if number is None else f"the number {number:g}")
+    divisor, key = abs(number) if name == "Div" else 1 / abs(number), (name, *map(type, trail.nodes))
+    over = found.sizes.read(divisor)
+    if over == "either" or (name != "Div" and divisor in _HABITS):
+        taken = surroundings.divisors.get(key, False if name != "Div" and divisor in _HABITS else None)
+        if taken is None:
+            raise refusals.scaled_sum(name, f"the number {number:g}")
+        return float(round(divisor)) if taken else None
+    if over == "none" and name == "Div" and divisor not in _HABITS and divisor == round(divisor):
+        raise refusals.scaled_sum(name, f"the number {number:g}")
+    if over != "none":
+        surroundings.divisors.setdefault(key, over == "samples")
+    return float(round(divisor)) if over == "samples" else None
+
+
+def _is_learned(factor: Node) -> bool:
+    inputs = edges(factor)
+    return len(inputs) > 1 and inputs[0][0] is not None and inputs[1][0] is not None
 
 
 def _is_shared_factor(factor: Node) -> bool:
@@ -243,10 +277,9 @@ def _is_shared_factor(factor: Node) -> bool:
 
 def _number(factor: Node) -> float | None:
     """Read a constant factor, where that does not wait for a device."""
-    inputs = edges(factor)
     if operation(factor) in {"Add", "Sub"}:
         return float(saved(factor, "alpha"))
-    if len(inputs) > 1 and inputs[0][0] is not None and inputs[1][0] is not None:
-        return None  # a learned factor
+    if _is_learned(factor):
+        return None
     found = saved_number(factor, "other")
-    return saved_number(factor, "self") if found is None and inputs[0][0] is None else found
+    return saved_number(factor, "self") if found is None and edges(factor)[0][0] is None else found

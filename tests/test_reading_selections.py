@@ -1,0 +1,106 @@
+"""Losses of what a mask has selected: a micro-batch may have nothing of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator, BigStep
+from tests.reference import accumulated, assert_equal, big_batches, distance
+from tests.samples import Batch, Loss, images, mlp, rows, seeded
+
+ELEMENTWISE: dict[str, Callable[[Tensor, Batch, Tensor], Tensor]] = {
+    "mse": lambda out, b, mask: F.mse_loss(out[mask], b["value"][mask]),
+    "smooth_l1": lambda out, b, mask: F.smooth_l1_loss(out[mask], b["value"][mask]),
+    "huber": lambda out, b, mask: F.huber_loss(out[mask], b["value"][mask]),
+    "bce": lambda out, b, mask: F.binary_cross_entropy_with_logits(out[mask], b["unit"][mask]),
+    "soft_margin": lambda out, b, mask: F.soft_margin_loss(out[mask], b["signs"][mask]),
+    "multi_margin": lambda out, b, mask: F.multi_margin_loss(out[mask], b["label"][mask]),
+    "mean": lambda out, b, mask: (out[mask] - b["value"][mask]).square().mean(),
+    "masked_select": lambda out, b, mask: (out - b["value"]).square().masked_select(mask[:, None]).mean(),
+}
+
+
+def selected(name: str) -> Loss:
+    """A loss of the rows whose first label is 0."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return ELEMENTWISE[name](model(batch["x"]), batch, batch["many"][:, 0] == 0)
+
+    def count(batch: Batch) -> float:
+        return float((batch["many"][:, 0] == 0).sum()) * (1 if name == "multi_margin" else 4)
+
+    return Loss(name, mlp(), rows, loss, count=count)
+
+
+def some_empty(case: Loss) -> list[Batch]:
+    """Micro-batches of which the first and the fourth have nothing selected, and so has a whole window."""
+    batches = case.micro_batches((3, 4, 2, 3, 5, 4, 4, 3, 4))
+    for index, batch in enumerate(batches):
+        first = 1 if index in {0, 3, 6, 7, 8} else 0
+        batch["many"][:, 0] = torch.where(torch.arange(len(batch["x"])) % 2 == 0, first, 1)
+    return [*batches, *case.micro_batches((4, 3), seed=5)]
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_an_empty_selection_counts_nothing_and_leaves_the_next_alone(name: str) -> None:
+    """Every later micro-batch counts as if there had been no empty one."""
+    case = selected(name)
+    batches = some_empty(case)
+    assert_equal(accumulated(case, batches, 3), big_batches(case, batches, 3))
+
+
+@pytest.mark.parametrize("name", ["mse", "huber", "mean"])
+def test_an_empty_selection_in_a_big_step(name: str) -> None:
+    """The same where the big batch is cut by itself."""
+    case = selected(name)
+    batches = [case.join(some_empty(case)), *case.micro_batches((6, 7), seed=3)]
+    model = case.model()
+    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.5), case.loss, micro_batch_size=2)
+    for batch in batches:
+        step(batch)
+    true = big_batches(case, batches, 1)
+    assert distance([p.detach() for p in model.parameters()], true.weights) <= 1e-12
+
+
+class Warped(nn.Module):
+    """A grid that moves what an image shows: only the grid is trained, or also what is sampled."""
+
+    def __init__(self, *, trained: bool) -> None:
+        super().__init__()
+        self.where, self.what = nn.Linear(2, 2), nn.Conv2d(2, 4, 1) if trained else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The image as the grid shows it."""
+        grid = self.where(x.movedim(1, -1)).tanh()
+        return F.grid_sample(self.what(x), grid, align_corners=False)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_sampling_grid_is_followed(trained: bool) -> None:
+    """As in registration, optical flow and spatial transformers."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        shown = model(batch["x"])
+        return (shown - batch["value"][:, : shown.shape[1]]).square().mean()
+
+    case = Loss("warped", seeded(lambda: Warped(trained=trained)), images(4, 4), loss)
+    batches = case.micro_batches((3, 1, 2))
+    assert_equal(accumulated(case, batches, 3), big_batches(case, batches, 3))
+
+
+def test_a_grid_of_the_whole_batch_is_refused() -> None:
+    """Grids that were centred over the batch set samples against each other."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        grid = model.where(batch["x"].movedim(1, -1))
+        return F.grid_sample(batch["x"], grid - grid.mean(0), align_corners=False).square().mean()
+
+    case = Loss("warped", seeded(lambda: Warped(trained=False)), images(4, 4), loss)
+    model = case.model()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    with pytest.raises(Exception, match="coupled"):
+        accumulator.backward(loss(model, case.micro_batches((3,))[0]))
