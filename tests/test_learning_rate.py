@@ -47,7 +47,7 @@ def test_the_adam_family_gets_the_square_root_and_keeps_its_half_life(
 ) -> None:
     """The rate grows by the root; beta2's half-life stays the same number of samples; beta1 stays."""
     optimizer = two_groups(make, lr=0.001)
-    scale_lr(optimizer, 32, 128)
+    scale_lr(optimizer, 32, 128, scale_beta2=True)
     for group, lr in zip(optimizer.param_groups, (0.002, 0.02), strict=True):
         beta1, beta2 = group["betas"]
         assert group["lr"] == pytest.approx(lr)
@@ -59,7 +59,7 @@ def test_the_adam_family_gets_the_square_root_and_keeps_its_half_life(
 def test_rmsprop_decays_by_alpha() -> None:
     """RMSprop follows the square root too; its second moment's decay is called alpha."""
     optimizer = torch.optim.RMSprop(nn.Linear(3, 2).parameters(), lr=0.01, alpha=0.99)
-    scale_lr(optimizer, 8, 32)
+    scale_lr(optimizer, 8, 32, scale_beta2=True)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.02)
     assert optimizer.param_groups[0]["alpha"] == pytest.approx(0.99**4)
 
@@ -67,10 +67,10 @@ def test_rmsprop_decays_by_alpha() -> None:
 def test_a_smaller_batch_is_a_way_too() -> None:
     """Scaling down and up again is the identity."""
     optimizer = torch.optim.AdamW(nn.Linear(3, 2).parameters(), lr=0.001)
-    scale_lr(optimizer, 512, 8)
+    scale_lr(optimizer, 512, 8, scale_beta2=True)
     assert optimizer.param_groups[0]["lr"] < 0.001
     assert optimizer.param_groups[0]["betas"][1] > 0.999
-    scale_lr(optimizer, 8, 512)
+    scale_lr(optimizer, 8, 512, scale_beta2=True)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
     assert optimizer.param_groups[0]["betas"][1] == pytest.approx(0.999)
 
@@ -95,19 +95,31 @@ def test_a_tensor_rate_is_changed_in_place_and_once() -> None:
         capturable=True,
         foreach=False,
     )
-    scale_lr(optimizer, 16, 64)
+    scale_lr(optimizer, 16, 64, scale_beta2=True)
     assert all(group["lr"] is rate for group in optimizer.param_groups)
     assert rate.item() == pytest.approx(0.2)
     assert beta2.item() == pytest.approx(0.99**4)
 
 
-def test_it_prints_what_it_returns(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line by default, nothing with quiet, and the result says the same."""
+@pytest.mark.parametrize(("make", "name"), [(torch.optim.AdamW, "betas"), (torch.optim.RMSprop, "alpha")])
+def test_beta2_stays_unless_it_is_asked_for(make: Callable[..., torch.optim.Optimizer], name: str) -> None:
+    """Language models take 0.95, whose half-life no larger batch can keep: the rate alone is scaled."""
+    decay: Any = (0.9, 0.95) if name == "betas" else 0.95
+    optimizer = make(nn.Linear(3, 2).parameters(), lr=0.001, **{name: decay})
+    scaling = scale_lr(optimizer, 32, 512)
+    assert optimizer.param_groups[0][name] == decay
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.004)
+    assert scaling.groups == (GroupScaling(0.001, pytest.approx(0.004)),)
+
+
+def test_it_returns_what_it_changed_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    """The result as text says it in a line; `quiet`, which is gone, says so."""
     scaling = scale_lr(sgd(), 16, 64)
-    assert capsys.readouterr().out == "SGD, batch 16 -> 64, linear rule: lr 0.1 -> 0.4\n"
+    with pytest.raises(ConfigurationError, match=r"quiet= is gone: .* prints nothing(.|\n)*print\(scale_lr\("):
+        scale_lr(sgd(), 16, 64, quiet=True)
     assert str(scaling) == "SGD, batch 16 -> 64, linear rule: lr 0.1 -> 0.4"
     assert scaling.groups == (GroupScaling(0.1, 0.4),)
-    scaling = scale_lr(two_groups(torch.optim.AdamW, lr=0.001), 32, 128, quiet=True)
+    scaling = scale_lr(two_groups(torch.optim.AdamW, lr=0.001), 32, 128, scale_beta2=True)
     assert capsys.readouterr().out == ""
     assert str(scaling) == (
         "AdamW, batch 32 -> 128, sqrt rule: group 0: lr 0.001 -> 0.002, beta2 0.999 -> 0.996006; "
@@ -141,8 +153,8 @@ def test_a_half_life_shorter_than_an_update_is_refused_and_nothing_changes() -> 
     """beta2 = 0.95 cannot keep its half-life of 13.5 updates in batches 64 times the size."""
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.001)
     optimizer.add_param_group({"params": nn.Linear(2, 2).parameters(), "betas": (0.9, 0.95)})
-    with pytest.raises(ConfigurationError, match=r'group 1 .*13\.5 updates(.|\n)*group\["lr"\] \*= 8'):
-        scale_lr(optimizer, 16, 1024)
+    with pytest.raises(ConfigurationError, match=r"group 1 .*13\.5 updates(.|\n)*Leave scale_beta2 out"):
+        scale_lr(optimizer, 16, 1024, scale_beta2=True)
     assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.001]
     assert [group["betas"][1] for group in optimizer.param_groups] == [0.999, 0.95]
 

@@ -7,8 +7,8 @@ training is therefore slower per sample, however exact the gradients are. Three 
   of 8,192, with the first epochs warmed up, and report that it breaks down beyond.
 - square root, η → η·√κ, for Adam and RMSprop. Malladi et al. 2022 (2205.10287) derive it from stochastic
   differential equations, where gradient noise dominates; their rule also moves β₁ and ε, which stay here.
-- β₂ → β₂^κ, which keeps the half-life of Adam's second moment the same number of samples. Marek et al. 2025
-  (2507.07101) propose it and leave β₁ alone.
+- β₂ → β₂^κ, with `scale_beta2=True`, which keeps the half-life of Adam's second moment the same number of samples.
+  Marek et al. 2025 (2507.07101) propose it and leave β₁ alone.
 
 The last paper also advises *against* accumulation: unless several devices train several replicas, it found
 small batches, with β₂ rescaled, at least as good per FLOP, and more forgiving. So where no recipe fixes the
@@ -32,7 +32,7 @@ ADAM_FAMILY = (Adam, Adamax, NAdam, RAdam, SparseAdam)  # AdamW is an Adam
 
 @dataclass(frozen=True)
 class GroupScaling:
-    """What changed in one parameter group; `beta2_*` is None where there is no second moment to keep."""
+    """What changed in one parameter group; `beta2_*` is None where it stays."""
 
     lr_before: float
     lr_after: float
@@ -48,7 +48,7 @@ class GroupScaling:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What `scale_lr` changed, group by group; `str()` of it is what was printed."""
+    """What `scale_lr` changed, group by group; `str()` of it says it in a line."""
 
     optimizer: str
     rule: Literal["linear", "sqrt"]
@@ -64,24 +64,32 @@ class Scaling:
 
 
 def scale_lr(
-    optimizer: Optimizer, from_batch: int, to_batch: int, rule: Rule = "auto", *, quiet: bool = False
+    optimizer: Optimizer,
+    from_batch: int,
+    to_batch: int,
+    rule: Rule = "auto",
+    *,
+    scale_beta2: bool = False,
+    quiet: object = None,
 ) -> Scaling:
     """Carry a learning rate that suited batches of `from_batch` samples over to batches of `to_batch`.
 
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> scaling = scale_lr(optimizer, from_batch=16, to_batch=64)
+    >>> print(scale_lr(optimizer, from_batch=16, to_batch=64))
     SGD, batch 16 -> 64, linear rule: lr 0.1 -> 0.4
 
     In every parameter group, in place, with κ = `to_batch` / `from_batch`:
 
         group["lr"] *= κ ** 1.0 or 0.5                      # "linear" for SGD, "sqrt" for Adam and RMSprop
-        group["betas"] = β₁, β₂ ** κ                        # Adam family; RMSprop's `alpha` likewise
+        group["betas"] = β₁, β₂ ** κ                        # with scale_beta2=True; RMSprop's `alpha` likewise
 
     Call it before making a scheduler, which takes its base rates from the optimizer once. A rule is a place
     to start from: Goyal et al. 2017 found the linear one (with `warmup`), Malladi et al. 2022 the square
     root, Marek et al. 2025 that of β₂; the last advise against accumulating on a single device where no
     recipe fixes the batch, since a small batch does at least as well there. More in the module's docstring.
     """
+    if quiet is not None:
+        raise ConfigurationError("quiet= is gone: scale_lr prints nothing.\n\nTo see it:  print(scale_lr(...))")
     chosen = _chosen_rule(optimizer, rule)
     kappa = _batch("to_batch", to_batch) / _batch("from_batch", from_batch)
     factor = kappa if chosen == "linear" else math.sqrt(kappa)
@@ -90,13 +98,11 @@ def scale_lr(
         chosen,
         from_batch,
         to_batch,
-        tuple(_scaled(optimizer, i, kappa, factor) for i in range(len(optimizer.param_groups))),
+        tuple(_scaled(optimizer, i, kappa, factor, beta2=scale_beta2) for i in range(len(optimizer.param_groups))),
     )
     # Only now that every group has passed: a refusal leaves the optimizer as it was.
     for group, change in zip(optimizer.param_groups, scaling.groups, strict=True):
         _write(group, change)
-    if not quiet:
-        print(scaling)  # noqa: T201 - a learning rate changed behind the user's back is a bug hunt
     return scaling
 
 
@@ -174,7 +180,7 @@ def _positive(value: object, otherwise: str) -> int:
     return value
 
 
-def _scaled(optimizer: Optimizer, index: int, kappa: float, factor: float) -> GroupScaling:
+def _scaled(optimizer: Optimizer, index: int, kappa: float, factor: float, *, beta2: bool) -> GroupScaling:
     """What one group is to become."""
     group = optimizer.param_groups[index]
     if "initial_lr" in group:
@@ -190,10 +196,10 @@ def _scaled(optimizer: Optimizer, index: int, kappa: float, factor: float) -> Gr
     after = before * factor
     if not math.isfinite(after) or before < 0:
         raise ConfigurationError(f"scale_lr: param group {index} would go from lr {before:g} to {after:g}.")
-    beta2 = _beta2(optimizer, group)
-    if beta2 is None:
+    decay = _beta2(optimizer, group) if beta2 else None
+    if decay is None:
         return GroupScaling(before, after)
-    return GroupScaling(before, after, beta2, _same_half_life(beta2, kappa, index, factor))
+    return GroupScaling(before, after, decay, _same_half_life(decay, kappa, index))
 
 
 def _beta2(optimizer: Optimizer, group: dict[str, Any]) -> float | None:
@@ -205,7 +211,7 @@ def _beta2(optimizer: Optimizer, group: dict[str, Any]) -> float | None:
     return None
 
 
-def _same_half_life(beta2: float, kappa: float, index: int, factor: float) -> float:
+def _same_half_life(beta2: float, kappa: float, index: int) -> float:
     """β₂^κ, refused where it would forget more than half at every update, or nothing ever."""
     after: float = beta2**kappa
     if beta2 > 0 and not (after >= min(beta2, 0.5) and after < 1):
@@ -213,7 +219,7 @@ def _same_half_life(beta2: float, kappa: float, index: int, factor: float) -> fl
         raise ConfigurationError(
             f"scale_lr: param group {index} has beta2={beta2:g}, a half-life of {half_life:.3g} updates, "
             f"which cannot be kept: in batches {kappa:g} times the size beta2 would be {after:.3g}.\n\n"
-            f'Choose betas yourself and scale the rate alone:\n    group["lr"] *= {factor:g}'
+            "Leave scale_beta2 out, which scales the rate alone."
         )
     return after
 

@@ -102,7 +102,7 @@ class Task:
         """The recipe's optimizer, at the recipe's rate or carried over to the big batch."""
         optimizer = recipe.make_optimizer(model.parameters())
         if arm.rescaled:
-            scale_lr(optimizer, recipe.micro_batch, recipe.batch, quiet=True)
+            scale_lr(optimizer, recipe.micro_batch, recipe.batch)
         return optimizer
 
     @torch.no_grad()
