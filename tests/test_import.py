@@ -1,7 +1,11 @@
 """Importing bigbatch changes nothing: no setting of torch, no random state, no environment, no thread, no warning."""
 
+import ast
 import subprocess
 import sys
+import textwrap
+
+import bigbatch
 
 IMPORTS = "import bigbatch; from bigbatch import *"
 
@@ -79,3 +83,11 @@ def test_a_class_that_was_imported_still_watches_nothing() -> None:
         "print(len(o._global_optimizer_pre_hooks), len(o._global_optimizer_post_hooks), len(m._global_forward_hooks))"
     )
     assert run(code).split() == ["0", "0", "0"]
+
+
+def test_the_example_of_the_package_is_python() -> None:
+    """`help(bigbatch)` shows it; the loop has its body."""
+    assert bigbatch.__doc__ is not None
+    _, _, example = bigbatch.__doc__.split("\n\n", 2)
+    (loop,) = [node for node in ast.parse(textwrap.dedent(example)).body if isinstance(node, ast.For)]
+    assert "accumulator.backward" in ast.unparse(loop.body[0])

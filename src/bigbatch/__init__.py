@@ -1,8 +1,10 @@
 """Train with the batch size you want in the memory you have, with exactly the gradients that the big batch would give.
 
-accumulator = Accumulator(model, optimizer, steps=4)
-for inputs, labels in accumulator.over(loader):
-accumulator.backward(criterion(model(inputs), labels))
+A loop over micro-batches takes three lines:
+
+    accumulator = Accumulator(model, optimizer, steps=4)
+    for inputs, labels in accumulator.over(loader):
+        accumulator.backward(criterion(model(inputs), labels))
 """
 
 from importlib import import_module
