@@ -562,6 +562,14 @@ def test_a_scale_that_may_be_four_times_the_batch_is_not_about_right() -> None:
     assert _verdict(Estimate(64 / 4, 0.15 * 64, 1.05 * 64, 1.0), 64) == "too noisy"
 
 
+@pytest.mark.parametrize(("every", "advised"), [(1, False), (16, True)])
+def test_looking_more_often_is_advised_where_that_can_be(every: int, *, advised: bool) -> None:
+    """Every window is the most; whether there are too few of them or they are too noisy."""
+    for seen in ([], around(20.0, 1.0)[:3], around(20.0, 1.0)):
+        text = str(reported(seen, {}, every=every))
+        assert ("every=1" in text) is (advised and bool(seen))
+
+
 # Stop and go on; misuse.
 
 

@@ -52,7 +52,7 @@ class GradientNoise:
 
     def report(self) -> NoiseReport:
         """Say what the windows so far tell. This reads numbers from the device, and so waits for it."""
-        return reported(self._read(), self._left_out)
+        return reported(self._read(), self._left_out, self._every)
 
     def reset(self) -> None:
         """Forget all windows, as after a change of the learning rate or the data."""

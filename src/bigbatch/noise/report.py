@@ -55,6 +55,8 @@ class NoiseReport:
     """How many windows are worth one that is independent of the others; the interval allows for it."""
     drift: tuple[float, float] | None
     """The scale in the first and in the second half of the windows, where they contradict each other."""
+    every: int
+    """Each so-many-th window was looked at."""
 
     def updates(self, batch: float) -> float | None:
         """How many times the fewest updates would be taken with a batch of this size to get as far."""
@@ -69,8 +71,8 @@ class NoiseReport:
         return "\n".join([*words.measured(self), words.advice(self), *words.reservations(self)])
 
 
-def reported(seen: Sequence[Norms], left_out: Mapping[Reason, int]) -> NoiseReport:
-    """Judge what was seen."""
+def reported(seen: Sequence[Norms], left_out: Mapping[Reason, int], every: int = 16) -> NoiseReport:
+    """Judge what was seen of each `every`-th window."""
     usable = [norms for norms in seen if norms.usable]
     without = dict(left_out)
     if len(usable) < len(seen):
@@ -93,6 +95,7 @@ def reported(seen: Sequence[Norms], left_out: Mapping[Reason, int]) -> NoiseRepo
         left_out=without,
         correlation=found.correlation,
         drift=_drift(parts),
+        every=every,
     )
 
 

@@ -71,12 +71,16 @@ def _nothing(_: "NoiseReport") -> str:
 
 def _too_few(report: "NoiseReport") -> str:
     told = f"{report.windows} window{' has' if report.windows == 1 else 's have'} told something so far"
-    return f"Too early to tell: {told}, and {LEAST} are needed. Keep training, or look more often: every=1."
+    return f"Too early to tell: {told}, and {LEAST} are needed. {_keep_on(report)}"
 
 
 def _too_noisy(report: "NoiseReport") -> str:
-    more = f"{4 * report.windows} windows would halve the interval: keep training, or look more often, with every=1."
+    more = f"{4 * report.windows} windows would halve the interval. {_keep_on(report)}"
     return f"Too noisy to tell: a smaller batch may be the better one, and so may a larger. {more}"
+
+
+def _keep_on(report: "NoiseReport") -> str:
+    return "Keep training, or look more often: every=1." if report.every > 1 else "Keep training."
 
 
 def _right(_: "NoiseReport") -> str:
