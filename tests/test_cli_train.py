@@ -390,12 +390,14 @@ def test_a_file_may_print_and_its_json_is_still_json(directory: Path) -> None:
     (directory / "mine.py").write_text(source)
     result = run("train", "mine.py", "--json", "--epochs", "2", "--clip", "1e30")
     data = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert result.exit_code == 1
     assert data["epochs"][1]["loss"] is None
     assert data["epochs"][0]["clipped"] is not None
     assert "hello" in result.stderr
     shown = run("train", "mine.py", "--epochs", "2")
     assert "hello" in shown.stdout
-    assert "The loss is not finite: try a smaller learning rate" in shown.stdout
+    assert shown.exit_code == 1
+    assert "error: the loss is not finite since epoch 1\n\nhint: Try a smaller learning rate" in shown.stderr
 
 
 def test_what_was_clipped_and_skipped_in_a_file_is_said(directory: Path) -> None:
@@ -467,3 +469,27 @@ def test_an_ascii_terminal_is_no_reason_to_fail() -> None:
     result = subprocess.run(command, check=False, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert result.returncode == 0, result.stderr
     assert b"distance from true 64" in result.stdout
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "verify", "lint"])
+def test_control_characters_of_a_file_name_are_escaped(command: str, directory: Path) -> None:
+    """A name may not move the cursor, set the title or forge a line: neither in results nor in errors."""
+    name = "\x1b]0;x\x07\x1b[2J\u202emine.py"
+    (directory / name).write_text(MINE)
+    for arguments in ([command, name], [command, f"no{name}"], [command, name, "--html", f"{name}/x"]):
+        result = run(*arguments)
+        assert not set("\x1b\x07\u202e") & set(result.output)
+    assert "\\x1b" in run(command, f"no{name}").output
+
+
+def test_control_characters_of_a_script_are_escaped(directory: Path) -> None:
+    """Where lint shows its name, its line, and why it cannot be read."""
+    name = "\x1b[2J\n::error::mine.py"
+    (directory / name).write_text("for x in loader:\n    net(x).backward()\n    opt.step()  # \x1b[2J\n")
+    for more in ([], ["--format", "github"]):
+        found = run("lint", name, *more)
+        assert found.exit_code == 1
+        assert "\x1b" not in found.output
+        assert "\n::error::" not in found.output
+    (directory / name).write_text("x = (\n")
+    assert "\x1b" not in run("lint", name).output

@@ -5,6 +5,7 @@ from pathlib import Path
 import typer
 
 from bigbatch.cli.failures import FAILED, fail
+from bigbatch.cli.terminal import escaped
 
 
 def prepare(page: Path) -> None:
@@ -24,4 +25,4 @@ def wrote(text: str, page: Path) -> None:
         write(text, page)
     except OSError as error:
         fail(f"--html {page}: this could not be written ({error.strerror or error}).", "Name another file.", FAILED)
-    typer.echo(f"Wrote {page}", err=True)
+    typer.echo(f"Wrote {escaped(str(page))}", err=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bigbatch.cli.failures import FAILED, MISUSED, fail
-from bigbatch.cli.terminal import results
+from bigbatch.cli.terminal import escaped, results
 
 if TYPE_CHECKING:
     from bigbatch.lint.finding import Finding
@@ -142,7 +142,7 @@ def _show(checked: "Iterator[Checked]", output: Format) -> tuple[int, int]:
         findings += each.findings
         problems += len(each.source.problems())
         for problem in each.source.problems():
-            sys.stderr.write(f"error: {problem}\n")
+            sys.stderr.write(f"error: {escaped(problem)}\n")
         if output is Format.TEXT:
             lint_report.as_text(console, each)
         elif output is Format.GITHUB:

@@ -6,7 +6,7 @@ from collections import Counter
 from rich.console import Console
 from rich.text import Text
 
-from bigbatch.cli.terminal import wrapped
+from bigbatch.cli.terminal import escaped, wrapped
 from bigbatch.lint.finding import Finding, Severity
 from bigbatch.lint.linting import Checked
 
@@ -18,7 +18,7 @@ _LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning"}
 def as_text(console: Console, checked: Checked) -> None:
     """Print where, what, the line itself, and what to do."""
     for finding in checked.findings:
-        head = Text(f"{finding.place()}: ")
+        head = Text(f"{escaped(finding.place())}: ")
         head.append(finding.code, _STYLES[finding.severity])
         head.append(f" {finding.severity.value} {finding.slug}")
         console.print(head, soft_wrap=True)
@@ -37,7 +37,7 @@ def _line(checked: Checked, finding: Finding) -> str:
         first = next((cell.first_line for cell in source.notebook.cells if cell.number == finding.cell), 1)
     lines = source.text.split("\n")
     place = first + finding.line - 2
-    line = lines[place].strip() if place < len(lines) else ""
+    line = escaped(lines[place].strip()) if place < len(lines) else ""
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
 
 
@@ -61,16 +61,16 @@ def as_json(findings: list[Finding]) -> str:
 
 def as_github(finding: Finding) -> str:
     """Return a finding as GitHub's runners turn it into an annotation."""
-    place = f"file={_escaped(finding.path)}"
+    place = f"file={_percent_encoded(finding.path)}"
     title = f"{finding.code} {finding.slug}"
     if finding.cell:  # its line is the cell's, and GitHub would look for it in the JSON
         title += f" (cell {finding.cell}, line {finding.line})"
     else:
         place += f",line={finding.line},endLine={finding.end_line},col={finding.column}"
-    message = _escaped(f"{finding.message}; fix: {finding.remedy}", of_message=True)
-    return f"::{_LEVELS[finding.severity]} {place},title={_escaped(title)}::{message}"
+    message = _percent_encoded(f"{finding.message}; fix: {finding.remedy}", of_message=True)
+    return f"::{_LEVELS[finding.severity]} {place},title={_percent_encoded(title)}::{message}"
 
 
-def _escaped(text: str, *, of_message: bool = False) -> str:
-    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+def _percent_encoded(text: str, *, of_message: bool = False) -> str:
+    text = escaped(text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A"))
     return text if of_message else text.replace(":", "%3A").replace(",", "%2C")

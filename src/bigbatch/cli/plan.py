@@ -12,7 +12,7 @@ import typer
 
 from bigbatch.cli.failures import FAILED, errors_as_text
 from bigbatch.cli.html import prepare, wrote
-from bigbatch.cli.terminal import next_step, paragraph, progress, results
+from bigbatch.cli.terminal import escaped, next_step, paragraph, progress, results
 
 if TYPE_CHECKING:
     from bigbatch.planning.report import Plan
@@ -74,7 +74,7 @@ def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
     with calling("making a batch of data"):
         batch = next(iter(whole.micro_batches()))
     with progress() as bar:
-        task = bar.add_task(file.name, total=PROBES)
+        task = bar.add_task(escaped(file.name), total=PROBES)
 
         def on_probe(size: int) -> None:
             bar.update(task, advance=1, description=f"{size:,} samples at once")

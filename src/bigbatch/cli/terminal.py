@@ -6,11 +6,13 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unicodedata import category
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 READABLE = 100
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories
 
 
 def results() -> Console:
@@ -18,10 +20,15 @@ def results() -> Console:
     return Console(highlight=False)
 
 
+def escaped(text: str) -> str:
+    """Text without what moves a cursor, sets a title or turns a line round: names and lines may hold anything."""
+    return "".join(c if c == "\t" or category(c) not in _UNSEEN else c.encode("unicode_escape").decode() for c in text)
+
+
 def wrapped(text: str, width: int) -> str:
     """Lines that fit and read well; code keeps its indentation, and words stay whole, since paths are to be copied."""
     width = min(width, READABLE)
-    return "\n".join(row for line in text.splitlines() for row in _rows(line, width) or [""])
+    return "\n".join(row for line in text.split("\n") for row in _rows(escaped(line), width) or [""])
 
 
 def _rows(line: str, width: int) -> list[str]:
@@ -45,7 +52,7 @@ def paragraph(console: Console, text: str) -> None:
 
 def next_step(console: Console, arguments: str, why: str) -> None:
     """The next thing worth typing, whole on its line, as the last of a report."""
-    command = f"Next: {typed(arguments)}"
+    command = f"Next: {escaped(typed(arguments))}"
     fits = len(command) + len(why) + len("  ()") <= min(console.width, READABLE)
     console.print(f"{command}  ({why})" if fits else command, markup=False, soft_wrap=True)
     if not fits:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bigbatch.cli.failures import errors_as_text
-from bigbatch.cli.terminal import hidden, progress, results
+from bigbatch.cli.failures import FAILED, errors_as_text, fail
+from bigbatch.cli.terminal import escaped, hidden, progress, results
 
 if TYPE_CHECKING:
     from bigbatch.recipes.recipe import Recipe
@@ -131,7 +131,7 @@ def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, a
         setup = read_setup(path)
         setup = dataclasses.replace(setup, epochs=epochs or setup.epochs, clip_norm=clip or setup.clip_norm)
         with progress() as bar:
-            task = bar.add_task(path.name, total=expected_updates(setup))
+            task = bar.add_task(escaped(path.name), total=expected_updates(setup))
 
             def on_update(epoch: int) -> None:
                 bar.update(task, advance=1, description=f"epoch {epoch} of {setup.epochs}")
@@ -146,6 +146,13 @@ def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, a
         _print_json({"file": str(path), "seed": seed, **dataclasses.asdict(training)})
     else:
         print_end(training, path, seed, console)
+    broken = [n for n, epoch in enumerate(training.epochs, 1) if not math.isfinite(epoch.loss or 0.0)]
+    if broken:
+        fail(
+            f"the loss is not finite since epoch {broken[0]}",
+            "Try a smaller learning rate, clip_norm=1.0, or skip_nonfinite=True if single batches are to blame.",
+            FAILED,
+        )
 
 
 def _print_json(data: dict[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """A training of a user's file, as text: epoch by epoch, while it runs."""
 
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -78,10 +77,5 @@ def _remarks(training: Training) -> Iterator[str]:
     if skipped:
         what = "window" if skipped == 1 else "windows"
         yield f"{skipped:,} {what} made no update: nothing was counted, or a gradient was not finite."
-    if any(epoch.loss is not None and not math.isfinite(epoch.loss) for epoch in training.epochs):
-        yield (
-            "The loss is not finite: try a smaller learning rate, clip_norm=1.0, or skip_nonfinite=True if single "
-            "batches are to blame."
-        )
     if training.peak_bytes is not None:
         yield f"Peak of CUDA memory: {training.peak_bytes / 2**20:,.0f} MiB."

@@ -13,7 +13,7 @@ import typer
 
 from bigbatch.cli.failures import FAILED, errors_as_text
 from bigbatch.cli.html import prepare, wrote
-from bigbatch.cli.terminal import next_step, paragraph, progress, results
+from bigbatch.cli.terminal import escaped, next_step, paragraph, progress, results
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -90,7 +90,7 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
         setup.model.train()
     size = micro_batch_size or setup.micro_batch_size or max(1, whole.batch_size * 2 // 5)
     with progress() as bar:
-        task = bar.add_task(file.name, total=None)
+        task = bar.add_task(escaped(file.name), total=None)
         with calling("loss_fn" if train_window is None else "loss_fn or train_window"):
             found = make_verification(
                 setup.model,
