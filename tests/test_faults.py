@@ -15,8 +15,10 @@ def outcomes() -> list[tuple[Case, Outcome]]:
     return list(zip(cases, single_faults.run(cases), strict=True))
 
 
-@pytest.mark.xfail(strict=True, reason="steps that failed say nothing, failed windows go on, batches ahead are lost")
-@pytest.mark.parametrize("entrance", ["Accumulator", "BigStep"])
+OPEN = pytest.mark.xfail(strict=True, reason="what fails in BigStep after the step does not say that it was made")
+
+
+@pytest.mark.parametrize("entrance", ["Accumulator", pytest.param("BigStep", marks=OPEN)])
 def test_a_fault_anywhere_is_survived(outcomes: list[tuple[Case, Outcome]], entrance: str) -> None:
     """State is as promised, and the final weights are those of an undisturbed run."""
     found = [(case, outcome) for case, outcome in outcomes if case.entrance == entrance]
@@ -30,7 +32,6 @@ def test_the_same_seed_draws_the_same_cases() -> None:
     assert list(single_faults.draw(3, 20)) == list(single_faults.draw(3, 50))[:20]
 
 
-@pytest.mark.xfail(strict=True, reason="`over` reads ahead, and a checkpoint in the loop loses a batch")
 def test_a_killed_training_goes_on_bit_by_bit() -> None:
     """Killed at random moments and resumed until it is done."""
     cases = list(kills.draw(SEED, KILLS))

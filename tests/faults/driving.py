@@ -1,8 +1,9 @@
 """A user's training loop that meets one fault and goes on as errors and documentation say."""
 
 import re
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from bigbatch import Accumulator
 from bigbatch.errors import BigBatchError, LossError, OutOfMemory, SeveralCounts, WindowBroken
@@ -11,9 +12,11 @@ from tests.faults import snapshots
 from tests.faults.injecting import OUT_OF_MEMORY, Fault
 from tests.faults.programs import Batch, Draws, Program, Sized, Stream
 
+Result = TypeVar("Result")
 POLICIES = ("discard", "retry", "flush")
 _STEPPED = re.compile(
     r"(?i)(has|have) (been )?stepped|may have changed|step (has|had) beg[au]n|step began|from a checkpoint"
+    r"|could not be (put back|restored)"
 )
 _PATIENCE = 4  # tries
 
@@ -52,7 +55,7 @@ def look_at(error: BaseException, fault: Fault) -> None:
         if isinstance(error, BigBatchError):
             raise Trouble("unclear", f"{type(error).__name__} of something else: {_line(error)}") from error
         raise Trouble("unclear", f"an error of the inside: {type(error).__name__}: {_line(error)}") from error
-    if error is fault.raised or (isinstance(error, KeyboardInterrupt) and fault.error_name == "KeyboardInterrupt"):
+    if fault.is_own(error):
         return
     if isinstance(error, LossError):
         raise Trouble("unclear", f"accuses the loss: {type(error).__name__}: {_line(error)}") from error
@@ -117,6 +120,8 @@ class Run:
                 before = snapshots.numbers(self.program) | snapshots.randomness()
             for _ in range(_PATIENCE):
                 try:
+                    if self.program.loop == "saved":
+                        step.load_state_dict(step.state_dict())
                     update = step(batch)
                 except BaseException as error:  # noqa: BLE001, PERF203 - looked at
                     self.kept.append(error)
@@ -209,7 +214,7 @@ class Run:
                 self._add(batch)
             except WindowBroken as broken:
                 if told(broken):
-                    self.program.restore(self.saved)
+                    self._restore()
                 self._discard()
                 raise _Redo from None
         if self.program.loop == "saved":
@@ -252,18 +257,35 @@ class Run:
         """See that the error is clear; go back to the checkpoint where it tells of a step."""
         look_at(error, self.fault)
         if told(error):
-            self.program.restore(self.saved)
+            self._restore()
             self._discard()
             raise _Redo from None
         self._see_unchanged(error)
 
+    def _restore(self) -> None:
+        """Load the checkpoint of the window's start."""
+        with self.fault.paused():
+            self.program.restore(self.saved)
+
     def _see_unchanged(self, error: BaseException) -> None:
-        changed = snapshots.differing(snapshots.numbers(self.program, buffers=False, gradients=False), self.before)
+        with self.fault.paused():
+            now = snapshots.numbers(self.program, buffers=False, gradients=False)
+            changed = snapshots.differing(now, self.before)
         if changed:
             raise Trouble("wrong", f"after {type(error).__name__}, without a word: {', '.join(changed[:4])}")
 
+    def _insist(self, call: Callable[[], Result]) -> Result:
+        """Call it again where it meets the fault once more."""
+        try:
+            return call()
+        except BaseException as error:
+            if not self.fault.is_own(error):
+                raise
+            self.kept.append(error)
+            return call()
+
     def _discard(self) -> None:
-        self.accumulator.discard()
+        self._insist(self.accumulator.discard)
         if any(p.grad is not None for model in self.program.models for p in model.parameters()):
             raise Trouble("leaked", "gradients are left after discard()")
 
@@ -275,10 +297,10 @@ class Run:
                 self._discard()
                 raise _Redo  # noqa: TRY301 - one way out
             try:
-                update = self.accumulator.flush()
+                update = self._insist(self.accumulator.flush)
             except WindowBroken as broken:
                 if told(broken):
-                    self.program.restore(self.saved)
+                    self._restore()
                 self._discard()
                 raise _Redo from None
             except SeveralCounts as short:  # counted in advance, it cannot end early, and says so
@@ -302,11 +324,22 @@ class Run:
             self._alone(end)
 
     def _alone(self, end: int) -> None:
-        for batch in self.program.batches[self.position : end]:
-            self._add(batch)
-        update = self.accumulator.flush()
-        if update is not None:
-            self._cut(update)
+        try:
+            for batch in self.program.batches[self.position : end]:
+                self._add(batch)
+            update = self.accumulator.flush()
+        except BaseException as error:
+            if not self.fault.is_own(error):
+                raise
+            self.kept.append(error)
+            if told(error):
+                self._restore()
+            self._discard()
+            self.position = self.start
+            self._alone(end)
+        else:
+            if update is not None:
+                self._cut(update)
 
     def _cut(self, update: Update) -> None:
         self._close(update)

@@ -42,12 +42,16 @@ OUT_OF_MEMORY = frozenset(ERRORS) - {"RuntimeError", "user's own", "KeyboardInte
 
 
 class Fault:
-    """Counts what is passed by; raises its error once, when `name` is passed for the `at`-th time."""
+    """Counts what is passed by; raises its error once, when `name` is passed for the `at`-th time.
 
-    def __init__(self, name: str = "", at: int = 0, error: str = "") -> None:
-        self.name, self.at, self.error_name = name, at, error
+    Where `again` is given, it is raised once more so many times later, while the first one is being dealt with.
+    """
+
+    def __init__(self, name: str = "", at: int = 0, error: str = "", again: int = 0) -> None:
+        self.name, self.error_name = name, error
+        self.left = [at, at + again] if again else [at]  # the times that are still to come
         self.seen: Counter[str] = Counter()
-        self.raised: BaseException | None = None
+        self.raised: list[BaseException] = []
         self.active = False
 
     def visit(self, name: str) -> None:
@@ -55,7 +59,8 @@ class Fault:
         if not self.active:
             return
         self.seen[name] += 1
-        if name == self.name and self.seen[name] == self.at and self.raised is None:
+        if name == self.name and self.left and self.seen[name] == self.left[0]:
+            self.left.pop(0)
             self.fire()
 
     @contextmanager
@@ -69,13 +74,19 @@ class Fault:
 
     def fire(self) -> None:
         """Raise the error; an interrupt goes to the main thread, as those of a keyboard do."""
-        self.raised = ERRORS[self.error_name]()
-        if isinstance(self.raised, KeyboardInterrupt) and threading.current_thread() is not threading.main_thread():
+        error = ERRORS[self.error_name]()
+        self.raised.append(error)
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is not threading.main_thread():
             main = threading.main_thread().ident
             assert main is not None
             signal.pthread_kill(main, signal.SIGINT)
             return
-        raise self.raised
+        raise error
+
+    def is_own(self, error: BaseException) -> bool:
+        """Whether an error is one that was raised here; an interrupt is made anew by its signal."""
+        interrupt = self.error_name == "KeyboardInterrupt" and isinstance(error, KeyboardInterrupt)
+        return interrupt or any(error is each for each in self.raised)
 
     def is_behind(self, error: BaseException | None) -> bool:
         """Whether an error is the one that was raised, or was raised because of it."""
@@ -84,7 +95,7 @@ class Fault:
             each = found.pop()
             if each is None or id(each) in seen:
                 continue
-            if each is self.raised or (isinstance(each, KeyboardInterrupt) and self.error_name == "KeyboardInterrupt"):
+            if self.is_own(each):
                 return True
             seen.add(id(each))
             found += [each.__cause__, each.__context__]

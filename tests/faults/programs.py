@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, BigStep, Options, across
+from bigbatch import Accumulator, BigStep, GradientNoise, Options, across
 from tests.faults.injecting import Fault
 
 Batch = dict[str, Tensor]
@@ -133,6 +133,9 @@ class Scaler(torch.amp.GradScaler):
 
     def __init__(self, fault: Fault) -> None:
         super().__init__("cpu", init_scale=4.0, growth_interval=2)
+        self.scale(
+            torch.zeros(())
+        )  # its tensors are made at the first call, and torch does not survive a failure there
         self.fault = fault
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -299,6 +302,7 @@ def _accumulating(
     counts: Callable[[Batch], Any] | None = None,
     count: Callable[[Batch], Any] | None = None,
     nets: int = 1,
+    observed: bool = False,
     **settings: Any,
 ) -> Program:
     models = [net(fault).to(dtype) for _ in range(nets)]
@@ -324,6 +328,8 @@ def _accumulating(
         counts=None if counts is None else counting,
         **settings,
     )
+    if observed:
+        GradientNoise(accumulator, every=1)
     if hook:
         accumulator.before_step(lambda: fault.visit("before_step hook"))
 
@@ -394,6 +400,7 @@ ACCUMULATORS: dict[str, Callable[[Fault], Program]] = {
     ),
     "skip_nonfinite": lambda f: _accumulating(f, net=_wide, loss=_cross_entropy, skip_nonfinite=True, schedule=True),
     "saved": lambda f: _accumulating(f, loop="saved", adam=True),
+    "observed": lambda f: _accumulating(f, loop="sized", observed=True, clip_norm=1.0),
 }
 
 
@@ -410,9 +417,11 @@ def _stepping(
     hook: bool = False,
     clip_norm: float | None = None,
     nets: int = 1,
+    dtype: torch.dtype = torch.float64,
+    loop: str = "plain",
     **options: Any,
 ) -> Program:
-    models = [net(fault) for _ in range(nets)]
+    models = [net(fault).to(dtype) for _ in range(nets)]
     optimizers: list[torch.optim.Optimizer] = []
     for index, model in enumerate(models):
         own = list(model.parameters())
@@ -438,7 +447,14 @@ def _stepping(
     if hook:
         step.before_step(lambda: fault.visit("before_step hook"))
     return Program(
-        fault, models, optimizers, batches or rows((4, 5, 4)), schedulers=schedulers, scaler=scaler, step=step
+        fault,
+        models,
+        optimizers,
+        batches or rows((4, 5, 4)),
+        schedulers=schedulers,
+        scaler=scaler,
+        step=step,
+        loop=loop,
     )
 
 
@@ -487,6 +503,10 @@ def _normed(fault: Fault) -> Net:
     return Net(fault, norm=True, outputs=2)
 
 
+def _wide_loss(model: Any, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch["x"]).double(), batch["y"])
+
+
 def _norm_loss(model: Any, batch: Batch) -> Tensor:
     return (model(batch["x"]) - batch["y"]).pow(2).mean()
 
@@ -512,9 +532,13 @@ BIG_STEPS: dict[str, Callable[[Fault], Program]] = {
     "BatchNorm": lambda f: _stepping(f, net=_normed, loss=_norm_loss),
     "BatchNorm, offload": lambda f: _stepping(f, net=_normed, loss=_norm_loss, activations="offload", schedule=True),
     "BatchNorm, keep": lambda f: _stepping(f, net=_normed, loss=_norm_loss, activations="keep"),
+    "bf16": lambda f: _stepping(f, loss=_wide_loss, dtype=torch.bfloat16, size=5, clip_norm=1.0),
+    "batch_norm micro": lambda f: _stepping(f, net=_normed, loss=_norm_loss, size=5, batch_norm="micro", check=False),
+    "saved": lambda f: _stepping(f, loop="saved", adam=True),
     "extras": lambda f: _stepping(f, loss=_with_extras, clip_norm=0.5),
     "skip_nonfinite": lambda f: _stepping(f, net=_wide, loss=_cross_entropy, skip_nonfinite=True, schedule=True),
     "scaler, schedule, hook": lambda f: _stepping(f, scaled=True, schedule=True, hook=True, clip_norm=0.5),
     "two optimizers": lambda f: _stepping(f, nets=2, loss=_two_nets, clip_norm=0.5, hook=True),
 }
 MODES: dict[str, dict[str, Callable[[Fault], Program]]] = {"Accumulator": ACCUMULATORS, "BigStep": BIG_STEPS}
+SPLIT_MATTERS = frozenset({("BigStep", "bf16"), ("BigStep", "batch_norm micro")})
