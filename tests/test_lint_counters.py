@@ -4,6 +4,51 @@ import pytest
 
 from tests.linting import HEAD, codes, findings, of_loop
 
+LOOPS = {
+    "Accumulator": """
+    from bigbatch import Accumulator
+
+    accumulator = Accumulator(model, optimizer, steps=2)
+    for x, y in accumulator.over(loader):
+        accumulator.backward({loss})
+    """,
+    "Accelerate": """
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward({loss})
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
+    "by hand": """
+    for i in range(len(stream)):
+        loss = {loss}
+        (loss / 2).backward()
+        if i % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    """,
+}
+
+
+@pytest.mark.parametrize(
+    ("loss", "twice"),
+    [
+        ("0.5 * F.mse_loss(model(x), y)", False),
+        ("F.mse_loss(model(x), y) * 0.5", False),
+        ("(F.mse_loss(model(x), y) + F.l1_loss(model(x), y)) / 2", False),
+        ("F.mse_loss(model(x), y) / 2", True),
+    ],
+)
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_a_factor_that_happens_to_be_one_over_the_steps(loop: str, loss: str, *, twice: bool) -> None:
+    """A weight and a mean of terms are a loss of their own; a plain division by as many is suspected."""
+    assert ("BB202" in of_loop(loop.format(loss=loss))) is twice
+
+
 SET_BACK = """
 count = {start}
 for x, y in loader:
@@ -156,3 +201,22 @@ def test_clipping_every_micro_batch_may_clip_scaled_gradients_too() -> None:
             optimizer.zero_grad()
     """
     assert of_loop(loop) == ["BB301", "BB302"]
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [("", ["BB103"]), (", drop_last=False", ["BB103"]), (", drop_last=True", []), (", drop_last=drop", ["BB103"])],
+)
+def test_a_loader_drops_its_last_batch_where_it_says_so(given: str, found: list[str]) -> None:
+    """63 batches, or 62, in windows of two; a setting that is not seen is as a loader of unknown length."""
+    loop = f"""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    loader = DataLoader(TensorDataset(torch.randn(1000, 10), torch.randint(2, (1000,))), batch_size=16{given})
+    for i, (x, y) in enumerate(loader):
+        (criterion(model(x), y) / 2).backward()
+        if (i + 1) % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    """
+    assert of_loop(loop) == found

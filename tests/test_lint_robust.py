@@ -1,5 +1,6 @@
 """Nothing that a file may hold stops the linter: junk, halves of files, deep nesting, notebooks of any kind."""
 
+import cProfile
 import json
 import os
 from functools import cache
@@ -240,3 +241,19 @@ def test_a_named_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
     (checked,) = lint([tmp_path], Choice())
     assert "use - for standard input" in checked.source.problems()[0]
+
+
+@pytest.mark.xfail(strict=True, reason="every loop is compared with all events of the file: time grows with the square")
+def test_four_times_the_loops_take_four_times_the_work() -> None:
+    """Counted in calls of functions, which do not depend on the machine."""
+    loop = (
+        "for i, (x, y) in enumerate(loader):\n    (criterion(model(x), y) / 4).backward()\n"
+        "    if (i + 1) % 4 == 0:\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    )
+    calls = []
+    for number in (40, 160):
+        source = read_source("train.py", (loop * number).encode())
+        with cProfile.Profile() as profile:
+            check(source)
+        calls.append(sum(entry.callcount for entry in profile.getstats()))
+    assert calls[1] < 5 * calls[0]

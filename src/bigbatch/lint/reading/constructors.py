@@ -122,8 +122,10 @@ def _loader(_: Walk, called: Called) -> Value:
     if not (known and isinstance(rows, Rows) and rows.count is not None and isinstance(size, Number) and size.known):
         return Rows(None)
     batches = rows.count / size.known
-    dropped = "drop_last" in called.words
-    return Rows(math.floor(batches) if dropped else math.ceil(batches))
+    dropped = next((word.value for word in called.node.keywords if word.arg == "drop_last"), ast.Constant(value=False))
+    if not isinstance(dropped, ast.Constant) and not batches.is_integer():
+        return Rows(None)
+    return Rows(math.floor(batches) if getattr(dropped, "value", False) else math.ceil(batches))
 
 
 def _range(_: Walk, called: Called) -> Value:

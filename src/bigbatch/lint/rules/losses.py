@@ -1,5 +1,6 @@
 """BB2: what the loss is divided by."""
 
+import ast
 from collections.abc import Iterator
 
 from bigbatch.lint.finding import Severity
@@ -53,6 +54,8 @@ def _by_framework(loop: TrainingLoop, fact: Fact, loss: Computed) -> Hit | None:
     via = fact.event.via
     word = _WORDS.get(via, "")
     for number, node in zip(loss.least, loss.divided_at, strict=False):
+        if not _is_of_steps(number, node):
+            continue
         names = number.atoms | {number.text}
         own = fact.event.divides_by is not None and number.involves(fact.event.divides_by)
         announced = any(map(counts_micro_batches, names))
@@ -74,7 +77,7 @@ def _by_hand(loop: TrainingLoop, loss: Computed) -> Hit | None:
     written = [
         (number, node)
         for number, node in zip(loss.least, loss.divided_at, strict=False)
-        if (number.same(loop.every) or counts_micro_batches(number.text)) and not number.text.startswith("×")
+        if (number.same(loop.every) or counts_micro_batches(number.text)) and _is_of_steps(number, node, loop.every)
     ]
     if len(written) > 1:
         return Hit(written[1][1], f"the loss is divided by {loop.steps_text()} a second time")
@@ -82,6 +85,17 @@ def _by_hand(loop: TrainingLoop, loss: Computed) -> Hit | None:
     if written and later:
         return Hit(later[0].node, f"loss and gradients are both divided by {loop.steps_text()}")
     return None
+
+
+def _is_of_steps(number: Number, node: ast.AST, every: Number | None = None) -> bool:
+    """Tell whether a division may be by the number of steps: no weight, no mean of terms, no number beside a name.
+
+    `0.5 * loss` and `(a + b) / 2` are a loss of their own, also where there are two steps.
+    """
+    if number.atoms:
+        return True
+    of_terms = isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Add)
+    return not (of_terms or number.text.startswith("×") or (every is not None and every.atoms))
 
 
 def _same(number: Number | None, every: Number) -> bool:
@@ -112,7 +126,13 @@ RULES = (
         "divide each loss by the number of micro-batches in its window",
         of_loops(_not_scaled),
     ),
-    Rule("BB202", "loss-scaled-twice", Severity.ERROR, "divide once, or leave it to the framework", _scaled_twice),
+    Rule(
+        "BB202",
+        "loss-scaled-twice",
+        Severity.WARNING,
+        "divide once, or leave it to the framework; a factor that is meant: # noqa: BB202",
+        _scaled_twice,
+    ),
     Rule(
         "BB203",
         "masked-mean-divided-by-constant",
