@@ -1,10 +1,11 @@
 """Every program of the zoo."""
 
 from tests.zoo.coupled import COUPLED_LOSSES
+from tests.zoo.everyday import EVERYDAY
 from tests.zoo.hugging_face import HUGGING_FACE
 from tests.zoo.metric import METRIC
 from tests.zoo.plain import PLAIN
 from tests.zoo.program import Program
 from tests.zoo.vision import VISION
 
-PROGRAMS: list[Program] = [*PLAIN, *COUPLED_LOSSES, *HUGGING_FACE, *VISION, *METRIC]
+PROGRAMS: list[Program] = [*PLAIN, *EVERYDAY, *COUPLED_LOSSES, *HUGGING_FACE, *VISION, *METRIC]
