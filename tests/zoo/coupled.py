@@ -193,6 +193,13 @@ def reinforce(model: Any, b: dict[str, Tensor]) -> Tensor:
     return -(chances * (b["advantage"] - b["advantage"].mean())).mean()
 
 
+def tokens_and_advantages(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """A mean over tokens, and one over sequences with advantages that the batch normalizes."""
+    scores = model(b["tokens"])
+    gain = (b["advantage"] - b["advantage"].mean()) / b["advantage"].std()
+    return F.cross_entropy(scores.flatten(0, 1), b["labels"].flatten()) - (log_chances(model, b).sum(1) * gain).mean()
+
+
 def q_learning(model: Any, b: dict[str, Tensor]) -> Tensor:
     """A target network and Huber's loss."""
     with torch.no_grad():
@@ -315,6 +322,7 @@ COUPLED_LOSSES = [
     Program("entropy-of-the-mean-prediction", mlp, rows, lambda m, b: -(m(b["x"]).softmax(1).mean(0) * m(b["x"]).softmax(1).mean(0).log()).sum(), **both(COUPLED)),
     Program("ppo-advantages-as-given", actor_critic, rows, ppo(lambda a: a)),
     Program("ppo-normalized-advantages", actor_critic, rows, ppo(lambda a: (a - a.mean()) / (a.std() + 1e-8)), unseen="coupled-samples"),
+    Program("tokens-and-normalized-advantages", Tagger, rows, tokens_and_advantages, unseen="coupled-samples"),
     Program("reinforce-with-mean-baseline", mlp, rows, reinforce, unseen="coupled-samples"),
     Program("dpo", Tagger, rows, dpo),
     Program("dpo-joined", Tagger, rows, dpo_joined),

@@ -26,7 +26,8 @@ FEATURES = frozen(
 def heads(model: Any, b: dict[str, Tensor]) -> Tensor:
     """The mean of three heads' losses."""
     x = model["body"](b["x"])
-    return sum(F.cross_entropy(head(x), b["classes"][:, i]) for i, head in enumerate(model["heads"])) / 3
+    losses = [F.cross_entropy(head(x), b["classes"][:, i]) for i, head in enumerate(model["heads"])]
+    return (losses[0] + losses[1] + losses[2]) / 3
 
 
 def supervised_deeply(model: Any, b: dict[str, Tensor]) -> Tensor:
@@ -211,6 +212,12 @@ def policy(model: Any, b: dict[str, Tensor]) -> Tensor:
     return -(actions.log_prob(b["label"]) * b["advantage"]).mean() - 0.01 * actions.entropy().mean()
 
 
+def beta_likelihood(model: Any, b: dict[str, Tensor]) -> Tensor:
+    """Shares between 0 and 1."""
+    first, second = (F.softplus(model(b["x"])) + 0.1).unbind(1)
+    return -Beta(first, second).log_prob((b["weight"] - 0.5).clamp(0.01, 0.99)).mean()
+
+
 def evidential(model: Any, b: dict[str, Tensor]) -> Tensor:
     """Evidence as a Dirichlet."""
     alpha = F.softplus(model(b["x"])) + 1
@@ -236,12 +243,12 @@ def r1_penalty(model: Any, b: dict[str, Tensor]) -> Tensor:
     return F.softplus(-score).mean() + F.softplus(model(b["x2"])).mean() + 5 * slope.pow(2).sum(1).mean()
 
 
-def slope_of_a_mean(model: Any, b: dict[str, Tensor]) -> Tensor:
+def slope_of_a_mean(model: Any, b: dict[str, Tensor], *, mean: bool = False) -> Tensor:
     """A penalty on the derivative of the mean loss, which shrinks with the batch."""
     x = b["x"].clone().requires_grad_()
     loss = F.mse_loss(model(x), b["value"])
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-    return loss + slope.pow(2).sum()
+    return loss + (50 * slope.pow(2).sum(1).mean() if mean else slope.pow(2).sum())
 
 
 def hypernetwork(model: Any, b: dict[str, Tensor]) -> Tensor:
@@ -390,7 +397,7 @@ EVERYDAY = [
     Program("correlation-within-sequences", mlp, rows, correlation),
     Program("elbo-by-distributions", lambda: parts(encoder=mlp(6, 4), decoder=mlp(2, 6)), rows, elbo),
     Program("actor-critic-by-distributions", mlp, rows, policy),
-    Program("beta-likelihood", lambda: mlp(6, 2), rows, lambda m, b: -Beta(*F.softplus(m(b["x"])).add(0.1).unbind(1)).log_prob((b["weight"] - 0.5).clamp(0.01, 0.99)).mean()),
+    Program("beta-likelihood", lambda: mlp(6, 2), rows, beta_likelihood),
     Program("evidential", mlp, rows, evidential),
     Program("sparse-autoencoder", lambda: parts(encoder=nn.Linear(6, 8), decoder=nn.Linear(8, 6)), rows, sparse_autoencoder),
     Program("hypernetwork", lambda: parts(makes=mlp(6, 18)), rows, hypernetwork),
@@ -399,7 +406,8 @@ EVERYDAY = [
     Program("one-sample-after-the-other-summed", mlp, rows, summed_one_by_one, accumulator=LOOP, big_step=LOOP),
     Program("vmap", mlp, rows, mapped),
     Program("r1-penalty", lambda: mlp(6, 1), rows, r1_penalty),
-    Program("slope-of-a-mean", mlp, rows, slope_of_a_mean, accumulator=refused(LossError, ""), big_step=refused(LossError, "")),
+    Program("slope-of-a-mean", mlp, rows, slope_of_a_mean, accumulator=refused(LossError, ""), big_step=COUPLED),
+    Program("slope-of-a-mean-averaged", mlp, rows, lambda m, b: slope_of_a_mean(m, b, mean=True), accumulator=refused(LossError, ""), big_step=COUPLED),
     Program("ssim", segmenter, rows, ssim),
     Program("perceptual", segmenter, rows, perceptual),
     Program("style-by-gram-matrices", lambda: segmenter(CLASSES), rows, style),

@@ -236,6 +236,7 @@ HUGGING_FACE = [
     headed("bert-tagging", "BertForTokenClassification", quick=True, labels="tags"),
     Program("bert-question-answering", made("BertForQuestionAnswering", "BertConfig", **BERT), sentences, asking(*TEXT, start_positions="begin", end_positions="end"), "transformers"),
     Program("bert-pretraining", made("BertForPreTraining", "BertConfig", **BERT), sentences, asking(*TEXT, labels="hidden", next_sentence_label="pair"), "transformers", accumulator=SEVERAL),
+    Program("bert-pretraining-with-counts", made("BertForPreTraining", "BertConfig", **BERT), sentences, asking(*TEXT, labels="hidden", next_sentence_label="pair"), "transformers", settings={"counts": lambda b: ((b["hidden"] != -100).sum(), len(b["pair"]))}),
     Program("bert-next-sentence", made("BertForNextSentencePrediction", "BertConfig", **BERT), sentences, asking(*TEXT, labels="pair"), "transformers"),
     Program("bert-multiple-choice", made("BertForMultipleChoice", "BertConfig", **BERT), sentences, asking(input_ids="choices", labels="choice"), "transformers"),
     Program("electra-pretraining", made("ElectraForPreTraining", "ElectraConfig", **BERT, embedding_size=8), sentences, asking(*TEXT, labels="replaced"), "transformers", tolerance=FLOAT32),

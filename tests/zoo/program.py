@@ -60,6 +60,7 @@ class Program:
         big_step: what a `BigStep` makes of it.
         tolerance: the largest relative distance that counts as equal.
         collate: makes a batch of a list of samples.
+        settings: of `Accumulator`.
         options: of `BigStep`.
         unseen: its values come from the batch without gradient: the cause that `verify` must name. `BigStep` refuses it
             or is exact.
@@ -79,6 +80,7 @@ class Program:
     big_step: Expected = EXACT
     tolerance: float = ROUNDING
     collate: Callable[[list[Any]], Any] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     unseen: str = ""
     micro_batch: int = 5

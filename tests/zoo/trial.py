@@ -52,8 +52,9 @@ class Run:
 
     steps: list[Tensor]
     norms: list[float]
-    losses: list[float]
+    losses: list[float | None]  # None: not told, or told not to be exact
     buffers: Tensor
+    untold: str = ""  # what was raised in the place of a loss
 
 
 def expected(program: Program, entrance: str) -> Expected:
@@ -106,6 +107,8 @@ def _attempted(program: Program, entrance: str, seed: int, device: torch.device)
     except Exception as error:  # noqa: BLE001 - whatever comes out is the result
         return Result("crashed", kind=type(error).__name__, text=str(error))
     distance, where = _difference(program, ours, true)
+    if distance <= program.tolerance and ours.untold:
+        return Result("crashed", kind="update.loss", text=ours.untold)
     return Result("exact" if distance <= program.tolerance else "wrong", distance, text=where)
 
 
@@ -122,7 +125,7 @@ def _difference(program: Program, ours: Run, true: Run) -> tuple[float, str]:
     found = [(_distance(a, b), f"step {i}") for i, (a, b) in enumerate(zip(ours.steps, true.steps, strict=True))]
     for name in ("norms", "losses"):
         pairs = zip(getattr(ours, name), getattr(true, name), strict=True)
-        found += [(abs(a - b) / max(abs(b), 1.0), f"{name} {i}") for i, (a, b) in enumerate(pairs)]
+        found += [(abs(a - b) / max(abs(b), 1.0), f"{name} {i}") for i, (a, b) in enumerate(pairs) if a is not None]
     if program.buffers:
         found.append((_distance(ours.buffers, true.buffers), "buffers"))
     return max((math.inf if math.isnan(distance) else distance, where) for distance, where in found)
@@ -132,8 +135,8 @@ def _distance(ours: Tensor, true: Tensor) -> float:
     return float((ours - true).norm() / true.norm().clamp_min(1e-3)) if true.numel() else 0.0
 
 
-# Takes a batch and its cuts; makes an update and tells its norm and its loss.
-Taking = Callable[[Any, tuple[int, ...]], tuple[float, float]]
+# Takes a batch and its cuts; makes an update and tells its norm and its loss, or what came in the place of that.
+Taking = Callable[[Any, tuple[int, ...]], tuple[float, float | str | None]]
 Maker = Callable[[Program, nn.Module, torch.optim.Optimizer, Loss, torch.device], Taking]
 
 
@@ -151,7 +154,8 @@ def _run(program: Program, seed: int, device: torch.device, maker: Maker) -> Run
         for part in parts:
             norm, loss = take[part](batch, cuts)
             run.norms.append(norm)
-            run.losses.append(loss)
+            run.losses.append(None if isinstance(loss, str) else loss)
+            run.untold = loss if isinstance(loss, str) else run.untold
         after = _flat(trained)
         run.steps.append(after - before)
         before = after
@@ -165,7 +169,7 @@ def _true(
     """One forward and backward over all samples."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def update(batch: Any, _: tuple[int, ...]) -> tuple[float, float]:
+    def update(batch: Any, _: tuple[int, ...]) -> tuple[float, float | str | None]:
         value = loss(model, _moved(batch if program.collate is None else program.collate(batch), device))
         model.zero_grad()
         value.backward()
@@ -181,9 +185,9 @@ def _accumulated(
     program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, device: torch.device
 ) -> Taking:
     """The same, micro-batch by micro-batch."""
-    accumulator = Accumulator(model, optimizer, steps=len(program.cuts), clip_norm=CLIP_NORM)
+    accumulator = Accumulator(model, optimizer, steps=len(program.cuts), clip_norm=CLIP_NORM, **program.settings)
 
-    def update(batch: Any, cuts: tuple[int, ...]) -> tuple[float, float]:
+    def update(batch: Any, cuts: tuple[int, ...]) -> tuple[float, float | str | None]:
         made = None
         for micro_batch in accumulator.over(list(_cut(program, batch, cuts))):
             made = accumulator.backward(loss(model, _moved(micro_batch, device)))
@@ -207,10 +211,14 @@ def _stepped(
     return lambda batch, _: _told(step(batch))
 
 
-def _told(made: Update | None) -> tuple[float, float]:
+def _told(made: Update | None) -> tuple[float, float | str | None]:
     if made is None or made.skipped or made.grad_norm is None:
         return math.nan, math.nan  # the optimizer was left alone
-    return float(made.grad_norm), float(made.loss)
+    try:
+        loss = float(made.loss)
+    except BigBatchError as error:
+        return float(made.grad_norm), str(error)
+    return float(made.grad_norm), loss if getattr(made, "loss_is_exact", True) else None
 
 
 def _cut(program: Program, batch: Any, cuts: Iterable[int]) -> Iterator[Any]:
