@@ -17,6 +17,12 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a night draw other chains of operations, and more of them, than every run does (tests/audit)."""
+    parser.addoption("--chains", type=int, default=300, help="how many chains of operations are tried")
+    parser.addoption("--chain-seed", type=int, default=0, help="the seed that they are drawn from")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests end in mid-window: that is what many of them are about, and test_forgotten.py looks at the warning."""
     config.addinivalue_line("filterwarnings", "ignore:a window was left open:UserWarning")

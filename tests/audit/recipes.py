@@ -206,7 +206,9 @@ def along() -> Iterator[Row]:
         )
     for (name, f), dim in product(table.items(), (1, 2)):
         if name != "Glu":
-            yield Row(name, f"last dim {-dim}", lambda x, b, m, f=f, dim=dim: f(x, -dim))
+            yield Row(
+                name, f"last dim {-dim}", lambda x, b, m, f=f, dim=dim: f(x, -dim), MIXED if name == "Renorm" else APART
+            )
 
 
 def reductions() -> Iterator[Row]:
@@ -244,6 +246,9 @@ def reductions() -> Iterator[Row]:
         outcome = APART if name in {"Sum", "Mean"} else CLOSED if name == "Nansum" else MIXED  # a nansum keeps no count
         yield Row(name, "of all", lambda x, b, m, g=g: g(x), outcome, windows=windows)
         yield Row(name, "of all against each", lambda x, b, m, g=g: (x - g(x)).sigmoid(), MIXED, windows=windows)
+    yield Row("Mean", "of one long row", lambda x, b, m: x.reshape(1, -1).mean(-1), windows=((1, 5, 5), (1, 1, 2)))
+    yield Row("Mean", "of a scalar", lambda x, b, m: F.mse_loss(x * m.p, b["d"]).mean())
+    yield Row("Sum", "of a scalar", lambda x, b, m: F.cross_entropy(x.flatten(0, 1), b["last"].flatten()).sum())
     yield Row("Sum", "of all over the rows", lambda x, b, m: x.sum() / len(x))
     yield Row("Sum", "of all over all", lambda x, b, m: x.sum() / x.numel())
 
