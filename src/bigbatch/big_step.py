@@ -223,7 +223,7 @@ class BigStep:
                     done = self._tried(whole)
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()
-        self._check.passed(done.seen, stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
+        self._check.passed(looked=done.looked, stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
         self._looked_at_buffers = self._looked_at_buffers or done.update.micro_batches > 1
         if done.written and not self._told_of_buffers:
             self._told_of_buffers = True
@@ -377,7 +377,7 @@ class BigStep:
         try:
             if side_by_side:
                 self._admission.look_at_compiled()
-            seen = self._check(division, self._together.each if side_by_side else None)
+            looked = self._check(division, self._together.each if side_by_side else None)
             totals = self._counted_ahead(division) if self._several and not side_by_side else None
             division.batch.refuse_changed()  # by counting or checking
             with self._runner.window(ragged=ragged, side_by_side=side_by_side):
@@ -392,7 +392,7 @@ class BigStep:
                         extras = self._runner.run(window, micro_batches, division)
                         self._accompany(window, division, passes)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
-                looks = len(division) > 1 and (not self._looked_at_buffers or "samples" in seen)
+                looks = len(division) > 1 and (not self._looked_at_buffers or looked)
                 written = buffers.written(self._together.statistics) if looks else []
                 update = self._closed(window)
         except BaseException as error:
@@ -403,7 +403,7 @@ class BigStep:
             if not self._stepper.began:
                 restore(buffers, randomness)
             raise
-        return _Done(replace(update, extras=together), seen, buffers, division.padding, written)
+        return _Done(replace(update, extras=together), looked, buffers, division.padding, written)
 
     def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
         with untouched(self._models, habits=self._habits):
@@ -461,7 +461,7 @@ class _Done(NamedTuple):
     """An update that was made, and what was seen on the way."""
 
     update: Update
-    seen: set[str]
+    looked: bool  # whether pieces were compared
     buffers: Buffers
     padding: Padding | None
     written: list[str]  # buffers that each micro-batch has changed

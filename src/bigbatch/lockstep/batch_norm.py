@@ -66,6 +66,8 @@ def _met(  # noqa: PLR0917 - torch's own signature
 ) -> Tensor:
     """Take the place of `F.batch_norm`."""
     worker = current() if training else None
+    if worker is not None:
+        worker.visits["BatchNorm"] = worker.visits.get("BatchNorm", 0) + 1
     rests = worker is not None and worker.notes.get("resting") and running_mean is not None
     if worker is None or rests or not _meets(worker):
         if worker is not None and rests and _meets(worker):

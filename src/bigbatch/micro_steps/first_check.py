@@ -1,57 +1,69 @@
-"""The first-step check at work: which samples to look at, how to evaluate them, and when enough was seen."""
+"""The first check: is the loss of a piece of the batch the weighted loss of its parts?
 
+What couples samples inside a model, or was computed of the batch without gradient, shows in no graph: attention across
+the batch, a statistic of it, a tensor that was cut and should not have been. Then the loss of a piece is not that of
+its parts, and no split is exact. A piece is made of several micro-batches, as many as take no more memory than training
+one does; its parts are micro-batches as they are. Both draw the same random numbers.
+"""
+
+import math
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.batchnorm import _NormBase as Statistics
+from torch.utils._pytree import tree_leaves
 
 from bigbatch.batches.division import Division
 from bigbatch.batches.moving import Mover
-from bigbatch.errors import BatchError, BigBatchError, CoupledLoss, LossError
+from bigbatch.errors import BatchError, BigBatchError, LossError, PathsDiffer
+from bigbatch.lockstep.crew import current
 from bigbatch.lockstep.needing import NeedsLockStep
-from bigbatch.micro_steps.calming import evaluating, without_dropout, without_statistics
+from bigbatch.memory.live_bytes import LiveBytes
 from bigbatch.micro_steps.coupling import (
     Part,
-    refuse_counted_padding,
-    refuse_coupled,
-    refuse_more_together,
-    refuse_padding,
-    refused_together,
-    shared_state,
+    counts_more,
+    coupled,
+    is_near,
+    is_sum_of,
+    more_norms,
+    padded,
+    tolerance_of,
 )
-from bigbatch.micro_steps.doubting import rounding
 from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
 from bigbatch.micro_steps.running import Runner
-from bigbatch.micro_steps.survival import is_out_of_memory, let_go
+from bigbatch.micro_steps.survival import let_go
 from bigbatch.options import Options
+from bigbatch.pointing import outside
 
-_WHY_NOT = {
-    "random": "this loss draws random numbers that evaluation mode does not turn off, so the first step could not see",
-    "failed": "this loss draws random numbers, and in evaluation mode it fails ({}), so the first step could not see",
-    "evaluated": (
-        "this model could be looked at without random numbers in evaluation mode alone, so the first step did not see "
-        "what it does only in training, as in `if self.training: x = x - x.mean(0)`, nor"
-    ),
-}
-_CUT = " whether samples are coupled: whether a micro-batch's loss is that of its parts"
-_PACKED = ", and that of a packed one the same without its padding"
-_HELPS = {
-    "random": (
-        "To have it looked at, draw them before the step and give them with the batch, a row for each sample (then any "
-        "split has the same ones), or draw only where `self.training` is set"
-    ),
-    "failed": "To have it looked at, let the model run in evaluation mode, or give random numbers with the batch",
-    "evaluated": "To have it looked at, draw random numbers by dropout alone, or give them with the batch",
-}
-_SINGLES = 4  # samples that are looked at together where one at a time goes through the model
+_AGAIN = (3, 15, 127)  # updates after which pieces are compared once more
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
-_AGAIN = (3, 15, 127)  # updates after which samples are looked at once more
-_LOOKS = 8  # at counts that may be random: chance hardly makes so many the same
-Circumstances: TypeAlias = tuple[Callable[[Sequence[nn.Module]], AbstractContextManager[None]], ...]
+_LITTLE = 1 << 25  # bytes that a piece may hold in any case
+_PARTS = 64  # of a piece, at most
+_OWN = -1  # a width: that which a micro-batch is trimmed to
+_FEW = 1024  # elements of a tensor that is kept for whoever reads a graph
+_UNSEEN = (
+    "this loss draws random numbers that cannot be drawn again for a part of a batch, as torch.randperm, or numpy's "
+    "for one sample after the other. So the check could not see, in training mode, whether samples are coupled: "
+    "whether the loss of a batch is that of its parts. If no sample looks at another{}, all is well; "
+    "Options(check=False) says that you know. To have it checked, "
+    "draw them before the step and give them with the batch, a row for each sample."
+)
+# Numbers that are only moved are not rounded; a batch may well be in less than the model that it is cast for.
+_MOVES = frozenset(
+    "_to_copy clone copy_ detach alias lift_fresh index index_select gather embedding cat stack where flip roll "
+    "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones "
+    "full full_like new_full fill_ zero_ scalar_tensor arange".split()
+)
+# Arguments of fused kernels that draw inside, and what keeps them from it.
+_CALM = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
 
 
 class SideBySide(Protocol):
@@ -63,336 +75,444 @@ class SideBySide(Protocol):
         """Evaluate each; `resting` BatchNorm uses what it has learned."""
 
 
-class _Unseen(NamedTuple):
-    """Why something could not be looked at as it is in training, if it could not."""
-
-    why: str = ""
-    cause: str = ""  # the error that it fails with, or why it had to be evaluation mode
-
-    @property
-    def at_all(self) -> bool:
-        """Whether nothing was seen, in evaluation mode either."""
-        return self.why in {"random", "failed"}
+_Graph = Literal["keep", "read", "none"]
 
 
-class _Comparison(NamedTuple):
-    """What to evaluate, and how to refuse it: by all that it tells, or by its counts alone."""
+class _Rows(NamedTuple):
+    """Which samples of a piece a part has."""
 
-    evaluate: Callable[[], list[Part]]
-    refuse: Callable[[list[Part]], None]
-    refuse_counts: Callable[[list[Part]], None] = lambda _: None
-    controls: tuple[Callable[[], list[Part]], ...] = ()  # what to evaluate of samples that are there twice
+    start: int
+    size: int
+    of: int
+
+
+class _Attempt(NamedTuple):
+    """A piece to compare with its parts."""
+
+    samples: int  # in the piece, at most
+    uneven: bool  # whether the last part is smaller: equal parts hide how they are weighed
+    large: bool  # whether it is more than is trained on at once, so that no graph is kept
+    watched: bool = True  # whether operations are watched: a few cannot be
 
 
 class FirstCheck:
-    """Looks, before a first update, whether a batch may be cut and trimmed at all.
+    """Compares pieces of a batch with their parts, before updates 1, 4, 16 and 128.
 
-    Not every batch has two samples, or padding: what one does not show is looked for in the next. Samples are looked at
-    once more where other modules are in training mode than before, and now and then: a gate that begins at zero, or a
-    teacher that begins as a copy, hides at first what couples them.
+    Not every batch is cut: the first that is, is looked at. Once more where other modules are in training mode than
+    before, and now and then: a gate that begins at zero, or a teacher that begins as a copy, hides at first what
+    couples samples. A check that cannot run proves nothing, and raises nothing.
     """
 
     def __init__(self, models: Sequence[nn.Module], runner: Runner, mover: Mover, options: Options) -> None:
         """Have seen nothing yet."""
-        self._models, self._runner, self._mover = models, runner, mover
-        # Statistics of the micro-batch were accepted: they are no accusation.
-        self._accepting = options.batch_norm == "micro"
-        self._as_it_is: Circumstances = (without_statistics,) if self._accepting else ()
-        self._compares = options.check
-        # Padding is looked at in any case: nobody says check=False for it.
-        self._left = set[str]() if options.lengths is None else {"padding"}
-        self._packs = options.lengths is not None
-        self._told: set[str] = set()
-        self._unsaid: list[_Unseen] = []  # of batches that were not cut
-        self._side_by_side: SideBySide | None = None
+        self._models, self._runner, self._mover, self._options = models, runner, mover, options
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._updates = 0  # that were made
         self._to_come: tuple[int, ...] = _AGAIN
-        self._again = False  # whether this is not the first look
-        self._modes: set[bytes] = set()  # which of them were in training mode, when samples were looked at
-        self._looked_in = b""  # which when they last were: a loss may change it
+        self._modes: set[bytes] = set()  # which modules were in training mode, when pieces were compared
+        self._mode = b""  # which are now
+        self._told = False
+        self._side_by_side: SideBySide | None = None
 
-    def __call__(self, division: Division, side_by_side: SideBySide | None = None) -> set[str]:
-        """Refuse what cannot be cut; returns what was looked at, to be `passed` when the update is made.
+    def __call__(self, division: Division, side_by_side: SideBySide | None = None) -> bool:
+        """Refuse what cannot be cut or trimmed; returns whether this was looked at, to be told when it has `passed`.
 
         `side_by_side` evaluates parts of one batch that may ask for each other.
         """
-        self._side_by_side = side_by_side
-        seen: set[str] = set()
-        self._overdue(division)
-        if "padding" in self._left and self._padding(division):
-            seen.add("padding")
-        # What was frozen at first may couple samples now.
-        mode = bytes([module.training for module in self._modules]) if self._compares else b""
-        again = mode in self._modes
-        due = bool(self._to_come) and self._updates >= self._to_come[0]
-        if self._compares and division.batch.size > 1 and (not again or due):
-            if side_by_side is not None:  # statistics of a few samples amplify rounding, and are exact by themselves
-                self._side_by_side = partial(side_by_side, resting=True)
-            self._again = again
-            with self._as_a_second_look() if again else nullcontext():
-                self._samples(division)
-            self._looked_in = mode
-            seen.add("samples")
-            if again:
-                seen.add("again")
-        return seen
-
-    def passed(self, seen: set[str], *, stepped: bool = True) -> None:
-        """An update was made, or at least not refused: look for these no more."""
-        self._updates += stepped
-        self._left -= seen
-        if "again" in seen:
-            self._to_come = tuple(each for each in self._to_come if each > self._updates)
-        if "samples" in seen:
-            self._modes.add(self._looked_in)
-
-    @contextmanager
-    def _as_a_second_look(self) -> Iterator[None]:
-        """Tell of updates that were made before something was seen; what fails will fail in the step, and says more."""
-        try:
-            yield
-        except CoupledLoss as error:
-            msg = (
-                f"{error}\nThis did not show at first: the weights, or what a batch holds, have come to matter since. "
-                f"The updates before this one, {self._updates} by now, may not have been the big batch's."
-            )
-            raise CoupledLoss(msg) from error
-        except Exception as error:  # noqa: BLE001 - it proves nothing
-            let_go(error)
-
-    def _overdue(self, division: Division) -> None:
-        """Say what could not be seen, now that it matters."""
-        if self._unsaid and len(division) > 1:
-            self._tell(self._unsaid.pop(), division)
-
-    def _samples(self, division: Division) -> None:
-        """See that a micro-batch's loss is that of its parts."""
-        number = max(range(len(division)), key=division.sizes.__getitem__)
-        group, longest = division.indices(division.groups[number]), None
-        if division.longest is not None:
-            longest = division.longest[number]
-        single = len(group) == 1
-        if single:  # two at a time may be too many, but hardly without a graph
-            group = [i for one in division.groups[:_SINGLES] for i in division.indices(one)]
-            if division.longest is not None:
-                longest = max(division.longest[:_SINGLES])
-
-        def evaluate(shares: list[list[int]]) -> list[Part]:
-            whole = [i for share in shares for i in share]
-            return [
-                *self._parts([division.part(share, longest) for share in shares], [len(share) for share in shares]),
-                *self._parts([division.part(whole, longest)], [len(whole)], self._value if single else self._measured),
-            ]
-
-        def comparison(shares: list[list[int]]) -> _Comparison:
-            return _Comparison(
-                lambda: evaluate(shares),
-                lambda parts: refuse_coupled(
-                    parts[-1], parts[:-1], len(group), side_by_side=self._side_by_side is not None
-                ),
-                controls=(
-                    lambda: evaluate([shares[0]] * len(shares)),
-                    lambda: evaluate([shares[-1][: len(shares[0])]] * len(shares)),
-                ),
-            )
-
-        if single:
-            self._tell(self._compare(division, comparison([[i] for i in group]), self._as_it_is), division)
-            return
-        # Equal parts hide how they are weighed; but samples may come in pairs.
-        third, half = ([group[:middle], group[middle:]] for middle in (max(len(group) // 3, 1), len(group) // 2))
-        try:
-            untold = self._compare(division, comparison(third), self._as_it_is)
-        except Exception as error:
-            if isinstance(error, BigBatchError) or is_out_of_memory(error):
-                raise
-            let_go(error)
-            untold = self._compare(division, comparison(half), self._as_it_is)
-        if untold.at_all and self._accepting:  # there no failure comes out
-            untold = self._compare(division, comparison(half), self._as_it_is)
-        self._tell(untold, division)
-
-    def _padding(self, division: Division) -> bool:
-        """See that a loss does not change when padding is cut off; False where there is none to cut."""
-        if division.longest is None or min(division.longest) == division.width:
+        trimmed = division.longest is not None and min(division.longest) < division.width
+        if len(division) == 1 and not trimmed:
+            return False  # it is the big batch
+        # Statistics of a few samples amplify rounding, and are exact by themselves, but where padding is in them.
+        self._side_by_side = side_by_side and partial(side_by_side, resting=division.longest is None)
+        self._mode = bytes([trimmed, *(module.training for module in self._modules)])
+        again = self._mode in self._modes
+        if again and not (self._to_come and self._updates >= self._to_come[0]):
             return False
-        # Two of the longest may be too many, where no micro-batch has as many tokens.
-        most = max(number * wide for number, wide in zip(division.sizes, division.longest, strict=True))
-        roomy = most >= 2 * max(division.longest)
-        comparison = self._trimmed if division.batch.collate is None else self._collated
-        found = comparison(division, division.longest, roomy=roomy)
-        untold = self._compare(division, found, self._as_it_is) if self._compares else _Unseen()
-        if not self._compares or untold.at_all:
-            self._count(division, found.evaluate, found.refuse_counts)
-        self._tell(untold, division)
+        if trimmed:
+            self._count(division)
+        unseen = self._options.check and self._compare(division)
+        if unseen and not self._told:
+            self._told = True
+            beside = " or at padding" if division.longest is not None else ""
+            warnings.warn(_UNSEEN.format(beside), stacklevel=outside())
         return True
 
-    def _trimmed(self, division: Division, longest: Sequence[int], *, roomy: bool) -> _Comparison:
-        """Compare the shortest samples with and without padding."""
-        shortest, number = min(zip(longest, range(len(longest)), strict=True))
-        group = division.indices(division.groups[number])[-2 if roomy else -1 :]
-        widest = max(longest) if max(longest) > shortest else division.width
-        return _Comparison(
-            lambda: [self._part(division.part(group, wide), len(group)) for wide in (widest, shortest)],
-            lambda parts: refuse_padding(*parts),
-            lambda parts: refuse_counted_padding(*parts),
-        )
+    def passed(self, *, looked: bool, stepped: bool = True) -> None:
+        """An update was made, or at least not refused."""
+        self._updates += stepped
+        if looked:
+            self._modes.add(self._mode)
+            self._to_come = tuple(each for each in self._to_come if each >= self._updates)
 
-    def _collated(self, division: Division, longest: Sequence[int], *, roomy: bool) -> _Comparison:
-        """Compare the shortest sample alone and beside the longest: collate pads as far as its samples need."""
-        first, last = (division.groups[longest.index(each)] for each in (max(longest), min(longest)))
-        pair = [division.indices(first)[0], division.indices(last)[-1]]
-        together = self._measured if roomy else self._measured_or_value
+    def _compare(self, division: Division) -> bool:
+        """Compare a piece with its parts; returns whether random numbers have hidden something.
 
-        def refuse(parts: list[Part]) -> None:
-            refuse_coupled(parts[2], parts[:2], 2)
-            refuse_more_together(parts[2], parts[:2])
-
-        return _Comparison(
-            lambda: [
-                *self._parts([division.part([i], None) for i in pair], [1, 1]),
-                *self._parts([division.part(pair, None)], [2], together),
-            ],
-            refuse,
-            lambda parts: refuse_more_together(parts[2], parts[:2]),
-        )
-
-    def _parts(
-        self, micro_batches: list[Any], sizes: list[int], measure: Callable[[Any], Part] | None = None
-    ) -> list[Part]:
-        """Evaluate parts of one batch: each by itself, or side by side where their losses ask for each other."""
-        measure = measure or self._measured
-        if self._side_by_side is None:
-            return [measure(each) for each in micro_batches]
-        try:
-            found = self._side_by_side(measure, micro_batches, sizes)
-        except Exception as error:
-            other = isinstance(error, BigBatchError) and not isinstance(error, CoupledLoss)
-            if other or is_out_of_memory(error) or len(sizes) == 1 or self._again:
-                raise
-            for each, size in zip(micro_batches, sizes, strict=True):
-                self._side_by_side(measure, [each], [size])  # raises where it is not for the others
-            raise shared_state(error) from error
-        return [part._replace(tolerance=_MEETING * part.tolerance) for part in found]
-
-    def _part(self, micro_batch: Any, size: int) -> Part:
-        return self._parts([micro_batch], [size])[0]
-
-    def _measured(self, micro_batch: Any) -> Part:
-        loss, _ = self._runner.loss(self._mover.moved(micro_batch))
-        return Part.of(loss, self._runner.read(loss))
-
-    def _value(self, micro_batch: Any) -> Part:
-        for graph in (torch.no_grad, torch.enable_grad):  # a loss may want its graph, as for a hook
-            try:
-                with graph():
-                    loss, _ = self._runner.loss(self._mover.moved(micro_batch))
-                    return Part.of(loss, ())
-            except Exception as error:  # noqa: PERF203 - two rounds at most
-                if isinstance(error, BigBatchError):
-                    raise
-                if is_out_of_memory(error):  # two at a time are more than was asked for
-                    let_go(error)
-                    break
-                if graph is torch.enable_grad and not self._again:
-                    raise refused_together(error) from error
-                if graph is torch.enable_grad:
-                    raise
-        return Part.unknown()
-
-    def _measured_or_value(self, micro_batch: Any) -> Part:
-        try:
-            return self._measured(micro_batch)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            let_go(error)
-        return self._value(micro_batch)
-
-    def _compare(self, division: Division, comparison: _Comparison, as_it_is: Circumstances) -> _Unseen:
-        """Evaluate losses without random numbers: as things are, without dropout, or in evaluation mode.
-
-        Returns what there is to say of that: nothing, where it could be done in training mode.
+        Where they cannot be drawn again in training mode, evaluation mode shows the rest.
         """
-        unseen = _Unseen()
-        for circumstances in (as_it_is, (*as_it_is, without_dropout), (evaluating,)):
-            with self._under(circumstances):
-                randomness = Randomness(devices_of(self._models))
-                try:
-                    parts = comparison.evaluate()
-                except Exception as error:
-                    # As things are it is the user's error; otherwise a model may do something else.
-                    told = isinstance(error, NeedsLockStep) or (isinstance(error, LossError) and not self._accepting)
-                    if not circumstances or told or is_out_of_memory(error):
-                        raise
-                    unseen = _Unseen("failed", type(error).__name__)
-                    continue
-                if randomness.drawn():
-                    unseen = _Unseen("random")
-                    continue
-            division.batch.refuse_changed()  # by collating: what is compared would not be the same samples
-            accusation = _accusation(comparison, parts)
-            if accusation is not None:
-                with self._under(circumstances):
-                    tolerance = rounding(parts, comparison.evaluate, comparison.controls)
-                looser = [part._replace(tolerance=max(part.tolerance, tolerance)) for part in parts]
-                accusation = _accusation(comparison, looser)
-            if accusation is not None:
-                # Statistics of the micro-batch that no layer of torch's takes are accepted, too.
-                if not self._accepting or evaluating in circumstances:
-                    raise accusation
-                continue
-            return _Unseen("evaluated", unseen.why) if evaluating in circumstances else _Unseen()
+        unseen, accepts = False, self._options.batch_norm == "micro"
+        resting = [module for module in self._modules if accepts and isinstance(module, Statistics)]
+        for modules in (resting, self._modules):
+            with untouched(self._models), _evaluating(modules), _quiet():
+                found = self._first_that_runs(division)
+            division.batch.refuse_changed()  # what was compared would not be the same samples
+            if found is None or found.agrees:
+                break
+            # Accepted statistics of the micro-batch may be those of a layer that is not torch's.
+            if found.accusation is not None and not (accepts and modules is resting):
+                raise self._in_time(found.accusation)
+            unseen = True
         return unseen
 
-    @contextmanager
-    def _under(self, circumstances: Circumstances) -> Iterator[None]:
-        """Look at models in some circumstances, and leave them as they were."""
-        with untouched(self._models), ExitStack() as stack:
-            for each in circumstances:
-                stack.enter_context(each(self._models))
-            yield
-
-    def _count(
-        self, division: Division, evaluate: Callable[[], list[Part]], refuse: Callable[[list[Part]], None]
-    ) -> None:
-        """Refuse by counts alone, which are hardly ever random; where they are, nothing can be said."""
-        with self._under(self._as_it_is):
-            randomness = Randomness(devices_of(self._models))
-            parts = evaluate()
-            division.batch.refuse_changed()
-            try:
-                refuse(parts)
-            except BatchError:
-                found = [part.counts for part in parts]
-                looks = range(_LOOKS if randomness.drawn() else 0)
-                if any([part.counts for part in evaluate()] != found for _ in looks):
-                    return
-                raise
-
-    def _tell(self, unseen: _Unseen, division: Division) -> None:
-        """Say it once, at the line that called for a step; of a batch in one piece, when the first one is cut."""
-        if not unseen.why:
-            return
-        if len(division) == 1 and not self._packs:
-            self._unsaid = [unseen]
-            return
-        helps = f" {_HELPS[unseen.why]}." if unseen.why != "evaluated" or unseen.cause == "random" else ""
-        what = (
-            f"{_WHY_NOT[unseen.why].format(unseen.cause)}{_CUT}{_PACKED if self._packs else ''}. If no sample looks at "
-            f"another{' or at padding' if self._packs else ''}, all is well; Options(check=False) says that you know."
-            f"{helps}"
+    def _in_time(self, error: LossError | BatchError) -> LossError | BatchError:
+        """Tell of updates that were made before something was seen."""
+        if not self._updates:
+            return error
+        return type(error)(
+            f"{error}\nThis did not show at first: the weights, or what a batch holds, have come to matter since. "
+            f"The updates before this one, {self._updates} by now, may not have been the big batch's."
         )
-        if what not in self._told:
-            self._told.add(what)
-            warnings.warn(what, stacklevel=7)
+
+    def _first_that_runs(self, division: Division) -> "_Outcome | None":
+        """Compare the first piece that can be evaluated."""
+        for attempt in self._attempts(division):
+            try:
+                return self._tried(division, attempt)
+            except Exception as error:  # noqa: PERF203 - it proves nothing; what is the user's own comes in the step
+                told = self._side_by_side and isinstance(error, BigBatchError)
+                if isinstance(error, NeedsLockStep) or (told and not isinstance(error, PathsDiffer)):
+                    raise
+                let_go(error)
+            finally:
+                torch.clear_autocast_cache()  # copies of weights that were made without a graph
+        return None
+
+    def _attempts(self, division: Division) -> Iterator[_Attempt]:
+        groups = _groups(division)
+        size, longest = len(groups[0]), max(division.longest) if division.longest is not None else None
+        try:
+            kept, held = (
+                self._evaluated(division, [groups[0]], longest, graph=each)[0].peak for each in ("keep", "none")
+            )
+        except NeedsLockStep:
+            raise
+        except Exception as error:  # noqa: BLE001 - as below
+            let_go(error)
+        else:
+            yield _Attempt(max(size * max(kept, _LITTLE) // max(held, 1), 2), uneven=True, large=True)
+        yield _Attempt(2 * size, uneven=False, large=True)
+        yield _Attempt(max(size, 2), uneven=True, large=False)
+        yield _Attempt(max(size, 2), uneven=False, large=False)
+        yield _Attempt(2 * size, uneven=False, large=True, watched=False)
+
+    def _tried(self, division: Division, attempt: _Attempt) -> "_Outcome":
+        shares = _shares(_groups(division), attempt)
+        every = [i for share in shares for i in share]
+        widest = _widest(division)
+        evaluate = partial(self._evaluated, division, watched=attempt.watched)
+        of_parts: _Graph = "read" if attempt.large and self._side_by_side is not None else "keep"
+        state = Randomness(devices_of(self._models))
+        tape: list[Tensor] = []
+        (whole,) = evaluate([every], widest, graph="none" if attempt.large else "keep", tape=tape)
+        drawn = state.drawn()
+
+        def parts(wide: int | None, *, goes_on: bool = False) -> list[Part]:
+            return evaluate(shares, wide, graph=of_parts, tape=tape, state=state, goes_on=goes_on)
+
+        found = parts(_OWN)
+        if len({len(part.kinds) for part in found}) == 1 and whole.norms == found[0].norms:
+            if is_sum_of(whole, found):
+                return _Outcome(agrees=True)
+            if drawn and self._side_by_side is None and is_sum_of(whole, parts(_OWN, goes_on=True)):
+                return _Outcome(agrees=True)
+        if (
+            drawn
+            and not all(part.certain for part in found)
+            and self._changes_with_seed(whole, every, widest, evaluate)
+        ):
+            return _Outcome()
+        if whole.norms > found[0].norms:
+            return _Outcome(more_norms(whole, found, len(every)))
+        if division.longest is not None and division.batch.collate is None and is_sum_of(whole, parts(widest)):
+            return _Outcome(padded(whole, found))
+        return _Outcome(coupled(whole, found, len(every), side_by_side=self._side_by_side is not None))
+
+    def _changes_with_seed(
+        self, whole: Part, every: list[int], widest: int | None, evaluate: Callable[..., list[Part]]
+    ) -> bool:
+        """Tell random numbers that are used from those that are only drawn."""
+        seed = (torch.initial_seed() + 1) % 2**32
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.seed(seed)
+        (other,) = evaluate([every], widest, graph="keep" if whole.kinds else "none", tape=[])
+        return not is_near(whole.value, other.value, (whole, other))
+
+    def _count(self, division: Division) -> None:
+        """See that padding is not counted, whatever the value is: more than one sample after the other counts."""
+        groups, widest = _groups(division), _widest(division)
+        shares = [groups[0][:1], groups[1][-1:]] if len(groups) > 1 else [groups[0][:1]]
+        tape: list[Tensor] = []
+        try:
+            with untouched(self._models), _quiet():
+                state = Randomness(devices_of(self._models))
+                every = [i for share in shares for i in share]
+                (whole,) = self._evaluated(division, [every], widest, graph="read", tape=tape)
+                parts = self._evaluated(division, shares, _OWN, graph="read", tape=tape, state=state)
+        except Exception as error:  # noqa: BLE001 - it proves nothing
+            let_go(error)
+            return
+        division.batch.refuse_changed()
+        if counts_more(whole, parts) and all(part.certain for part in parts):
+            raise self._in_time(padded(whole, parts))
+
+    def _evaluated(
+        self,
+        division: Division,
+        shares: Sequence[list[int]],
+        wide: int | None,
+        *,
+        graph: _Graph,
+        watched: bool = True,
+        tape: list[Tensor] | None = None,
+        state: Randomness | None = None,
+        goes_on: bool = False,
+    ) -> list[Part]:
+        """Evaluate parts of one batch: each by itself, or side by side where their losses ask for each other.
+
+        Args:
+            division: what they are cut from.
+            shares: the samples of each.
+            wide: what they are trimmed to; `_OWN`: each as in training.
+            graph: "keep" it, let go of all but what is to "read", or build "none".
+            watched: whether operations are watched.
+            tape: random numbers, to be written, or to be read where there is a `state` to begin each part with.
+            state: where random numbers begin.
+            goes_on: whether they go on from part to part, instead.
+        """
+        sizes = [len(share) for share in shares]
+        starts = [sum(sizes[:number]) for number in range(len(sizes))]
+        rows = [_Rows(start, size, sum(sizes)) if state else None for start, size in zip(starts, sizes, strict=True)]
+        if state is not None:
+            state.restore()
+
+        def evaluate(given: tuple[list[int], _Rows | None]) -> Part:
+            share, own = given
+            if state is not None and not goes_on and self._side_by_side is None:
+                state.restore()
+            micro_batch = self._mover.moved(division.part(share, _width(division, share) if wide == _OWN else wide))
+            watch = _Watch(tape, own)
+            before = Randomness(devices_of(self._models))
+            hooks = saved_tensors_hooks(_dropped, _kept) if graph == "read" else nullcontext()
+            with hooks, torch.set_grad_enabled(graph != "none"), watch if watched else nullcontext():
+                loss, _ = self._runner.loss(micro_batch)
+            terms = self._runner.read(loss) if graph != "none" else []
+            device = loss.device.type
+            lowest = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else watch.lowest
+            lowered = max(tolerance_of(lowest), tolerance_of(watch.lowest), tolerance_of(loss.dtype))
+            worker = current()
+            return Part(
+                float(loss.detach()),
+                tuple(term.kind for term in terms),
+                tuple(float(term.count) for term in terms),
+                lowered * (_MEETING if worker is not None else 1),
+                worker.visits.get("BatchNorm", 0) if worker is not None else 0,
+                watch.certain and not (own is not None and before.drawn()),
+                watch.peak,
+            )
+
+        given = list(zip(shares, rows, strict=True))
+        if self._side_by_side is None:
+            return [evaluate(each) for each in given]
+        return self._side_by_side(evaluate, given, sizes)
 
 
-def _accusation(comparison: _Comparison, parts: list[Part]) -> Exception | None:
-    """Return what there is to refuse."""
+class _Outcome(NamedTuple):
+    """What a comparison has shown: that all is well, what is not, or nothing."""
+
+    accusation: LossError | BatchError | None = None
+    agrees: bool = False
+
+
+class _Watch(LiveBytes):
+    """Watches a forward: its memory, the least precise numbers in it, and the random ones, which it can repeat.
+
+    A whole writes the numbers that it draws on a tape. Its part draws, at the same place, those of its own rows.
+    """
+
+    def __init__(self, tape: list[Tensor] | None, rows: _Rows | None) -> None:
+        """Write on the tape, or read it for some rows."""
+        super().__init__()
+        self.lowest: torch.dtype | None = None
+        self.certain = True
+        self._tape, self._rows, self._place = tape, rows, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do it, and look at what came out."""
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and self._tape is not None
+        run = partial(self._drawn, func) if is_random else func
+        result = super().__torch_dispatch__(run, types, args, kwargs)
+        given = {each.dtype for each in tree_leaves((args, kwargs)) if _is_real(each)}
+        moves = getattr(func, "is_view", False) or getattr(func, "overloadpacket", func).__name__ in _MOVES
+        for dtype in {each.dtype for each in tree_leaves(result) if _is_real(each)}:
+            rounds = not moves or any(_is_lower(dtype, each) for each in given)
+            if rounds and (self.lowest is None or _is_lower(dtype, self.lowest)):
+                self.lowest = dtype
+        return result
+
+    def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run an operation that draws random numbers."""
+        names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - no public name
+        calm = {name: value for name, value in _CALM.items() if name in names}
+        if calm:
+            given = {**dict(zip(names, args, strict=False)), **kwargs, **calm}
+            return func(**{name: value for name, value in given.items() if name != "self"}, **_own(given))
+        if self._rows is None:
+            result = func(*args, **kwargs)
+            self._tape_of().extend(each.clone() for each in tree_leaves(result) if isinstance(each, Tensor))
+            return result
+        source = kwargs.get("generator")
+        generators = [source] if source is not None else _generators(args, kwargs)
+        states = [each.get_state() for each in generators]
+        result = func(*args, **kwargs)
+        for each, state in zip(generators, states, strict=True):
+            each.set_state(state)
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._repeat(each, is_order="randperm" in func.name())
+        return result
+
+    def _repeat(self, drawn: Tensor, *, is_order: bool) -> None:
+        """Put the numbers of the whole's rows in the place of what a part has drawn."""
+        tape, place, self._place = self._tape_of(), self._place, self._place + 1
+        rows = None if is_order or place >= len(tape) else self._own_rows(tape[place], drawn)
+        if rows is None:
+            self.certain = False
+        else:
+            drawn.copy_(rows)
+
+    def _own_rows(self, whole: Tensor, part: Tensor) -> Tensor | None:
+        assert self._rows is not None  # noqa: S101 - of a part
+        if whole.dim() != part.dim():
+            return None
+        start, size, of = self._rows
+        for dim, (many, few) in enumerate(zip(whole.shape, part.shape, strict=True)):
+            if many == few:
+                continue
+            times = few // size
+            if many * size == few * of:
+                whole = whole.narrow(dim, start * times, few)
+                self.certain = self.certain and times == 1  # or samples lie one behind the other, or they do not
+            elif few < many:
+                whole, self.certain = whole.narrow(dim, 0, few), False  # trimmed, perhaps
+            else:
+                return None
+        return whole
+
+    def _tape_of(self) -> list[Tensor]:
+        assert self._tape is not None  # noqa: S101 - where numbers are repeated
+        return self._tape
+
+
+def _own(given: dict[str, Any]) -> dict[str, Any]:
+    return {"self": given["self"]} if "self" in given else {}
+
+
+def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
+    """Return the default generators that an operation may draw from."""
+    devices = {each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+    devices |= {torch.device(kwargs["device"])} if kwargs.get("device") is not None else set()
+    numbers = [device.index or 0 for device in devices if device.type == "cuda"]
+    return [torch.default_generator, *(torch.cuda.default_generators[number] for number in numbers)]
+
+
+def _is_real(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
+def _is_lower(one: torch.dtype, other: torch.dtype) -> bool:
+    return torch.finfo(one).eps > torch.finfo(other).eps
+
+
+def _dropped(tensor: Tensor) -> Tensor | None:
+    """Let go of what a backward would need, and keep what a reader of the graph looks at."""
+    kept = tensor.grad_fn is None or not tensor.is_floating_point() or tensor.numel() <= _FEW
+    return tensor.detach() if kept else None
+
+
+def _kept(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        msg = "this graph is for reading"
+        raise RuntimeError(msg)
+    return tensor
+
+
+_kept.shows = True  # type: ignore[attr-defined]  # reading it does nothing
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep warnings of pieces to ourselves, as of a variance of one sample; the step gives its own."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Be in evaluation mode: what training alone does is hidden."""
+    before = [module.training for module in modules]
+    for module in modules:
+        module.training = False
     try:
-        comparison.refuse(parts)
-    except (CoupledLoss, BatchError) as error:
-        return error
-    return None
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training
+
+
+def _groups(division: Division) -> list[list[int]]:
+    """Return the samples of each micro-batch; where they are trimmed, of the widest, the narrowest, and so on."""
+    found = [division.indices(group) for group in division.groups]
+    if division.longest is None:
+        return found
+    wide = dict(zip(map(id, found), division.longest, strict=True))
+    found.sort(key=lambda group: -wide[id(group)])
+    return [group for pair in zip(found, found[::-1], strict=True) for group in pair][: len(found)]
+
+
+def _widest(division: Division) -> int | None:
+    """Return what a piece is trimmed to, which some of its parts are not."""
+    if division.longest is None:
+        return None
+    return max(division.longest) if max(division.longest) > min(division.longest) else division.width
+
+
+def _width(division: Division, share: list[int]) -> int | None:
+    """Return what a group is trimmed to that some samples are of."""
+    if division.longest is None:
+        return None
+    return next(
+        wide
+        for group, wide in zip(division.groups, division.longest, strict=True)
+        if share[0] in division.indices(group)
+    )
+
+
+def _shares(groups: Sequence[list[int]], attempt: _Attempt) -> list[list[int]]:
+    """Take the samples of a piece: parts of at most a micro-batch each."""
+    if len(groups) == 1:  # trimmed, and not cut
+        return [groups[0][: attempt.samples]]
+    if not attempt.uneven:
+        return [group[: max(attempt.samples // 2, 1)] for group in groups[:2]]
+    left, found = attempt.samples, list[list[int]]()
+    for group in groups[:_PARTS]:
+        room = left - max(left // 3, 1) if not found else left
+        if room < 1:
+            break
+        found.append(group[:room])
+        left -= len(found[-1])
+    if len({len(share) for share in found}) == 1:
+        found[-1] = found[-1][: max(math.ceil(len(found[-1]) / 3), 1)]
+    return found

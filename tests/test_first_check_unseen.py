@@ -1,0 +1,348 @@
+"""What the batch produced without gradient: BigStep's first check sees it, and accuses no program that is exact."""
+
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import BigStep, Options
+from bigbatch.errors import CoupledLoss
+from tests.reference import sgd, trained
+
+Batch = tuple[Tensor, Tensor]
+SEEDS = 8
+
+
+class Case(NamedTuple):
+    """A loss whose samples depend on each other through values without gradient."""
+
+    loss: Callable[[Any, Batch], Tensor]
+    classes: int
+    samples: int
+    micro_batch: int
+    missed: int = 0  # first updates of eight, in float32, that pass without a word
+
+
+def advantages(model: Any, batch: Batch) -> Tensor:
+    """A policy gradient with advantages normalized over the batch."""
+    x, y = batch
+    reward = x.square().sum(1)
+    advantage = (reward - reward.mean()) / (reward.std() + 1e-8)
+    return (F.cross_entropy(model(x), y, reduction="none") * advantage).mean()
+
+
+def class_weights(model: Any, batch: Batch) -> Tensor:
+    """Classes weighed by how often they are in the batch."""
+    x, y = batch
+    logits = model(x)
+    weight = 1 / torch.bincount(y, minlength=logits.shape[1]).clamp(min=1).to(x.dtype)
+    return F.cross_entropy(logits, y, weight=weight)
+
+
+def mined(model: Any, batch: Batch) -> Tensor:
+    """Samples above a detached threshold."""
+    each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return each[each.detach() > each.detach().mean()].mean()
+
+
+def smaller_half(model: Any, batch: Batch) -> Tensor:
+    """The half with the smaller loss, as against noisy labels."""
+    each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    return each[each.detach().argsort()[: len(each) // 2]].mean()
+
+
+def hard_pairs(model: Any, batch: Batch) -> Tensor:
+    """Positives farther than the nearest negative and negatives nearer than the farthest positive, as sentences are."""
+    x, y = batch
+    distance = (model(x) - model(x.flip(1))).square().sum(1)
+    positive, negative = distance[y % 2 == 1], distance[y % 2 == 0]
+    low = negative.detach().min() if len(negative) else distance.detach().mean()
+    high = positive.detach().max() if len(positive) else distance.detach().mean()
+    return positive[positive.detach() > low].sum() + F.relu(1 - negative[negative.detach() < high]).square().sum()
+
+
+UNSEEN = {
+    "normalized advantages": Case(advantages, 4, 32, 4),
+    "class weights": Case(class_weights, 4, 32, 4),
+    "class weights of 1,000 classes": Case(class_weights, 1000, 256, 32, missed=1),
+    "class weights of 1,000 classes, two at a time": Case(class_weights, 1000, 256, 2, missed=1),
+    "mined examples": Case(mined, 4, 32, 4),
+    "the smaller half": Case(smaller_half, 4, 32, 4),
+    "hard pairs": Case(hard_pairs, 4, 32, 4),
+}
+
+
+def data(case: Case, seed: int, dtype: torch.dtype) -> Batch:
+    """Features and labels."""
+    by = torch.Generator().manual_seed(seed)
+    x = torch.randn(case.samples, 8, generator=by).to(dtype)
+    return x, torch.randint(case.classes, (case.samples,), generator=by)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("what", UNSEEN)
+def test_values_without_gradient_are_seen_before_the_first_update(what: str, dtype: torch.dtype) -> None:
+    """On each of eight seeds, but for those that the table names; nothing is changed."""
+    case, found = UNSEEN[what], 0
+    for seed in range(SEEDS):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, case.classes)).to(dtype)
+        before = [p.detach().clone() for p in model.parameters()]
+        step = BigStep(model, sgd(trained(model)), case.loss, micro_batch_size=case.micro_batch)
+        try:
+            step(data(case, seed, dtype))
+        except CoupledLoss:
+            found += 1
+            assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert found == SEEDS - (case.missed if dtype == torch.float32 else 0)
+
+
+class Vae(nn.Module):
+    """Samples its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 6), nn.Linear(3, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A reconstruction, and the code's distribution."""
+        mean, logarithm = self.encoder(x).chunk(2, 1)
+        return self.decoder(mean + torch.randn_like(mean) * (logarithm / 2).exp()), mean, logarithm
+
+
+def vae(model: Any, batch: Batch) -> Tensor:
+    """As the examples of torch have it."""
+    found, mean, logarithm = model(batch[0])
+    divergence = -0.5 * (1 + logarithm - mean.square() - logarithm.exp()).sum(1).mean()
+    return F.mse_loss(found, batch[0], reduction="none").sum(1).mean() + divergence
+
+
+def diffusion(model: Any, batch: Batch) -> Tensor:
+    """Noise of a random strength for each sample."""
+    x = batch[0]
+    time, noise = torch.randint(1, 10, (len(x),)), torch.randn_like(x)
+    strength = (time / 10).to(x.dtype)[:, None]
+    return F.mse_loss(model(x * (1 - strength) + noise * strength), noise[:, :4])
+
+
+def augmented(model: Any, batch: Batch) -> Tensor:
+    """Noise, a flip for some samples, and a factor for all."""
+    x = batch[0] + 0.1 * torch.randn(batch[0].shape, dtype=batch[0].dtype)
+    flipped = torch.where(torch.rand(len(x), 1) < 0.5, x.flip(1), x)
+    return F.cross_entropy(model(flipped * random.uniform(0.9, 1.1)), batch[1])  # noqa: S311 - as a user would
+
+
+def masked(model: Any, batch: Batch) -> Tensor:
+    """Features are left out by numbers that are drawn from probabilities of the data."""
+    keep = torch.bernoulli(batch[0].sigmoid())
+    chosen = torch.multinomial(batch[0].softmax(1), 2)
+    return F.cross_entropy(model(batch[0] * keep + batch[0].gather(1, chosen).sum(1, keepdim=True)), batch[1])
+
+
+def head() -> nn.Module:
+    """Eight features, four classes, and some dropout."""
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("make", "loss"), [(Vae, vae), (head, diffusion), (head, augmented), (head, masked)], ids=lambda each: each.__name__
+)
+def test_random_numbers_are_no_matter(make: Callable[[], nn.Module], loss: Any, dtype: torch.dtype) -> None:
+    """Neither a warning nor an accusation, at any of the checks; the numbers of the step are those without it."""
+    case, found = Case(loss, 4, 20, 4), []
+    for check in (True, False):
+        torch.manual_seed(0)
+        random.seed(0)
+        model = make().to(dtype)
+        options = Options(check=check)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        step = BigStep(model, optimizer, loss, micro_batch_size=case.micro_batch, options=options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _ = [step(data(case, number, dtype)) for number in range(5)]
+        found.append([p.detach() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class InBlocks(nn.Module):
+    """Adds up in blocks that depend on the number of rows, as kernels of a GPU are chosen; perhaps without a graph."""
+
+    def __init__(self, inside: torch.dtype, coupling: float = 0.0, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.inside, self.coupling, self.frozen = inside, coupling, frozen
+        self.first, self.last = nn.Parameter(torch.randn(64, 8), requires_grad=not frozen), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply, block by block."""
+        x = x.repeat(1, 8)
+        with torch.set_grad_enabled(not self.frozen):
+            given, weight = x.to(self.inside), self.first.to(self.inside)
+            found = torch.zeros(len(x), 8, dtype=self.inside)
+            for block in torch.arange(64).split(3 + len(x) % 5):
+                found = found + given[:, block] @ weight[block]
+        hidden = torch.tanh(found.to(self.last.weight.dtype) * 0.1)
+        return self.last(hidden + self.coupling * hidden.mean(0))
+
+
+def plain(model: Any, batch: Batch) -> Tensor:
+    """A mean cross-entropy."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "inside"),
+    [(torch.float64, torch.float32), (torch.float64, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+def test_the_tolerance_is_that_of_the_least_precise_numbers(
+    dtype: torch.dtype, inside: torch.dtype, frozen: bool
+) -> None:
+    """Also where no gradient comes and no graph shows them; a coupling that is larger is refused all the same."""
+    case = Case(plain, 4, 64, 24)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = InBlocks(inside, frozen=frozen).to(dtype)
+        BigStep(model, sgd(trained(model)), plain, micro_batch_size=case.micro_batch)(data(case, seed, dtype))
+    torch.manual_seed(0)
+    model = InBlocks(inside, 30.0 if inside == torch.bfloat16 else 0.1, frozen=frozen).to(dtype)
+    with pytest.raises(CoupledLoss):
+        BigStep(model, sgd(trained(model)), plain, micro_batch_size=case.micro_batch)(data(case, 0, dtype))
+
+
+def test_a_batch_in_less_than_the_model_is_no_excuse() -> None:
+    """Numbers that are moved and cast up are not rounded."""
+    torch.manual_seed(0)
+    model = InBlocks(torch.float64, 1e-4).double()
+    step = BigStep(model, sgd(trained(model)), lambda m, b: plain(m, (b[0].double(), b[1])), micro_batch_size=24)
+    with pytest.raises(CoupledLoss):
+        step(data(Case(plain, 4, 64, 24), 0, torch.float32))
+
+
+@pytest.mark.parametrize("loss", [mined, advantages, class_weights, smaller_half])
+def test_a_batch_of_one_micro_batch_is_exact(loss: Any) -> None:
+    """Whatever couples its samples: it is the big batch."""
+    case = Case(loss, 4, 16, 16)
+    torch.manual_seed(0)
+    model = head()
+    update = BigStep(model, sgd(trained(model)), loss, micro_batch_size=case.micro_batch)(data(case, 0, torch.float32))
+    assert update.micro_batches == 1
+
+
+def hardest(model: Any, batch: Batch) -> Tensor:
+    """The two largest features of each pair of samples; fails for one sample."""
+    pairs = model(batch[0]).view(-1, 2, 4)
+    return pairs.flatten(1).topk(5, dim=1).values.mean()
+
+
+def penalized(model: Any, batch: Batch) -> Tensor:
+    """A gradient penalty, which wants a graph."""
+    x = batch[0].requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean()
+
+
+@pytest.mark.parametrize(("loss", "size"), [(hardest, 2), (hardest, 4), (hardest, 6), (penalized, 1), (penalized, 4)])
+def test_a_check_that_cannot_run_is_no_error(loss: Any, size: int) -> None:
+    """Where pieces or parts fail that are not the step's own, others are compared, or none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+    update = BigStep(model, sgd(trained(model)), loss, micro_batch_size=size)(
+        data(Case(loss, 4, 24, size), 0, torch.float64)
+    )
+    assert update.micro_batches == 24 // size
+
+
+def test_pairs_that_are_coupled_are_seen_beside_failing_pieces() -> None:
+    """A part of one sample fails; two micro-batches tell."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        pairs = model(batch[0]).view(-1, 2, 4)
+        return (pairs - pairs.detach().mean(0)).square().mean()
+
+    model = head().double().eval()
+    with pytest.raises(CoupledLoss):
+        BigStep(model, sgd(trained(model)), loss, micro_batch_size=4)(data(Case(loss, 4, 24, 4), 0, torch.float64))
+
+
+def test_an_error_that_comes_once_is_the_users_own() -> None:
+    """It is neither an accusation, nor does it end the step where only the check has met it."""
+    calls = [0]
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise OSError("once")
+        return plain(model, batch)
+
+    model = head()
+    assert BigStep(model, sgd(trained(model)), loss, micro_batch_size=4)(
+        data(Case(loss, 4, 8, 4), 0, torch.float32)
+    ).micro_batches
+
+
+class Remembering(nn.Module):
+    """A recurrent model that goes on with the state that it was left in, where as many samples come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.last = nn.GRUCell(8, 16), nn.Linear(16, 4)
+        self.h: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One step."""
+        if self.h is None or len(self.h) != len(x):
+            self.h = x.new_zeros(len(x), 16)
+        found = self.cell(x, self.h)
+        self.h = found.detach()
+        return self.last(found)
+
+
+def test_a_state_that_is_left_for_the_next_call_is_seen() -> None:
+    """The parts are micro-batches as they are, so that it fits the next one."""
+    model = Remembering().double()
+    step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)
+    with pytest.raises(CoupledLoss, match="a call finds what another has left"):
+        step(data(Case(plain, 4, 12, 4), 0, torch.float64))
+
+
+class GhostNorm(nn.Module):
+    """BatchNorm over virtual batches of a fixed size, as tabular networks have it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm, self.size = nn.BatchNorm1d(8), size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize one virtual batch after the other."""
+        return torch.cat([self.norm(each) for each in x.split(self.size)])
+
+
+@pytest.mark.parametrize(("size", "virtual"), [(4, 4), (8, 4), (4, 2), (12, 100)])
+def test_batch_norm_over_virtual_batches_is_refused(size: int, virtual: int) -> None:
+    """Statistics of all micro-batches would be merged; where a batch is one virtual batch, it is exact."""
+    torch.manual_seed(0)
+    model = nn.Sequential(GhostNorm(virtual), nn.Linear(8, 4)).double()
+    step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=size)
+    batch = data(Case(plain, 4, 24, size), 0, torch.float64)
+    if virtual > size:
+        assert step(batch).micro_batches == 2
+    else:
+        with pytest.raises(CoupledLoss, match=r"BatchNorm is called \d+ times for .*ghost"):
+            step(batch)
+
+
+def test_a_compiled_model_is_checked() -> None:
+    """Or left alone, where nobody can look into it."""
+    torch.manual_seed(0)
+    model = head().double()
+    compiled = torch.compile(model, backend="aot_eager")
+    step = BigStep(model, sgd(trained(model)), lambda _, b: plain(compiled, b), micro_batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert step(data(Case(plain, 4, 12, 4), 0, torch.float64)).micro_batches == 3
