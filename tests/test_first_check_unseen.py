@@ -25,7 +25,6 @@ class Case(NamedTuple):
     classes: int
     samples: int
     micro_batch: int
-    missed: int = 0  # first updates of eight, in float32, that pass without a word
 
 
 def advantages(model: Any, batch: Batch) -> Tensor:
@@ -69,8 +68,8 @@ def hard_pairs(model: Any, batch: Batch) -> Tensor:
 UNSEEN = {
     "normalized advantages": Case(advantages, 4, 32, 4),
     "class weights": Case(class_weights, 4, 32, 4),
-    "class weights of 1,000 classes": Case(class_weights, 1000, 256, 32, missed=1),
-    "class weights of 1,000 classes, two at a time": Case(class_weights, 1000, 256, 2, missed=1),
+    "class weights of 1,000 classes": Case(class_weights, 1000, 256, 32),
+    "class weights of 1,000 classes, two at a time": Case(class_weights, 1000, 256, 2),
     "mined examples": Case(mined, 4, 32, 4),
     "the smaller half": Case(smaller_half, 4, 32, 4),
     "hard pairs": Case(hard_pairs, 4, 32, 4),
@@ -87,7 +86,7 @@ def data(case: Case, seed: int, dtype: torch.dtype) -> Batch:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("what", UNSEEN)
 def test_values_without_gradient_are_seen_before_the_first_update(what: str, dtype: torch.dtype) -> None:
-    """On each of eight seeds, but for those that the table names; nothing is changed."""
+    """On each of eight seeds; nothing is changed."""
     case, found = UNSEEN[what], 0
     for seed in range(SEEDS):
         torch.manual_seed(seed)
@@ -99,7 +98,7 @@ def test_values_without_gradient_are_seen_before_the_first_update(what: str, dty
         except CoupledLoss:
             found += 1
             assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    assert found == SEEDS - (case.missed if dtype == torch.float32 else 0)
+    assert found == SEEDS
 
 
 class Vae(nn.Module):

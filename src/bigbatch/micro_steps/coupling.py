@@ -12,7 +12,7 @@ from bigbatch.reading.counts import Kind
 # How far two roundings of one loss may lie apart; what couples samples moves it by far more.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 3e-2
-_FLOOR = 1e-2  # a loss near zero may be the difference of larger numbers, whose rounding it has
+_FLOOR = 0.1  # a loss near zero may be the difference of larger numbers, whose rounding it has
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 
 
@@ -84,10 +84,6 @@ _SHARED_STATE = (
     "Micro-batches take turns at BatchNorm and at `across`: what the model, a hook or the loss keeps outside of the "
     "call for later, as in self.features = x or features['teacher'] = x, is another micro-batch's after that. Return "
     "it, or pass it on as an argument."
-)
-HINT_IN_LOCK_STEP = (
-    f"bigbatch: {_SHARED_STATE} Or rows of all are set against a micro-batch's own, where only one side was gathered: "
-    "across.gather(features) goes with across.gather(labels)."
 )
 
 

@@ -35,11 +35,12 @@ from bigbatch.micro_steps.coupling import (
     is_sum_of,
     more_norms,
     padded,
+    shared_state,
     tolerance_of,
 )
-from bigbatch.micro_steps.restoring import Randomness, devices_of, untouched
+from bigbatch.micro_steps.restoring import Buffers, Randomness, devices_of, untouched
 from bigbatch.micro_steps.running import Runner
-from bigbatch.micro_steps.survival import let_go
+from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.options import Options
 from bigbatch.pointing import outside
 
@@ -92,6 +93,7 @@ class _Attempt(NamedTuple):
     samples: int  # in the piece, at most
     uneven: bool  # whether the last part is smaller: equal parts hide how they are weighed
     large: bool  # whether it is more than is trained on at once, so that no graph is kept
+    confirms: bool = False  # whether it is compared, too, where one before it has agreed
     watched: bool = True  # whether operations are watched: a few cannot be
 
 
@@ -173,18 +175,24 @@ class FirstCheck:
         )
 
     def _first_that_runs(self, division: Division) -> "_Outcome | None":
-        """Compare the first piece that can be evaluated."""
+        """Compare what can be evaluated: parts of different sizes, and micro-batches as they are; else smaller ones."""
+        agreed: _Outcome | None = None
         for attempt in self._attempts(division):
+            if agreed is not None and not attempt.confirms:
+                break
             try:
-                return self._tried(division, attempt)
-            except Exception as error:  # noqa: PERF203 - it proves nothing; what is the user's own comes in the step
+                found = self._tried(division, attempt)
+                if not found.agrees:
+                    return found
+                agreed = found
+            except Exception as error:  # it proves nothing; what is the user's own comes in the step
                 told = self._side_by_side and isinstance(error, BigBatchError)
                 if isinstance(error, NeedsLockStep) or (told and not isinstance(error, PathsDiffer)):
                     raise
                 let_go(error)
             finally:
                 torch.clear_autocast_cache()  # copies of weights that were made without a graph
-        return None
+        return agreed
 
     def _attempts(self, division: Division) -> Iterator[_Attempt]:
         groups = _groups(division)
@@ -198,7 +206,9 @@ class FirstCheck:
         except Exception as error:  # noqa: BLE001 - as below
             let_go(error)
         else:
-            yield _Attempt(max(size * max(kept, _LITTLE) // max(held, 1), 2), uneven=True, large=True)
+            samples = max(size * max(kept, _LITTLE) // max(held, 1), 2)
+            yield _Attempt(samples, uneven=True, large=True)
+            yield _Attempt(samples, uneven=False, large=True, confirms=True)
         yield _Attempt(2 * size, uneven=False, large=True)
         yield _Attempt(max(size, 2), uneven=True, large=False)
         yield _Attempt(max(size, 2), uneven=False, large=False)
@@ -210,31 +220,40 @@ class FirstCheck:
         widest = _widest(division)
         evaluate = partial(self._evaluated, division, watched=attempt.watched)
         of_parts: _Graph = "read" if attempt.large and self._side_by_side is not None else "keep"
-        state = Randomness(devices_of(self._models))
-        tape: list[Tensor] = []
+        state, tape = _State(self._models), list[Tensor]()
         (whole,) = evaluate([every], widest, graph="none" if attempt.large else "keep", tape=tape)
-        drawn = state.drawn()
+        drawn = state.randomness.drawn()
 
         def parts(wide: int | None, *, goes_on: bool = False) -> list[Part]:
             return evaluate(shares, wide, graph=of_parts, tape=tape, state=state, goes_on=goes_on)
 
-        found = parts(_OWN)
+        found = self._met(partial(parts, _OWN), lambda: [evaluate([each], _OWN, graph="read") for each in shares])
         if len({len(part.kinds) for part in found}) == 1 and whole.norms == found[0].norms:
             if is_sum_of(whole, found):
                 return _Outcome(agrees=True)
             if drawn and self._side_by_side is None and is_sum_of(whole, parts(_OWN, goes_on=True)):
                 return _Outcome(agrees=True)
-        if (
-            drawn
-            and not all(part.certain for part in found)
-            and self._changes_with_seed(whole, every, widest, evaluate)
-        ):
+        certain = not drawn or all(part.certain for part in found)
+        if not certain and self._changes_with_seed(whole, every, widest, evaluate):
             return _Outcome()
         if whole.norms > found[0].norms:
             return _Outcome(more_norms(whole, found, len(every)))
         if division.longest is not None and division.batch.collate is None and is_sum_of(whole, parts(widest)):
             return _Outcome(padded(whole, found))
         return _Outcome(coupled(whole, found, len(every), side_by_side=self._side_by_side is not None))
+
+    def _met(self, together: Callable[[], list[Part]], alone: Callable[[], object]) -> list[Part]:
+        """Evaluate parts; say so where they fail beside each other alone."""
+        try:
+            return together()
+        except Exception as error:
+            if self._side_by_side is None or isinstance(error, BigBatchError) or is_out_of_memory(error):
+                raise
+            alone()  # raises where it is not for the others
+            try:
+                return together()
+            except type(error):  # again: one that comes once is the user's own
+                raise shared_state(error) from error
 
     def _changes_with_seed(
         self, whole: Part, every: list[int], widest: int | None, evaluate: Callable[..., list[Part]]
@@ -256,7 +275,7 @@ class FirstCheck:
         tape: list[Tensor] = []
         try:
             with untouched(self._models), _quiet():
-                state = Randomness(devices_of(self._models))
+                state = _State(self._models)
                 every = [i for share in shares for i in share]
                 (whole,) = self._evaluated(division, [every], widest, graph="read", tape=tape)
                 parts = self._evaluated(division, shares, _OWN, graph="read", tape=tape, state=state)
@@ -276,7 +295,7 @@ class FirstCheck:
         graph: _Graph,
         watched: bool = True,
         tape: list[Tensor] | None = None,
-        state: Randomness | None = None,
+        state: "_State | None" = None,
         goes_on: bool = False,
     ) -> list[Part]:
         """Evaluate parts of one batch: each by itself, or side by side where their losses ask for each other.
@@ -288,8 +307,8 @@ class FirstCheck:
             graph: "keep" it, let go of all but what is to "read", or build "none".
             watched: whether operations are watched.
             tape: random numbers, to be written, or to be read where there is a `state` to begin each part with.
-            state: where random numbers begin.
-            goes_on: whether they go on from part to part, instead.
+            state: what each begins with.
+            goes_on: whether random numbers go on from part to part, instead.
         """
         sizes = [len(share) for share in shares]
         starts = [sum(sizes[:number]) for number in range(len(sizes))]
@@ -299,8 +318,8 @@ class FirstCheck:
 
         def evaluate(given: tuple[list[int], _Rows | None]) -> Part:
             share, own = given
-            if state is not None and not goes_on and self._side_by_side is None:
-                state.restore()
+            if state is not None and self._side_by_side is None:
+                state.restore(randomness=not goes_on)
             micro_batch = self._mover.moved(division.part(share, _width(division, share) if wide == _OWN else wide))
             watch = _Watch(tape, own)
             before = Randomness(devices_of(self._models))
@@ -326,6 +345,20 @@ class FirstCheck:
         if self._side_by_side is None:
             return [evaluate(each) for each in given]
         return self._side_by_side(evaluate, given, sizes)
+
+
+class _State:
+    """What a forward finds: buffers, which the power iteration of a spectral norm moves, and random numbers."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Take it down as it is."""
+        self.randomness, self._buffers = Randomness(devices_of(models)), Buffers(models)
+
+    def restore(self, *, randomness: bool = True) -> None:
+        """Go back to it."""
+        self._buffers.restore()
+        if randomness:
+            self.randomness.restore()
 
 
 class _Outcome(NamedTuple):
@@ -504,15 +537,13 @@ def _shares(groups: Sequence[list[int]], attempt: _Attempt) -> list[list[int]]:
     """Take the samples of a piece: parts of at most a micro-batch each."""
     if len(groups) == 1:  # trimmed, and not cut
         return [groups[0][: attempt.samples]]
-    if not attempt.uneven:
-        return [group[: max(attempt.samples // 2, 1)] for group in groups[:2]]
     left, found = attempt.samples, list[list[int]]()
     for group in groups[:_PARTS]:
-        room = left - max(left // 3, 1) if not found else left
-        if room < 1:
+        room = left if found else left - max(left // (3 if attempt.uneven else 2), 1)
+        if room < 1 or (len(found) > 1 and not attempt.uneven and room < len(group)):
             break
         found.append(group[:room])
         left -= len(found[-1])
-    if len({len(share) for share in found}) == 1:
+    if attempt.uneven and len({len(share) for share in found}) == 1:
         found[-1] = found[-1][: max(math.ceil(len(found[-1]) / 3), 1)]
     return found
