@@ -71,6 +71,8 @@ COUNTING: dict[str, tuple[type, str, Callable[[Once, Callable[..., Any]], Callab
     "before the count": (Ledger, "enter", before),
     "after the count": (Ledger, "enter", after),
     "after all of it": (Window, "add", after),
+    "before the step": (Window, "close", before),
+    "in the step": (Ledger, "big_loss", before),
 }
 
 
@@ -82,6 +84,7 @@ def test_a_failure_after_a_backward_breaks_the_window(
 ) -> None:
     """A loop that tries the micro-batch again must not count it twice."""
     owner, name, around = COUNTING[where]
+    place = 2 if "step" in where else place
     training = Training(steps=3, case=PLAIN)
     for batch in BATCHES[:place]:
         training.backward(batch)
@@ -198,8 +201,9 @@ def test_ctrl_c_after_the_step_leaves_the_window_broken_or_closed(where: str, mo
     training = Training(steps=2, case=PLAIN)
     STEPPING[where](None, None, Once(KeyboardInterrupt()), monkeypatch)
     training.backward(BATCHES[0])
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         training.backward(BATCHES[1])
+    assert "has stepped" in "".join(getattr(caught.value, "__notes__", ["has stepped"]))
     training.assert_big_batches(BATCHES[:2])
     if where == "end of the step":
         with pytest.raises(WindowBroken, match="was made"):

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import checks
 from bigbatch.admission import Admission
-from bigbatch.errors import StateError, WindowDisturbed, WindowError, WindowOpen
+from bigbatch.errors import BigBatchError, StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.forgotten import Forgotten
 from bigbatch.lockstep.needing import asked_anywhere, times_asked
 from bigbatch.over import Listener, Loop, Over, Source
@@ -178,7 +178,7 @@ class Accumulator:
         )
         return Over(loader, listener, self._counts)
 
-    def backward(  # noqa: C901, PLR0912 - a call less for every micro-batch
+    def backward(  # noqa: C901 - a call less for every micro-batch
         self, loss: Tensor, count: GivenCount | None = None
     ) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
@@ -197,11 +197,11 @@ class Accumulator:
         terms = self._read(loss, count)
         if admission.reader.fresh or admission.may_wake:
             admission.scan(loss)
-        if window is None:
-            window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
-            self._forgotten.opened(window.ledger)
-        passes, loop.spent = window.passes, loop.of_over
+        loop.spent, added = loop.of_over, False
         try:
+            if window is None:
+                window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
+                self._forgotten.opened(window.ledger)
             if loop.repeated:
                 with admission.sparing_others():
                     window.pass_by(loss, only_own=admission.only_own)
@@ -210,19 +210,25 @@ class Accumulator:
             else:
                 with admission.sparing_others():
                     window.add(loss, terms, only_own=False)
+            window.state, added = OPEN, True
+            if loop.last or window.passes >= self._steps:
+                return self._close(window, checked=True)
         except BaseException as error:
-            if window.state is OPEN and window.passes == passes:  # refused: nothing was added
-                loop.spent = False
-                if not passes:
-                    self.discard()  # there is no window yet
-            else:
-                window.fail(error)
+            self._fail(loop, error, added=added)
             raise
-        if loop.last or window.passes >= self._steps:
-            return self._close(window, checked=True)
         if self._stepper.ranks is not None:
             self._prepare()
         return None
+
+    def _fail(self, loop: Loop, error: BaseException, *, added: bool) -> None:
+        """A backward has failed: it was refused, or nobody can tell how far it came."""
+        window = self._window
+        if window is None or (window.state is OPEN and not added):
+            loop.spent = False
+            if window is not None and window.untouched:
+                self.discard()  # there is no window yet
+        elif window.state is not OPEN or not isinstance(error, BigBatchError):  # ours leave it as it is
+            window.fail(error)
 
     def flush(self) -> Update | None:
         """End the window early and make its update; None where no window is open."""
@@ -244,15 +250,19 @@ class Accumulator:
                 with together.telling_of_failure(self._stepper.ranks, window.gradients.device):
                     update = window.close(checked=checked, goes_on=self._promised)
             self._others_go_on = window.others_go_on
-        finally:
-            if window.state is CLOSED:  # also where Ctrl-C came after the step
+            self._forget()
+        except BaseException as error:
+            if self._stepper.began:
+                self._stepper.give_up(error)
+            if window.state is CLOSED:  # Ctrl-C came after the step
                 self._forget()
+            raise
         return update
 
     def _forget(self) -> None:
         """Go on without a window: it is closed."""
-        self._forgotten.closed()
         self._window, self._resumed, self._loop.last = None, False, False
+        self._forgotten.closed()
         if self._stepper.ranks is not None:
             self._prepare()
 
@@ -406,7 +416,7 @@ class Accumulator:
     def _begin(self, loop: Loop, *, has_batches: bool) -> None:
         """At the first batch of an `over`, or where there is none, hear of other ranks whether theirs begins, too."""
         ranks = self._stepper.ranks
-        if not loop.begun and ranks is not None and ranks.overlap and not ranks.sharded:
+        if ranks is not None and ranks.overlap and not ranks.sharded:
             together.begin(ranks, all_parameters(self._stepper.optimizers)[0].device, has_batches=has_batches)
         loop.begun = True
 
@@ -426,7 +436,8 @@ class Accumulator:
 
     def _end(self, loop: Loop) -> None:
         """Hear that all batches were given out; the last one may have made no backward."""
-        self._begin(loop, has_batches=False)
+        if not loop.begun:
+            self._begin(loop, has_batches=False)
         ranks = self._stepper.ranks
         if not loop.spent:
             self._refuse_backward_by_hand()
@@ -459,7 +470,8 @@ class Accumulator:
 
     def _announce(self, loop: Loop, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - by Over
         """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""
-        self._begin(loop, has_batches=True)
+        if not loop.begun:
+            self._begin(loop, has_batches=True)
         if not loop.spent:
             self._refuse_backward_by_hand()
         self._loop, loop.last, loop.totals, loop.spent = loop, last, totals, False

@@ -46,7 +46,7 @@ from bigbatch.reading.counts import Count
 from bigbatch.update import Update
 from bigbatch.windows.stepping import Stepper, refuse_copy
 from bigbatch.windows.together import tell_of_several, telling_of_failure
-from bigbatch.windows.window import Window
+from bigbatch.windows.window import OPEN, Window
 from bigbatch.windows.witness import Witness
 from bigbatch.wording import speaking_of
 
@@ -431,6 +431,7 @@ class BigStep:
             loss, _ = self._runner.loss(self._mover.moved(division.micro_batch(0)))
             with self._admission.sparing_others():
                 window.pass_by(loss)
+            window.state = OPEN
 
     def _meet_with(self, division: Division) -> None:
         """Make sure that what waits while micro-batches run side by side has room."""

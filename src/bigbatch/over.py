@@ -72,7 +72,6 @@ class Source(Generic[Batch]):
                 self.held.append(next(self.iterator))
                 self._read += 1
                 if self._length is not None and self._read > self._length:
-                    self.held.pop()
                     raise BatchError(_TOO_MANY.format(self._length))  # noqa: TRY301 - as if the loader had
                 if first is not None and not _is_same(first, self.held[0]):
                     self._stop_looking_ahead(first)
@@ -83,6 +82,18 @@ class Source(Generic[Batch]):
                     raise
                 self._failure = error
         return len(self.held)
+
+    def __iter__(self) -> Iterator[tuple[Batch, bool, None]]:
+        """Give out the batches, each with whether it is the last, as far as that is known."""
+        length = self._length
+        # On the shortest way: small models feel it.
+        for number, batch in enumerate(self.iterator if length is not None else (), 1):
+            if length is not None and number > length:
+                raise BatchError(_TOO_MANY.format(length))
+            yield batch, number == length, None
+        while length is None and self.look(1):
+            last = self.is_last()
+            yield self.held.popleft(), last, None
 
     def is_last(self) -> bool:
         """Tell whether no other comes after the next batch, as far as that is known."""
@@ -179,9 +190,7 @@ class Over(Generic[Batch]):
             elif self._listener.most is not None:
                 yield from self._in_company(source, self._listener.most, loop)
             else:
-                while source.look(1):
-                    last = source.is_last()
-                    yield source.held.popleft(), last, None  # no reference stays to what was given out
+                yield from source
         finally:
             if source.iterator is not self._loader or not source.held:
                 kept.remove(source)

@@ -28,7 +28,7 @@ from bigbatch.reading.terms import Term
 from bigbatch.windows.engine import run_backward
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.stepping import Stepper
-from bigbatch.windows.window import Window
+from bigbatch.windows.window import OPEN, Window
 
 LossFunction = Callable[[Any, Any], Any]
 _ONE_VALUE = "more than 1 value per channel"  # torch's word for BatchNorm on a single sample
@@ -177,6 +177,7 @@ class Runner:
         adding_up = self._casting.adding_up(loss) if self._casting is not None else nullcontext()
         with adding_up, self._admission.sparing_others():
             window.add(loss, terms, only_own=self._admission.only_own)
+        window.state = OPEN
         return extra
 
     def _backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:

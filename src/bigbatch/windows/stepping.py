@@ -195,7 +195,7 @@ class Stepper:
         doing, reason = self._doing, str(error).partition("\n")[0]
         failed = f"failed with {type(error).__name__}" + (f": {reason}" if reason else "")
         if doing == "made":
-            return f"after the step something {failed}. The update was made."
+            return f"the optimizer has stepped, and then something {failed}. The update was made."
         if doing == "hook":
             return (
                 f"a before_step hook {failed}. Nothing was stepped; the gradients were corrected already, and hooks "

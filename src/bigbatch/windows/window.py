@@ -111,7 +111,10 @@ class Window:
         return self.state is OPEN and not self.passes
 
     def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
-        """Add one micro-batch's gradient. Raises before anything is added, or marks the window broken."""
+        """Add one micro-batch's gradient. Raises before anything is added, or leaves the window broken.
+
+        So it does at its end: the caller, who knows that all is done, opens it again.
+        """
         ledger, dtype = self._ledger, loss.dtype
         first, in_common = not ledger.micro_batches, ledger.in_common
         if not first or not self.untouched:  # gradients were looked at when the window was opened
@@ -135,7 +138,6 @@ class Window:
         if first or dtype != self._loss_dtype:
             self._loss_dtype = dtype if dtype == torch.float64 else torch.float32
         ledger.enter(terms, weights, loss, factors)
-        self.state = OPEN
 
     def fail(self, error: BaseException) -> None:
         """Hear what has failed in a backward, or between it and the next call: what it has added cannot be told."""
@@ -292,7 +294,6 @@ class Window:
         self._run(loss, torch.zeros_like(loss), self._gradients.leaves if only_own else None, adds=False)
         self._gradients.remember()
         self.passed_by += 1
-        self.state = OPEN
 
     def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
         """Take over what replays of a captured micro-step have added up to the gradients of this window."""
