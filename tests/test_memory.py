@@ -158,21 +158,21 @@ def test_a_meter_stops_at_its_limit() -> None:
 @pytest.mark.cuda
 def test_a_gpus_peak_is_its_allocators() -> None:
     """With what was there before, and with the cache apart."""
-    elsewhere = torch.cuda.memory_allocated()
-    before = torch.ones(1 << 20, device="cuda")
-    meter = Meter("cuda")
+    elsewhere = torch.cuda.memory_allocated("cuda:0")
+    before = torch.ones(1 << 20, device="cuda:0")
+    meter = Meter("cuda:0")
     _, peak = meter(lambda: (before + 1).sum() + 1)
     assert 8 << 20 <= peak.allocated - elsewhere <= 16 << 20
     assert peak.reserved >= peak.allocated
-    free, total = torch.cuda.mem_get_info()
-    assert free < budget(None, "cuda") <= total
+    free, total = torch.cuda.mem_get_info("cuda:0")
+    assert free < budget(None, "cuda:0") <= total
 
 
 @pytest.mark.cuda
 def test_a_gpus_share_is_respected() -> None:
     """A process that was given a fraction plans with it."""
-    torch.cuda.set_per_process_memory_fraction(0.25)
+    torch.cuda.set_per_process_memory_fraction(0.25, "cuda:0")
     try:
-        assert budget(None, "cuda") <= 0.25 * torch.cuda.mem_get_info()[1]
+        assert budget(None, "cuda:0") <= 0.25 * torch.cuda.mem_get_info("cuda:0")[1]
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+        torch.cuda.set_per_process_memory_fraction(1.0, "cuda:0")

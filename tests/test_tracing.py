@@ -26,8 +26,8 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def half(model: nn.Module, batch: Batch) -> Tensor:
-    """The same under autocast."""
-    with torch.autocast("cpu", torch.bfloat16):
+    """The same under autocast of the device that it runs on."""
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
         return loss_fn(model, batch)
 
 

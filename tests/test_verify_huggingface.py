@@ -178,3 +178,14 @@ def test_the_count_of_a_language_model_is_named() -> None:
     torch.manual_seed(3)
     found = verify(llama(), None, text(), 4, train_window=textbook)
     assert "in proportion to (batch['labels'][..., 1:] != -100).sum()" in found.causes[0].found
+
+
+@pytest.mark.parametrize("seed", [0, 20, 23])
+def test_a_bias_whose_gradient_cancels_is_judged_by_its_own_rounding(seed: int) -> None:
+    """Electra computes its loss in float32: what is left of a sum that nearly vanishes is no mistake."""
+    torch.manual_seed(seed)
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.ElectraConfig(**{**SIZES, "num_hidden_layers": 1}, **dropouts, embedding_size=16)
+    model = transformers.ElectraForPreTraining(config).train()
+    batch = {"input_ids": torch.randint(WORDS, (10, 8)), "labels": torch.randint(2, (10, 8))}
+    assert verify(model, None, batch, 4).exact

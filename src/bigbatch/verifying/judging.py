@@ -79,14 +79,14 @@ class Compared:
 
 def repeats(runs: Runs, truth: Whole, judge: Judge) -> float:
     """Return how far a second run of the same big batch lies from the first, where that is no rounding; else 0."""
-    small = EXACT if judge.precise and runs.judged_in == torch.float64 else _low(runs)
+    small = EXACT if judge.precise and runs.judged_in == torch.float64 else low(runs)
     if max(judge.floors.values(), default=0.0) <= small:
         return 0.0
     apart = max(relative(runs.whole().gradients, truth.gradients).values(), default=0.0)
     return apart if apart > small else 0.0
 
 
-def _low(runs: Runs) -> float:
+def low(runs: Runs) -> float:
     """Return what kernels that add up in any order may differ by, where some of it runs in less than float64."""
     dtype = torch.float32 if runs.judged_in == torch.float64 else runs.judged_in
     return min(1000 * torch.finfo(dtype).eps, _PLAIN)

@@ -12,7 +12,7 @@ from bigbatch.verifying.counting import Counts
 from bigbatch.verifying.evidence import cause
 from bigbatch.verifying.gradients import overall, relative
 from bigbatch.verifying.inquiry import Inquiry
-from bigbatch.verifying.judging import Compared, Judge, measured, repeats
+from bigbatch.verifying.judging import Compared, Judge, low, measured, repeats
 from bigbatch.verifying.looking import OUTSIDE
 from bigbatch.verifying.meeting import as_asked, as_turns, tells_of_turns
 from bigbatch.verifying.precision import lost_in_some, lost_in_sums, rounded
@@ -24,8 +24,14 @@ from bigbatch.verifying.table import number
 from bigbatch.verifying.verification import Cause, Difference, Verification
 from bigbatch.verifying.ways import Accumulated, Loop
 
+_PLAINLY = 1e-3  # a difference that no rounding in float32 makes
 _FAR = 30  # times what the big batch itself loses in the model's own dtype: no rounding any more
 _NO_REFUSAL = frozenset({"randomness", "low-precision-sums"})  # BigStep refuses neither: it meant something else
+_OF_WEIGHTS = frozenset({"not-divided", "divided-twice", "wrong-scale", "wrong-count"})  # as coupled samples look, too
+_BY_ELIMINATION = (
+    "no weights of whole micro-batches add up to the big batch's gradient, and nothing in the model explains that: the "
+    "loss computes something of all samples, such as a mean, a rank or a threshold, perhaps without gradient"
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,8 @@ class Proof:
             return _listed(shapes, compared.differences, floors, compared.differences, floors)
         truth = measured.truth.gradients
         mine, own = (relative(each.gradients, truth) for each in (measured.mine, measured.own))
+        if not measured.judge.precise:  # what computes in float32 rounds as it does, where terms cancel more so
+            floors = {name: max(floor, min(own[name], low(runs))) for name, floor in floors.items()}
         return _listed(shapes, compared.differences, floors, mine, own)
 
     def _causes(self, measured: _Measured, compared: Compared, differences: list[Difference]) -> list[Cause]:
@@ -152,21 +160,27 @@ class Proof:
             runs.dtype = torch.float64
             if not causes:
                 self._look_astray(differences)
-        refused = self._settling.refused
-        return causes if refused is None else self._with_refusal(causes, refused)
+        refused, differs = self._settling.refused, not all(each.exact for each in differences)
+        if refused is not None:
+            return self._with_refusal(causes, refused, differs=differs)
+        if not causes and not loop and differs and compared.overall > _PLAINLY:
+            return [cause("coupled-samples", OUTSIDE, 1.0, _BY_ELIMINATION, loop=False)]
+        return causes
 
-    def _with_refusal(self, causes: list[Cause], refused: Exception) -> list[Cause]:
+    def _with_refusal(self, causes: list[Cause], refused: Exception, *, differs: bool) -> list[Cause]:
         """Tell the causes of what BigStep refuses: what it says of it goes before what they look like."""
         if tells_of_turns(refused):
             return as_turns(causes, refused)
         first, _, instead = str(refused).partition("\n")
         if isinstance(refused, BatchNormError):
             return [replace(each, remedy=instead) if each.kind == "batch-norm" else each for each in causes]
+        if isinstance(refused, CoupledLoss) and not self.runs.asks:
+            causes = [each for each in causes if each.kind not in _OF_WEIGHTS]
         if not {each.kind for each in causes} <= _NO_REFUSAL:
             return causes
         kind = "coupled-samples" if isinstance(refused, CoupledLoss) else "wrong-count"
         found = f"BigStep refuses this loss: {first.rstrip('.')}"
-        told = [cause(kind, OUTSIDE, 0.0, found, loop=False, count="count")]
+        told = [cause(kind, OUTSIDE, 1.0 if differs and not causes else 0.0, found, loop=False, count="count")]
         return [*causes, *(as_asked(told) if self.runs.asks else told)]
 
     def _look_astray(self, differences: list[Difference]) -> None:
