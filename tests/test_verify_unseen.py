@@ -109,7 +109,7 @@ class Foreign(torch.autograd.Function):
 @pytest.mark.xfail(strict=True, reason="a refusal of BigStep's is told as a cause, also where there is no difference")
 def test_a_refusal_is_no_cause_where_the_gradients_are_equal() -> None:
     """It stays a note: the figures are the proof."""
-    found = verify(network(), lambda m, b: Foreign.apply(m(b[0])).mean(), batch(0), 10)
+    found = verify(network(), lambda m, b: Foreign.apply(m(b[0])).mean(), batch(0), 10)  # type: ignore[no-untyped-call]
     assert all(each.exact for each in found.differences)
     assert any("BigStep refuses this" in note for note in found.notes)
     assert not found.causes
