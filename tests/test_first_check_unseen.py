@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import BigStep, Options
+from bigbatch import BigStep, Options, counted
 from bigbatch.errors import CoupledLoss
 from tests.reference import sgd, trained
 
@@ -65,7 +65,16 @@ def hard_pairs(model: Any, batch: Batch) -> Tensor:
     return positive[positive.detach() > low].sum() + F.relu(1 - negative[negative.detach() < high]).square().sum()
 
 
+def several_counts(model: Any, batch: Batch) -> Tensor:
+    """Normalized advantages beside a mean over some of the features and a sum."""
+    x, _ = batch
+    scores = model(x)
+    chosen = scores[x[:, :4] > 0]
+    return advantages(model, batch) + 0.5 * chosen.square().mean() + 0.01 * counted(scores.abs().sum(), "sum")
+
+
 UNSEEN = {
+    "advantages beside other counts": Case(several_counts, 4, 32, 4),
     "normalized advantages": Case(advantages, 4, 32, 4),
     "class weights": Case(class_weights, 4, 32, 4),
     "class weights of 1,000 classes": Case(class_weights, 1000, 256, 32),
@@ -143,6 +152,16 @@ def masked(model: Any, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0] * keep + batch[0].gather(1, chosen).sum(1, keepdim=True)), batch[1])
 
 
+def counts(model: Any, batch: Batch) -> Tensor:
+    """Three terms, over samples, over some features, and added up, one of them counted by hand, and a regularizer."""
+    x, y = batch
+    scores = model(x)
+    chosen = scores[x[:, :4] > 0]
+    once = sum(p.square().sum() for p in model.parameters())
+    terms = counted(chosen.square().mean(), chosen.numel()) * 0.3 - 0.01 * scores.abs().sum()
+    return F.cross_entropy(scores, y) + terms + 1e-3 * once
+
+
 def head() -> nn.Module:
     """Eight features, four classes, and some dropout."""
     return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Tanh(), nn.Linear(16, 4))
@@ -150,7 +169,9 @@ def head() -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
-    ("make", "loss"), [(Vae, vae), (head, diffusion), (head, augmented), (head, masked)], ids=lambda each: each.__name__
+    ("make", "loss"),
+    [(Vae, vae), (head, diffusion), (head, augmented), (head, masked), (head, counts)],
+    ids=lambda each: each.__name__,
 )
 def test_random_numbers_are_no_matter(make: Callable[[], nn.Module], loss: Any, dtype: torch.dtype) -> None:
     """Neither a warning nor an accusation, at any of the checks; the numbers of the step are those without it."""

@@ -26,6 +26,7 @@ class Part(NamedTuple):
     norms: int = 0  # how often BatchNorm was called in lock-step
     certain: bool = True  # whether it has drawn the same random numbers as the whole
     peak: int = 0  # bytes of tensors that its forward held at once
+    terms: tuple[float, ...] = ()  # what each adds to the value, where there are several and that can be told
 
 
 def tolerance_of(dtype: torch.dtype | None) -> float:
@@ -36,20 +37,30 @@ def tolerance_of(dtype: torch.dtype | None) -> float:
 def combined(parts: Sequence[Part]) -> float | None:
     """Return the loss that the parts make together; None where their values do not tell."""
     parts = [part for part in parts if not part.counts or any(part.counts)] or parts  # a mean over nothing adds nothing
-    counts = [[n for n, kind in zip(part.counts, part.kinds, strict=True) if kind != "once"] for part in parts]
     kinds = {kind for part in parts for kind in part.kinds if kind != "once"}
-    values = [part.value for part in parts]
-    if not kinds and all(part.kinds for part in parts):
-        return values[0]  # made of what all have in common: every part has all of it
-    if len({len(row) for row in counts}) != 1 or len(kinds) != 1:
+    if len({part.kinds for part in parts}) > 1:
         return None
-    if kinds == {"sum"}:
-        return math.fsum(values) if not any("once" in part.kinds for part in parts) else None
-    ratios = [[number / row[0] if row[0] > 0 else math.nan for number in row] for row in counts]
-    if not all(math.isclose(a, b) for row in ratios for a, b in zip(row, ratios[0], strict=True)):
+    if not kinds and parts[0].kinds:
+        return parts[0].value  # made of what all have in common: every part has all of it
+    if all(part.terms for part in parts):
+        columns = zip(*(zip(part.kinds, part.terms, part.counts, strict=True) for part in parts), strict=True)
+        return math.fsum(_added(*zip(*column, strict=True)) for column in columns)
+    rows = [[n for n, kind in zip(part.counts, part.kinds, strict=True) if kind != "once"] for part in parts]
+    ratios = [[number / row[0] if row[0] > 0 else math.nan for number in row] for row in rows]
+    alike = all(math.isclose(a, b) for row in ratios for a, b in zip(row, ratios[0], strict=True))
+    if len(kinds) != 1 or not alike or (kinds == {"sum"} and "once" in parts[0].kinds):
         return None
-    total = math.fsum(row[0] for row in counts)
-    return math.fsum(value * row[0] for value, row in zip(values, counts, strict=True)) / total
+    return _added(tuple(kinds), [part.value for part in parts], [row[0] for row in rows])
+
+
+def _added(kinds: Sequence[Kind], values: Sequence[float], counts: Sequence[float]) -> float:
+    """Return what a term comes to in all parts."""
+    if kinds[0] == "once":
+        return values[0]
+    if kinds[0] == "sum":
+        return math.fsum(values)
+    total = math.fsum(counts)
+    return math.fsum(value * n for value, n in zip(values, counts, strict=True) if n) / total if total else 0.0
 
 
 def is_near(one: float, other: float, parts: Sequence[Part]) -> bool:

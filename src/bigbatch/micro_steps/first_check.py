@@ -10,15 +10,16 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase as Statistics
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from bigbatch.batches.division import Division
@@ -43,6 +44,7 @@ from bigbatch.micro_steps.running import Runner
 from bigbatch.micro_steps.survival import is_out_of_memory, let_go
 from bigbatch.options import Options
 from bigbatch.pointing import outside
+from bigbatch.reading.terms import Term
 
 _AGAIN = (3, 15, 127)  # updates after which pieces are compared once more
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
@@ -324,7 +326,8 @@ class FirstCheck:
             watch = _Watch(tape, own)
             before = Randomness(devices_of(self._models))
             hooks = saved_tensors_hooks(_dropped, _kept) if graph == "read" else nullcontext()
-            with hooks, torch.set_grad_enabled(graph != "none"), watch if watched else nullcontext():
+            values = _Values()
+            with hooks, torch.set_grad_enabled(graph != "none"), watch if watched else nullcontext(), values:
                 loss, _ = self._runner.loss(micro_batch)
             terms = self._runner.read(loss) if graph != "none" else []
             device = loss.device.type
@@ -339,6 +342,7 @@ class FirstCheck:
                 worker.visits.get("BatchNorm", 0) if worker is not None else 0,
                 watch.certain and not (own is not None and before.drawn()),
                 watch.peak,
+                values.of_terms(loss, terms),
             )
 
         given = list(zip(shares, rows, strict=True))
@@ -446,6 +450,35 @@ class _Watch(LiveBytes):
     def _tape_of(self) -> list[Tensor]:
         assert self._tape is not None  # noqa: S101 - where numbers are repeated
         return self._tape
+
+
+class _Values(TorchFunctionMode):
+    """Notes the numbers in a graph, so that each term of a loss is known by itself."""
+
+    def __init__(self) -> None:
+        """Know none yet."""
+        super().__init__()
+        self._of: dict[Node, Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do it, and note what came out."""
+        del types
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not result.dim() and result.grad_fn is not None:
+            self._of[result.grad_fn] = result.detach().clone()
+        return result
+
+    def of_terms(self, loss: Tensor, terms: Sequence[Term]) -> tuple[float, ...]:
+        """Return what each term adds to a loss, which is linear in them; nothing where that cannot be told."""
+        nodes = [term.node for term in terms if term.node is not None]
+        found = [
+            term.value if term.value is not None else self._of.get(n) for term, n in zip(terms, nodes, strict=False)
+        ]
+        if len(terms) < 2 or len(nodes) < len(terms) or any(each is None for each in found):  # noqa: PLR2004
+            return ()
+        factors = torch.autograd.grad(loss, [GradientEdge(n, 0) for n in nodes], retain_graph=True, allow_unused=True)
+        pairs: Iterable[tuple[Tensor | None, Tensor | None]] = zip(factors, found, strict=True)
+        return tuple(float(f * v) if f is not None and v is not None else 0.0 for f, v in pairs)
 
 
 def _own(given: dict[str, Any]) -> dict[str, Any]:
