@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,8 +18,6 @@ from bigbatch.windows.window import Window
 
 if TYPE_CHECKING:
     from typing_extensions import Self  # Python 3.10 has none of its own
-
-STATE_VERSION = 1
 
 
 class GradientNoise:
@@ -105,33 +103,11 @@ class GradientNoise:
             norm = _norm(window.gradients.parameters)
             self._seen.append(_Sight(first, norm, ledger.correction() * window.residual / window.scale, totals[0]))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was seen, to go on with after a restart."""
-        return {
-            "version": STATE_VERSION,
-            "windows": self._windows,
-            "seen": [list(norms) for norms in self._read()],
-            "left_out": dict(self._left_out),
-        }
+    def state_dict(self, *_: object) -> NoReturn:
+        """Raise: what was seen is not kept over a restart."""
+        raise StateError("GradientNoise has no state_dict() any more: after a restart it begins anew. Leave it out.")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what was seen before."""
-        if not isinstance(state, dict) or not {"version", "windows", "seen", "left_out"} <= state.keys():
-            msg = "this is not the state_dict() of a GradientNoise: it should hold version, windows, seen and left_out"
-            raise StateError(msg)
-        if state["version"] != STATE_VERSION:
-            msg = f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
-            raise StateError(msg)
-        if any(len(row) != len(Norms._fields) for row in state["seen"]) or state["left_out"].keys() - set(
-            get_args(Reason)
-        ):
-            msg = "this state_dict should hold of each window four numbers, and reasons that this bigbatch knows"
-            raise StateError(msg)
-        self.reset()
-        self._windows = state["windows"]
-        self._left_out.update(state["left_out"])
-        for small, things, large, total in state["seen"]:  # squared norms, of gradients as they should be
-            self._seen.append(_Sight(_First(small**0.5, 1.0, things), large**0.5, 1.0, total))
+    load_state_dict = state_dict
 
     def _read(self) -> list[Norms]:
         """Bring what was seen to the host, in one piece from each device."""

@@ -68,7 +68,7 @@ class NoiseReport:
 
     def __str__(self) -> str:
         """Say it."""
-        return "\n".join([*words.measured(self), words.advice(self), *words.reservations(self)])
+        return "\n".join(words.sentences(self))
 
 
 def reported(seen: Sequence[Norms], left_out: Mapping[Reason, int], every: int = 16) -> NoiseReport:

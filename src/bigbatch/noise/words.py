@@ -1,4 +1,4 @@
-"""A noise report, said in sentences: what was measured, what it means for the batch, and what to keep in mind."""
+"""A noise report in sentences: what was measured, what it means for the batch, and what to keep in mind."""
 
 import math
 from typing import TYPE_CHECKING
@@ -23,40 +23,21 @@ _REASONS: dict["Reason", str] = {
 }
 
 
-def measured(report: "NoiseReport") -> list[str]:
-    """Say what was measured, if anything was."""
-    if report.verdict in {"nothing", "too few"} or report.batch is None:
-        return []
-    low, high = report.interval
-    about = f"between {number(low)} and {number(high)}"
-    if math.isinf(high):
-        about = f"at least {number(low)}" if low else "it could be anything"
-    scale = "unknown" if report.scale is None else number(report.scale)
-    of_batch = f"The batch is {number(report.batch)}, counted in what the loss is averaged over."
-    return [f"Gradient noise scale: {scale} ({about}, at 95 %), from {report.windows} windows. {of_batch}"]
-
-
-def advice(report: "NoiseReport") -> str:
-    """Say which batch size is worth having, or that it cannot be told."""
-    return {
-        "nothing": _nothing,
-        "too few": _too_few,
-        "too noisy": _too_noisy,
-        "right": _right,
-        "larger": _larger,
-        "smaller": _smaller,
-    }[report.verdict](report)
-
-
-def reservations(report: "NoiseReport") -> list[str]:
-    """Say what to keep in mind."""
+def sentences(report: "NoiseReport") -> list[str]:
+    """Say it all."""
     said = []
+    if report.verdict not in {"nothing", "too few"}:
+        low, high = map(number, report.interval)
+        about = f"at least {low}" if math.isinf(report.interval[1]) else f"between {low} and {high}"
+        scale = "unknown" if report.scale is None else number(report.scale)
+        said.append(
+            f"Gradient noise scale: {scale} ({about}, at 95 %), from {report.windows} windows. The batch is "
+            f"{number(report.batch or 0.0)}, counted in what the loss is averaged over."
+        )
+    said.append(_advice(report))
     if report.drift is not None:
         before, after = map(number, report.drift)
-        said.append(
-            f"The scale is changing: {before} in the first half of these windows, {after} in the second. The interval "
-            "is that of their mixture."
-        )
+        said.append(f"The scale is changing: {before} in the first half of these windows, {after} in the second.")
     for why, windows in report.left_out.items():
         if windows > _FEW * report.windows:
             said.append(f"{windows} window{'s' if windows > 1 else ''} told nothing: {_REASONS[why]}.")
@@ -65,60 +46,32 @@ def reservations(report: "NoiseReport") -> list[str]:
     return said
 
 
-def _nothing(_: "NoiseReport") -> str:
-    return "Nothing can be said of the batch size: no window that was looked at has told anything."
-
-
-def _too_few(report: "NoiseReport") -> str:
-    told = f"{report.windows} window{' has' if report.windows == 1 else 's have'} told something so far"
-    return f"Too early to tell: {told}, and {LEAST} are needed. {_keep_on(report)}"
-
-
-def _too_noisy(report: "NoiseReport") -> str:
-    more = f"{4 * report.windows} windows would halve the interval. {_keep_on(report)}"
-    return f"Too noisy to tell: a smaller batch may be the better one, and so may a larger. {more}"
-
-
-def _keep_on(report: "NoiseReport") -> str:
-    return "Keep training, or look more often: every=1." if report.every > 1 else "Keep training."
-
-
-def _right(_: "NoiseReport") -> str:
-    return "The batch is about right: half of it, or twice, would save little of updates or samples for the other."
-
-
-def _larger(report: "NoiseReport") -> str:
-    batch, low = report.batch or 0.0, report.interval[0]
-    end = f"up to about {_worth(report, report.recommended_batch)}" if report.recommended_batch else "how far is open"
-    scale = report.scale or low
-    fewer = 1 - (1 + scale / (2 * batch)) / (1 + scale / batch)
-    more = (1 + 2 * batch / scale) / (1 + batch / scale) - 1
-    return (
-        f"A larger batch is worth having, {end}: twice this one would take {fewer:.0%} fewer updates and {more:.0%} "
-        "more samples to get as far.\n"
+def _advice(report: "NoiseReport") -> str:
+    """Say which batch size is worth having, or that it cannot be told."""
+    on = "Keep training, or look more often: every=1." if report.every > 1 else "Keep training."
+    seen = f"{report.windows} window{' has' if report.windows == 1 else 's have'} told something"
+    return {
+        "nothing": "Nothing can be said of the batch size: no window that was looked at has told anything.",
+        "too few": f"Too early to tell: {seen} so far, and {LEAST} are needed. {on}",
+        "too noisy": f"Too noisy to tell: {4 * report.windows} windows would halve the interval. {on}",
+        "right": "The batch is about right: half of it, or twice, would save little of updates or samples.",
+        "larger": f"A larger batch is worth having, {_worth(report)}. See scale_lr for the learning rate.\n"
         "On one device its micro-batches run one after the other: it saves time where updates are slow or devices are "
-        "many, not otherwise. Either way the learning rate should follow: see scale_lr."
-    )
+        "many, not otherwise.",
+        "smaller": f"The batch is larger than is worth having: {_worth(report)} would do. See scale_lr for the "
+        "learning rate.",
+    }[report.verdict]
 
 
-def _smaller(report: "NoiseReport") -> str:
-    batch, high = report.batch or 0.0, report.interval[1]
+def _worth(report: "NoiseReport") -> str:
+    """Return the batch worth having, as a part of a sentence."""
+    batch, (low, high) = report.recommended_batch, report.interval
     if not high:
-        return (
-            "The batch is larger than is worth having: a micro-batch has the gradient of all of them, so one would do, "
-            "with a learning rate to match: see scale_lr. If samples differ, see that they are shuffled."
-        )
-    end = _worth(report, report.recommended_batch) if report.recommended_batch else f"{number(high)} or less"
-    wasted = 1 + batch / (report.scale or high)
-    return (
-        f"The batch is larger than is worth having: to get as far it takes {wasted:.2g} times the samples that the "
-        f"smallest would. One of about {end} would do, with a learning rate to match: see scale_lr."
-    )
-
-
-def _worth(report: "NoiseReport", batch: int) -> str:
+        return "one micro-batch"
+    if batch is None:
+        return f"{number(low)} at least" if report.verdict == "larger" else f"{number(high)} or less"
     times = batch / (report.batch or 1.0)
-    return f"{number(batch)} ({times:.2g} times this one, {report.recommended_steps} of these micro-batches)"
+    return f"about {number(batch)} ({times:.2g} times this one, {report.recommended_steps} of these micro-batches)"
 
 
 def number(value: float) -> str:
