@@ -581,9 +581,10 @@ def test_looking_more_often_is_advised_where_that_can_be(every: int, *, advised:
 def test_what_was_seen_is_not_kept_over_a_restart() -> None:
     """Saving and loading say so."""
     noise = GradientNoise(Training(steps=2, optimizer=still).accumulator)
-    for call in (noise.state_dict, lambda: noise.load_state_dict({})):
-        with pytest.raises(StateError, match="after a restart it begins anew"):
-            call()
+    with pytest.raises(StateError, match="after a restart it begins anew"):
+        noise.state_dict()
+    with pytest.raises(StateError, match="after a restart it begins anew"):
+        noise.load_state_dict({})
 
 
 def test_what_trains_nothing_is_refused() -> None:
