@@ -65,8 +65,3 @@ class Event:
             if frame is loop:
                 return self.frames[place + 1 :]
         return None
-
-    @property
-    def line(self) -> int:
-        """Return the line it is on."""
-        return getattr(self.node, "lineno", 1)
