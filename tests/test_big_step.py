@@ -38,7 +38,7 @@ from tests.reference import (
 )
 from tests.samples import Batch, Loss, mlp, normal, rows, sequences
 from tests.samples import generator as seeded_generator
-from tests.strategies import OPTIMIZERS, apart, clip_norms, optimizers, seeds
+from tests.strategies import OPTIMIZERS, clip_norms, optimizers, seeds
 from tests.training import MASKED, PLAIN
 
 pytestmark = pytest.mark.filterwarnings(
@@ -119,17 +119,6 @@ def test_any_batch_in_any_split_is_exact(
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled and "fused" not in optimizer else None
     ours = big_steps(case, batches, size, structure, optimizer=optimizer, clip_norm=clip_norm, scaler=scaler)
     assert_equal(ours, true)
-
-
-@given(apart, batch_sizes, micro_batch_sizes, seeds)
-@settings(max_examples=30)
-def test_any_chain_of_operations_is_exact(case: Loss, sizes: list[int], size: int, seed: int) -> None:
-    """Losses that nobody wrote down."""
-    assume(case.smallest == 1)
-    batches = case.micro_batches(sizes, seed)
-    true = big_batches(case, batches, 1, optimizer=OPTIMIZERS["adamw"])
-    assume(bounded(true))
-    assert_equal(big_steps(case, batches, size, optimizer="adamw"), true)
 
 
 @given(st.sampled_from(EITHER), st.lists(st.integers(2, 9), min_size=1, max_size=2), micro_batch_sizes, seeds)

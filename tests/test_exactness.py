@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.losses import READABLE
 from tests.reference import Run, accumulated, assert_equal, big_batches
 from tests.samples import Loss, mlp, rows
-from tests.strategies import OPTIMIZERS, Epoch, apart, clip_norms, epochs, optimizers, readable
+from tests.strategies import OPTIMIZERS, Epoch, clip_norms, epochs, optimizers, readable
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
@@ -28,16 +28,6 @@ def bounded(run: Run) -> bool:
 def test_training_is_exact(epoch: Epoch, optimizer: str, clip_norm: float | None, rounds: int) -> None:
     """Any readable loss, split, optimizer and clipping, over several windows and epochs."""
     options: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer], "clip_norm": clip_norm, "epochs": rounds}
-    true = big_batches(epoch.case, epoch.batches, epoch.steps, **options)
-    assume(bounded(true))
-    assert_equal(accumulated(epoch.case, epoch.batches, epoch.steps, **options), true)
-
-
-@given(epochs(apart), optimizers, clip_norms)
-@settings(max_examples=60)
-def test_training_on_any_chain_of_operations_is_exact(epoch: Epoch, optimizer: str, clip_norm: float | None) -> None:
-    """The same for losses that nobody wrote down."""
-    options: dict[str, Any] = {"optimizer": OPTIMIZERS[optimizer], "clip_norm": clip_norm}
     true = big_batches(epoch.case, epoch.batches, epoch.steps, **options)
     assume(bounded(true))
     assert_equal(accumulated(epoch.case, epoch.batches, epoch.steps, **options), true)

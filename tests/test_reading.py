@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +20,7 @@ from tests.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL, squares
 from tests.reference import accumulated, assert_equal, big_batches, distance, gentle, one
 from tests.refused import SETTLED
 from tests.samples import Batch, Loss, mlp, rows, sequences
-from tests.strategies import Epoch, anything, apart, either, epochs, readable, several
+from tests.strategies import Epoch, either, epochs, readable, several
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
@@ -50,14 +50,6 @@ def test_readable_loss_in_any_split(epoch: Epoch) -> None:
     """Any sizes, any number of micro-batches per update, with a short last window."""
     ours = accumulated(epoch.case, epoch.batches, epoch.steps)
     assert_equal(ours, big_batches(epoch.case, epoch.batches, epoch.steps))
-
-
-@given(epochs(apart))
-@settings(max_examples=150)
-def test_any_chain_of_operations_on_samples_is_read(epoch: Epoch) -> None:
-    """Operations that act on each sample alone may be chained at will below a mean."""
-    ours = accumulated(epoch.case, epoch.batches, epoch.steps, optimizer=gentle)
-    assert_equal(ours, big_batches(epoch.case, epoch.batches, epoch.steps, optimizer=gentle))
 
 
 def assert_exact_or_refused(epoch: Epoch) -> None:
@@ -92,17 +84,6 @@ def test_a_doubtful_loss_is_exact_or_refused_when_even(case: Loss, split: tuple[
 @given(epochs(either))
 def test_a_doubtful_loss_is_exact_or_refused_in_any_split(epoch: Epoch) -> None:
     """The same for any sizes, among them those that make a guess look right."""
-    assert_exact_or_refused(epoch)
-
-
-@given(epochs(anything))
-@settings(max_examples=250)
-def test_any_chain_of_operations_is_exact_or_refused(epoch: Epoch) -> None:
-    """No chain of operations, coupling or not, is accumulated to something merely close.
-
-    Where every micro-batch is one sample the graph cannot always show it: `x.view(1, -1)` is then `x.flatten(1)`.
-    """
-    assume(max(epoch.sizes) > 1)
     assert_exact_or_refused(epoch)
 
 

@@ -74,12 +74,18 @@ torch.renorm(x, 2, {d}, 0.7) | torch.cat([x, x.tanh()], {d}).chunk(2, {d})[1] * 
 INNER = """x.select({d}, 0) | x.select({d}, -1) | x.narrow({d}, 1, {f} - 1) - x.narrow({d}, 0, {f} - 1) | x.narrow({d}, 0, {f} - 1) | x.index_select({d}, torch.tensor([0, {f} - 1])) | x.unbind({d})[0] * x.unbind({d})[-1]
 x * x.select({d}, 0).unsqueeze({d}) | x.unfold({d}, 2, 1).mean(-1) | x.roll(1, {d}) | x.flip({d}) | x.repeat_interleave(2, {d}) | x.gather({d}, torch.zeros_like(x).long()) | x.argmax({d}, keepdim=True) * x
 x.index_fill({d}, torch.tensor([0]), 0.0) | torch.stack([part * (i + 1) for i, part in enumerate(x.unbind({d}))], {d}) | x.narrow({d}, 0, 1) - x"""
+# Rows put together with rows of the same samples, and told apart again: samples first.
+PAIRS = """torch.sub(*torch.cat([x, x.tanh()]).chunk(2)) | torch.cat([x, x.tanh()]).view(2, *x.shape).softmax(0)[0] | torch.stack([x, x.tanh()]).softmax(0)[0] | torch.cat([x, x.tanh()])[:n] * torch.cat([x, x.tanh()])[n:]
+x.flatten(1).softmax(1).view_as(x) | x.movedim(-1, 0).softmax(0).movedim(0, -1) | torch.cat([c * (i + 1) for i, c in enumerate(x.chunk(2, -1))], -1) | torch.cat([x[:, 1:], x[:, :1].tanh()], 1)"""
+COUPLING_PAIRS = """torch.cat([x, x.tanh()]).view(n, 2, *x.shape[1:]).prod(1) | torch.cat([x, x.tanh()])[::2] * torch.cat([x, x.tanh()])[1::2] | torch.cat([x, x.tanh()]).view(n, 2, *x.shape[1:])[:, 0] * x | torch.mul(*torch.cat([x, x.tanh()])[torch.arange(2 * n).flip(0).roll(1)].chunk(2))
+x + x.flatten(0, 1).flip(0).view_as(x) | x.flatten(0, 1).roll(1, 0).view_as(x) * x | x.transpose(0, 1).flatten(1).softmax(1).view_as(x.transpose(0, 1)) | x.reshape(1, -1).softmax(1).view_as(x)"""
 COUPLING = """x * x.flip({o}) | x - x.mean() | x / (1 + x.norm()) | x.select({o}, 0) * x.select({o}, -1) | x - x.amax() | x.softmax({o}) * x
 (x.movedim({o}, 0)[:, None] - x.movedim({o}, 0)[None]).abs().mean(1) | (x.movedim({o}, 0).flatten(1) @ x.movedim({o}, 0).flatten(1).T).softmax(1) | x.flatten().softmax(0) | x.movedim({o}, 0)[torch.arange(n).flip(0)].movedim(0, {o}) * x
 x.movedim({o}, 0)[:, None] * b['w'][None].view(1, n, *[1] * (x.dim() - 1)) | torch.cdist(x.movedim({o}, 0).flatten(1), x.movedim({o}, 0).flatten(1)) | x.flatten().roll(1).view_as(x) * x"""
 SHAPES = """x.transpose({d}, {e}) | x.movedim({d}, {e}) | x.flatten(0, 1) | x.flatten(1) | x.flatten() | x.unsqueeze({d}) | x.unsqueeze(-1) | x.squeeze({d}) | x.reshape(-1, x.shape[-1]) | x.reshape(n, -1) | x.movedim({o}, 0) | x.flatten(1).view(n, -1, 2) | x.reshape(n, 1, -1)
-x.reshape(-1, n) | x.expand(2, *x.shape) | x.unsqueeze(1).expand(-1, 2, *[-1] * (x.dim() - 1))"""
+x.flatten(0, 1).log_softmax(-1).view_as(x) | x.reshape(-1, n) | x.expand(2, *x.shape) | x.unsqueeze(1).expand(-1, 2, *[-1] * (x.dim() - 1))"""
 BY_SHAPE = {  # for a shape that begins so: n samples, T steps; C classes last
+    "n?": PAIRS,
     "n": "x[b['pick']] | x * b['pick'].view({n1})",
     "nT": "x[b['keep']] | torch.where(b['keep'].view(n, 3, *[1] * (x.dim() - 2)), x, 0.0) | x[torch.arange(n), b['step']] | x * b['u'].view(n, 3, *[1] * (x.dim() - 2)) | x.masked_select(b['keep'].view(n, 3, *[1] * (x.dim() - 2))) | x[:, 0] | x[:, 1:] * x[:, :-1] | x[:, [0, 2]]",
     "nTC": "x - b['d'] | x * b['d'] | x @ x.mT | torch.bmm(x, x.sin().mT) | torch.einsum('nij,nkj->nik', x, x) | (x @ x.sin().mT).softmax(-1) @ x | torch.einsum('ntc,ntc->nt', x, x.sin()) | x @ b['d'].mT | torch.einsum('ntc,nc->nt', x, b['v']) | x - b['v'][:, None] | x.gather(2, b['last'][..., None]).squeeze(2) | x.scatter(2, b['last'][..., None], 0.0) | torch.cdist(x, x.sin()) | x[..., :1] * b['d'] | x.view(n, 2, 6) | x.mT.reshape(n * 4, 3) | F.cosine_similarity(x, b['d'], dim=-1) | F.cross_entropy(x.flatten(0, 1), b['last'].flatten(), reduction='none').view(n, 3) | F.cross_entropy(x.mT, b['last'], reduction='none')",
@@ -96,7 +102,20 @@ ENDS_BY_SHAPE = {
     "nC": "F.cross_entropy(x, b['label']) | F.cross_entropy(x, b['label'], ignore_index=2) | F.multi_margin_loss(x, b['label']) | F.mse_loss(x, b['v']) | F.cosine_embedding_loss(x, b['v'], b['w'].sign()) | F.triplet_margin_loss(x, b['v'], x.sin()) | F.cross_entropy(x @ x.T, torch.arange(n)) | F.mse_loss(x[b['pick']], b['v'][b['pick']])",
     "n1": "F.mse_loss(x.squeeze(1), b['w']) | (x - b['w']).square().mean() | F.binary_cross_entropy_with_logits(x.squeeze(1), b['pick'].double()) | F.mse_loss(x, b['w'][:, None]) | F.margin_ranking_loss(x.squeeze(1), x.sin().squeeze(1), b['w'].sign())",
 }  # fmt: skip
-ABOVE = """0.3 * loss | loss / 7 | -loss | loss + 0.01 * m.square.square().sum() | m.s.exp() * loss | loss / (2 * m.s.square()) + m.s | torch.stack([loss, 2 * loss]).mean() | loss + 0.1 * loss | loss.view(1).squeeze() | loss + 0.1 * m.p.abs().mean() | loss.sqrt() | loss * loss | loss + 0.5 * x.square().mean() | loss + 0.5 * y.square().mean() | loss + 0.1 * y.sum() | loss * b['w'].mean() | loss + 1e-3 * y.exp().clamp(max=3).mean() | loss.sum() | 0.5 * loss + 0.5 * y.tanh().mean()"""
+ABOVE = """0.3 * loss | loss / 7 | -loss | loss + 0.01 * m.square.square().sum() | m.s.exp() * loss | loss / (2 * m.s.square()) + m.s | torch.stack([loss, 2 * loss]).mean() | loss + 0.1 * loss | loss.view(1).squeeze() | loss + 0.1 * m.p.abs().mean() | loss + 0.5 * x.square().mean() | loss + 0.5 * y.square().mean() | loss + 0.1 * y.sum() | loss + 1e-3 * y.exp().clamp(max=3).mean() | 0.5 * loss + 0.5 * y.tanh().mean()"""
+
+NONLINEAR = """loss.sqrt() | loss * loss | loss.exp() | (loss - 0.2).abs() | loss * b['w'].mean()"""
+REFUSED = {  # each sample is alone, but no count is in the graph; or it is not read yet
+    "(x * b['keep'][..., None]).sum() / b['keep'].sum()",
+    *("x @ b['d'].mT", "torch.einsum('ntc,nc->nt', x, b['v'])", "torch.einsum('nc,nc->n', x, b['v'])"),
+    *("torch.cdist(x, x.sin())", "x[..., :1] * b['d']", "(x[:, None] * b['d']).sum(-1)", "x * b['v']"),
+    *("x.unsqueeze(1).expand(-1, 2, *[-1] * (x.dim() - 1))", "x.expand(2, *x.shape)", "x.view(n, 2, 6)"),
+    "x.flatten(1).view(n, -1, 2)",
+    *("loss.sum()", "torch.stack([loss, 2 * loss]).mean()", "loss / 7", "x.reshape(-1, n)", "m.table[b['row']]"),
+    *("x[torch.arange(n), b['step']]", "m.s.exp() * loss", "x * y.mean()"),
+    *("torch.renorm(x, 2, {d}, 0.7)", "x.sum() / x.numel()", "x.sum() / len(x)"),
+    *("loss + 0.1 * loss", "loss + 0.1 * y.sum()", "x.flatten(0, 1).log_softmax(-1).view_as(x)"),
+}
 
 
 def _lines(text: str) -> list[str]:
@@ -169,10 +188,11 @@ def is_usable(value: Any) -> bool:
 class _Drawing:
     """One program being drawn: what was written so far, and the shapes that it has for two batch sizes."""
 
-    def __init__(self, draw: random.Random) -> None:
-        self.draw = draw
+    def __init__(self, draw: random.Random, kind: str) -> None:
+        self.draw, self.kind = draw, kind
         self.model, self.batches = Model(), [micro_batches([n], 3)[0] for n in PROBES]
-        self.source = draw.choices(list(SOURCES), list(SOURCES.values()))[0]
+        sources = {each: weight for each, weight in SOURCES.items() if kind != "apart" or each not in REFUSED}
+        self.source = draw.choices(list(sources), list(sources.values()))[0]
         self.lines: list[str] = []
         self.in_model = True  # nothing but layers so far, and what acts element by element
         self.spaces: list[dict[str, Any]] = [
@@ -189,10 +209,15 @@ class _Drawing:
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
             self.spaces = kept
         values = [space[name] for space in self.spaces for name in ("x", "y", "loss") if name in space]
-        if self.spaces is not kept and all(map(is_usable, values)):
+        if self.spaces is not kept and all(map(is_usable, values)) and (self.kind != "apart" or self.is_apart()):
             return True
         self.spaces = kept
         return False
+
+    def is_apart(self) -> bool:
+        """Whether the samples have one axis, which is theirs alone."""
+        few, many = (space["x"].shape for space in self.spaces)
+        return [(a, b) for a, b in zip(few, many, strict=False) if a != b] == [PROBES]
 
     def write(self, line: str) -> bool:
         """Append a line, if it runs."""
@@ -209,8 +234,8 @@ class _Drawing:
         grown = [d for d, (a, b) in enumerate(zip(few, many, strict=True)) if a != b]
         own = grown[0] if grown else 0
         dims = [d for d in range(len(few)) if d not in grown]
-        if "{d}" in template and (not dims or (template not in INNER_LINES and self.draw.random() < 0.08)):
-            dims = list(range(len(few))) if template not in INNER_LINES else []
+        if "{d}" in template and (not dims or self.draw.random() < 0.08):
+            dims = list(range(len(few))) if template not in INNER_LINES and self.kind != "apart" else dims
         if not dims and "{d}" in template:
             return None
         d, e = (self.draw.choice(dims) if dims else 0), self.draw.randrange(len(few))
@@ -230,10 +255,13 @@ INNER_LINES = set(_lines(INNER))
 GROUPS = [(POINTWISE, 5), (DATA, 3), (ALONG, 6), (INNER, 3), (COUPLING, 1), (SHAPES, 4)]
 
 
-def drawn(seed: int, number: int) -> Program:
-    """The program of this number, the same for the same seed."""
+def drawn(seed: int, number: int, kind: str = "any") -> Program:
+    """The program of this number, the same for the same seed.
+
+    Kinds: `any`; `apart`, of operations that leave each sample alone; `deep`, with layers above what mixes samples.
+    """
     draw = random.Random(f"{seed}-{number}")  # noqa: S311 - no secret
-    drawing = _Drawing(draw)
+    drawing = _Drawing(draw, kind)
     for _ in range(draw.randint(1, 6)):
         for _ in range(20):
             if _operation(drawing):
@@ -242,20 +270,30 @@ def drawn(seed: int, number: int) -> Program:
             drawing.write("y = x")
     while not _end(drawing):
         pass
+    above = (
+        [each for each in _lines(ABOVE) if each not in REFUSED] if kind == "apart" else _lines(ABOVE + "|" + NONLINEAR)
+    )
     for _ in range(draw.choice((0, 0, 0, 1, 1, 2))):
-        drawing.write(f"loss = {draw.choice(_lines(ABOVE))}")
-    sizes = tuple(tuple(draw.randint(1, 5) for _ in range(3)) for _ in range(2))
+        drawing.write(f"loss = {draw.choice(above)}")
+    smallest = 2 if kind == "apart" else 1  # of one sample a graph does not always show where it lies
+    sizes = tuple(tuple(draw.randint(smallest, 5) for _ in range(3)) for _ in range(2))
     sizes = tuple(window if max(window) > 1 else (2, 1, 3) for window in sizes)
     return Program(drawing.source, tuple(drawing.lines), sizes, draw.randrange(1000))
 
 
 def _operation(drawing: _Drawing) -> bool:
-    draw, shape = drawing.draw, drawing.shape()
-    tables = [(_lines(text), weight) for text, weight in GROUPS]
-    tables += [(_lines(LAYERS), 5)] if drawing.in_model and shape.endswith("C") else []
+    draw, shape, kind = drawing.draw, drawing.shape(), drawing.kind
+    tables = [(_lines(text), weight) for text, weight in GROUPS if kind != "apart" or text is not COUPLING]
+    layers = shape.endswith("C") and (drawing.in_model or kind == "deep")
+    tables += [(_lines(LAYERS), 5)] if layers else []
+    tables += [(_lines(COUPLING_PAIRS), 1)] if _fits("n?", shape) and kind != "apart" else []
     tables += [(_lines(text), 4 if len(key) > 2 else 3) for key, text in BY_SHAPE.items() if _fits(key, shape)]
     table = draw.choices([table for table, _ in tables], [weight for _, weight in tables])[0]
-    line = drawing.filled(draw.choice(table))
+    template = draw.choice(table)
+    reshapes = "reshape" in template or "flatten" in template  # of samples that lie elsewhere they mix them
+    if kind == "apart" and (template in REFUSED or (reshapes and not _fits("n?", shape))):
+        return False
+    line = drawing.filled(template)
     if line is None or not drawing.write(f"x = {line}"):
         return False
     drawing.in_model = drawing.in_model and table in (_lines(LAYERS), _lines(POINTWISE))
@@ -263,8 +301,12 @@ def _operation(drawing: _Drawing) -> bool:
 
 
 def _end(drawing: _Drawing) -> bool:
+    if drawing.kind == "apart" and not drawing.shape().startswith("n"):
+        drawing.write(f"x = {drawing.filled('x.movedim({o}, 0)')}")
     tables = [_lines(ENDS)] + [_lines(text) for key, text in ENDS_BY_SHAPE.items() if _fits(key, drawing.shape())]
     template = drawing.draw.choice(drawing.draw.choice(tables))
+    if drawing.kind == "apart" and (template in REFUSED or (drawing.shape() == "n" and "-1" in template)):
+        return False
     line = drawing.filled(template) if drawing.shape() else "x"
     return line is not None and drawing.write(f"loss = {line}") and not drawing.spaces[0]["loss"].dim()
 
@@ -272,6 +314,8 @@ def _end(drawing: _Drawing) -> bool:
 def _fits(key: str, shape: str) -> bool:
     if key == "...C":
         return shape.endswith("C")
+    if key == "n?":
+        return shape.startswith("n") and len(shape) > 1
     return key == "once" or (shape == key if key in {"nTC", "nC", "n1"} else shape.startswith(key))
 
 
@@ -290,9 +334,9 @@ def is_fair(program: Program) -> bool:
     return True
 
 
-def fair(seed: int, first: int, count: int) -> Iterator[Program]:
+def fair(seed: int, first: int, count: int, kind: str = "any") -> Iterator[Program]:
     """So many programs that are fair, from the one of this number on."""
-    found = (program for number in itertools.count(first) if is_fair(program := drawn(seed, number)))
+    found = (program for number in itertools.count(first) if is_fair(program := drawn(seed, number, kind)))
     return itertools.islice(found, count)
 
 
@@ -336,12 +380,12 @@ def shrunk(program: Program, judge: Callable[[Program], Verdict]) -> Program:
     return program
 
 
-def survey(count: int, seed: int) -> None:
+def survey(count: int, seed: int, kind: str) -> None:
     """Print how many of so many programs are exact, refused and wrong, and which are refused falsely and why."""
     found: dict[str, list[Program]] = defaultdict(list)
     falsely: dict[str, list[Program]] = defaultdict(list)
     began = time.monotonic()
-    for program in fair(seed, 0, count):
+    for program in fair(seed, 0, count, kind):
         told = verdict(program)
         found[told.outcome].append(program)
         if told.outcome == "refused" and could_be_exact(program):
@@ -360,6 +404,7 @@ if __name__ == "__main__":
     arguments = argparse.ArgumentParser()
     arguments.add_argument("count", type=int)
     arguments.add_argument("--seed", type=int, default=0)
-    chosen = arguments.parse_args()
+    arguments.add_argument("--kind", choices=["any", "apart", "deep"], default="any")
+    given = arguments.parse_args()
     warnings.simplefilter("ignore")
-    survey(chosen.count, chosen.seed)
+    survey(given.count, given.seed, given.kind)

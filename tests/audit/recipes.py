@@ -352,6 +352,7 @@ def selections() -> Iterator[Row]:
         ("Split", "halves of two inputs", lambda x, b, m: torch.mul(*torch.cat([x, x.sin()]).split(len(x))), APART),
         ("Split", "features", lambda x, b, m: torch.mul(*x.split(2, -1)), APART),
         ("Unbind", "steps", lambda x, b, m: torch.stack([part * (i + 1) for i, part in enumerate(x.unbind(1))], 1), APART),
+        ("Unbind", "rows, one by one, and a mean of steps", lambda x, b, m: (torch.stack([row.softmax(-1) for row in x]) * b["d"]).mean(1), APART),
         ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), APART),
         ("Select", "first step", lambda x, b, m: x[:, 0], APART),
         ("Select", "last step against all", lambda x, b, m: x * x[:, -1, None], APART),
