@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -178,3 +179,31 @@ def test_a_micro_batch_of_nothing_under_counts() -> None:
     (update,) = training.train(batches)
     training.assert_big_batches(batches)
     assert float(update.loss) == pytest.approx(big_batches(MASKED, batches, 5).losses[0], rel=1e-12)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """Steps and counts that were computed with numpy."""
+    batches = BY_HAND.micro_batches(SPLIT)
+    model = BY_HAND.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=np.int64(5))
+    kinds: list[Callable[[int], Any]] = [np.int64, np.float32, np.uint8, np.float64, int]
+    for batch, kind in zip(batches, kinds, strict=True):
+        accumulator.backward(masked_mean(model, batch), count=kind(int(batch["mask"].sum())))
+    assert distance(weights(model), big_batches(BY_HAND, batches, 5).weights) <= 1e-12
+
+
+@pytest.mark.parametrize("way", ["count", "counts", "counted"])
+def test_counts_that_add_up_to_inf_are_refused(way: str) -> None:
+    """Each is finite; their total would make the gradient 0."""
+    model = BY_HAND.model()
+    accumulator = Accumulator(
+        model, sgd(trained(model)), steps=2, counts=(lambda _: 1e308) if way == "counts" else None
+    )
+
+    def train() -> None:
+        for batch in accumulator.over(BY_HAND.micro_batches((2, 2))):
+            loss = masked_mean(model, batch)
+            accumulator.backward(*((counted(loss, 1e308),) if way == "counted" else (loss, 1e308)))
+
+    with pytest.raises(LossError, match="add up to inf"):
+        train()

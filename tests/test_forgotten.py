@@ -107,3 +107,17 @@ def test_the_end_of_a_program(end: str, warned: bool) -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT + end], cwd=ROOT, check=False, capture_output=True, text=True)
     assert ("a window was left open with 1 of 2 micro-batches" in run.stderr) is warned, run.stderr
     assert run.returncode == (1 if "raise" in end else 0)
+
+
+def test_a_notebook_in_which_something_has_failed_before_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that was shown before the window was opened has nothing to do with it; one since has."""
+    monkeypatch.setattr(sys, "last_value", ValueError("long ago"), raising=False)
+    training = left_open()
+    with pytest.warns(UserWarning, match=TEXT):
+        del training
+    training = left_open()
+    monkeypatch.setattr(sys, "last_value", ValueError("just now"), raising=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del training
+    assert not caught

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import group
 from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator, BigStep, Options, across
@@ -19,6 +20,7 @@ from bigbatch.windows.ledger import Ledger
 from bigbatch.windows.stepping import Stepper
 from bigbatch.windows.window import Window
 from tests.bombs import Bomb, Restless, restless_loss, seed
+from tests.ranks import run_on_ranks
 from tests.reference import sgd, trained, weights
 from tests.samples import Batch, mlp, rows
 from tests.training import PLAIN, Training, micro_batches
@@ -222,6 +224,21 @@ def test_an_error_in_the_step_carries_a_note() -> None:
     with pytest.raises(OSError, match="no space") as caught:
         training.backward(BATCHES[0])
     assert "may have changed some parameters" in "\n".join(getattr(caught.value, "__notes__", ["may have changed"]))
+
+
+def absent(rank: int) -> bool:
+    """Take part without samples, with a hook that fails; returns whether gradients are left."""
+    model = mlp()()
+    step = BigStep(model, sgd(trained(model)), PLAIN.loss, micro_batch_size=2, options=Options(group=group.WORLD))
+    step.before_step(Once(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        step(None if rank else PLAIN.batch(4, 0))
+    return any(p.grad is not None for p in model.parameters())
+
+
+def test_a_rank_without_samples_keeps_no_gradient_of_a_step_that_failed() -> None:
+    """Nor does one with samples."""
+    assert run_on_ranks(2, absent) == [False, False]
 
 
 # What a failed attempt has changed.

@@ -41,6 +41,19 @@ def test_a_step_by_hand_between_windows_is_the_users_own() -> None:
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
+@pytest.mark.parametrize("cast", ["bfloat16", "float"])
+@pytest.mark.parametrize("then", ["backward", "flush"])
+def test_a_model_that_is_cast_inside_a_window_is_noticed(cast: str, then: str) -> None:
+    """Its gradients would add up in another type from there on."""
+    training = Training(steps=3, case=PLAIN)
+    training.backward(BATCHES[0])
+    getattr(training.model, cast)()
+    dtype = next(training.model.parameters()).dtype
+    batch = {name: each.to(dtype) for name, each in BATCHES[0].items()}
+    with pytest.raises(WindowDisturbed, match=r"(?s)cast from torch.float64 to .*accumulator.discard\(\)"):
+        _ = training.backward(batch) if then == "backward" else training.accumulator.flush()
+
+
 MEDDLING: dict[str, Callable[[Training], object]] = {
     "optimizer.zero_grad()": lambda t: t.optimizer.zero_grad(),
     "optimizer.zero_grad(set_to_none=False)": lambda t: t.optimizer.zero_grad(set_to_none=False),

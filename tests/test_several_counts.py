@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, counted
+from bigbatch import Accumulator, BigStep, counted
 from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
 from tests.losses import SEVERAL, kept, masked_and_mean, squares
 from tests.reference import accumulated, assert_equal, big_batches, sgd, trained
@@ -85,12 +85,25 @@ def test_several_counts_whose_values_are_counted() -> None:
 
 
 def test_several_counts_whose_values_are_unknown() -> None:
-    """A graph keeps the sum of the terms; asking for the big batch's loss says so and what to write."""
+    """A graph keeps the sum of the terms: the loss is their plain average, and a warning says what to write."""
     batches = TWO_COUNTS.micro_batches(SPLIT)
-    (update,) = Training(steps=5, case=TWO_COUNTS, counts=TWO_COUNTS.counts).train(batches)
-    with pytest.raises(LossError, match=r"loss of this update is not known.*\n.*\n.*counted\(ce, tokens\)"):
-        _ = update.loss
-    assert "loss=unknown" in repr(update)
+    training = Training(steps=5, case=TWO_COUNTS, counts=TWO_COUNTS.counts)
+    plain = sum(TWO_COUNTS.loss(training.model, batch).item() for batch in batches) / len(batches)
+    (update,) = training.train(batches)
+    assert not update.loss_is_exact
+    with pytest.warns(UserWarning, match=r"(?s)plain average.*counted\(ce, tokens\)"):
+        assert float(update.loss) == pytest.approx(plain, rel=1e-12)
+    assert "loss=about" in repr(update)
+
+
+@pytest.mark.xfail(strict=True, reason="no graph keeps the values of terms; a pass of counting could take them down")
+def test_a_big_step_knows_the_loss_of_several_counts() -> None:
+    """It has run every forward."""
+    model, twin = TWO_COUNTS.model(), TWO_COUNTS.model()
+    batch = TWO_COUNTS.batch(11, 0)
+    update = BigStep(model, sgd(trained(model)), TWO_COUNTS.loss, micro_batch_size=4)(batch)
+    assert update.loss_is_exact
+    assert float(update.loss) == pytest.approx(TWO_COUNTS.loss(twin, batch).item(), rel=1e-12)
 
 
 def test_counts_in_constant_ratio_need_no_totals() -> None:

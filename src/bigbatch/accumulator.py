@@ -25,9 +25,9 @@ from bigbatch.reading.counts import Count, GivenCount, checked_count
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
 from bigbatch.windows import together
-from bigbatch.windows.gradients import all_parameters
+from bigbatch.windows.gradients import all_parameters, setting_aside
 from bigbatch.windows.stepping import Stepper, refuse_copy
-from bigbatch.windows.window import CLOSED, OPEN, Window
+from bigbatch.windows.window import BROKEN, CLOSED, OPEN, Window
 from bigbatch.windows.witness import Witness
 
 Batch = TypeVar("Batch")
@@ -229,6 +229,7 @@ class Accumulator:
                 self.discard()  # there is no window yet
         elif window.state is not OPEN or not isinstance(error, BigBatchError):  # ours leave it as it is
             window.fail(error)
+            self._forgotten.closed()  # the error says enough
 
     def flush(self) -> Update | None:
         """End the window early and make its update; None where no window is open."""
@@ -249,19 +250,21 @@ class Accumulator:
             else:  # others wait for this rank's statement, and hear of what it refuses before
                 with together.telling_of_failure(self._stepper.ranks, window.gradients.device):
                     update = window.close(checked=checked, goes_on=self._promised)
-            self._others_go_on = window.others_go_on
+            self._others_go_on, self._loop.last = window.others_go_on, False
             self._forget()
         except BaseException as error:
             if self._stepper.began:
                 self._stepper.give_up(error)
             if window.state is CLOSED:  # Ctrl-C came after the step
                 self._forget()
+            elif window.state is BROKEN:
+                self._forgotten.closed()  # the error says enough
             raise
         return update
 
     def _forget(self) -> None:
         """Go on without a window: it is closed."""
-        self._window, self._resumed, self._loop.last = None, False, False
+        self._window, self._resumed = None, False
         self._forgotten.closed()
         if self._stepper.ranks is not None:
             self._prepare()
@@ -336,16 +339,20 @@ class Accumulator:
         if state["window"] is not None and self._stepper.ranks is not None:
             raise StateError(_WINDOW_OF_ONE)
         steps = checks.steps(state["steps"])
-        self.discard()
-        if state["window"] is not None:
-            self.steps = steps
-            window = Window(self._stepper, self._steps, self._gradient_dtype)
-            try:
-                window.load_state_dict(state["window"])
-            except BaseException:
-                window.discard()
-                raise
-            self._window, self._resumed = window, True
+        if state["window"] is None:
+            self.discard()
+        else:
+            now = self._window
+            with setting_aside(all_parameters(self._stepper.optimizers)):  # a state that is refused changes nothing
+                window = Window(self._stepper, steps, self._gradient_dtype)
+                try:
+                    window.load_state_dict(state["window"])
+                except BaseException:
+                    self._stepper.window = None if now is None else weakref.ref(now)
+                    raise
+            if now is not None:
+                now.state = CLOSED
+            self._window, self._resumed, self._steps = window, True, steps
             self._forgotten.opened(window.ledger)
             self._forgotten.saved()  # it can be loaded again
 

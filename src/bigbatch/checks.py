@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from bigbatch.reading.terms import Term
 
 _BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
 _TERMS_LOOKED_AT = 64
+_WRAPPERS = frozenset("accelerate lightning lightning_fabric pytorch_lightning".split())
 _NODES_LOOKED_AT = 96
 _BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
 
@@ -110,9 +112,17 @@ def overlap(wanted: object, modules: Sequence[nn.Module], optimizers: Sequence[O
     return True
 
 
+def _unprepared(found: Any, inner: Literal["optimizer", "scheduler"]) -> Any:
+    """Return what Accelerate and Lightning have wrapped, by their documented attribute."""
+    while any(kind.__module__.partition(".")[0] in _WRAPPERS for kind in type(found).__mro__):
+        found = getattr(found, inner)
+    return found
+
+
 def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimizer, ...]:
     """Accept one optimizer or several, each with parameters of the models."""
-    found = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    given = tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+    found = tuple(_unprepared(each, "optimizer") for each in given)
     theirs = {id(p) for module in modules for p in module.parameters()}
     seen: set[int] = set()
     if not found:
@@ -146,11 +156,11 @@ def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimiz
 
 def steps(number: object) -> int:
     """Accept a positive integer."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
         hint = ", a float: divide with //, as in steps=64 // 16" if isinstance(number, float) else ""
         msg = f"steps must be a positive integer, the number of micro-batches per update; found {number!r}{hint}"
         raise ConfigurationError(msg)
-    return number
+    return int(number)  # numpy's are Integral, too
 
 
 def loader(found: object) -> None:
@@ -216,7 +226,8 @@ def scaler(found: object) -> GradScaler | None:
 
 def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:
     """Accept schedulers that step without an argument."""
-    found = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    given = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    found = tuple(_unprepared(each, "scheduler") for each in given)
     for each in found:
         if isinstance(each, ReduceLROnPlateau):
             msg = (
@@ -227,7 +238,7 @@ def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRSchedul
         if not isinstance(each, LRScheduler):
             msg = f"scheduler must be a torch.optim.lr_scheduler.LRScheduler or a sequence; found {type(each).__name__}"
             raise ConfigurationError(msg)
-        if not any(each.optimizer is o for o in known):
+        if not any(_unprepared(each.optimizer, "optimizer") is o for o in known):
             msg = f"{type(each).__name__} schedules an optimizer that was not given to this accumulator"
             raise ConfigurationError(msg)
     return found

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch.batches.writing import versions_of
 from bigbatch.errors import BatchError, ConfigurationError
-from bigbatch.reading.counts import Count, TotalOfSum, checked_count
+from bigbatch.reading.counts import Count, TotalOfSum, checked_count, finite
 
 Batch = TypeVar("Batch")
 
@@ -285,7 +285,7 @@ def _totals(counted: list[Any]) -> tuple[Count, ...]:
         if all(kind == "sum" for kind, _ in checked):
             totals.append(TotalOfSum(1.0))
         else:
-            totals.append(sum((number for _, number in checked[1:]), start=checked[0][1]))
+            totals.append(finite(sum((number for _, number in checked[1:]), start=checked[0][1])))
     return tuple(totals)
 
 

@@ -1,12 +1,13 @@
 """One update: what an optimizer step was made of."""
 
+import math
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bigbatch.errors import LossError
 from bigbatch.reading.counts import Count
 
 
@@ -22,23 +23,30 @@ class Update:
     """The norm of the big batch's gradient, before clipping; None where `clip_norm` is not set."""
     extras: Any = None
     """What else `loss_fn` returned, joined in the batch's own order (`BigStep`)."""
-    _loss: Count | None = None
+    _loss: Count = math.nan
     _dtype: torch.dtype = torch.float32
     _skipped: bool | Tensor = False
     _loss_known: bool | Tensor = True
 
     @property
     def loss(self) -> Tensor:
-        """The big batch's own loss: not the last micro-batch's, nor their plain average."""
-        if self._loss is None or not bool(self._loss_known):
-            msg = (
-                "the loss of this update is not known: its terms have different counts, and a graph keeps their sum, "
-                "not their values. The update itself was made, and is exact.\n"
-                "Wrap each term so that its value is kept:\n"
-                "    loss = counted(ce, tokens) + 0.1 * counted(aux, samples)"
+        """The big batch's own loss: not the last micro-batch's, nor their plain average.
+
+        That average it is where `loss_is_exact` is not, which is warned of.
+        """
+        if not self.loss_is_exact:
+            warnings.warn(
+                "update.loss is the plain average of the micro-batches' losses here: the terms have different counts, "
+                "and a graph keeps their sum, not their values. The update itself is exact.\n"
+                "To know the loss, too, wrap each term:  loss = counted(ce, tokens) + 0.1 * counted(aux, samples)",
+                stacklevel=2,
             )
-            raise LossError(msg)
         return torch.as_tensor(self._loss, dtype=self._dtype)
+
+    @property
+    def loss_is_exact(self) -> bool:
+        """Whether `loss` is the big batch's own."""
+        return bool(self._loss_known)
 
     @property
     def skipped(self) -> bool:
@@ -47,7 +55,7 @@ class Update:
 
     def __repr__(self) -> str:
         """Show the numbers; this reads them from the device."""
-        loss = "unknown" if self._loss is None or not bool(self._loss_known) else f"{float(self._loss):.6g}"
+        loss = f"{'' if self.loss_is_exact else 'about '}{float(self._loss):.6g}"
         norm = "" if self.grad_norm is None else f", grad_norm={self.grad_norm.item():.6g}"
         counts = self.count if isinstance(self.count, tuple) else (self.count,)
         count = ", ".join(f"{float(number):g}" for number in counts)

@@ -1,5 +1,6 @@
 """Counts: how many things a mean is over, as a number on the host or a 0-d tensor on a device."""
 
+from numbers import Real
 from typing import Literal, TypeAlias
 
 import torch
@@ -25,6 +26,14 @@ def wide(number: Tensor) -> Tensor:
     return number.detach().to(torch.float32 if number.device.type == "mps" else torch.float64)
 
 
+def finite(total: Count) -> Count:
+    """Return a total of counts, or refuse one that no number holds; what is on a device is not waited for."""
+    if isinstance(total, float) and total == float("inf"):
+        msg = "the counts of this window add up to inf: a count is how many things a mean is over, such as len(batch)"
+        raise LossError(msg)
+    return total
+
+
 def checked_count(count: object) -> tuple[Kind, Count]:
     """Return the kind and number of a count that a user gave, or refuse it."""
     if count == "sum" and isinstance(count, str):
@@ -38,7 +47,9 @@ def checked_count(count: object) -> tuple[Kind, Count]:
         if count.device.type == "cpu":
             return checked_count(count.item())
         return "mean", wide(count.reshape(()))
-    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < float("inf"):
+    if (
+        isinstance(count, bool) or not isinstance(count, Real) or not 0 <= float(count) < float("inf")
+    ):  # numpy's are Real
         msg = f"a count is a number of things, 0 or more, or 'sum' or 'once'; found {count!r}"
         raise LossError(msg)
     return "mean", float(count)

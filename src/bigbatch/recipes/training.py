@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.errors import ConfigurationError
 from bigbatch.recipes.feeding import Feed
 from bigbatch.recipes.updating import InLockStep, LossAsks, Way, way_of
 from bigbatch.recipes.user_code import calling
@@ -135,10 +135,9 @@ def _larger_than(clip_norm: float, updates: list[Update]) -> int:
 
 def _mean_loss(updates: list[Update]) -> float | None:
     """Over updates, where there are any and their losses are known."""
-    try:
-        losses = [update.loss.detach() for update in updates]
-    except LossError:  # several counts, whose terms' values no graph keeps
+    if not all(update.loss_is_exact for update in updates):  # several counts, whose terms' values no graph keeps
         return None
+    losses = [update.loss.detach() for update in updates]
     return torch.stack(losses).double().mean().item() if losses else None
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from bigbatch.batches.splitting import Batch
 from bigbatch.big_step import BigStep
-from bigbatch.errors import LossError
 from bigbatch.options import Options
 from bigbatch.verifying.gradients import Gradients, taken, wide
 from bigbatch.verifying.loops import TrainWindow, Watched, watched
@@ -87,10 +86,7 @@ class OwnWay:
             update = step(whole)
         if not found:  # it was skipped: nothing counted
             found = dict.fromkeys(standing.parameters)
-        try:
-            value = float(update.loss)
-        except LossError:
-            value = math.nan
+        value = float(update.loss) if update.loss_is_exact else math.nan
         return Accumulated(found, value, tuple(sizes[-update.micro_batches :]) or None)
 
 

@@ -65,6 +65,7 @@ class Gradients:
         self._held: list[Tensor | None] = [None] * len(self.parameters)
         self._versions: list[int] = [0] * len(self.parameters)
         self._zeros: dict[int, int] = {}  # versions of gradients that began as zero
+        self._dtypes = [p.dtype for p in self.parameters]
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """Return what the gradient of a parameter is added up in."""
@@ -127,11 +128,12 @@ class Gradients:
 
     def check(self) -> None:
         """Raise where a gradient is not as we left it."""
-        for p, g, version in zip(self.parameters, self._held, self._versions, strict=True):
-            if not p.requires_grad:
+        for p, g, version, dtype in zip(self.parameters, self._held, self._versions, self._dtypes, strict=True):
+            if not p.requires_grad or p.dtype is not dtype:
+                how = f"cast from {dtype} to {p.dtype}" if p.requires_grad else "frozen"
                 msg = (
-                    "a parameter was frozen inside a window, which has its gradient already.\n"
-                    "Freeze and unfreeze between windows, after accumulator.flush() or accumulator.discard()."
+                    f"a parameter was {how} inside a window, which has its gradient already.\n"
+                    "Freeze, unfreeze and cast between windows, after accumulator.flush() or accumulator.discard()."
                 )
                 raise WindowDisturbed(msg)
             if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
@@ -247,6 +249,20 @@ class Gradients:
             _hand(p, gradient.to(p.device, copy=True) if isinstance(gradient, Tensor) else None)
         self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self.dtype]
         self._hold()
+
+
+@contextmanager
+def setting_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, the parameters have no gradients to begin with; where it fails they have those from before again."""
+    held = [(p, p.grad) for p in parameters]
+    for p, _ in held:
+        p.grad = None
+    try:
+        yield
+    except BaseException:
+        for p, gradient in held:
+            _hand(p, gradient)
+        raise
 
 
 @contextmanager

@@ -9,7 +9,9 @@ On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,21 +41,33 @@ class Weights(NamedTuple):
         return isinstance(self.whole, float) and self.whole == 0.0
 
 
-_SAVED = (
-    "micro_batches",
-    "provisional",
-    "total",
-    "totals",
-    "loss",
-    "loss_known",
-    "kind",
-    "names",
-    "in_ratio",
-    "reference",
-    "factors",
-    "came",
-)
-_SAVED_LATER = frozenset({"over"})  # not in the states of the first version
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are(kind: Callable[[Any], bool], value: object) -> bool:
+    return isinstance(value, list | tuple) and all(map(kind, value))
+
+
+_are_numbers = partial(_are, _is_number)
+_are_words = partial(_are, lambda each: isinstance(each, str))
+_SAVED: dict[str, Callable[[Any], bool]] = {  # and what each may be
+    "micro_batches": lambda value: type(value) is int and value > 0,
+    "provisional": lambda value: value is None or (_is_number(value) and bool(value > 0)),
+    "total": lambda value: _is_number(value) and bool(value >= 0),
+    "totals": lambda value: value is None or _are_numbers(value),
+    "loss": _is_number,
+    "loss_known": lambda value: isinstance(value, bool | Tensor),
+    "kind": lambda value: value in ("", "mean", "sum", "known"),
+    "names": _are_words,
+    "in_ratio": lambda value: value is None or isinstance(value, Tensor),
+    "reference": _are_numbers,
+    "factors": lambda value: value is None or _are(lambda row: isinstance(row, list | tuple), value),
+    "came": _are_numbers,
+}
+_SAVED_LATER: dict[str, Callable[[Any], bool]] = {"over": _are_words, "plain": _is_number}  # not in the first states
 
 
 class Tally(NamedTuple):
@@ -78,6 +92,7 @@ class Ledger:
     provisional: Count | None = None
     total: Count = 0.0
     loss: Count = 0.0
+    plain: Count = 0.0  # the sum of the losses, where their terms have weights of their own
     loss_known: bool | Tensor = True
     kind: str = ""  # of the data terms: "mean", "sum", "known"
     reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
@@ -193,6 +208,8 @@ class Ledger:
             return
         values, counts = [value for value, _ in self.pending], [count for _, count in self.pending]
         precise = torch.float32 if values[0].device.type == "mps" else torch.float64
+        if self.kind == "known":
+            self.plain = self.plain + torch.stack(values).sum(dtype=precise)
         if any(isinstance(count, Tensor) for count in counts):
             losses = torch.stack(values).to(precise)
             device = values[0].device
@@ -218,6 +235,7 @@ class Ledger:
 
     def _enter_parts(self, terms: list[Term], weights: Weights, value: Count, factors: dict[Node, Tensor]) -> None:
         """Add up a loss whose terms have weights of their own: counted terms tell their value, one may be the rest."""
+        self.plain = self.plain + value
         if weights.of_value is not None:
             self.loss = self.loss + _weighed(value, weights.of_value)
             return
@@ -272,12 +290,15 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with totals that were saved."""
-        missing = set(_SAVED) - state.keys()
+        missing = _SAVED.keys() - state.keys()
         if missing:
             msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
             raise StateError(msg)
-        for name in (*_SAVED, *_SAVED_LATER & state.keys()):
-            setattr(self, name, _copied(state[name]))
+        for name, is_right in {**_SAVED, **_SAVED_LATER}.items():
+            if name in state and not is_right(state[name]):
+                msg = f"{name} of this window is {state[name]!r}: it was changed since an Accumulator saved it"
+                raise StateError(msg)
+            setattr(self, name, _copied(state.get(name, getattr(self, name))))
         self.totals = None if self.totals is None else tuple(self.totals)
 
     def correction(self) -> Count:
@@ -286,10 +307,18 @@ class Ledger:
             return 1.0
         return self.provisional / self.total  # a window that counted nothing makes no update
 
-    def big_loss(self) -> Count | None:
-        """Return the big batch's own loss, where it can be known."""
-        if not isinstance(self.loss_known, Tensor) and not self.loss_known:
-            return None
+    def loss_or_plain(self) -> Count:
+        """Return the sum of weighed losses, or of the losses as they are where some weights are not known."""
+        if isinstance(self.loss_known, Tensor):
+            return torch.where(self.loss_known, self.loss, self.plain)
+        return self.loss if self.loss_known else self.plain
+
+    def big_loss(self) -> Count:
+        """Return the big batch's own loss; where it cannot be known, the average of the micro-batches'."""
+        if isinstance(self.loss_known, Tensor):
+            return torch.where(self.loss_known, self.loss, self.plain / max(self.micro_batches, 1))
+        if not self.loss_known:
+            return self.plain / max(self.micro_batches, 1)
         if self.kind != "mean":
             return self.loss
         if isinstance(self.total, Tensor):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
-from bigbatch.reading.counts import RATIO_TOLERANCE, Count, TotalOfSum
+from bigbatch.reading.counts import RATIO_TOLERANCE, Count, TotalOfSum, finite
 from bigbatch.reading.terms import Term
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger, Weights, over_data
@@ -82,7 +82,7 @@ class _Column:
         if self.row is not None:
             self.total = self.row.sum()
         elif self.is_mean:
-            self.total = sum(counts, start=0.0)
+            self.total = finite(sum(counts, start=0.0))
         self.shares: Sequence[Count] = [1.0] * len(terms) if not self.is_mean else counts
 
     def share(self, total: Count) -> None:

@@ -71,7 +71,7 @@ def statement(
     lost = ledger.in_ratio is not None and not bool(ledger.in_ratio)
     return Statement(
         total=ledger.total if ledger.kind == "mean" else 0.0,
-        loss=ledger.loss,
+        loss=ledger.loss_or_plain(),
         micro_batches=ledger.micro_batches,
         kind=ledger.kind,
         loss_unknown=unknown,
@@ -162,10 +162,10 @@ def count(agreement: Agreement, ledger: Ledger) -> Count | tuple[Count, ...]:
     return ledger.count
 
 
-def loss(agreement: Agreement) -> float | None:
-    """Return the loss of the batch that all ranks have made."""
+def loss(agreement: Agreement) -> float:
+    """Return the loss of the batch that all ranks have made, or the average of the micro-batches'."""
     if not agreement.loss_known:
-        return None
+        return agreement.loss / max(agreement.micro_batches, 1)
     if agreement.kind != "mean":
         return agreement.loss
     return agreement.loss / agreement.total if agreement.total else math.nan

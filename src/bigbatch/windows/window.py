@@ -16,7 +16,7 @@ from bigbatch.ranks.agreeing import Agreement, agreed
 from bigbatch.ranks.meeting import announce
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.reaching import Reached
-from bigbatch.reading.counts import LOW_PRECISION, Count, wide
+from bigbatch.reading.counts import LOW_PRECISION, Count, finite, wide
 from bigbatch.reading.terms import Term
 from bigbatch.update import Update
 from bigbatch.windows import together
@@ -348,7 +348,7 @@ class Window:
             self._refuse_lost_ratio()
         if ledger.totals is not None:
             ledger.refuse_other_totals()
-        loss = ledger.big_loss()
+        loss, _ = ledger.big_loss(), finite(ledger.total)
         norm: Tensor | None = None
         skipped: bool | Tensor = True
         self.state = BROKEN
@@ -416,6 +416,7 @@ class Window:
             count=together.count(agreement, ledger),
             grad_norm=norm,
             _loss=together.loss(agreement),
+            _loss_known=agreement.loss_known,
             _dtype=torch.float64 if agreement.precise else torch.float32,
             _skipped=skipped,
         )
@@ -481,6 +482,11 @@ class Window:
         missing = {"gradients", "residual", "double"} - state.keys()
         if missing:
             msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
+            raise StateError(msg)
+        if not isinstance(state["gradients"], list | tuple) or not isinstance(state["residual"], int | float | Tensor):
+            msg = (
+                "the gradients of this window are no list, or its residual no number: it was changed since it was saved"
+            )
             raise StateError(msg)
         self._ledger.load_state_dict(state)
         self._gradients.restore(state["gradients"])
