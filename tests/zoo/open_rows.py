@@ -43,9 +43,6 @@ _ROWS = [
     (("big_step",), "a loss of gathered values alone needs across.once", "rmse-across"),
     (("big_step",), "random numbers that nothing depends on are warned of", "opt bart wav2vec2-ctc wav2vec2-ctc-sum"),
     (("big_step",), "random numbers that nothing depends on are warned of", "hubert-classification whisper loha"),
-    (("verify",), "another cause is named", "swav-codes"),
-    (("verify",), "another cause is named", "dino-centred-by-the-batch ppo-normalized-advantages"),
-    (("verify",), "another cause is named", "weights-normalized-by-the-batch"),
 ]
 OPEN = {
     f"{name}/{entrance}": reason
