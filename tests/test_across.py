@@ -5,6 +5,7 @@ import faulthandler
 import math
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -591,6 +592,7 @@ COUNTED_OFTEN: dict[str, LossFunction] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:this loss is made of values of all")
 @pytest.mark.parametrize(
     ("how", "check"),
     [
@@ -617,19 +619,33 @@ def test_a_sum_through_layers_that_every_micro_batch_would_count(how: str, check
 
 
 @pytest.mark.parametrize("how", COUNTED_OFTEN)
-def test_a_term_that_every_micro_batch_would_count_is_refused(how: str) -> None:
-    """Unless it is marked; nothing is changed by it."""
+def test_a_term_of_values_of_all_counts_once(how: str) -> None:
+    """Marked or not; where the whole loss is one, what it costs is said once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_exact(twins, COUNTED_OFTEN[how], [rows(7, number) for number in range(2)], 3)
+    alone = [str(each.message) for each in caught if "each micro-batch computes all of it" in str(each.message)]
+    assert len(alone) == (0 if "beside" in how else 1)
+    marked: LossFunction = lambda m, b: across.once(COUNTED_OFTEN[how](m, b))  # noqa: E731
+    if "beside" not in how:
+        assert_exact(twins, marked, [rows(7, 0)], 3)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_own_rows_of_values_of_all_do_not_count_once(check: bool) -> None:
+    """They are not the same in every micro-batch, which is seen; nothing is changed."""
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        return across.gather(m.one(b["x"]))[mine(b["x"])].square().mean()
+
     model = twins()
     optimizer = OPTIMIZERS["adamw"](trained(model))
     seed()
     before = everything(model, optimizer)
-    step = BigStep(model, optimizer, COUNTED_OFTEN[how], micro_batch_size=3)
-    with pytest.raises(UnreadableLoss, match=r"(?s)made of values of all micro-batches alone.*across\.once\(term\)"):
+    step = BigStep(model, optimizer, loss_fn, micro_batch_size=3, options=Options(check=check))
+    with pytest.raises(UnreadableLoss, match=r"(?s)made of values of all micro-batches alone.*counted\(term, n\)"):
         step(rows(7, 0))
     assert everything(model, optimizer) == before
-    marked: LossFunction = lambda m, b: across.once(COUNTED_OFTEN[how](m, b))  # noqa: E731
-    if "beside" not in how:
-        assert_exact(twins, marked, [rows(7, 0)], 3)
 
 
 @pytest.mark.xfail(

@@ -596,3 +596,9 @@ def test_packed_samples_are_checked_for_coupling_at_size_one() -> None:
     options = Options(lengths="attention_mask", token_budget=1)
     with pytest.raises((CoupledLoss, BatchError), match=r"coupled|counts padding"):
         BigStep(model, sgd(trained(model)), token_loss, options=options)(text([4, 4, 4]))
+
+
+def test_labels_are_no_mask() -> None:
+    """What is ignored by -100 is not 0: nothing would be packed, without a word."""
+    with pytest.raises(BatchError, match=r"(?s)found -100.*attention_mask.*batch\['labels'\] != -100\)\.sum\(1\)"):
+        step_for(token_loss, lengths="labels")(text([2, 7, 1, 5]))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bigbatch import errors
+from bigbatch import BigStep, Options, errors
 from bigbatch.memory.sizes import Sizes
 from bigbatch.memory.sizing import Probe, choose
 
@@ -204,3 +204,17 @@ def test_a_learned_size_that_is_none_is_refused(found: Any) -> None:
     with pytest.raises(errors.StateError, match="positive integer"):
         kept.load_state_dict({"good": 1, "batch": found})
     assert list(kept.state_dict()) == ["x"]
+
+
+def test_lists_of_samples_may_grow() -> None:
+    """With collate no shape is known: a batch more than twice as large is tried anew."""
+    model = torch.nn.Linear(3, 2)
+    options = Options(collate=torch.utils.data.default_collate)
+    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_of, options=options)
+    for number in (2, 9, 40):
+        assert step([(torch.ones(3), torch.ones(2))] * number).count == 2 * number
+
+
+def mean_of(model: Any, batch: Any) -> torch.Tensor:
+    """A mean squared error."""
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])

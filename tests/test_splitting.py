@@ -117,6 +117,34 @@ def test_a_disagreement_shows_the_shapes() -> None:
         Batch.of({"x": torch.zeros(0, 3), "y": torch.zeros(0), "w": torch.zeros(4)})
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ([torch.zeros(3, 8, 8) for _ in range(5)], torch.zeros(5)),
+        {"images": tuple(torch.zeros(3, 8 + i, 8) for i in range(5)), "labels": torch.zeros(5), "ids": list("abcde")},
+        (tuple(torch.zeros(3, 8, 8) for _ in range(5)), tuple({"boxes": torch.zeros(i, 4)} for i in range(5))),
+    ],
+)
+def test_a_list_of_one_entry_per_sample_is_told_how_to_pass(batch: Any) -> None:
+    """Images of any size, and their targets: their channels are no samples."""
+    with pytest.raises(BatchError, match=r"(?s)of 5, one for each sample.*collate_fn=list.*Options\(collate="):
+        Batch.of(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (([torch.zeros(6, 3), torch.zeros(6, 3)], torch.zeros(6)), 6),  # two views
+        (([torch.zeros(2, 3), torch.zeros(2, 3)], torch.zeros(2)), 2),
+        ({"levels": [torch.zeros(6, 3), torch.zeros(6, 5)]}, 6),
+        (([torch.zeros(6, 3), torch.zeros(6, 3)], torch.zeros(6), torch.zeros(3)), 6),
+    ],
+)
+def test_a_list_of_tensors_with_rows_is_cut_by_rows(batch: Any, size: int) -> None:
+    """As before."""
+    assert Batch.of(batch).size == size
+
+
 def test_what_is_shared_is_remembered_by_its_path() -> None:
     """Tensors and lists that did not agree once are not cut later, when they happen to agree."""
     first = Batch.of({"x": torch.zeros(6), "y": torch.zeros(6), "w": torch.zeros(4), "names": ["a"] * 4})

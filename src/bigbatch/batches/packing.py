@@ -140,6 +140,14 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
     places = torch.arange(mask.shape[1], device=mask.device)
     lengths, is_prefix = [], True
     for rows in in_parts(mask):
+        if bool((rows < 0).any()):
+            msg = (
+                f"lengths={name!r} should name a mask, 0 where there is padding; found {int(rows.min())}, which counts "
+                "as a place that is used.\n"
+                "Name the mask:  Options(lengths='attention_mask')\n"
+                f"or count:  Options(lengths=lambda batch: (batch[{name!r}] != {int(rows.min())}).sum(1))"
+            )
+            raise BatchError(msg)
         kept = rows.bool()
         lengths.append(kept.sum(1))
         is_prefix = is_prefix and torch.equal(kept, places < lengths[-1][:, None])

@@ -44,6 +44,7 @@ class Batch:
                 "    BigStep(..., options=Options(collate=torch.utils.data.default_collate))"
             )
             raise BatchError(msg)
+        _refuse_columns(whole)
         lengths = {path: length for path, leaf in leaves(whole) if (length := _length(leaf)) is not None}
         if not lengths:
             msg = (
@@ -175,6 +176,29 @@ def _looks_like_samples(whole: Any) -> bool:
     return all(
         _children(sample) is not None and any(_is_number(leaf) for _, leaf in leaves(sample)) for sample in whole
     )
+
+
+def _refuse_columns(whole: Any) -> None:
+    """Refuse a list with an entry for each sample, as of images, inside a batch: it would be cut within samples."""
+    parts = dict(_children(whole) or ())
+    lists = {
+        key: part for key, part in parts.items() if isinstance(part, list | tuple) and not hasattr(part, "_fields")
+    }
+    lists = {key: part for key, part in lists.items() if len(part) > 1 and not _is_plain_list(part)}
+    rows = {_length(leaf) for key, part in parts.items() if key not in lists for _, leaf in leaves(part)} - {None}
+    inside = {_length(leaf) for part in lists.values() for _, leaf in leaves(part)} - {None}
+    numbers = rows | {len(part) for part in lists.values()}
+    if not lists or len(numbers) > 1 or inside <= numbers or (not rows and len(inside) == 1):
+        return
+    key, part = next(iter(lists.items()))
+    msg = (
+        f"batch{key} is a {type(part).__name__} of {len(part)}, one for each sample, and not a tensor with a row for "
+        "each.\n"
+        "Pass the samples, and how a micro-batch is made of them:\n"
+        "    DataLoader(data, batch_size=4096, collate_fn=list)\n"
+        "    BigStep(..., options=Options(collate=lambda samples: tuple(zip(*samples))))"
+    )
+    raise BatchError(msg)
 
 
 def _is_number(leaf: Any) -> bool:

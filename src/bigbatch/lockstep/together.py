@@ -1,10 +1,11 @@
 """The micro-batches of a window side by side: forward until all have a loss, then backward, meeting on the way."""
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +29,10 @@ from bigbatch.lockstep.workspaces import workspaces_given_back
 from bigbatch.memory.host import host_available, resident
 from bigbatch.micro_steps.restoring import devices_of, untouched
 from bigbatch.micro_steps.running import Runner
+from bigbatch.pointing import outside
 from bigbatch.ranks import meeting
 from bigbatch.ranks.ranks import Ranks
+from bigbatch.reading import refusals
 from bigbatch.reading.terms import Term
 from bigbatch.windows.window import Window
 
@@ -88,7 +91,7 @@ class Together:
         self._recomputed = activations == "recompute"
         saves_memory = self._device.type == "cuda" and (activations != "keep" or window.recording)
         leaving = workspaces_given_back() if saves_memory else None
-        calls: Calls | None = None
+        calls, of_all = cast("Calls | None", None), list[bool]()
         if self._recomputed and self._valued:
             own = frozenset(map(id, window.gradients.parameters))
             # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
@@ -126,6 +129,7 @@ class Together:
             spared.enter_context(self._runner.sparing_others())  # known to be needed by now
             if offload is not None:
                 offload.turn()
+            of_all.append(not self._looked and len(found) > 1 and _is_of_all_alone(found))
             return dict(enumerate(self._runner.weighed(window, found)))
 
         with around, ExitStack() as spared:
@@ -139,6 +143,7 @@ class Together:
             extras = self._side_by_side([task] * len(sizes), sizes, beside)
         if window.ranks is not None:
             window.ranks.elsewhere = False  # all have met for the last time, and come to their statements
+        _tell_of_cost(of_all)
         self._compared = self._compared or calls is not None
         self._settled, self._looked = (self._valued, self._inside), True
         return extras
@@ -304,6 +309,26 @@ class Together:
             raise
         finally:
             streams.close()
+
+
+def _tell_of_cost(of_all: Sequence[bool]) -> None:
+    if any(of_all):
+        warnings.warn(
+            "this loss is made of values of all micro-batches alone (bigbatch.across), so each micro-batch computes "
+            "all of it. That is exact; a mean over rows of own samples is less work (docs/coupled.md).",
+            stacklevel=outside(),
+        )
+
+
+def _is_of_all_alone(found: Sequence[tuple[Tensor, Sequence[Term]]]) -> bool:
+    """Whether a loss is made of values of all micro-batches alone; raises where it is not the same in each."""
+    if any(term.kind != "once" or term.name == "counted" for _, terms in found for term in terms):
+        return False
+    values = [float(loss.detach()) for loss, _ in found]
+    tolerance = 1e-9 if found[0][0].dtype == torch.float64 else 1e-3
+    if max(values) - min(values) > tolerance * max(*map(abs, values), 1e-30):
+        raise refusals.shared_alone(values)
+    return True
 
 
 def _refuse_changes(worker: Worker | None) -> None:

@@ -154,7 +154,7 @@ def _is_positive(number: object) -> bool:
 
 def _is_larger(one: str, other: str) -> bool:
     """Whether samples of one shape have all that those of another have, and more in some dimension."""
-    if one == TOKENS:
+    if "[" not in one or "[" not in other:  # tokens, or samples of any shape
         return False
     for mine, theirs in zip_longest(one.split("; "), other.split("; "), fillvalue=""):
         name, _, sizes = mine.rpartition(" [")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from bigbatch.errors import BatchError, CoupledLoss, LossError
+from bigbatch.reading import refusals
 from bigbatch.reading.counts import Kind
 
 # How far two roundings of one loss may lie apart; what couples samples moves it by far more.
@@ -75,6 +76,8 @@ def is_sum_of(whole: Part, parts: Sequence[Part]) -> bool:
         return True
     if any(math.isnan(part.value) and part.counts and all(n > 0 for n in part.counts) for part in parts):
         return False  # as of a standard deviation of one sample
+    if all(part.kinds and set(part.kinds) == {"once"} for part in parts):
+        return all(is_near(whole.value, part.value, (whole, *parts)) for part in parts)
     together = combined(parts)
     return together is None or not math.isfinite(together) or is_near(whole.value, together, (whole, *parts))
 
@@ -119,6 +122,8 @@ def coupled(whole: Part, parts: Sequence[Part], samples: int, *, side_by_side: b
             "Compute all samples' losses in one tensor and reduce it once, or say what the loss is over:  "
             "counted(loss, n), counted(loss, 'sum')"
         )
+    if all(set(part.kinds) == {"once"} for part in parts):
+        return refusals.shared_alone([part.value for part in parts])
     together = combined(parts)
     return CoupledLoss(
         f"the samples of this batch are coupled: {samples} of them have a loss of {whole.value:.6g}, and {len(parts)} "

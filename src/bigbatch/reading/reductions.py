@@ -177,7 +177,7 @@ class _Chain:
 
     def _over(self, samples: Samples, edge: Edge) -> Sum:
         if samples.shared and not samples.data:
-            raise refusals.shared_alone(self.kinds[0])
+            return Sum("once", 1.0, self.kinds[0])  # the same in every micro-batch
         if samples.data and (spread := samples.spread()):
             raise refusals.expanded(spread)
         level = self._level(samples)
@@ -302,7 +302,7 @@ def read_fused(  # noqa: C901 - one way per kind of loss
             if other is not None and shape(other, place) == sizes:
                 samples.walk((other, place), tuple(axes))
     if samples.shared and not samples.data:
-        raise refusals.shared_alone(name)
+        return Sum("once", 1.0, name)
     if name in POINTWISE_LOSSES:
         samples.note_spread(node, name, sizes, tuple(axes))
     if samples.data and (spread := samples.spread()):

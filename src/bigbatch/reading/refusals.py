@@ -1,5 +1,7 @@
 """What the reader says when it refuses a loss: what was found, why it matters, the line that settles it."""
 
+from collections.abc import Sequence
+
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 
 _COUNT = """Say what the loss was averaged over:
@@ -188,13 +190,12 @@ def data_or_constant(name: str) -> UnreadableLoss:
     )
 
 
-def shared_alone(name: str) -> UnreadableLoss:
-    """Explain that a term is made of values of all micro-batches, so that each of them would count it."""
+def shared_alone(values: Sequence[float]) -> UnreadableLoss:
+    """Explain that what is made of values of all micro-batches is not the same in each of them."""
     return UnreadableLoss(
-        f"a term of this loss ({name.removeprefix('_')}) is made of values of all micro-batches alone: it is the same "
-        "in each of them, and would be counted once per micro-batch.\n"
-        "Say that it counts once:  across.once(term); or, where it is a mean over n rows of this micro-batch's own "
-        "that were taken out of those of all:  counted(term, n)"
+        "this loss is made of values of all micro-batches alone (bigbatch.across), and counts once where it is the "
+        f"same in each of them; found {', '.join(f'{value:.6g}' for value in values[:4])}. Nothing was changed.\n"
+        "Where it is a mean over n rows of this micro-batch's own, taken out of those of all:  counted(term, n)"
     )
 
 

@@ -122,7 +122,7 @@ def _serves_twice(node: Node | None, trail: Trail) -> bool:
     return node is not None and users > 1
 
 
-def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
+def _step(  # noqa: PLR0911 - one way out per kind of operation
     place: _Place, surroundings: Surroundings, trail: Trail
 ) -> Term | list[_Place]:
     """Go one scalar operation down: to the scalars that it was made of, or to a term."""
@@ -131,7 +131,7 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
     trail.passed(node)
     name = operation(node)
     if is_shared_by_all(node):
-        raise refusals.shared_alone(name)
+        return Term(place.pinned or node, "once", 1.0, name)
     if is_custom(node):
         return _custom(place, node, output, name)
     if is_leaf(node):
@@ -147,10 +147,8 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
         return [_Place(edge, place.pinned, (*place.factors, *factors)) for edge, factors in found]
     if found is not None:
         return _term(place, node, found, surroundings, trail)
-    if parameters_alone(place.edge, surroundings.own, trail):
+    if parameters_alone(place.edge, surroundings.own, trail) or made_of_shared(place.edge, surroundings.own, trail):
         return Term(place.pinned or node, "once", 1.0, name)
-    if made_of_shared(place.edge, surroundings.own, trail):
-        raise refusals.shared_alone(name)
     raise refusals.nonlinear(name, root=name == "Sqrt" or saved_number(node, "exponent") == _ROOT)
 
 
@@ -191,15 +189,13 @@ def _product(place: _Place, node: Node, name: str, surroundings: Surroundings, t
         is_shared or inputs[0][0] is None or parameters_alone(edge, surroundings.own, trail)
         for edge, is_shared in zip(inputs, shared, strict=True)
     ]
-    if all(learned) and any(shared):
-        raise refusals.shared_alone(name)
     if all(learned):
         return Term(place.pinned or node, "once", 1.0, name)
     if learned[1] or (learned[0] and name == "Mul"):
         factors = (*place.factors, node)
         return [place._replace(edge=inputs[0 if learned[1] else 1], pinned=place.pinned or node, factors=factors)]
     if made_of_shared(place.edge, surroundings.own, trail):
-        raise refusals.shared_alone(name)
+        return Term(place.pinned or node, "once", 1.0, name)
     raise refusals.nonlinear(name)
 
 
