@@ -10,7 +10,7 @@ from bigbatch.errors import BigBatchError, LossError, OutOfMemory, SeveralCounts
 from bigbatch.update import Update
 from tests.faults import snapshots
 from tests.faults.injecting import OUT_OF_MEMORY, Fault
-from tests.faults.programs import Batch, Draws, Program, Sized, Stream
+from tests.faults.programs import Batch, Draws, Program, Sized, Stream, loader_of
 
 Result = TypeVar("Result")
 POLICIES = ("discard", "retry", "flush")
@@ -181,6 +181,8 @@ class Run:
             assert isinstance(self._loader, Stream)
             self._loader.load_state_dict(self._states[self.position])
             return self.accumulator.over(self._loader)
+        if loop == "DataLoader":
+            return self.accumulator.over(loader_of(left, self.fault))
         return self.accumulator.over(Sized(left, self.fault) if self._loader is None else self._loader)
 
     def _loop(self) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from bigbatch import Accumulator, BigStep, GradientNoise, Options, across
 from tests.faults.injecting import Fault
@@ -181,6 +182,28 @@ class Stream:
         self._start = state["given"]
 
 
+class Samples(Dataset[Batch]):
+    """The dataset of a DataLoader: one batch at an index."""
+
+    def __init__(self, batches: Sequence[Batch], fault: Fault) -> None:
+        self._batches, self._fault = batches, fault
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        """Pass by, then return it."""
+        self._fault.visit("loader")
+        return self._batches[index]
+
+
+def loader_of(batches: Sequence[Batch], fault: Fault) -> DataLoader[Batch]:
+    """Return torch's own loader; it draws nothing from the default generator."""
+    own = torch.Generator().manual_seed(0)
+    return DataLoader(Samples(batches, fault), batch_size=None, collate_fn=lambda batch: batch, generator=own)
+
+
 class Draws:
     """An iterator: what it has given out, it does not give out again."""
 
@@ -230,7 +253,7 @@ class Program:
     scaler: Scaler | None = None
     accumulator: Accumulator | None = None
     step: BigStep | None = None
-    loop: str = "plain"  # or "sized", "stream", "iterator", "saved"
+    loop: str = "plain"  # or "sized", "DataLoader", "stream", "iterator", "saved"
     count: Callable[[Batch], Any] | None = None
     counted_ahead: bool = False
 
@@ -390,6 +413,7 @@ ACCUMULATORS: dict[str, Callable[[Fault], Program]] = {
     ),
     "two optimizers": lambda f: _accumulating(f, loop="sized", nets=2, loss=_two_nets, clip_norm=0.5, hook=True),
     "unsized over": lambda f: _accumulating(f, loop="stream", schedule=True),
+    "DataLoader over": lambda f: _accumulating(f, loop="DataLoader", clip_norm=1.0),
     "iterator over": lambda f: _accumulating(f, loop="iterator"),
     "batch_norm micro": lambda f: _accumulating(
         f,
