@@ -231,18 +231,17 @@ class Run:
 
     def _save(self) -> None:
         """Save the window and go on with what was saved."""
-        try:
-            state = self.accumulator.state_dict()
-        except BaseException as error:  # noqa: BLE001 - looked at
-            self.kept.append(error)
-            self._look(error)
-            state = self.accumulator.state_dict()
-        try:
-            self.accumulator.load_state_dict(state)
-        except BaseException as error:  # noqa: BLE001 - looked at
-            self.kept.append(error)
-            self._look(error)
-            self.accumulator.load_state_dict(state)
+        state = self._until_done(self.accumulator.state_dict)
+        self._until_done(lambda: self.accumulator.load_state_dict(state))
+
+    def _until_done(self, call: Callable[[], Result]) -> Result:
+        """Call it again as long as it fails, and see that it changes nothing."""
+        while True:
+            try:
+                return call()
+            except BaseException as error:  # noqa: BLE001, PERF203 - looked at
+                self.kept.append(error)
+                self._look(error)
 
     def _close(self, update: Update | None) -> None:
         """A window has been closed."""

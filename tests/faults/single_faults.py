@@ -3,6 +3,7 @@
 import gc
 import random
 import re
+import signal
 import sys
 import threading
 import time
@@ -52,6 +53,7 @@ class Laboratory:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
         self._undisturbed: dict[tuple[str, str, tuple[int, ...]], Run] = {}
         self._left_behind: dict[tuple[str, str], dict[str, Any]] = {}
         self._stuck: list[threading.Thread] = []
