@@ -7,6 +7,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def run_on_ranks(
 
     A process that will use a GPU must not be forked from one that has: `start="spawn"`.
     """
+    if start == "fork":
+        import_module("torch._dynamo")  # which optimizers import: half a second that each process would take
     with tempfile.TemporaryDirectory() as folder:
         context: Any = mp.get_context(start)
         processes = [

@@ -18,7 +18,6 @@ from bigbatch.errors import BigBatchError, StateError, WindowDisturbed, WindowEr
 from bigbatch.forgotten import Forgotten
 from bigbatch.lockstep.needing import asked_anywhere, times_asked
 from bigbatch.over import Listener, Loop, Over, Source
-from bigbatch.ranks.launcher import naming_lost_ranks
 from bigbatch.ranks.ranks import Ranks, serve
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, checked_count
@@ -467,8 +466,7 @@ class Accumulator:
     def _most(self, mine: int) -> int:
         ranks = self._stepper.ranks
         assert ranks is not None  # noqa: S101 - or nobody would ask
-        with naming_lost_ranks():
-            return ranks.most(mine, all_parameters(self._stepper.optimizers)[0].device)
+        return ranks.most(mine, all_parameters(self._stepper.optimizers)[0].device)
 
     def _leave(self, loop: Loop) -> None:
         """End an `over`, at its end or by `break`; another one may have begun since."""

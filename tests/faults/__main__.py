@@ -17,6 +17,11 @@ _NOTES = [
         "wrong: other weights, without a word. lost: a batch, a window or an interrupt is gone. leaked: something was "
         "left changed. unclear: the error does not tell what happened, or accuses something else."
     ),
+    (
+        "ranks: one of two processes raises, is killed, stops for a while or runs out of memory. fine: both have made "
+        "all updates, to the weights of an undisturbed run; or each has ended within 30 s, by the error itself, one of "
+        "bigbatch or, in a forward of a sharded model, torch's, with the weights of the updates that it had made."
+    ),
 ]
 
 

@@ -18,8 +18,9 @@ def started() -> int:
 
 
 def is_of_the_wire(error: BaseException) -> bool:
-    """Whether an error is torch's word for a rank that is gone; gloo's have no type of their own."""
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    """Whether an error is torch's word, or ours, for a rank that is gone; gloo's have no type of their own."""
+    ours = isinstance(error, RankFailed | dist.DistError)
+    return ours or (isinstance(error, RuntimeError) and "gloo/" in str(error))
 
 
 _GONE = (
@@ -35,6 +36,6 @@ def naming_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if is_of_the_wire(error):
+        if is_of_the_wire(error) and not isinstance(error, RankFailed):
             raise RankFailed(_GONE) from error
         raise

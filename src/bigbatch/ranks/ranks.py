@@ -21,6 +21,7 @@ from bigbatch.ranks import sharding
 from bigbatch.ranks.alone import warn_of_others
 from bigbatch.ranks.buckets import add_up
 from bigbatch.ranks.groups import local, sharded, whole_weights
+from bigbatch.ranks.launcher import naming_lost_ranks
 from bigbatch.ranks.sharding import Shards
 from bigbatch.ranks.wrappers import (
     data_parallel,
@@ -247,8 +248,9 @@ class Ranks:
                 row[place] = number
         else:
             row = torch.tensor(said, dtype=precise, device=device)
-        dist.all_reduce(row, group=self.group)
-        found: list[float] = row.tolist()
+        with naming_lost_ranks():
+            dist.all_reduce(row, group=self.group)
+            found: list[float] = row.tolist()
         return found
 
     def _wire(self, device: torch.device) -> torch.device:

@@ -136,7 +136,7 @@ def telling_of_failure(ranks: Ranks | None, device: torch.device) -> Iterator[No
         with naming_lost_ranks():
             yield
     except Exception as error:
-        if not ranks.spoken and not ranks.elsewhere and not is_of_the_wire(error.__cause__ or error):
+        if not ranks.spoken and not ranks.elsewhere and not is_of_the_wire(error):
             with suppress(Exception):  # they may be gone; what happened here is what is raised
                 ranks.fail(device)
         raise

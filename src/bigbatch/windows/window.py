@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.ranks.agreeing import Agreement, agreed
+from bigbatch.ranks.launcher import naming_lost_ranks
 from bigbatch.ranks.meeting import announce
 from bigbatch.ranks.ranks import Ranks
 from bigbatch.ranks.reaching import Reached
@@ -226,7 +227,12 @@ class Window:
         ranks, own = self._stepper.ranks, self._gradients.parameters
         assert ranks is not None  # noqa: S101 - or it is run as it is
         noted = nullcontext() if self._shards_reached is None or not ranks.scatters else self._shards_reached.noting()
-        with noted, ranks.around_backward(own), nullcontext() if adds else adding_zeros(ranks.leaves(own)):
+        with (
+            naming_lost_ranks(),
+            noted,
+            ranks.around_backward(own),
+            nullcontext() if adds else adding_zeros(ranks.leaves(own)),
+        ):
             run_backward(loss, start, leaves)
 
     def _awaits_reduction(self) -> bool:

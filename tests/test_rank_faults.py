@@ -1,0 +1,34 @@
+"""A rank that raises, dies, stops or runs out of memory: all go on to the same weights, or end in time and in words."""
+
+import pytest
+
+from tests.faults import rank_faults
+from tests.faults.outcomes import Case, Outcome
+
+FAULTS = [
+    ("Accumulator", "ddp", "before a message", "ValueError", 1002),
+    ("Accumulator", "ddp", "before optimizer.step", "KeyboardInterrupt", 2),
+    ("BigStep", "plain", "forward", "OutOfMemoryError", 1003),
+    ("BigStep", "across, again", "loss", "ValueError", 5),
+    ("BigStep", "batch norm", "forward", "OutOfMemoryError", 1004),
+    ("BigStep", "batch norm", "backward", "SIGKILL", 3),
+    ("BigStep", "batch norm", "in a collective", "SIGSTOP", 1005),
+]
+
+
+def test_a_fault_on_one_rank() -> None:
+    """A sample of `make faults`, in every way in which ranks wait for each other."""
+    cases = [Case("ranks", number, 0, *each) for number, each in enumerate(FAULTS)]
+    found = dict(zip(FAULTS, rank_faults.run(cases), strict=True))
+    assert found == dict.fromkeys(FAULTS, Outcome("fine"))
+
+
+@pytest.mark.parametrize("entrance", ["Accumulator", "BigStep"])
+def test_what_is_drawn(entrance: str) -> None:
+    """The same seed draws the same, and all modes, places and errors come up."""
+    cases = list(rank_faults.draw(3, 400))
+    assert list(rank_faults.draw(3, 50)) == cases[:50]
+    own = [case for case in cases if case.entrance == entrance]
+    assert {case.mode for case in own} == set(rank_faults.MODES[entrance])
+    assert {case.place for case in own} == set(rank_faults.PLACES)
+    assert {case.error for case in own} == {*rank_faults.ERRORS, "SIGKILL", *rank_faults.STOPPED}
