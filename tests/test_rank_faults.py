@@ -11,6 +11,7 @@ FAULTS = [
     ("BigStep", "plain", "forward", "OutOfMemoryError", 1003),
     ("BigStep", "across, again", "loss", "ValueError", 5),
     ("BigStep", "batch norm", "forward", "OutOfMemoryError", 1004),
+    ("BigStep", "batch norm", "after a message", "OutOfMemoryError", 4),
     ("BigStep", "batch norm", "backward", "SIGKILL", 3),
     ("BigStep", "batch norm", "in a collective", "SIGSTOP", 1005),
 ]

@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.errors import BigBatchError, RankFailed
+from bigbatch.ranks.groups import local, parameters_of, sharded
 from bigbatch.ranks.ranks import Ranks
 from tests.faults.outcomes import Case, Outcome
 
@@ -277,10 +278,9 @@ class _Training:
 
     def weights(self) -> list[Tensor]:
         """Return this rank's own, without asking others."""
-        if self._mode == "fsdp":
-            self._network.reshard()  # what failed inside the model has left them whole
-        every: list[Any] = list(self._network.parameters())
-        return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in every]
+        # What has failed inside a sharded model leaves whole parameters in the place of shards.
+        shards = [each.sharded_param for each in parameters_of(sharded([self._network]))]
+        return [local(p).detach().clone() for p in shards or self._network.parameters()]
 
     def _batch(self, update: int, size: int) -> Tensor:
         self._fault.at("batch")()

@@ -350,7 +350,7 @@ def _of_ranks(ranks: Ranks | None, sizes: Sequence[int], device: torch.device, *
     """Learn how many samples other ranks have, before micro-batches meet those; in norms (`inside`) without a word."""
     if ranks is None:
         return {}
-    meeting.announce(ranks, "the beginning of a window", device)  # or another rank is somewhere else
+    with meeting.collective(ranks, "the beginning of a window", device):  # or another rank is somewhere else
+        every = meeting.numbers(ranks, sum(sizes), device)
     ranks.elsewhere = inside
-    every = meeting.numbers(ranks, sum(sizes), device)
     return {"ranks": ranks, "all samples": sum(every), "samples before": sum(every[: ranks.rank])}

@@ -35,11 +35,14 @@ def announce(ranks: Ranks, title: str, device: torch.device) -> None:
 
 
 @contextmanager
-def _meeting(ranks: Ranks, title: str, device: torch.device) -> Iterator[None]:
-    """Come to a meeting, which may have a title: inside, others would take any other word for a part of it."""
+def collective(ranks: Ranks, title: str, device: torch.device) -> Iterator[None]:
+    """Inside, run a collective that all ranks run under one title, if any: they would take a message for a part of it.
+
+    They wait for it as soon as the title was sent, so a rank that fails from then on cannot tell them.
+    """
+    was, ranks.elsewhere = ranks.elsewhere, True
     if title:
         announce(ranks, title, device)
-    was, ranks.elsewhere = ranks.elsewhere, True
     yield
     ranks.elsewhere = was
 
@@ -70,7 +73,7 @@ def numbers(ranks: Ranks, own: int, device: torch.device) -> list[int]:
 
 def summed(ranks: Ranks, own: Tensor, title: str = "") -> Tensor:
     """Add up a tensor over all ranks, who say the title of this meeting before, where it has one."""
-    with _meeting(ranks, title, own.device):
+    with collective(ranks, title, own.device):
         found = own.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(found, group=ranks.group)
     return found
@@ -85,7 +88,7 @@ def each(ranks: Ranks, own: Tensor) -> Tensor:
 
 def gathered(ranks: Ranks, own: Tensor, title: str) -> tuple[Tensor, int]:
     """Return the rows of all ranks, who say the title of this meeting before, and where this one's begin."""
-    with _meeting(ranks, title, own.device):
+    with collective(ranks, title, own.device):
         rows = numbers(ranks, own.shape[0], own.device)
         padded = own.new_zeros(max(rows), *own.shape[1:])
         padded[: own.shape[0]] = own.detach()

@@ -220,7 +220,7 @@ class Ranks:
             )
             raise RankFailed(msg)
         if header.again:
-            self.spoken = False  # nothing that was said of this window holds
+            self.spoken = self.elsewhere = False  # nothing that was said of this window holds
             raise OthersTryAgain
         if not alike(self.size, header.place, header.square):
             self.spoken = True
