@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, BigStep, Options, across, counted
 from bigbatch.batches.splitting import mapped
-from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, PathsDiffer, UnreadableLoss
+from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, PathsDiffer
 from examples.coupled import barlow_twins, clip, correlation, dice, info_nce, moe, rmse, supcon, vicreg
 from tests.reference import FLOOR, TOLERANCE, close, distance, sgd, state, trained, weights
 
@@ -627,20 +627,6 @@ def test_own_rows_centred_by_the_batch_are_still_own_rows(check: bool) -> None:
             lambda m, b: F.cross_entropy(m(b[0]) @ centred(m(b[1])).T, torch.arange(len(b[0]))),
             check=check,
         )
-
-
-@pytest.mark.parametrize(
-    "term",
-    [
-        lambda rows: across.mean(rows.mean(0)).square().sum(),
-        lambda rows: (across.gather(rows).std(0) - 1).square().mean(),
-        lambda rows: across.sum(rows.square().sum()).sqrt(),
-    ],
-)
-def test_a_term_of_all_samples_must_be_marked(term: Callable[[Tensor], Tensor]) -> None:
-    """It would be counted once per micro-batch."""
-    with pytest.raises(UnreadableLoss, match=r"would be counted once per micro-batch.*\n.*across\.once\(term\)"):
-        step_once(lambda m, b: F.cross_entropy(m(b[0]), b[2]) + 0.1 * term(m(b[0])))
 
 
 def test_a_marked_term_must_be_the_same_in_every_micro_batch() -> None:

@@ -5,6 +5,7 @@ first dimension of those leaves that agree on its size; all other leaves go into
 """
 
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from bigbatch.batches.writing import PLAIN, apart, dataclass_like, is_array, mapping_like, own, versions_of
 from bigbatch.errors import BatchError
+from bigbatch.pointing import outside
 
 Indices: TypeAlias = slice | Sequence[int]
 _SHOWN = 8
@@ -79,6 +81,20 @@ class Batch:
             return frozenset()
         found = frozenset(path for path, leaf in leaves(self.whole) if isinstance(leaf, Tensor) or _is_plain_list(leaf))
         return found - self.sampled
+
+    def warn_of_repeated(self) -> None:
+        """Say which tensors with rows for every sample, and several, go into every micro-batch whole."""
+        for path, leaf in leaves(self.whole):
+            rows = _length(leaf) or 0
+            if path in self.shared and rows > self.size > 1 and not rows % self.size:
+                shape = f"({self.size}, {rows // self.size}, ...)"
+                msg = (
+                    f"{path} has {rows} rows where there are {self.size} samples, so it goes into every micro-batch "
+                    "whole, which takes as much memory and time as all of it each time.\n"
+                    f"If {rows // self.size} rows of it go with each sample, pass it as {shape}; if all samples share "
+                    "it, keep it out of the batch."
+                )
+                warnings.warn(msg, stacklevel=outside())
 
     def take(self, indices: Indices) -> Any:
         """Return a micro-batch: these samples, in this order, in the structure of the batch."""

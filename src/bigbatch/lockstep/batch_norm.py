@@ -66,15 +66,17 @@ def _met(  # noqa: PLR0917 - torch's own signature
 ) -> Tensor:
     """Take the place of `F.batch_norm`."""
     worker = current() if training else None
-    if worker is not None:
-        worker.visits["BatchNorm"] = worker.visits.get("BatchNorm", 0) + 1
+    calls = worker.visits.get("BatchNorm", 0) + 1 if worker is not None else 0
     rests = worker is not None and worker.notes.get("resting") and running_mean is not None
     if worker is None or rests or not _meets(worker):
         if worker is not None and rests and _meets(worker):
             meet_in_forward(worker, "BatchNorm", None, lambda _: None)  # for nothing, but the others have their turn
         training = training and not rests
         found: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        if worker is not None:
+            worker.visits["BatchNorm"] = calls  # a function mode has torch come by here once more
         return found
+    worker.visits["BatchNorm"] = calls
     norms: Norms = worker.notes["norms"]
     name, module = norms.get(id(running_mean if running_mean is not None else weight), ("", None))
     running = None
