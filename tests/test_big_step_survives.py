@@ -560,3 +560,21 @@ def test_errors_of_memory_are_recognised(error: Callable[[], BaseException]) -> 
 def test_other_errors_are_not(error: Callable[[], BaseException]) -> None:
     """A text alone makes no error of memory."""
     assert not is_out_of_memory(error())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_out_of_memory_while_packing_is_survived_once(times: int) -> None:
+    """Lengths that are computed on a full device: once more, after all that can be has been freed."""
+    model, failures = mlp()(), [MemoryError("alone") for _ in range(times)]
+
+    def lengths(batch: Batch) -> Tensor:
+        if failures:
+            raise failures.pop()
+        return batch["mask"].sum(1)
+
+    step = BigStep(model, sgd(trained(model)), only_up_to(9, 24), options=Options(lengths=lengths, token_budget=24))
+    if times == 1:
+        assert step(padded([12, 12, 6, 6, 6, 6, 3])).micro_batches
+    else:
+        with pytest.raises(MemoryError, match="alone"):
+            step(padded([12, 12, 6, 6, 6, 6, 3]))

@@ -169,6 +169,7 @@ class BigStep:
         checked = replace(self._options, check=False) if self._is_sharded else self._options
         self._check = FirstCheck(self._models, self._runner, self._mover, checked)
         self._looked_at_buffers = self._told_of_buffers = False  # whether a forward writes to some
+        self._divided_again = False  # whether memory has run out before a batch was cut
         self._several = False  # whether the loss has several counts, to be learned in a pass of their own
         self._asked = False  # whether the loss has asked for other micro-batches: then they run side by side
         self._together = Together(
@@ -218,6 +219,7 @@ class BigStep:
             whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
             self._shared = whole.shared
             done: _Done | None = None
+            self._divided_again = False
             with speaking_of("BigStep"):
                 while done is None:
                     done = self._tried(whole)
@@ -306,15 +308,22 @@ class BigStep:
             let_go(error)
             self._have_others_try_again()
             return True
-        if not (self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)):
-            if division is None or not short:
-                return False
-            self._divider.shrink(division, error)
+        elsewhere = self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)
+        if not elsewhere and not (short and self._may_divide_again(division, error)):
+            return False
         if short:
             self._runner.forget()
         let_go(error)
         self._have_others_try_again()
         return True
+
+    def _may_divide_again(self, division: Division | None, error: BaseException) -> bool:
+        """Take smaller micro-batches. Where there are none yet, packing may fit once short cuts have let go."""
+        if division is not None:
+            self._divider.shrink(division, error)
+            return True
+        again, self._divided_again = not self._divided_again, True
+        return again
 
     def _have_others_try_again(self) -> None:
         """Where samples are coupled, other ranks are on their way through the same window, and begin it anew, too."""

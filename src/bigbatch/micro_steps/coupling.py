@@ -27,7 +27,7 @@ class Part(NamedTuple):
     norms: int = 0  # how often BatchNorm was called in lock-step
     certain: bool = True  # whether it has drawn the same random numbers as the whole
     peak: int = 0  # bytes of tensors that its forward held at once
-    terms: tuple[float, ...] = ()  # what each adds to the value, where there are several and that can be told
+    terms: tuple[float, ...] = ()  # what each adds to the value, where that can be told
 
 
 def tolerance_of(dtype: torch.dtype | None) -> float:
@@ -45,7 +45,8 @@ def combined(parts: Sequence[Part]) -> float | None:
         return parts[0].value  # made of what all have in common: every part has all of it
     if all(part.terms for part in parts):
         columns = zip(*(zip(part.kinds, part.terms, part.counts, strict=True) for part in parts), strict=True)
-        return math.fsum(_added(*zip(*column, strict=True)) for column in columns)
+        constant = parts[0].value - math.fsum(parts[0].terms)  # as of 1 - dice
+        return constant + math.fsum(_added(*zip(*column, strict=True)) for column in columns)
     rows = [[n for n, kind in zip(part.counts, part.kinds, strict=True) if kind != "once"] for part in parts]
     ratios = [[number / row[0] if row[0] > 0 else math.nan for number in row] for row in rows]
     alike = all(math.isclose(a, b) for row in ratios for a, b in zip(row, ratios[0], strict=True))

@@ -191,7 +191,7 @@ class FirstCheck:
                 told = self._side_by_side and isinstance(error, BigBatchError)
                 if isinstance(error, NeedsLockStep) or (told and not isinstance(error, PathsDiffer)):
                     raise
-                let_go(error)
+                _forget(error)
             finally:
                 torch.clear_autocast_cache()  # copies of weights that were made without a graph
         return agreed
@@ -206,7 +206,7 @@ class FirstCheck:
         except NeedsLockStep:
             raise
         except Exception as error:  # noqa: BLE001 - as below
-            let_go(error)
+            _forget(error)
         else:
             samples = max(size * max(kept, _LITTLE) // max(held, 1), 2)
             yield _Attempt(samples, uneven=True, large=True)
@@ -282,7 +282,7 @@ class FirstCheck:
                 (whole,) = self._evaluated(division, [every], widest, graph="read", tape=tape)
                 parts = self._evaluated(division, shares, _OWN, graph="read", tape=tape, state=state)
         except Exception as error:  # noqa: BLE001 - it proves nothing
-            let_go(error)
+            _forget(error)
             return
         division.batch.refuse_changed()
         if counts_more(whole, parts) and all(part.certain for part in parts):
@@ -474,7 +474,7 @@ class _Values(TorchFunctionMode):
         found = [
             term.value if term.value is not None else self._of.get(n) for term, n in zip(terms, nodes, strict=False)
         ]
-        if len(terms) < 2 or len(nodes) < len(terms) or any(each is None for each in found):  # noqa: PLR2004
+        if not terms or len(nodes) < len(terms) or any(each is None for each in found):
             return ()
         factors = torch.autograd.grad(loss, [GradientEdge(n, 0) for n in nodes], retain_graph=True, allow_unused=True)
         pairs: Iterable[tuple[Tensor | None, Tensor | None]] = zip(factors, found, strict=True)
@@ -517,10 +517,20 @@ def _kept(tensor: Tensor | None) -> Tensor:
 _kept.shows = True  # type: ignore[attr-defined]  # reading it does nothing
 
 
+def _forget(error: Exception) -> None:
+    """Free what a failure holds, where memory is what it lacked; that takes a while."""
+    if is_out_of_memory(error):
+        let_go(error)
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep warnings of pieces to ourselves, as of a variance of one sample; the step gives its own."""
-    with warnings.catch_warnings():
+    """Keep warnings of pieces to ourselves, as of a variance of one sample; the step gives its own.
+
+    What is compiled runs as it is written: under a mode dynamo would give it up for good.
+    """
+    eagerly: Any = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    with warnings.catch_warnings(), eagerly:
         warnings.simplefilter("ignore")
         yield
 
