@@ -133,6 +133,8 @@ class Laboratory:
         final = snapshots.numbers(program, buffers=program.step is not None, gradients=False)
         changed = snapshots.differing(final, {k: v for k, v in true.final.items() if k in final}, TOLERANCE)
         changed += snapshots.differing(snapshots.randomness(), {k: true.final[k] for k in snapshots.randomness()})
+        if not changed and len(run.updates) != len(true.said):
+            return Outcome("lost", f"{len(run.updates)} updates were returned instead of {len(true.said)}")
         changed += [f"update {i}: {words}" for i, words in enumerate(_other(said(run), true.said)) if words]
         if changed:
             return Outcome("wrong", ", ".join(changed[:4]))
