@@ -16,6 +16,7 @@ from tests.zoo.samples import CLASSES, WIDTH, graphs, join_graphs, mlp, parts, r
 COUPLED = refused(CoupledLoss, "across")
 UNREADABLE = refused(UnreadableLoss, "")
 MANY = (4, 3, 5, 4, 3, 5)  # of fewer samples the mean of some is soon that of all
+ONES = (1, 1, 1, 1)  # what fits of a large model
 MEETS = refused(CoupledLoss, "BigStep")  # `across` in an Accumulator
 
 
@@ -318,14 +319,15 @@ COUPLED_LOSSES = [
     Program("cosine-embedding", mlp, rows, lambda m, b: F.cosine_embedding_loss(m(b["x"]), m(b["x2"]), 2 * b["binary"] - 1)),
     Program("pairs-by-broadcasting", mlp, rows, pairwise, **both(COUPLED)),
     Program("cox-survival", mlp, rows, cox, **both(COUPLED)),
-    Program("top-k-loss", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="none").topk(2).values.mean(), **both(COUPLED)),
+    Program("top-k-loss", mlp, rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="none").topk(2).values.mean(), **both(COUPLED), cuts=(3, 2, 3), micro_batch=3),
     Program("entropy-of-the-mean-prediction", mlp, rows, lambda m, b: -(m(b["x"]).softmax(1).mean(0) * m(b["x"]).softmax(1).mean(0).log()).sum(), **both(COUPLED)),
     Program("ppo-advantages-as-given", actor_critic, rows, ppo(lambda a: a)),
     Program("ppo-normalized-advantages", actor_critic, rows, ppo(lambda a: (a - a.mean()) / (a.std() + 1e-8)), unseen="coupled-samples"),
-    Program("tokens-and-normalized-advantages", Tagger, rows, tokens_and_advantages, unseen="coupled-samples"),
+    Program("tokens-and-normalized-advantages", Tagger, rows, tokens_and_advantages, unseen="coupled-samples", cuts=(6, 6, 6), micro_batch=6),
     Program("reinforce-with-mean-baseline", mlp, rows, reinforce, unseen="coupled-samples"),
     Program("dpo", Tagger, rows, dpo),
     Program("dpo-joined", Tagger, rows, dpo_joined),
+    Program("dpo-joined-one-by-one", Tagger, rows, dpo_joined, cuts=ONES, micro_batch=1),
     Program("grpo", Tagger, rows, grpo),
     Program("dr-grpo", Tagger, rows, dr_grpo),
     Program("dapo-over-all-tokens", Tagger, rows, lambda m, b: masked(-log_chances(m, b) * b["advantage"][:, None], b["mask"]), accumulator=refused(UnreadableLoss, "count")),

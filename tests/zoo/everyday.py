@@ -404,6 +404,7 @@ EVERYDAY = [
     Program("inner-loop", lambda: nn.Linear(6, CLASSES), rows, inner_loop, accumulator=LOOP, big_step=LOOP),
     Program("one-sample-after-the-other", mlp, rows, one_by_one, accumulator=LOOP, big_step=LOOP),
     Program("one-sample-after-the-other-summed", mlp, rows, summed_one_by_one, accumulator=LOOP, big_step=LOOP),
+    Program("one-sample-after-the-other-one-by-one", mlp, rows, one_by_one, accumulator=LOOP, big_step=LOOP, cuts=(1, 1, 1, 1), micro_batch=1),
     Program("vmap", mlp, rows, mapped),
     Program("r1-penalty", lambda: mlp(6, 1), rows, r1_penalty),
     Program("slope-of-a-mean", mlp, rows, slope_of_a_mean, accumulator=refused(LossError, ""), big_step=COUPLED),

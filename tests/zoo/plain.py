@@ -385,7 +385,7 @@ PLAIN = [
     Program("batch-norm", lambda: conv(nn.BatchNorm2d(4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), accumulator=AWAKE, quick=True),
     Program("group-norm", lambda: conv(nn.GroupNorm(2, 4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"])),
     Program("instance-norm", lambda: conv(nn.InstanceNorm2d(4, affine=True)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"])),
-    Program("ghost-batch-norm", lambda: nn.Sequential(nn.Linear(6, 8), Ghost(), nn.Linear(8, CLASSES)), rows, cross_entropy, accumulator=AWAKE, big_step=refused(LossError, "BatchNorm"), micro_batch=4),
+    Program("ghost-batch-norm", lambda: nn.Sequential(nn.Linear(6, 8), Ghost(), nn.Linear(8, CLASSES)), rows, cross_entropy, accumulator=AWAKE, big_step=refused(LossError, "BatchNorm"), cuts=(4, 4, 4), micro_batch=4),
     Program("stateful-rnn", Remembering, rows, cross_entropy, unseen="coupled-samples"),
     Program("spectral-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), parametrizations.spectral_norm(nn.Linear(8, CLASSES))).eval(), rows, cross_entropy),
     Program("old-spectral-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.utils.spectral_norm(nn.Linear(8, CLASSES))).eval(), rows, cross_entropy),
