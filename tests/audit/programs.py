@@ -327,7 +327,7 @@ def is_fair(program: Program) -> bool:
             for batch in [*window, join(window)]:
                 if not float(plain(model, loss, batch).norm()) < 1e4:
                     return False
-            if not float(plain(model, loss, join(window)).norm()) > 1e-6:
+            if not loss(model, join(window)).isfinite() or not float(plain(model, loss, join(window)).norm()) > 1e-6:
                 return False
     except (RuntimeError, IndexError):
         return False
