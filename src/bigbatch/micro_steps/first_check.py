@@ -205,6 +205,8 @@ class FirstCheck:
             )
         except NeedsLockStep:
             raise
+        except BigBatchError:
+            return  # a refusal of the micro-batch itself, which comes in the step
         except Exception as error:  # noqa: BLE001 - as below
             _forget(error)
         else:
