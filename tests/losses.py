@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import orthogonal, weight_norm
+from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.nn.utils.prune import l1_unstructured
 
 from tests.samples import (
@@ -488,6 +489,53 @@ def quantiles(model: nn.Module, batch: Batch) -> Tensor:
     return torch.maximum(levels * error, (levels - 1) * error).mean()
 
 
+class Grid(nn.Module):
+    """A small matrix per sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3) → (n, 3, 4)."""
+        return self.layer(x).view(-1, 3, 4)
+
+
+def grid_of(batch: Batch) -> Tensor:
+    """A target for each of them."""
+    return batch["x2"][:, :, None] * batch["value"][:, None]
+
+
+def covariance(model: nn.Module, batch: Batch) -> Tensor:
+    """A positive definite matrix per sample."""
+    out = model(batch["x"])
+    return out @ out.mT + torch.eye(3, dtype=torch.float64)
+
+
+def arc_margin(model: nn.Module, batch: Batch) -> Tensor:
+    """ArcFace: each sample's own class further away, written in its place."""
+    cosine = model(batch["x"]).tanh()
+    rows, margin = torch.arange(len(cosine)), cosine.clone()
+    margin[rows, batch["label"]] = (cosine[rows, batch["label"]].acos() + 0.5).cos()
+    return F.cross_entropy(8 * margin, batch["label"])
+
+
+def arc_margin_by_mask(model: nn.Module, batch: Batch) -> Tensor:
+    """The same by a mask that has one class per sample."""
+    cosine, own = model(batch["x"]).tanh(), F.one_hot(batch["label"] % 3, 3)
+    target = cosine[own == 1]
+    return F.cross_entropy(8 * (cosine + own * ((target.acos() + 0.4).cos() - target)[:, None]), batch["label"] % 3)
+
+
+def filled(model: nn.Module, batch: Batch, dim: int) -> Tensor:
+    """Outputs step by step, as decoders write them."""
+    n = len(batch["x"])
+    out = torch.zeros((STEPS, n, CLASSES) if dim == 0 else (n, STEPS, CLASSES), dtype=torch.float64)
+    for step in range(STEPS):
+        out.select(dim, step).copy_(model(batch["x"][:, step]))
+    return out
+
+
 TAILS = [
     Loss("mean", mlp(), rows, lambda m, b: squares(m, b).mean(), count=lambda b: b["value"].numel()),
     Loss("sum", mlp(), rows, lambda m, b: squares(m, b).sum()),
@@ -580,6 +628,35 @@ TAILS = [
     Loss("vae-of-sums", mlp(), rows, vae_of_sums),
     Loss("si-sdr", seeded(lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 7))), rows, si_sdr),
     Loss("renormed-rows", mlp(), rows, lambda m, b: m(b["x"]).renorm(2, 0, 0.1).pow(3).mean()),
+    Loss("mean-of-a-mean", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]).mean()),
+    Loss("sum-of-a-mean", mlp(), rows, lambda m, b: F.mse_loss(m(b["x"]) - m[2].bias, b["value"]).sum()),
+    Loss("sum-over-rows-over-seven", mlp(), rows, lambda m, b: squares(m, b).sum() / len(b["x"]) / 7, count=lambda b: len(b["x"])),
+    Loss("sum-of-all-of-a-vector", mlp(), rows, lambda m, b: squares(m, b).flatten().sum(-1).mean()),
+    Loss("reshaped-within-a-sample", seeded(Grid), rows, lambda m, b: m(b["x"]).view(-1, 2, 6).softmax(-1).square().mean(), smallest=2),
+    Loss("some-taken-twice", seeded(Grid), rows, lambda m, b: m(b["x"])[:, [0, 2, 2, 1]].square().mean(), smallest=2),
+    Loss("distances-within-samples", seeded(Grid), rows, lambda m, b: torch.cdist(m(b["x"]), m(b["x"]).sin()).mean(), smallest=2),
+    Loss("distances-to-own-targets", seeded(Grid), rows, lambda m, b: torch.cdist(m(b["x"]), grid_of(b)).amin(1).mean(), smallest=2),
+    Loss("product-with-own-targets", seeded(Grid), rows, lambda m, b: (m(b["x"]) @ grid_of(b).mT).tanh().mean(), smallest=2),
+    Loss("own-targets-in-a-product", seeded(Grid), rows, lambda m, b: (grid_of(b) @ m(b["x"]).mT).tanh().mean(), smallest=2),
+    Loss("einsum-with-targets", mlp(), rows, lambda m, b: torch.einsum("bi,bi->b", m(b["x"]), b["value"]).tanh().mean(), smallest=2),
+    Loss("expanded-and-weighed", seeded(Grid), rows, lambda m, b: (m(b["x"])[:, None].expand(-1, 2, -1, -1) * b["scalar"].view(-1, 1, 1, 1).expand(-1, 2, 3, 4)).tanh().mean()),
+    Loss("dot-with-targets", seeded(Grid), rows, lambda m, b: torch.dot(m(b["x"]).flatten(), grid_of(b).flatten())),
+    Loss("spectrogram", seeded(Grid), rows, lambda m, b: torch.stft(m(b["x"]).flatten(1).repeat(1, 2), 8, window=torch.ones(8).double(), return_complex=True).abs().mean(), smallest=2),
+    Loss("fourier", seeded(Grid), rows, lambda m, b: (torch.fft.rfft(m(b["x"])).abs() - 1).square().mean()),
+    Loss("cross-product", seeded(Grid), rows, lambda m, b: torch.linalg.cross(m(b["x"])[..., :3], grid_of(b)[..., :3]).square().mean()),
+    Loss("inverse", seeded(Grid), rows, lambda m, b: torch.linalg.inv(covariance(m, b)).square().mean()),
+    Loss("determinant", seeded(Grid), rows, lambda m, b: torch.linalg.slogdet(covariance(m, b))[1].square().mean()),
+    Loss("solution", seeded(Grid), rows, lambda m, b: torch.linalg.solve(covariance(m, b), m(b["x"])).square().mean()),
+    Loss("multivariate-normal", seeded(Grid), rows, lambda m, b: -torch.distributions.MultivariateNormal(m(b["x"])[:, 0, :3], covariance(m, b)).log_prob(b["x2"]).mean(), smallest=2),
+    Loss("repeated-features", mlp(1), rows, lambda m, b: (m(b["x"]).repeat(1, 3) - b["x2"]).square().mean()),
+    Loss("nearest-exact", conv(2), images(2, 2), lambda m, b: F.interpolate(m(b["x"]), scale_factor=2, mode="nearest-exact").square().mean()),
+    Loss("antialiased", conv(2), images(4, 4), lambda m, b: F.interpolate(m(b["x"]), scale_factor=0.5, mode="bilinear", antialias=True).square().mean()),
+    Loss("put-back-by-a-mask", mlp(), rows, lambda m, b: (lambda out, mask: torch.zeros_like(out).index_put((mask,), out[mask] * 2).square().mean())(m(b["x"])[:, 0], b["scalar"] > -9)),
+    Loss("arc-margin-by-index", mlp(), rows, arc_margin),
+    Loss("arc-margin-by-mask", mlp(3), rows, arc_margin_by_mask, smallest=4),
+    Loss("filled-step-by-step", mlp(), sequences, lambda m, b: F.cross_entropy(filled(m, b, 0).permute(1, 2, 0), b["labels"])),
+    Loss("filled-step-by-step-batch-first", mlp(), sequences, lambda m, b: F.cross_entropy(filled(m, b, 1).transpose(1, 2), b["labels"])),
+    Loss("multiple-choice", mlp(1), rows, lambda m, b: F.cross_entropy(m(torch.stack([b["x"], b["x2"], b["x3"]], 1).flatten(0, 1)).view(-1, 3), b["label"] % 3), smallest=2),
     Loss("squeezed-mean-per-sequence", mlp(1), sequences, lambda m, b: (m(b["x"]).squeeze(-1).mean(1) - b["reference"][:, 0]).pow(2).mean()),
 ]  # fmt: skip
 
@@ -789,6 +866,52 @@ class Merged(nn.Module):
         return F.linear(self.body(x).tanh(), self.head.weight + 0.5 * self.b @ self.a, self.head.bias)
 
 
+class Adapted(Merged):
+    """The same with a frozen base, and with DoRA's learned size of each row."""
+
+    def __init__(self, *, sized: bool) -> None:
+        super().__init__()
+        self.head.requires_grad_(requires_grad=False)
+        self.size, self.sized = nn.Parameter(torch.ones(CLASSES)), sized
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits."""
+        weight = self.head.weight + 0.5 * self.b @ self.a
+        if self.sized:
+            weight = self.size[:, None] * weight / weight.norm(dim=1, keepdim=True)
+        return F.linear(self.body(x).tanh(), weight, self.head.bias)
+
+
+class Sign(torch.autograd.Function):
+    """Weights of ±1 with a straight-through gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        """Their signs."""
+        del ctx
+        return weight.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """As if nothing had been done."""
+        del ctx
+        return gradients[0]
+
+
+HEADS: dict[str, Callable[[], nn.Module]] = {
+    "spectral-norm": lambda: headed(spectral_norm(nn.Linear(5, CLASSES)).eval()),
+    "old-spectral-norm": lambda: headed(old_spectral_norm(nn.Linear(5, CLASSES)).eval()),
+    "orthogonal-wide": lambda: headed(orthogonal(nn.Linear(5, CLASSES))),
+    "orthogonal-cayley": lambda: headed(orthogonal(nn.Linear(5, 5), orthogonal_map="cayley")),
+    "orthogonal-householder": lambda: headed(orthogonal(nn.Linear(5, CLASSES), orthogonal_map="householder")),
+    "frozen-lora": lambda: Adapted(sized=False),
+    "dora": lambda: Adapted(sized=True),
+    "binarized": lambda: Computed(lambda w: w.sign().detach() * w.abs().mean(1, keepdim=True)),
+    "straight-through": lambda: Computed(lambda w: w + (w.sign() - w).detach()),
+    "custom-straight-through": lambda: Computed(Sign.apply),
+}
+
+
 class Factors(nn.Module):
     """A row for each user and for each thing, held as plain parameters."""
 
@@ -843,6 +966,10 @@ MODELS = [
     Loss("frozen-head", seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4).requires_grad_(requires_grad=False))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
     Loss("frozen-conv-head", seeded(lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Conv2d(3, 4, 2).requires_grad_(requires_grad=False), nn.Flatten())), images(4, 4), lambda m, b: m(b["x"]).pow(2).mean()),
     Loss("orthogonal-head", seeded(lambda: headed(orthogonal(nn.Linear(5, 5)))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
+    *(
+        Loss(f"{name}-head", seeded(make), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]))
+        for name, make in HEADS.items()
+    ),
     Loss("weight-norm-head", seeded(lambda: headed(weight_norm(nn.Linear(5, CLASSES)))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
     Loss("pruned-head", seeded(lambda: headed(l1_unstructured(nn.Linear(5, CLASSES), "weight", 0.3))), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"])),
     Loss("positive-head", seeded(lambda: Computed(lambda w: (0.5 * w).exp())), rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"])),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
-from tests.losses import WEIGHT, Computed, Factors, log_probs, masked_mean_per_sequence, squares, twice, two_heads
+from tests.losses import WEIGHT, Computed, Factors, Grid, log_probs, masked_mean_per_sequence, squares, twice, two_heads
 from tests.samples import (
     CLASSES,
     STEPS,
@@ -195,6 +195,14 @@ def sup_con(model: nn.Module, batch: Batch) -> Tensor:
     return -((log_prob * positive).sum(1) / positive.sum(1)).mean()
 
 
+def simclr_filled(model: nn.Module, batch: Batch) -> Tensor:
+    """SimCLR whose diagonal is written over."""
+    z = torch.cat(normalized(model, batch))
+    n, similar = len(batch["x"]), z @ z.t() / 0.5
+    similar.fill_diagonal_(-1e9)
+    return F.cross_entropy(similar, (torch.arange(2 * n) + n) % (2 * n))
+
+
 def siglip(model: Any, batch: Batch) -> Tensor:
     """Pairwise sigmoid contrast with learned temperature and bias."""
     a, b = normalized(model, batch)
@@ -365,6 +373,12 @@ COUPLED = [
     Refused("sigmoid-of-expanded-against-rows", mlp(1), rows, lambda m, b: (m(b["x"]).expand(-1, len(b["x"])).sigmoid() * b["scalar"]).mean(), error=LossError, names="mul"),
     Refused("all-differences-of-sequences", mlp(), sequences, lambda m, b: (lambda y: (y[:, None] - y[None]).square().mean())(m(b["x"])), error=CoupledLoss, names="sub|unsqueeze|expand"),
     Refused("all-differences-of-tokens", mlp(), sequences, lambda m, b: (lambda y: (y[:, None] - y[None]).square().mean())(m(b["x"].flatten(0, 1)).view(-1, STEPS, CLASSES)), error=CoupledLoss, names="sub|unsqueeze|expand"),
+    Refused("all-against-the-first", mlp(), rows, lambda m, b: (m(b["x"]) - m(b["x"])[:1].sin()).square().mean(), error=CoupledLoss, names="sub"),
+    Refused("matrices-against-the-first", seeded(Grid), rows, lambda m, b: (m(b["x"]) - m(b["x"])[:1].sin()).square().mean(), error=CoupledLoss, names="sub"),
+    Refused("steps-against-detached-samples", seeded(Grid), rows, lambda m, b: (m(b["x"]).transpose(0, 1) @ m(b["x"]).detach().permute(1, 2, 0)).tanh().mean(), error=LossError, names="bmm"),
+    Refused("fourier-over-samples", mlp(), rows, lambda m, b: torch.fft.rfft(m(b["x"]), dim=0).abs().mean(), error=CoupledLoss, names="fft"),
+    Refused("soft-margin-of-expanded", mlp(), rows, lambda m, b: F.soft_margin_loss(m(b["x"])[:, :1].expand(-1, len(b["x"])), b["sign"].expand(len(b["x"]), -1), reduction="none").mean(), error=LossError, names="soft_?margin"),
+    Refused("simclr-filled-diagonal", mlp(), rows, simclr_filled, error=CoupledLoss, names="mm"),
     Refused("renormed-columns", mlp(), rows, lambda m, b: m(b["x"]).renorm(2, 1, 0.1).pow(3).mean(), error=CoupledLoss, names="renorm"),
     Refused("factors-against-all", seeded(Factors), rows, lambda m, b: (m.users[b["label"]] @ m.things[b["many"][:, 0]].t()).tanh().mean(), error=CoupledLoss, names="mm|matmul"),
     Refused("factors-centred", seeded(Factors), rows, lambda m, b: (m.users[b["label"]] - m.users[b["label"]].mean(0)).square().mean(), error=CoupledLoss, names="mean"),
@@ -446,6 +460,12 @@ INVISIBLE_ALONE = {
     "calls-interleaved",
     "shuffled-and-paired",
     "selected-and-paired",
+    "soft-margin-of-expanded",
+    "steps-against-detached-samples",
+    "index-pairs",
+    "mixup-of-outputs",
+    "all-against-the-first",
+    "matrices-against-the-first",
     "mse-of-columns-against-rows",
     "smooth-l1-of-columns-against-rows",
     "huber-of-columns-against-rows-weighed",

@@ -42,6 +42,9 @@ WEIGHTS: dict[str, Weight] = {
 }
 
 
+ASKED = ("standardised", "sum")  # by a batch norm of the weight
+
+
 def network(name: str, layers: int) -> nn.Module:
     """Return one of such layers alone."""
     torch.manual_seed(0)
@@ -55,14 +58,16 @@ def images() -> Tensor:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_a_mean_of_outputs_is_a_mean_over_samples(name: str, layers: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "reduce"), [(name, how) for name in WEIGHTS for how in ("mean", "sum") if (name, how) != ASKED]
+)
+def test_outputs_are_over_samples(name: str, reduce: str, layers: int) -> None:
     """No other layer says so, and no target: uneven micro-batches give the big batch's gradient."""
     true = network(name, layers)
     mine, big, x = copy.deepcopy(true), copy.deepcopy(true), images()
 
     def loss(model: Any, x: Tensor) -> Tensor:
-        found: Tensor = model(x).square().mean()
+        found: Tensor = getattr(model(x).square(), reduce)()
         return found
 
     accumulator = Accumulator(mine, torch.optim.SGD(mine.parameters(), lr=0.01), steps=3)
@@ -77,10 +82,9 @@ def test_a_mean_of_outputs_is_a_mean_over_samples(name: str, layers: int) -> Non
         assert all(distance([p.detach()], [q.detach()]) < 1e-12 for p, q in pairs)
 
 
-@pytest.mark.parametrize("name", WEIGHTS)
-def test_a_sum_of_outputs_is_asked_for(name: str) -> None:
+def test_a_sum_of_outputs_is_asked_for() -> None:
     """It might be a regulariser of the weights, for all that the graph shows."""
-    model = network(name, 1)
+    model = network(ASKED[0], 1)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.01), steps=3)
     with pytest.raises(UnreadableLoss, match="a sum over data or a regulariser"):
         accumulator.backward(model(images()[:4]).square().sum())

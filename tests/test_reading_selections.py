@@ -8,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, BigStep
+from bigbatch import Accumulator, BigStep, counted
+from bigbatch.admission import Admission
+from bigbatch.errors import LossError, UnreadableLoss
 from tests.reference import accumulated, assert_equal, big_batches, distance
-from tests.samples import Batch, Loss, images, mlp, rows, seeded
+from tests.samples import Batch, Loss, images, mlp, rows, seeded, sequences
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Batch, Tensor], Tensor]] = {
     "mse": lambda out, b, mask: F.mse_loss(out[mask], b["value"][mask]),
@@ -64,6 +66,80 @@ def test_an_empty_selection_in_a_big_step(name: str) -> None:
         step(batch)
     true = big_batches(case, batches, 1)
     assert distance([p.detach() for p in model.parameters()], true.weights) <= 1e-12
+
+
+def masked_by_hand(model: Any, batch: Batch) -> Tensor:
+    """A masked mean as most people write it."""
+    mask = batch["many"][:, 0] == 0
+    return ((model(batch["x"]) - batch["value"]).square().sum(1) * mask).sum() / mask.sum()
+
+
+def test_a_division_by_a_mask_names_the_line_to_type() -> None:
+    """What divides a sum may be its count, or a constant: one process cannot check it."""
+    case = Loss("masked", mlp(), rows, masked_by_hand)
+    model = case.model()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
+    with pytest.raises(UnreadableLoss, match=r"accumulator.backward\(loss, count=mask.sum\(\)\)"):
+        accumulator.backward(masked_by_hand(model, case.micro_batches((8,))[0]))
+
+
+def test_a_division_by_a_mask_is_a_count_where_it_is_checked() -> None:
+    """Each micro-batch anew, also where its graph is remembered."""
+    model = mlp()()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    admission = Admission([model], [optimizer], "refuse", "", divisors=True)
+    for seed in range(4):
+        batch = rows(5, seed)
+        (term,) = admission.read(masked_by_hand(model, batch))
+        assert (term.kind, term.count) == ("mean", float((batch["many"][:, 0] == 0).sum()))
+
+
+def test_a_term_that_some_micro_batches_lack() -> None:
+    """Written everywhere, with a count of 0 where it does not apply."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        out = model(batch["x"])
+        own = batch["scalar"] > 0
+        aside = out[own].square().mean() if own.any() else 0 * out.sum()
+        return F.mse_loss(out, batch["value"]) + 0.3 * counted(aside, int(own.sum()))
+
+    case = Loss("lacking", mlp(), rows, loss)
+    batch = case.batch(12, 0)
+    batch["scalar"][:6] = -batch["scalar"][:6].abs()
+    batch["scalar"][6:].abs_()
+    model = case.model()
+    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.5), loss, micro_batch_size=3)
+    step(batch)
+    true = big_batches(case, [batch], 1)
+    assert distance([p.detach() for p in model.parameters()], true.weights) <= 1e-12
+
+
+@pytest.mark.xfail(strict=True, reason="a stack of samples is not followed to the rows they were taken from")
+def test_samples_one_by_one_are_read() -> None:
+    """`stack([f(x) for x in batch])`, a reduction inside of each."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        pooled = torch.stack([model(x).mean(0) for x in batch["x"]])
+        return (pooled - batch["value"][:, 0]).square().mean()
+
+    case = Loss("one by one", mlp(), sequences, loss)
+    batches = case.micro_batches((3, 2))
+    assert_equal(accumulated(case, batches, 2), big_batches(case, batches, 2))
+
+
+@pytest.mark.xfail(strict=True, reason="a derivative of a mean lies below the model's last layer, where reading stops")
+def test_a_derivative_of_a_mean_is_refused() -> None:
+    """Its 1/n is the micro-batch's; that of a sum is exact."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        error = F.mse_loss(model(x), batch["value"])
+        (slope,) = torch.autograd.grad(error, x, create_graph=True)
+        return error + slope.square().sum(1).mean()
+
+    case = Loss("slope", mlp(), rows, loss)
+    with pytest.raises(LossError):
+        accumulated(case, case.micro_batches((3, 2)), 2)
 
 
 class Warped(nn.Module):

@@ -139,8 +139,6 @@ def test_a_changed_kind_of_loss_is_refused_in_mid_window() -> None:
 
 DIVIDED: dict[str, Callable[[Tensor], Tensor]] = {
     "divided": lambda loss: loss / 4,
-    "multiplied": lambda loss: loss * 0.25,
-    "multiplied-first": lambda loss: 0.25 * loss,
     "by-a-tensor": lambda loss: loss / torch.tensor(4.0),
 }
 
@@ -156,10 +154,19 @@ def test_a_loss_divided_by_steps_is_warned_of_once(how: str) -> None:
     (warning,) = caught
     assert "looks divided by steps (4) already" in str(warning.message)
     assert "4 times too small. Pass the undivided loss." in str(warning.message)
+    assert "If you mean it, say it as a factor:  accumulator.backward(loss * 0.25)" in str(warning.message)
     assert warning.filename == __file__
 
 
-@pytest.mark.parametrize("factor", [0.5, 3, 1 / 3])
+def test_the_mean_of_as_many_terms_is_not_warned_of() -> None:
+    """`(a + b) / 2` with two steps."""
+    training = Training(steps=2, case=PLAIN)
+    for batch in training.accumulator.over(BATCHES):
+        out = training.model(batch["x"])
+        training.accumulator.backward((F.mse_loss(out, batch["value"]) + F.l1_loss(out, batch["value"])) / 2)
+
+
+@pytest.mark.parametrize("factor", [0.5, 3, 1 / 3, 0.25])
 def test_other_factors_are_not_warned_of(factor: float) -> None:
     """A weight of a loss is its weight."""
     training = Training(steps=4, case=PLAIN)
@@ -167,6 +174,15 @@ def test_other_factors_are_not_warned_of(factor: float) -> None:
         training.accumulator.backward(PLAIN.loss(training.model, batch) * factor)
     true = big_batches(PLAIN, BATCHES, 4, loss=lambda m, b: PLAIN.loss(m, b) * factor)
     assert distance(weights(training.model), true.weights) <= 1e-12
+
+
+def test_a_factor_of_one_may_be_there_or_not() -> None:
+    """A weight that warms up ends at 1, where nothing is multiplied any more."""
+    training = Training(steps=4, case=PLAIN)
+    for index, batch in enumerate(training.accumulator.over(BATCHES)):
+        loss = PLAIN.loss(training.model, batch)
+        training.accumulator.backward(loss if index % 2 else 1.0 * loss)
+    training.assert_big_batches(BATCHES[:4], BATCHES[4:])
 
 
 def test_a_mean_written_by_hand_is_not_warned_of() -> None:

@@ -35,8 +35,13 @@ class Admission:
         optimizers: Sequence[Optimizer],
         batch_norm: Literal["exact", "refuse", "micro"],
         accepting: str,
+        *,
+        divisors: bool = False,
     ) -> None:
-        """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms."""
+        """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms.
+
+        `divisors`: a tensor that divides a sum is its count, as in `(loss * mask).sum() / mask.sum()`; to be checked.
+        """
         self.exact = batch_norm == "exact"
         self.side_by_side = 0  # how many micro-batches run in lock-step, where they do
         self.models, self._optimizers = tuple(models), optimizers
@@ -47,6 +52,7 @@ class Admission:
             own=frozenset(id(p) for p in all_parameters(optimizers)),
             is_weight=FrozenWeights(self.models, partial(whole_weights, parts)),
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
+            divisors=divisors,
         )
         self.reader = Reader(surroundings)
         self._scanned: set[int] = set()  # kinds of graphs that were looked through as a whole

@@ -290,17 +290,17 @@ def _is_scaled(value: Tensor, grad_scaler: GradScaler) -> bool:
 
 
 def looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
-    """Tell whether the last thing done to the loss was to divide it by a number."""
+    """Tell whether the last thing done to the loss was to divide it by a number, `loss / steps`.
+
+    A factor of one over it, `0.5 * loss`, is a weight; and so is the mean of as many terms, or a sum over as many rows.
+    """
     node = value.grad_fn
-    if node is None or number == 1 or operation(node) not in {"Div", "Mul"}:
+    if node is None or number == 1 or operation(node) != "Div":
         return False
-    if any(term.divided for term in terms):  # a sum over as many rows
+    if len(terms) == number or any(term.divided for term in terms):
         return False
     with unseen():
-        factor = saved_number(node, "other")
-        if factor is None and operation(node) == "Mul":
-            factor = saved_number(node, "self")
-    return factor == (number if operation(node) == "Div" else 1 / number)
+        return saved_number(node, "other") == number
 
 
 def divided_message(value: Tensor, terms: Sequence[Term], number: int, ranks: int = 1) -> str | None:
@@ -315,7 +315,7 @@ def divided_message(value: Tensor, terms: Sequence[Term], number: int, ranks: in
     return (
         f"this loss looks divided by {' or '.join(named)} ({found}) already, as {how} does; bigbatch averages by "
         f"itself{' over all ranks' if ranks > 1 else ''}, so its gradients would be {found} times too small. Pass the "
-        "undivided loss."
+        f"undivided loss. If you mean it, say it as a factor:  accumulator.backward(loss * {1 / found:g})"
     )
 
 

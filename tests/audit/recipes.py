@@ -574,6 +574,13 @@ def rows() -> list[Row]:
 ELSEWHERE = {
     **dict.fromkeys("CudnnBatchNorm MiopenBatchNorm CudnnCtcLoss FusedDropout FusedRmsNorm".split(), "a GPU makes it"),
     **{f"ScaledDotProduct{kind}Attention": "a GPU makes it" for kind in ("Efficient", "Flash", "Cudnn")},
-    **dict.fromkeys("Cov Ger Imag MaskedScale Real Reshape Chunk".split(), "nothing makes it"),
+    "Chunk": "nothing makes it",
+    **dict.fromkeys(
+        "Angle AsStrided CholeskyInverse CholeskySolve Complex CopySlices FftC2C FftC2R FftR2C FractionalMaxPool2D LinalgCholeskyEx LinalgCross "
+        "LinalgDet LinalgEig LinalgEigh LinalgHouseholderProduct LinalgInvEx LinalgLu LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular "
+        "LinalgSvd Polar ReflectionPad3D Repeat ReplicationPad3D UpsampleBicubic2DAa UpsampleBilinear2DAa UpsampleNearestExact1D "
+        "UpsampleNearestExact2D UpsampleNearestExact3D Vdot ViewAsComplex ViewAsReal".split(),
+        "to come; some are in tests/losses.py",
+    ),
     "Linear": "ours, for a GPU: micro_steps.casting",
 }

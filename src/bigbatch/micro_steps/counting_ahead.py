@@ -15,7 +15,8 @@ def totals(runner: Runner, micro_batches: Iterable[Any]) -> tuple[Count, ...]:
         shown = ", ".join(str(len(row)) for row in rows[:8])
         msg = (
             f"the loss changes within a batch: its micro-batches have {shown} terms over data. A big batch has one "
-            "loss: write every term for every micro-batch, times 0 where it does not apply."
+            "loss: write every term for every micro-batch, as counted(term, n) with n = 0 where it does not "
+            "apply."
         )
         raise LossError(msg)
     columns = [list(column) for column in zip(*rows, strict=True)]

@@ -10,6 +10,7 @@ together and cut them apart, so a dimension is a row of parts, outermost first, 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
@@ -76,16 +77,20 @@ def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:
 
 def reshaped(layout: Layout, sizes: Shape, by: str) -> Layout:
     """Return the layout before a reshape: the same parts, cut and glued to fit `sizes`."""
-    pending = [part for dim in layout for part in dim][::-1]
+    parts = [part for dim in layout for part in dim][::-1]
+    pending = list(parts)
     if 0 in sizes or any(size == 0 for size, _ in pending):  # nothing there to follow
         return mixed(sizes, by)
     # A batch of one among the rows of a linear layer: its reshapes leave the last dimension alone.
-    rows = len(layout) > 0 and len(sizes) > 0 and math.prod(size for size, _ in layout[-1]) == sizes[-1]
+    rows = len(layout) > 1 < len(sizes) and math.prod(size for size, _ in layout[-1]) == sizes[-1]
     result: list[Dim] = []
+    whole = True
     for size in sizes:
-        dim = _unit(pending) if size == 1 else _fill(size, pending, keep_ones=rows)
-        if dim is None:
-            return mixed(sizes, by)
+        dim = _unit(pending) if size == 1 else _fill(size, pending, rows=rows)
+        if dim is None:  # cuts that do not meet; what lies before them is as it was, where no part of it is cut
+            kept = result if whole else []
+            return (*kept, *mixed(sizes[len(kept) :], by))
+        whole = pending == parts[: len(pending)]
         result.append(dim)
     return tuple(result)
 
@@ -100,15 +105,17 @@ def _unit(pending: list[Part]) -> Dim:
     return ((1, tag.piece(1, size, 0) if isinstance(tag, Axis) else tag),)
 
 
-def _fill(size: int, pending: list[Part], *, keep_ones: bool) -> Dim | None:
+def _fill(size: int, pending: list[Part], *, rows: bool) -> Dim | None:
     """Take parts until they make up `size`, cutting the last one; None where the cuts do not meet."""
     parts: list[Part] = []
     while size > 1:
         if not pending:
             return None
         part, tag = pending.pop()
-        if part == 1 and not (keep_ones and not isinstance(tag, Taken)):
+        if part == 1 and (isinstance(tag, Taken) or (isinstance(tag, str) and not parts and not rows)):
             continue
+        if part == 1 and isinstance(tag, Axis) and not rows:
+            tag = replace(tag, lone=True)
         if size % part == 0:
             parts.append((part, tag))
             size //= part
@@ -123,20 +130,28 @@ def _fill(size: int, pending: list[Part], *, keep_ones: bool) -> Dim | None:
     for one, tag in reversed(pending):  # a batch of one in the middle belongs to either side
         if one != 1:
             break
-        if keep_ones and not isinstance(tag, Taken):
+        if isinstance(tag, str) or (rows and isinstance(tag, Axis)):  # what was broadcast has met all the others
             parts.append((1, tag))
     return tuple(parts)
 
 
-def sample_axes(layout: Layout, dims: tuple[int, ...]) -> tuple[Axis, ...] | str:
+def sample_axes(
+    layout: Layout, dims: tuple[int, ...], one_sample: Callable[[int], bool] = lambda size: size > 1
+) -> tuple[Axis, ...] | str:
     """Say along which axes the samples of a model's output lie, given the dimensions that may hold them.
 
     The outermost part is taken to be the samples' (batch first). Answers the axes, outermost first (none where a single
-    sample was picked), or the name of the operation that mixed the samples or left some out.
+    sample was picked), or the name of the operation that mixed the samples or left some out. Rows that were seen as one
+    may be one sample, or all of them: `one_sample` is told how many were seen, and says which.
     """
     found: list[Axis] = []
     for dim in dims:
-        for size, tag in layout[dim]:
+        parts = layout[dim]
+        rows, lone = next(((size, tag.lone) for size, tag in parts if isinstance(tag, Axis)), (0, False))
+        glued = rows > 0 and not found and sum(size > 1 for size, _ in parts) > (rows > 1)
+        if glued and not one_sample(rows) and rows == 1 and lone:
+            parts = tuple(part for part in parts if part[0] > 1)
+        for size, tag in parts:
             if isinstance(tag, Axis):
                 found.append(tag)
             elif isinstance(tag, str) and not found:

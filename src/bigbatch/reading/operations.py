@@ -14,25 +14,31 @@ from bigbatch.reading.rules import (
     group_norm,
     layer_norm,
     matmul,
+    matrices,
     nll,
-    outer,
     pad,
     per_sample,
     permute,
     pointwise,
     reduction,
     renorm,
+    repeat,
     spatial,
     squeeze,
     transpose,
     unfold,
     unsqueeze,
     view,
+    view_as_complex,
+    view_as_real,
 )
 from bigbatch.reading.selections import (
+    as_strided,
     cat,
+    copy_slices,
     diagonal,
     index,
+    index_put,
     index_select,
     masked_select,
     select,
@@ -63,25 +69,33 @@ PURE_POINTWISE = frozenset(
     "Silu Mish Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Threshold PreluKernel Clamp ClampMin ClampMax "
     "Lerp Addcmul Addcdiv Maximum Minimum Fmax Fmin Erf Erfc Erfinv Reciprocal ToCopy Clone Alias Logaddexp "
     "Logaddexp2 Hypot Sinc Logit Digamma Lgamma Polygamma Xlogy SpecialXlog1Py SpecialEntr SpecialErfcx "
-    "SpecialNdtri SpecialLogNdtr NanToNum Round Floor Ceil Trunc Frac Fmod Remainder Expand Real Imag Conj "
-    "Copysign".split()
+    "SpecialNdtri SpecialLogNdtr NanToNum Round Floor Ceil Trunc Frac Fmod Remainder Expand Complex Polar Angle Conj "
+    "Copysign Tril Triu".split()
 )
 # Pointwise, with an input that the graph does not show: a mask, a condition, noise.
-MASKED_POINTWISE = frozenset("Where MaskedFill NativeDropout FusedDropout RreluWithNoise MaskedScale".split())
+MASKED_POINTWISE = frozenset("Where MaskedFill NativeDropout FusedDropout RreluWithNoise".split())
 REDUCTIONS = frozenset(
     "Sum Mean Prod Var Std VarMean StdMean Logsumexp Amax Amin Max Min Median Nanmedian Norm LinalgVectorNorm "
     "Nansum Kthvalue Mode Aminmax".split()
 )
 ALONG = frozenset(
-    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Gather Glu "
+    "Softmax LogSoftmax SafeSoftmax LinalgCross Gather Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu "
     "IndexAdd ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
 )
-VIEWS = frozenset("View UnsafeView ReshapeAlias Reshape".split())
+POOLING = frozenset("IndexAdd ScatterAdd ScatterReduce".split())  # of rows, by an index that is in no graph
+VIEWS = frozenset("View UnsafeView ReshapeAlias".split())
 SPATIAL = frozenset(
     "AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveAvgPool2D AdaptiveAvgPool3D "
     "AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D "
     "UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D ReflectionPad1D ReflectionPad2D ReplicationPad1D "
-    "ReplicationPad2D PixelShuffle PixelUnshuffle Im2Col Col2Im GridSampler2D".split()
+    "ReplicationPad2D ReflectionPad3D ReplicationPad3D UpsampleNearestExact1D UpsampleNearestExact2D "
+    "UpsampleNearestExact3D UpsampleBilinear2DAa UpsampleBicubic2DAa FractionalMaxPool2D "
+    "PixelShuffle PixelUnshuffle Im2Col Col2Im GridSampler2D".split()
+)
+FOURIER = frozenset("FftR2C FftC2C FftC2R".split())
+MATRICES = frozenset(
+    "LinalgCholeskyEx LinalgInvEx LinalgDet LinalgSlogdet LinalgSvd LinalgEigh LinalgEig LinalgQr LinalgSolveEx "
+    "LinalgSolveTriangular LinalgMatrixExp LinalgLu LinalgHouseholderProduct CholeskySolve CholeskyInverse".split()
 )
 ATTENTION = frozenset(
     "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention "
@@ -97,6 +111,8 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(ALONG, along),
     **dict.fromkeys(VIEWS, view),
     **dict.fromkeys(SPATIAL, spatial),
+    **dict.fromkeys(FOURIER, reduction),
+    **dict.fromkeys(MATRICES, matrices),
     **dict.fromkeys(ATTENTION, attention),
     **dict.fromkeys(MATMULS, matmul),
     **NORMS,
@@ -118,17 +134,21 @@ RULES: dict[str, Rule] = {
     "Cat": cat,
     "Stack": stack,
     "Diagonal": diagonal,
-    "Ger": outer,
     "Convolution": convolution,
     "Flip": flip,
     "Roll": flip,
     "ConstantPadNd": pad,
     "Unfold": unfold,
     "Renorm": renorm,
-    "IndexPut": everything,
+    "AsStrided": as_strided,
+    "IndexPut": index_put,
+    "CopySlices": copy_slices,
+    "Repeat": repeat,
+    "ViewAsReal": view_as_real,
+    "ViewAsComplex": view_as_complex,
     "Pdist": everything,
     "Dot": everything,
-    "Cov": everything,
+    "Vdot": everything,
     "CtcLoss": ctc,
     "CudnnCtcLoss": ctc,
 }

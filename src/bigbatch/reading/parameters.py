@@ -7,6 +7,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.reading.graph import (
     Edge,
+    Shape,
     edges,
     is_custom,
     is_leaf,
@@ -17,8 +18,9 @@ from bigbatch.reading.graph import (
     saved_number,
     saved_tensor,
     shape,
+    variable,
 )
-from bigbatch.reading.operations import PURE_POINTWISE, REDUCTIONS, VIEWS
+from bigbatch.reading.operations import MATRICES, PURE_POINTWISE, REDUCTIONS, VIEWS
 from bigbatch.reading.rules import MATMULS
 from bigbatch.reading.trail import Trail
 
@@ -29,7 +31,9 @@ _PURE = (
     | frozenset(MATMULS)
     | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 )
-_PURE_OF_WEIGHTS = _PURE | frozenset("Tril Triu LinalgMatrixExp WeightNormInterface".split())
+_OF_VECTORS = frozenset("Dot Vdot Mv Addmv".split())
+_PURE_OF_WEIGHTS = _PURE | MATRICES | _OF_VECTORS | frozenset("WeightNormInterface Softmax Renorm Where".split())
+_NODES_OF_A_WEIGHT = 128  # more are a model's, not a weight's
 _NORMS = frozenset("NativeLayerNorm FusedRmsNorm NativeGroupNorm".split())
 _OF_SHARED = _NORMS | frozenset("Softmax LogSoftmax Index IndexSelect Gather Clamp ClampMin ClampMax".split())
 # under which names torch saves the two factors, where it saves them
@@ -99,15 +103,19 @@ def made_of_shared(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
     return found
 
 
-def computed_weight(edge: Edge, own: frozenset[int], is_weight: Callable[[Tensor], bool], trail: Trail) -> bool:
+def computed_weight(  # noqa: C901, PLR0911, PLR0912 - one way out per doubt
+    edge: Edge, own: frozenset[int], is_weight: Callable[[Tensor], bool], trail: Trail, *, beside: bool = False
+) -> bool:
     """Tell whether a layer's weight was computed from parameters, frozen weights and numbers, and from nothing else.
 
     Stricter than `parameters_alone`: what has no gradient may be a batch's, and a layer's weight that depends on the
-    batch couples its samples. So it must be a number that was written down, or a tensor of the model's own.
+    batch couples its samples. So it must be a number that was written down, or a tensor of the model's own. A weight
+    that stands `beside` samples in a product may also hold others, of a parameter's size: what autograd does not see of
+    a weight (a sign, a norm, an identity) is a parameter's more often than a batch's.
     """
     looked = Trail()  # where the answer is no, the reading does not depend on what was looked at
-    stack = [edge[0]]
-    while stack:
+    stack, spread = [edge[0]], set[Shape]()
+    while stack and len(looked.nodes) < _NODES_OF_A_WEIGHT:
         node = stack.pop()
         if node is None:
             return False
@@ -119,16 +127,32 @@ def computed_weight(edge: Edge, own: frozenset[int], is_weight: Callable[[Tensor
                 return False
             continue
         name = operation(node)
-        if name not in _PURE_OF_WEIGHTS or is_custom(node):
+        if is_custom(node) and not (beside and _keeps_size(node)):
+            return False
+        if name not in _PURE_OF_WEIGHTS and not is_custom(node):
             return False
         factors = MATMULS.get(name, (0, 1))
         for place, (below, _) in enumerate(edges(node)):
             if below is not None:
                 stack.append(below)
-            elif place not in factors or not _constant(node, name, factors.index(place), is_weight, looked):
+            elif is_custom(node):
+                continue  # settings of a function that rounds weights
+            elif place in factors and _constant(node, name, factors.index(place), is_weight, looked):
+                continue
+            elif not beside or (name in MATMULS and name not in _OF_VECTORS):
                 return False
+            elif not _keeps_size(node):
+                spread.add(shape(node))
+    if stack or not spread <= {tuple(variable(node).shape) for node in looked.nodes if is_leaf(node)}:
+        return False
     trail.add(looked)
     return True
+
+
+def _keeps_size(node: Node) -> bool:
+    """Whether the result is as large as what came in with gradient, so that nothing else has spread it."""
+    inputs = [shape(below, place) for below, place in edges(node) if below is not None]
+    return shape(node) in inputs or operation(node) in _OF_VECTORS | {"Cat"}
 
 
 def _constant(node: Node, name: str, place: int, is_weight: Callable[[Tensor], bool], looked: Trail) -> bool:

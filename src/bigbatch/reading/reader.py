@@ -33,11 +33,11 @@ from bigbatch.reading.operations import NLL, NORMS, PURE_POINTWISE, RULES
 from bigbatch.reading.reductions import targets
 from bigbatch.reading.rules import MATMULS
 from bigbatch.reading.samples import Surroundings
-from bigbatch.reading.terms import Term, read
+from bigbatch.reading.terms import Term, one_number, read
 from bigbatch.reading.trail import Trail
 
 _KEEP = 8  # the latest readings; ragged sequences have a new shape every time
-_BY_TENSOR = frozenset("Index IndexSelect MaskedSelect".split())  # read by what their indices are
+_BY_TENSOR = frozenset("Index IndexSelect IndexPut MaskedSelect".split())  # read by what their indices are
 _FACTORS = frozenset("Mul Div Pow".split())
 _FOLLOWS = NLL | PURE_POINTWISE - {"Expand"} | frozenset("Softmax LogSoftmax".split())
 
@@ -61,8 +61,8 @@ class _Reading(NamedTuple):
 
     output: int
     looks: tuple[_Look, ...]
-    # Numbers of the term's node and of the one that holds its count, and whether that counts targets.
-    terms: tuple[tuple[int, int, bool, Term], ...]
+    # Numbers of the term's node and of the one that holds its count, and what that is.
+    terms: tuple[tuple[int, int, str, Term], ...]
     weights: tuple[tuple[int, str], ...]  # numbers of nodes, and which of their saved tensors is a frozen weight
 
     def again(  # noqa: PLR0911 - a way out per difference
@@ -93,8 +93,8 @@ class _Reading(NamedTuple):
         if self.weights and not _still_weights([(nodes[at], which) for at, which in self.weights], is_weight):
             return None
         return [
-            _refreshed(term, nodes[at], nodes[source] if source >= 0 else None, of_targets=of_targets)
-            for at, source, of_targets, term in self.terms
+            _refreshed(term, nodes[at], nodes[source] if source >= 0 else None, what)
+            for at, source, what, term in self.terms
         ]
 
 
@@ -152,7 +152,7 @@ class Reader:
             (
                 numbers[term.node or root],
                 -1 if term.source is None else numbers[term.source],
-                term.source is not None and operation(term.source) in NLL,
+                "" if term.source is None else operation(term.source),
                 _forgotten(term),
             )
             for term in terms
@@ -270,11 +270,13 @@ def _forgotten(term: Term) -> Term:
     return replace(term, node=None, source=None, value=None, count=0.0 if term.source else term.count)
 
 
-def _refreshed(term: Term, node: Node, source: Node | None, *, of_targets: bool) -> Term:
+def _refreshed(term: Term, node: Node, source: Node | None, what: str) -> Term:
     """Put the new graph's node and count into a remembered term."""
     kind, count, value = term.kind, term.count, None
-    if of_targets and source is not None:
+    if what in NLL and source is not None:
         count = targets(source)
+    elif what == "Div" and source is not None:
+        count = one_number(saved_tensor(source, "other"))
     elif source is not None:
         carried = cast("Any", source)
         kind, count, value = carried.kind, carried.count, carried.value

@@ -90,7 +90,9 @@ def read_reduction(
     while node is not None:
         trail.passed(node)
         name = operation(node)
-        if name in {"Mean", "Sum"}:
+        if name in {"Mean", "Sum"} and saved(node, "self_sym_sizes") == ():
+            pass  # of one number: itself
+        elif name in {"Mean", "Sum"}:
             chain.reduce(node, name)
         elif name == "Dot":
             chain.dot(node)

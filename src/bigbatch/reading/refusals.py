@@ -7,7 +7,7 @@ from bigbatch.errors import CoupledLoss, UnreadableLoss
 _COUNT = """Say what the loss was averaged over:
     accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over
 for example
-    accumulator.backward(loss, count=(labels != -100).sum())
+    accumulator.backward(loss, count=(labels != -100).sum())          # causal language models: labels[:, 1:]
 and where it is one term of several, counted(term, n) in its place."""
 
 _NO_MEAN = """If there is no batch mean below it, say what the loss is over:
@@ -60,6 +60,15 @@ def unknown(name: str) -> UnreadableLoss:
     )
 
 
+def pooled(name: str) -> UnreadableLoss:
+    """Explain that rows were added up by an index, of a sample's parts or of labels that samples share."""
+    return UnreadableLoss(
+        f"cannot tell whether the samples of this loss stay apart: found {name}Backward, which adds up rows of the "
+        "model's output by an index. That of each sample's parts (nodes of a graph) leaves samples apart; a label that "
+        f"several samples share does not.\nIf it pools each sample's own:\n{_COUNT}"
+    )
+
+
 def gradless_factor(name: str) -> UnreadableLoss:
     """Explain that a factor without gradient may be a frozen weight or other samples."""
     return UnreadableLoss(
@@ -103,10 +112,12 @@ def lone_rows() -> UnreadableLoss:
 def scaled_sum(name: str, by: str) -> UnreadableLoss:
     """Explain that a factor above a data sum may be a count or a constant."""
     verb = "divided by" if name == "Div" else "times"
+    masked = (name, by) == ("Div", "a tensor")
+    line = "Of (x * mask).sum() / mask.sum():  accumulator.backward(loss, count=mask.sum())\n" if masked else ""
     return UnreadableLoss(
         f"cannot tell what this loss was averaged over: found {name}Backward, a sum over data {verb} {by}. That may be "
         "a count, which differs from micro-batch to micro-batch, or a constant, which does not.\n"
-        f"{_COUNT}\n"
+        f"{line}{_COUNT}\n"
         "If it is a constant, say that this is a plain sum:  counted(term, 'sum')"
     )
 

@@ -189,10 +189,41 @@ def _batch(layout: Layout, rank: int, name: str, sizes: Shape) -> Layout:
     return layout[: rank - 2] if len(layout) == rank else mixed(sizes[:-2], name)
 
 
-def outer(node: Node, _output: int, layout: Layout) -> Inputs:
-    """The outer product of two vectors."""
-    first, second = edges(node)[:2]
-    return [(first, layout[:1]), (second, layout[1:])]
+def matrices(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Inverses, determinants, solutions: what is done to each matrix of a batch; rows and columns are mixed."""
+    name, result = operation(node), list[tuple[Edge, Layout]]()
+    batch = max(len(size_of(edge)) for edge in edges(node)) - 2
+    for edge in edges(node):
+        sizes = size_of(edge)
+        apart = len(sizes) > batch and sizes[:batch] == shape(node)[:batch]
+        result.append((edge, (*layout[:batch], *mixed(sizes[batch:], name)) if apart else mixed(sizes, name)))
+    return result
+
+
+def repeat(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Copies of the whole, one behind the other; as many of them as there are rows may be meant as all pairs."""
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
+    times = saved(node, "repeats")[-len(sizes) :] if sizes else ()
+    return [
+        (
+            edge,
+            tuple(
+                dim if many == 1 else mixed((n,), name)[0] if many == n else reshaped((dim,), (many, n), name)[1]
+                for dim, many, n in zip(layout[-len(sizes) :] if sizes else (), times, sizes, strict=True)
+            ),
+        )
+    ]
+
+
+def view_as_real(node: Node, _output: int, layout: Layout) -> Inputs:
+    """A complex tensor as pairs of numbers, put last."""
+    return [(only_input(node), layout[:-1])]
+
+
+def view_as_complex(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Pairs of numbers as complex ones."""
+    return [(only_input(node), (*layout, *mixed((2,), operation(node))))]
 
 
 def nll(node: Node, _output: int, layout: Layout) -> Inputs:

@@ -23,17 +23,20 @@ from bigbatch.reading.graph import (
     is_placement,
     is_shared_by_all,
     operation,
+    saved,
     saved_dim,
     saved_indices,
     saved_tensor,
     shape,
 )
 from bigbatch.reading.layout import Axis, Dim, Layout, Part, sample_axes
-from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, rule_of
+from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
-from bigbatch.reading.rules import MATMULS, Inputs, fused_loss, pointwise
+from bigbatch.reading.rules import MATMULS, NONE, Inputs, fused_loss, pointwise
+from bigbatch.reading.selections import reordered
 from bigbatch.reading.trail import Trail
 
+_LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 _DEPTH = 5  # operations that an `expand` is looked for behind
 _CHOOSING = frozenset("Index IndexSelect Gather".split())
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
@@ -46,8 +49,9 @@ class Surroundings:
     own: frozenset[int] = frozenset()  # ids of the optimizers' parameters: a plain tensor may be one
     is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
     micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
-    # Of divisors of a sum that may be its samples or another size: how they were read where only one could be meant.
-    divisors: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    divisors: bool = False  # a tensor that divides a sum is taken for its count: someone checks what comes of it
+    # How a kind of graph was read where it could be read in one way only: that holds where it might be two.
+    readings: dict[tuple[object, ...], bool] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,6 +68,7 @@ class Samples:
     chosen: set[object] = field(default_factory=set)  # indices that have chosen rows of a parameter
     outputs: bool = False  # the model's output was met beside those
     parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
+    batched: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)  # where each sample must have its own
     _held: list[Axis] = field(default_factory=list)  # axes that an output has, of whatever it is
     _spread: list[tuple[str, Dim, Layout]] = field(default_factory=list)  # see `note_spread`
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
@@ -116,7 +121,7 @@ class Samples:
         inputs = rule(node, output, layout)
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
-        if rule in {pointwise, fused_loss}:
+        if rule is pointwise or (rule is fused_loss and saved(node, "reduction") == NONE):
             self.note_spread(node, name, shape(node, output), layout)
         return inputs
 
@@ -130,8 +135,10 @@ class Samples:
             if any(shared):
                 return self._beside_shared(inputs, (data, weight), shared, layout)
         held = [is_parameter(edge[0], own) for edge, _ in inputs]
-        if matrix and not held[data] and not held[weight]:
-            held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail)
+        if matrix and not held[data]:
+            held[data] = computed_weight(inputs[data][0], own, self.surroundings.is_weight, self.trail)
+        if name not in NORMS and not held[data] and not held[weight]:
+            held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail, beside=True)
         # A bias, too, may have been computed, and of samples: it is followed, down to its parameter mostly.
         beside = [
             each
@@ -141,7 +148,7 @@ class Samples:
         if held[data] and held[weight]:
             return beside
         if held[weight]:
-            mine = inputs[data][1] or layout
+            mine = _put_back(inputs[data][1] or layout, inputs[data][0][0])
             self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))), layout)
             return beside
         if held[data] and matrix:
@@ -149,7 +156,7 @@ class Samples:
             return beside
         if matrix:
             for place, which in ((0, data), (1, weight)):
-                if inputs[which][0][0] is None:
+                if inputs[which][0][0] is None and not self._is_batched(node, name, place, layout):
                     self._factor_without_gradient(node, name, place, layout)
                     return []  # a frozen layer is the model's edge as a trained one is
         if inputs[data][0][0] is None:
@@ -178,6 +185,15 @@ class Samples:
             return []
         return [inputs[which] for which in own_side]
 
+    def _is_batched(self, node: Node, name: str, place: int, layout: Layout) -> bool:
+        """Whether a factor without gradient is one matrix per sample: then each meets its own, if samples lie there."""
+        tensor = saved_tensor(node, saved_factor(name, place))
+        if not layout[:-2] or tensor is None or tensor.stride(0) == 0 or self.surroundings.is_weight(tensor):
+            return False
+        self.gradless = self.trail.passing = True
+        self.batched.append((name, tuple(tag for dim in layout[:-2] for _, tag in dim if isinstance(tag, Axis))))
+        return True
+
     def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
         """A frozen weight or batch data? Only the first leaves the rows apart."""
         which = saved_factor(name, place)
@@ -195,17 +211,19 @@ class Samples:
         self.outputs = self.outputs or not chosen
         if not layout:
             return
-        found = sample_axes(layout, dims)
+        found = sample_axes(layout, dims, self._one_sample)
         if isinstance(found, str):
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
                 return
-            raise refusals.coupled(found, chosen=bool(self.chosen))
+            raise refusals.pooled(found) if found in POOLING else refusals.coupled(found, chosen=bool(self.chosen))
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
         self._held.extend(tag for size, tag in parts if isinstance(tag, Axis) and size > 1)
         if not found:
             return
+        if any(by == "IndexPut" for axis in found for by, _ in axis.order):  # put where they were not taken from
+            raise refusals.coupled("IndexPut", chosen=bool(self.chosen))
         if self.axes is None:
             self.axes, self.parts = found, parts
             return
@@ -216,40 +234,54 @@ class Samples:
             raise refusals.coupled(self._where_rows_meet((*found, *self.axes)), chosen=bool(self.chosen))
         self.axes = mine
 
+    def _one_sample(self, size: int) -> bool:
+        """Whether what was seen as one row is one sample, as `x.view(1, k)` of k parts: if it was for several."""
+        key = ("rows", *map(type, self.trail.nodes))
+        if size > 1:
+            self.surroundings.readings[key] = True
+        return key in self.surroundings.readings
+
     def note_spread(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
         """Take note of dimensions of a result that come from an operand without gradient alone, `(n, 1) - (n,)`.
 
         Whether they set samples against each other is told when all is walked.
         """
-        if name not in MASKED_POINTWISE and all(below is not None for below, _ in edges(node)):
+        hidden = name in MASKED_POINTWISE or rule_of(name) is fused_loss
+        if not hidden and all(below is not None for below, _ in edges(node)):
             return
         own = _own_sizes(node, len(sizes))
         missing = [dim for dim, size in enumerate(sizes) if size > 1 and own[dim] != size]
         if not missing:
             return
         known = _dims_beside(node, name, sizes)
-        beside = tuple(layout[dim] for dim in known if set(missing) <= set(known))
-        self._spread.extend((name, layout[dim], beside) for dim in missing)
+        beside = tuple(layout[dim] for dim in known or ())
+        self._spread.extend((name, layout[dim], beside) for dim in missing if known is None or dim in known)
 
     def spread(self) -> str:
         """Name an operation that may have set samples against others, which have no gradient; "" where none has.
 
         A dimension that some output of the model has is that output's. Else what spread it must have the samples' own
-        dimension, too, as a target (n, T) for an output (n, 1); and be of another size, for (n, n) may be all pairs.
+        dimension, too, as a target (n, T) for an output (n, 1); and be of another size, for (n, n) may be all pairs,
+        unless it was seen before.
         """
+        for name, axes in self.batched:
+            if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
+                raise refusals.gradless_factor(name)
         size = next(
             (n for n, tag in self.parts if self.axes and isinstance(tag, Axis) and tag.matches(self.axes[0])), 0
         )
-        of_pairs = {size, 2 * size} if size > 1 else set()
         for name, dim, beside in self._spread:
             tags = [tag for part, tag in dim if part > 1]
             if any(isinstance(tag, Axis) and any(tag.matches(held) for held in self._held) for tag in tags):
                 continue
-            pairs = math.prod(part for part, _ in dim) in of_pairs
+            key = ("spread", name, *map(type, self.trail.nodes))
+            pairs = math.prod(part for part, _ in dim) == size > 1 and not self.surroundings.readings.get(key)
             self.trail.passing = True  # it hangs on the shape of a tensor that is in no graph
             own = [tag for part in beside for _, tag in part if isinstance(tag, Axis)]
             if pairs or not self.axes or not all(any(axis.matches(tag) for tag in own) for axis in self.axes):
                 return name
+            if size > 1:
+                self.surroundings.readings[key] = True
         return ""
 
     def _where_rows_meet(self, axes: tuple[Axis, ...]) -> str:
@@ -267,6 +299,19 @@ class Samples:
         return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")
 
 
+def _put_back(layout: Layout, node: Node | None) -> Layout:
+    """Rows that an index puts back where it has taken them, a layer in between: `out[index] = expert(x[index])`."""
+    puts = {tag.order[-1][1] for dim in layout for _, tag in dim if isinstance(tag, Axis) and tag.order[-1:]}
+    for _ in range(_LAYERS if puts else 0):
+        if node is None:
+            break
+        by = saved_indices(node)[:1] if operation(node) == "Index" else (saved_tensor(node, "index"),)
+        if by and by[0] is not None and by[0].data_ptr() in puts:
+            return tuple(reordered(dim, (operation(node), by[0].data_ptr())) for dim in layout)
+        node = edges(node)[MATMULS.get(operation(node), (0,))[0]][0] if edges(node) else None
+    return layout
+
+
 def _own_sizes(node: Node, rank: int, output: int = 0, *, depth: int = _DEPTH) -> list[int]:
     """Return the sizes that a result has of operands with gradient, before they were expanded."""
     inputs = [edge for edge in edges(node) if edge[0] is not None]
@@ -278,13 +323,13 @@ def _own_sizes(node: Node, rank: int, output: int = 0, *, depth: int = _DEPTH) -
     return [max(each) for each in zip(*below, strict=True)]
 
 
-def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int]:
-    """Return the dimensions that an operand without gradient has of its own; none where it is not known."""
+def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:
+    """Return the dimensions that an operand without gradient has of its own; None where it is not known."""
     place = next((place for place, (below, _) in enumerate(edges(node)) if below is None), 0)
     which = _HIDDEN.get(name) or ("target" if rule_of(name) is fused_loss else ("self", "other")[min(place, 1)])
     tensor = saved_tensor(node, which)
     if tensor is None:
-        return []
+        return None
     skip = len(sizes) - tensor.dim()
     own = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return [skip + dim for dim, size in enumerate(own) if size == sizes[skip + dim]]

@@ -1,13 +1,15 @@
 """What choosing rows does to samples: slices, chunks, positions, masks, indices; and putting rows together."""
 
+import itertools
 import math
 from dataclasses import replace
 
 import torch
 from torch.autograd.graph import Node
 
+from bigbatch.reading import refusals
 from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_indices, saved_tensor, shape, signed
-from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, reshaped
+from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, mixed, reshaped
 from bigbatch.reading.rules import Inputs, everything, only_input, size_of
 
 
@@ -63,8 +65,14 @@ def select(node: Node, _output: int, layout: Layout) -> Inputs:
     return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
 
 
-def _reordered(dim: Dim, by: tuple[str, object]) -> Dim:
-    return tuple((size, tag.reordered(by) if isinstance(tag, Axis) else tag) for size, tag in dim)
+def reordered(dim: Dim, by: tuple[str, object]) -> Dim:
+    """Return rows as they lie behind an index; taken by the one that they are put back by, they lie where they were."""
+
+    def back(axis: Axis) -> Axis:
+        taken = axis.order[-1:] == (("IndexPut", by[1]),)
+        return replace(axis, order=axis.order[:-1]) if taken else axis.reordered(by)
+
+    return tuple((size, back(tag) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
 
 def _tag(dim: Dim, name: str) -> Tag:
@@ -91,11 +99,25 @@ def index(node: Node, _output: int, layout: Layout) -> Inputs:
     rows = layout[first]
     taken = math.prod(n for n, _ in rows)
     covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
-    if taken > covered:  # some rows were taken twice
+    if taken > covered and (covers > 1 or len(chosen) > 1):
         return everything(node, 0, layout)
-    head: Dim = _reordered(((sizes[first], _tag(rows, name)),), (name, tensor.data_ptr()))
+    if taken > covered:  # some rows were taken twice
+        return [(edge, (*layout[:first], ((sizes[first], name),), *layout[first + 1 :]))]
+    head: Dim = ((sizes[first], _tag(rows, name)),)
+    if taken != sizes[first] or not _each_row_once(tensor):
+        head = reordered(head, (name, tensor.data_ptr()))
     picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
     return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
+
+
+def _each_row_once(by: torch.Tensor) -> bool:
+    """Whether an index takes one value of each row, in their order: `x[arange(n), labels]`, `x[labels_one_hot == 1]`.
+
+    A mask has made its device wait already, in the forward; numbers on a device are not looked at.
+    """
+    if by.dtype == torch.bool:
+        return by.dim() > 1 and bool((by.flatten(1).sum(1) == 1).all())
+    return by.is_cpu and torch.equal(by, torch.arange(len(by), dtype=by.dtype))
 
 
 def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -106,8 +128,77 @@ def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
     by = saved_tensor(node, "index")
     if by is None or by.numel() > sizes[dim]:
         return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :]))]
-    rows = _reordered(((sizes[dim], _tag(layout[dim], name)),), (name, by.data_ptr()))
+    rows = reordered(((sizes[dim], _tag(layout[dim], name)),), (name, by.data_ptr()))
     return [(edge, (*layout[:dim], rows, *layout[dim + 1 :]))]
+
+
+def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Values put in the places of others, which stay where they are; `index` by the same index takes them back."""
+    edge, value, name = edges(node)[0], edges(node)[1], operation(node)
+    chosen = [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
+    by_number = [
+        d for d, i in chosen[:1] if i.dtype != torch.bool and (len(chosen) == 1 or (i.is_cpu and not _each_row_once(i)))
+    ]
+    kept = tuple(((shape(node)[d], name),) if d in by_number else dim for d, dim in enumerate(layout))
+    result: Inputs = [(edge, kept)] if edge[0] is not None else []
+    if value[0] is None:
+        return result
+    sizes = size_of(value)
+    if not chosen or saved(node, "accumulate"):
+        return [*result, (value, mixed(sizes, name))]
+    first, tensor = chosen[0]
+    covers = tensor.dim() if tensor.dtype == torch.bool else len(chosen)
+    if (
+        (tensor.dtype != torch.bool and tensor.dim() != 1)
+        or covers + len(sizes) - 1 != len(layout)
+        or (sizes[first] == 1 != shape(node)[first])
+        or chosen[-1][0] != first + len(chosen) - 1
+    ):
+        return [*result, (value, mixed(sizes, name))]
+    rows: Dim = ((sizes[first], _tag(layout[first], name)),)
+    if sizes[first] != shape(node)[first] or not _each_row_once(tensor):
+        rows = reordered(rows, (name, tensor.data_ptr()))
+    return [*result, (value, (*layout[:first], rows, *layout[first + covers :]))]
+
+
+def as_strided(node: Node, _output: int, layout: Layout) -> Inputs:
+    """Windows over a signal, as `stft` takes them: outer dimensions that are left alone stay, the rest is mixed."""
+    edge, name = only_input(node), operation(node)
+    sizes = size_of(edge)
+    size, stride = saved(node, "size"), saved(node, "stride")
+    kept = 0
+    while kept < len(sizes) and size[kept : kept + 1] == sizes[kept : kept + 1]:
+        if stride[kept] != math.prod(sizes[kept + 1 :]):  # of a tensor that lies in one piece
+            break
+        kept += 1
+    reach = (saved(node, "storage_offset") or 0) + sum(
+        (n - 1) * m for n, m in zip(size[kept:], stride[kept:], strict=True)
+    )
+    if reach >= math.prod(sizes[kept:]):
+        kept = 0
+    return [(edge, (*layout[:kept], *mixed(sizes[kept:], name)))]
+
+
+def copy_slices(node: Node, _output: int, layout: Layout) -> Inputs:
+    """A part written over, `out[t] = x`: the rest stays where it is, and so do the dimensions of what was written.
+
+    The graph does not say where it was written. It is told by sizes, where only one place fits.
+    """
+    (base, *values), name, whole = edges(node), operation(node), shape(node)
+    result: Inputs = [(base, layout)] if base[0] is not None else []
+    for value in values:
+        sizes = size_of(value)
+        if value[0] is None:
+            continue
+        every = list(itertools.combinations(range(len(whole)), len(sizes)))
+        fits = [dims for dims in every if sizes == tuple(whole[dim] for dim in dims)] or [
+            dims for dims in every if all(n <= whole[dim] for n, dim in zip(sizes, dims, strict=True))
+        ]
+        if len(fits) != 1:
+            raise refusals.unknown(name)
+        found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, fits[0], strict=True)]
+        result.append((value, tuple(found)))
+    return result
 
 
 def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -116,7 +207,7 @@ def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
     sizes = size_of(edge)
     mask = saved_tensor(node, "mask")
     by = (operation(node), mask.data_ptr() if mask is not None else None)
-    rows = _reordered(((sizes[0], _tag(layout[0], operation(node))),), by)
+    rows = reordered(((sizes[0], _tag(layout[0], operation(node))),), by)
     return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
 
 

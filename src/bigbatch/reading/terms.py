@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError
 from bigbatch.reading import refusals
-from bigbatch.reading.counts import Count, GivenCount, Kind, checked_count
+from bigbatch.reading.counts import Count, GivenCount, Kind, checked_count, wide
 from bigbatch.reading.graph import (
     Edge,
     edges,
@@ -221,42 +221,61 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
 
 def _of_sum(place: _Place, at: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> Term:
     """Make a term of a sum over data: what divides it by its samples makes it a mean, all else is a constant."""
-    count: float | None = None
-    constants = list[float | None]()
-    for factor in (*place.factors, *found.inside):
-        if _is_shared_factor(factor):
-            trail.weights.append((factor, "other"))  # to be looked at again
-        elif count is None and (divisor := _divisor(factor, found, surroundings, trail)):
-            count = divisor
-        else:
-            constants.append(_number(factor))
-    numbers = tuple(number for number in constants if number != 1.0)
+    shared = [factor for factor in (*place.factors, *found.inside) if _is_shared_factor(factor)]
+    trail.weights.extend((factor, "other") for factor in shared)  # to be looked at again
+    read = {
+        factor: _divisor(factor, found, surroundings, trail)
+        for factor in (*place.factors, *found.inside)
+        if factor not in shared
+    }
+    counts = [(factor, each) for factor, each in read.items() if isinstance(each, float)]
+    doubts = [(factor, each) for factor, each in read.items() if isinstance(each, LossError)]
+    counting: Node | None = counts[-1][0] if counts else None
+    count: Count | None = counts[-1][1] if counts else None
+    source: Node | None = None
+    if count is None and doubts:
+        counting, refusal = doubts[0]
+        tensor = saved_tensor(counting, "other") if operation(counting) == "Div" else None
+        if not surroundings.divisors or len(doubts) > 1 or tensor is None or tensor.numel() > 1:
+            raise refusal
+        count, source = one_number(tensor), counting
+    numbers = tuple(number for factor in read if factor is not counting and (number := _number(factor)) != 1.0)
     if count is not None:
-        return Term(at, "mean", count, found.name, divided=True, factors=numbers, doubtful=found.doubtful)
+        of_own = source is None
+        return Term(
+            at, "mean", count, found.name, divided=of_own, factors=numbers, doubtful=found.doubtful, source=source
+        )
     if found.doubtful:
         raise refusals.data_or_constant(found.name)
     return Term(at, "sum", 1.0, found.name, factors=numbers)
 
 
-def _divisor(factor: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> float | None:
-    """Return the number by which a factor takes a mean over samples; None where it is a constant."""
+def one_number(count: Tensor | None) -> Count:
+    """Return the number in a tensor, where it is."""
+    if count is None:
+        return 0.0
+    return float(count.detach()) if count.is_cpu else wide(count.reshape(()))
+
+
+def _divisor(factor: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> float | LossError | None:
+    """Return the number by which a factor takes a mean over samples, None for a constant; or why it cannot be told."""
     name = operation(factor)
     number = float(saved(factor, "alpha")) if name in {"Add", "Sub"} else python_number(factor, "other")
     if number == 0.0 or (number is None and _is_learned(factor)):
         return None
     if number is None or found.sizes is None:
-        raise refusals.scaled_sum(name, "a tensor" if number is None else f"the number {number:g}")
+        return refusals.scaled_sum(name, "a tensor" if number is None else f"the number {number:g}")
     divisor, key = abs(number) if name == "Div" else 1 / abs(number), (name, *map(type, trail.nodes))
-    over = found.sizes.read(divisor)
-    if over == "either" or (name != "Div" and divisor in _HABITS):
-        taken = surroundings.divisors.get(key, False if name != "Div" and divisor in _HABITS else None)
+    over, habit = found.sizes.read(divisor), name != "Div" and divisor in _HABITS
+    if over == "either" or habit:
+        taken = surroundings.readings.get(key, False if habit else None)
         if taken is None:
-            raise refusals.scaled_sum(name, f"the number {number:g}")
+            return refusals.scaled_sum(name, f"the number {number:g}")
         return float(round(divisor)) if taken else None
     if over == "none" and name == "Div" and divisor not in _HABITS and divisor == round(divisor):
-        raise refusals.scaled_sum(name, f"the number {number:g}")
+        return refusals.scaled_sum(name, f"the number {number:g}")
     if over != "none":
-        surroundings.divisors.setdefault(key, over == "samples")
+        surroundings.readings.setdefault(key, over == "samples")
     return float(round(divisor)) if over == "samples" else None
 
 

@@ -27,7 +27,8 @@ def weigh_together(ledger: Ledger, every: list[list[Term]], of_all: OfAll | None
             shown = f"{', '.join(names_of(every[0]))} in one and {', '.join(names_of(terms))} in another"
             msg = (
                 f"the loss changes within a batch: its terms are {shown} micro-batch. A big batch has one loss: "
-                "write every term for every micro-batch, times 0 where it does not apply."
+                "write every term for every micro-batch, as counted(term, n) with n = 0 where it does not "
+                "apply."
             )
             raise LossError(msg)
         keep_factors(ledger.factors, data)
