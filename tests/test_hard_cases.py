@@ -62,6 +62,8 @@ def difference(
 COUNT_INSIDE: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "mask": lambda m, x, y: ((m(x) - y).pow(2) * (y > 0) / (y > 0).sum().item()).sum(),
     "twice-the-size": lambda m, x, y: ((m(x) - y).pow(2).sum(1) / (2 * len(x))).sum(),
+}
+SIZE_INSIDE: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
     "size-then-two": lambda m, x, y: ((m(x) - y).pow(2) / len(x) * 2.0).sum(),
     "size-then-half": lambda m, x, y: ((m(x) - y).pow(2) / len(x) * 0.5).sum(),
     "size-and-two": lambda m, x, y: ((m(x) - y).pow(2) / len(x) / 2).sum(),
@@ -70,9 +72,15 @@ COUNT_INSIDE: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", COUNT_INSIDE)
 def test_a_count_inside_a_sum_is_refused(name: str) -> None:
-    """Micro-batches of one size make a count look like a constant; a sum must not be scaled at all."""
+    """Micro-batches of one size make a count look like a constant: it is no size of what was summed."""
     with pytest.raises(errors.UnreadableLoss, match="may be a count"):
         difference(COUNT_INSIDE[name])
+
+
+@pytest.mark.parametrize("name", SIZE_INSIDE)
+def test_the_number_of_samples_inside_a_sum_is_read(name: str) -> None:
+    """Whatever other factors stand beside it."""
+    assert difference(SIZE_INSIDE[name]) <= 1e-12
 
 
 SPREAD: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {
