@@ -23,7 +23,7 @@ class Forgotten:
 
     def opened(self, ledger: Ledger) -> None:
         """Hear of a new window."""
-        self.ledger, self._error = ledger, id(getattr(sys, "last_value", None))
+        self.ledger, self._error = ledger, id(vars(sys).get("last_value"))
 
     def saved(self) -> None:
         """Hear that the window was saved as it stands: it may be gone on with elsewhere."""
@@ -34,7 +34,7 @@ class Forgotten:
         self.ledger, self._saved = None, 0
 
     def _warn(self) -> None:
-        failed = sys.exc_info()[0] is not None or id(getattr(sys, "last_value", None)) != self._error
+        failed = sys.exc_info()[0] is not None or id(vars(sys).get("last_value")) != self._error
         if self.ledger is None or self.ledger.micro_batches == self._saved or failed:  # an exception says enough
             return
         warnings.warn_explicit(

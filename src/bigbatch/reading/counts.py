@@ -1,5 +1,6 @@
 """Counts: how many things a mean is over, as a number on the host or a 0-d tensor on a device."""
 
+import math
 from numbers import Real
 from typing import Literal, TypeAlias
 
@@ -28,7 +29,7 @@ def wide(number: Tensor) -> Tensor:
 
 def finite(total: Count) -> Count:
     """Return a total of counts, or refuse one that no number holds; what is on a device is not waited for."""
-    if isinstance(total, float) and total == float("inf"):
+    if isinstance(total, float) and total == math.inf:
         msg = "the counts of this window add up to inf: a count is how many things a mean is over, such as len(batch)"
         raise LossError(msg)
     return total

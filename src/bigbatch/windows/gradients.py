@@ -51,21 +51,22 @@ class Gradients:
                 "Unfreeze some:  parameter.requires_grad_(True)"
             )
             raise ConfigurationError(msg)
-        present = sum(p.grad is not None for p in self.parameters)
+        present = [p for p in self.parameters if p.grad is not None]
         if present:
             msg = (
-                f"{present} of {len(self.parameters)} parameters have a gradient before the window's first backward, "
+                f"{len(present)} of {len(self.parameters)} parameters have a gradient before the window's first backward, "
                 "left by a backward() of your own or of another loss.\n"
                 "Clear it before you start:  optimizer.zero_grad()"
             )
             raise WindowDisturbed(msg)
-        self._wide = [p for p in self.parameters if dtype is not None and p.dtype in LOW_PRECISION]
+        self._dtypes = [p.dtype for p in self.parameters]
+        pairs = zip(self.parameters, self._dtypes) if dtype is not None else ()  # noqa: B905 - hot, and of one length
+        self._wide = [p for p, own in pairs if own in LOW_PRECISION]
         self._narrow = self._wide  # those whose gradient has not been widened yet
         # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
         self._held: list[Tensor | None] = [None] * len(self.parameters)
         self._versions: list[int] = [0] * len(self.parameters)
         self._zeros: dict[int, int] = {}  # versions of gradients that began as zero
-        self._dtypes = [p.dtype for p in self.parameters]
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
         """Return what the gradient of a parameter is added up in."""
