@@ -54,8 +54,8 @@ class Gradients:
         present = [p for p in self.parameters if p.grad is not None]
         if present:
             msg = (
-                f"{len(present)} of {len(self.parameters)} parameters have a gradient before the window's first backward, "
-                "left by a backward() of your own or of another loss.\n"
+                f"{len(present)} of {len(self.parameters)} parameters have a gradient before the window's first "
+                "backward, left by a backward() of your own or of another loss.\n"
                 "Clear it before you start:  optimizer.zero_grad()"
             )
             raise WindowDisturbed(msg)
