@@ -194,14 +194,16 @@ def test_one_scaler_in_two_accumulators_is_exact() -> None:
         assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
-def test_discard_forgets_that_a_batch_was_the_last() -> None:
-    """A window after it is as long as any."""
+def test_discard_leaves_the_last_batch_of_a_loop_the_last() -> None:
+    """A batch that is tried again still closes its window."""
     model = Net()
     accumulator = Accumulator(model, sgd(model), steps=3)
     batches = iter(accumulator.over(DATA[:1]))
     next(batches)
     accumulator.discard()
-    assert accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1])) is None
+    update = accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1]))
+    assert update is not None
+    assert update.micro_batches == 1
 
 
 def test_nothing_to_train_is_refused() -> None:
@@ -272,7 +274,7 @@ def test_a_loop_that_was_only_half_converted_is_refused() -> None:
     batches = iter(accumulator.over(DATA))
     x, y = next(batches)
     F.mse_loss(model(x), y).backward()
-    with pytest.raises(errors.WindowDisturbed, match=r"nothing steps(.|\n)*accumulator.backward\(loss\)"):
+    with pytest.raises(errors.WindowDisturbed, match=r"nothing is accumulated(.|\n)*accumulator.backward\(loss\)"):
         next(batches)
 
 

@@ -146,7 +146,11 @@ class BigStep:
                 ranks=Ranks.of(self._models, self._options.group),
             )
         accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
-        self._admission = Admission(self._models, optimizers, self._options.batch_norm, accepting)
+        # Where every pass is a meeting, ranks with batches of other sizes would look another number of times.
+        checked = replace(self._options, check=False) if self._is_sharded else self._options
+        self._admission = Admission(
+            self._models, optimizers, self._options.batch_norm, accepting, divisors=checked.check
+        )
         self._mover = Mover(_device(self._models, self._stepper.ranks))
         self._devices = devices_of(self._models) | {self._mover.device}
         if self._options.cuda_graph and self._mover.device.type != "cuda":
@@ -165,8 +169,6 @@ class BigStep:
         self._sizes = Sizes(size, memory, self._mover.device)
         self._habits = Habits()  # which buffers stay as they are
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
-        # Where every pass is a meeting, ranks with batches of other sizes would look another number of times.
-        checked = replace(self._options, check=False) if self._is_sharded else self._options
         self._check = FirstCheck(self._models, self._runner, self._mover, checked)
         self._looked_at_buffers = self._told_of_buffers = False  # whether a forward writes to some
         self._divided_again = False  # whether memory has run out before a batch was cut

@@ -15,12 +15,8 @@ _ROWS = [
     (_BOTH, "messages between nodes are taken for coupled", "pyg-node-classification"),
     (_BOTH, "a write in place hides that samples are coupled", "simclr pml-proxy-anchor pml-contrastive"),
     (_BOTH, "a write in place hides that samples are coupled", "sentence-batch-hard-triplet"),
-    (
-        ("big_step",),
-        "a divisor is not taken for the count",
-        "masked-mean-of-tokens dapo-over-all-tokens smp-lovasz-per-image",
-    ),
-    (("big_step",), "a divisor is not taken for the count", "detection-over-positives llama-label-smoother vit-mae"),
+    (("big_step",), "terms of single pictures, divided by their number", "smp-lovasz-per-image"),
+    (("big_step",), "what a divisor counts is not seen in its sum", "detection-over-positives smoothed-kl-over-tokens"),
     (("big_step",), "a ratio of gathered values alone needs across.once", "soft-dice-across"),
     (_BOTH, "rows taken by index are taken for coupled", "arcface-by-index crf"),
     (_BOTH, "data of the same sample is taken for other samples", "soft-dtw hypernetwork"),
@@ -31,8 +27,6 @@ _ROWS = [
         "one-sample-after-the-other-summed",
     ),
     (("accumulator",), "a derivative of a mean is not seen", "slope-of-a-mean-averaged"),
-    (("big_step",), "a divisor is not taken for the count", "weighted-mean-by-hand"),
-    (("big_step",), "a divisor is not taken for the count", "smoothed-kl-over-tokens"),
     (_BOTH, "one sample of two choices looks like two samples", "bert-multiple-choice-one-by-one"),
     (("accumulator",), "a mean over one term is not seen", "one-sample-after-the-other-one-by-one"),
 ]

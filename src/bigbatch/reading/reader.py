@@ -33,7 +33,7 @@ from bigbatch.reading.operations import NLL, NORMS, PURE_POINTWISE, RULES
 from bigbatch.reading.reductions import targets
 from bigbatch.reading.rules import MATMULS
 from bigbatch.reading.samples import Surroundings
-from bigbatch.reading.terms import Term, one_number, read
+from bigbatch.reading.terms import Term, divided_by, read
 from bigbatch.reading.trail import Trail
 
 _KEEP = 8  # the latest readings; ragged sequences have a new shape every time
@@ -276,10 +276,21 @@ def _refreshed(term: Term, node: Node, source: Node | None, what: str) -> Term:
     if what in NLL and source is not None:
         count = targets(source)
     elif what == "Div" and source is not None:
-        count = one_number(saved_tensor(source, "other"))
+        count = divided_by(source, term.mask)
     elif source is not None:
         carried = cast("Any", source)
         kind, count, value = carried.kind, carried.count, carried.value
     return Term(
-        node, kind, count, term.name, value, term.divided, term.factors, term.doubtful, source, term.about, term.shared
+        node,
+        kind,
+        count,
+        term.name,
+        value,
+        term.divided,
+        term.factors,
+        term.doubtful,
+        source,
+        term.about,
+        term.shared,
+        term.mask,
     )

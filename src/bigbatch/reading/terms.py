@@ -29,13 +29,25 @@ from bigbatch.reading.graph import (
     saved,
     saved_number,
     saved_tensor,
+    shape,
+    signed,
 )
+from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, PURE_POINTWISE, VIEWS
 from bigbatch.reading.parameters import made_of_shared, parameters_alone
 from bigbatch.reading.reductions import FUSED, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.trail import Trail
 
 _ROOT = 0.5
+_ROUNDING = 1e-5  # of a sum of weights in float32
+_FEW, _MANY = 8, 1e6  # masks that are looked at, and features that one may be for
+_MASKED = (
+    PURE_POINTWISE
+    | VIEWS
+    | NLL
+    | POINTWISE_LOSSES
+    | frozenset("Sum Where MaskedFill Index MaskedSelect Squeeze Unsqueeze".split())
+)
 _HABITS = {1.0, 2.0}  # `0.5 * x.sum()` is half of it, and seldom a mean over two
 
 
@@ -54,6 +66,7 @@ class Term:
     source: Node | None = None  # the node that holds the count, where it is in a tensor
     about: float = 0.0  # about how large a count in a tensor is, where the host can tell
     shared: bool = False  # its node serves other parts of the loss, too: it cannot carry a weight of this term's
+    mask: int = 0  # which of the tensors below a sum its divisor has counted
 
 
 class _Counted(torch.autograd.Function):
@@ -233,28 +246,70 @@ def _of_sum(place: _Place, at: Node, found: Sum, surroundings: Surroundings, tra
     counting: Node | None = counts[-1][0] if counts else None
     count: Count | None = counts[-1][1] if counts else None
     source: Node | None = None
-    if count is None and doubts:
-        counting, refusal = doubts[0]
-        tensor = saved_tensor(counting, "other") if operation(counting) == "Div" else None
-        if not surroundings.divisors or len(doubts) > 1 or tensor is None or tensor.numel() > 1:
-            raise refusal
-        count, source = one_number(tensor), counting
+    mask = _counted_mask(doubts[0][0], found, trail) if surroundings.divisors and len(doubts) == 1 else None
+    if mask or (mask is not None and count is None):
+        counting = source = doubts[0][0]
+        count = divided_by(source, mask)
+    elif count is None and doubts:
+        raise doubts[0][1]
     numbers = tuple(number for factor in read if factor is not counting and (number := _number(factor)) != 1.0)
     if count is not None:
         of_own = source is None
-        return Term(
-            at, "mean", count, found.name, divided=of_own, factors=numbers, doubtful=found.doubtful, source=source
-        )
+        return Term(at, "mean", count, found.name, None, of_own, numbers, found.doubtful, source, mask=mask or 0)
     if found.doubtful:
         raise refusals.data_or_constant(found.name)
     return Term(at, "sum", 1.0, found.name, factors=numbers)
 
 
-def one_number(count: Tensor | None) -> Count:
-    """Return the number in a tensor, where it is."""
-    if count is None:
+def divided_by(division: Node, mask: int) -> Count:
+    """Return the count that divides a sum; 0 where it has counted nothing, whatever it was clamped to."""
+    divisor, masks = saved_tensor(division, "other"), _masks(division)
+    if divisor is None or mask > len(masks):
         return 0.0
-    return float(count.detach()) if count.is_cpu else wide(count.reshape(()))
+    kept = masks[mask - 1].any() if mask else True
+    if divisor.is_cpu:
+        return float(divisor.detach()) if kept else 0.0
+    return wide(divisor.detach().reshape(())) * kept
+
+
+def _counted_mask(division: Node, found: Sum, trail: Trail) -> int | None:
+    """Find what a divisor has counted: the number of a mask that was multiplied in, 0 for samples; None for neither."""
+    divisor = saved_tensor(division, "other") if operation(division) == "Div" else None
+    if divisor is None or divisor.numel() > 1:
+        return None
+    number = float(divisor.detach())
+    for place, mask in enumerate(_masks(division, trail), 1):
+        total = float(mask.sum(dtype=torch.float64))
+        times = number / total if total else 1.0  # a mask of positions counts once for each feature, or once
+        if abs(times - round(times)) <= _ROUNDING and times < _MANY and (total or number <= 1):
+            return place
+    return 0 if found.sizes is not None and found.sizes.read(number) == "samples" else None
+
+
+def _masks(division: Node, trail: Trail | None = None) -> list[Tensor]:
+    """Return the tensors that choose or weigh what is summed, from the sum down."""
+    masks: list[Tensor] = []
+    node = edges(division)[0][0]
+    while node is not None and operation(node) in _MASKED and len(masks) < _FEW:
+        if trail is not None:
+            trail.passed(node)
+        name, inputs = operation(node), edges(node)
+        kept: Tensor | None = None
+        if name == "Mul" and len(inputs) > 1 and None in (inputs[0][0], inputs[1][0]):
+            kept = saved_tensor(node, "self" if inputs[0][0] is None else "other")
+        elif name in NLL:
+            target = saved_tensor(node, "target")
+            kept = target != signed(saved(node, "ignore_index")) if target is not None else None
+        elif name in {"Where", "MaskedFill"}:
+            chosen = saved_tensor(node, "condition" if name == "Where" else "mask")
+            is_kept = name == "Where" and inputs[0][0] is not None
+            kept = chosen if chosen is None or is_kept else ~chosen
+        elif name in {"Index", "MaskedSelect"}:
+            kept = torch.ones(()).expand(shape(node)[:1])
+        if kept is not None and kept.dim():
+            masks.append(kept)
+        node = next((below for below, _ in inputs if below is not None), None)
+    return masks
 
 
 def _divisor(factor: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> float | LossError | None:
