@@ -1,6 +1,5 @@
 """The judge of the audit: a loss is accumulated and computed over the true big batch; is it exact, refused or wrong?"""
 
-import gc
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,7 +95,6 @@ def judge_big_step(
     step = BigStep(model, recorder, loss, micro_batch_size=size, options=Options(check=check))
 
     def run() -> None:
-        gc.freeze()  # what is tried again collects garbage first, and that looks at all that a test session has loaded
         for window in windows:
             step(join(window))
 

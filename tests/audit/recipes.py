@@ -10,7 +10,7 @@ shows it; an `Accumulator` may be wrong, a `BigStep` with its check may not.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -89,6 +89,11 @@ class Row:
         return f"{self.name}-{self.label}" if self.label else self.name
 
 
+def _slope(x: Tensor) -> Tensor:
+    value = x.tanh()
+    return torch.autograd.grad(value, x, torch.ones_like(value), create_graph=True)[0]
+
+
 def unary() -> Iterator[Row]:
     """One input, element by element."""
     table: dict[str, Callable[[Tensor], Tensor]] = {
@@ -108,7 +113,8 @@ def unary() -> Iterator[Row]:
         "Expand": lambda x: x.unsqueeze(1).expand(len(x), 2, *x.shape[1:]), "Conj": lambda x: torch.complex(x, x.sin()).conj().abs(),
         "NativeDropout": lambda x: torch.native_dropout(x, 0.0, train=True)[0],
         "RreluWithNoise": lambda x: torch.ops.aten.rrelu_with_noise(x.contiguous(), torch.zeros(x.shape).to(x), 0.2, 0.2, True),
-        "Rsub": lambda x: torch.rsub(x, 1.0),
+        "Rsub": lambda x: torch.rsub(x, 1.0), "Angle": lambda x: torch.complex(x, x.sin() + 0.1).angle(), "ViewAsReal": lambda x: torch.view_as_real(torch.complex(x, x.sin())),
+        "ViewAsComplex": lambda x: torch.view_as_complex(torch.stack([x, x.sin()], -1)).abs(), "TanhBackward": _slope,
     }  # fmt: skip
     for name, f in table.items():
         for place in range(3):
@@ -125,6 +131,7 @@ def binary() -> Iterator[Row]:
         "Hypot": torch.hypot, "Xlogy": lambda a, b: torch.xlogy(a, b.abs() + 0.1), "SpecialXlog1Py": lambda a, b: torch.special.xlog1py(a, b.abs()),
         "Fmod": lambda a, b: a.fmod(b.detach().abs() * 0.3 + 0.1) * a, "Remainder": lambda a, b: a.remainder(b.detach().abs() * 0.3 + 0.1) * a, "Copysign": lambda a, b: torch.copysign(a, b).exp(),
         "Clamp": lambda a, b: a.clamp(min=b), "Where": lambda a, b: torch.where(b.detach() > 0, a, b), "MaskedFill": lambda a, b: a.masked_fill(b.detach() > 0, 0.0),
+        "Complex": lambda a, b: torch.complex(a, b).abs(), "Polar": lambda a, b: torch.polar(a.abs(), b).real,
         "PreluKernel": lambda a, b: torch.ops.aten._prelu_kernel(*torch.broadcast_tensors(a, b)),
         "MseLoss": lambda a, b: loss.mse_loss(*torch.broadcast_tensors(a, b), reduction="none"), "SmoothL1Loss": lambda a, b: loss.smooth_l1_loss(*torch.broadcast_tensors(a, b), reduction="none"),
         "HuberLoss": lambda a, b: loss.huber_loss(*torch.broadcast_tensors(a, b), reduction="none"),
@@ -167,7 +174,12 @@ def binary() -> Iterator[Row]:
         without_gradient = name in {"Fmod", "Remainder", "MaskedFill"} or "Binary" in name or "Margin" in name
         unseen = without_gradient and label in {"batch-mean", "first-sample"}
         yield Row(
-            name, label, lambda x, b, m, f=f, pair=pair: f(*pair(x, b, m)), UNSEEN if unseen else outcome, brief=True
+            name,
+            label,
+            lambda x, b, m, f=f, pair=pair: f(*pair(x, b, m)),
+            UNSEEN if unseen else outcome,
+            windows=((5, 2, 6),) if "wide" in label else ((3, 2, 5), (3, 1, 4)),  # as many samples as steps are pairs
+            brief=True,
         )
 
 
@@ -191,6 +203,8 @@ def along() -> Iterator[Row]:
         "Split": lambda x, d: x.split(2, d)[0], "SplitWithSizes": lambda x, d: x.split([1, x.shape[d] - 1], d)[1], "UnsafeSplit": lambda x, d: x.unsafe_split(2, d)[0],
         "UnsafeSplitWithSizes": lambda x, d: x.unsafe_split_with_sizes([1, x.shape[d] - 1], d)[1], "IndexSelect": lambda x, d: x.index_select(d, torch.tensor([0, 1])),
         "Index": lambda x, d: x.movedim(d, 0)[torch.tensor([0, 1])], "Renorm": lambda x, d: torch.renorm(x, 2, d, 0.5),
+        "FftR2C": lambda x, d: torch.fft.rfft(x, dim=d).abs(), "FftC2R": lambda x, d: torch.fft.irfft(torch.complex(x, x.sin()), 4, dim=d),
+        "FftC2C": lambda x, d: torch.fft.fft(torch.complex(x, x.sin()), dim=d).abs(),
     }  # fmt: skip
     for (name, f), place, dim in product(table.items(), range(3), range(3)):
         even = name == "Glu"
@@ -500,6 +514,14 @@ def layers() -> Iterator[Row]:
         ("ReflectionPad1D", "", lambda x, b, m: F.pad(x, (1, 2), mode="reflect"), APART, line), ("ReflectionPad2D", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1), mode="reflect"), APART, image),
         ("ReplicationPad1D", "", lambda x, b, m: F.pad(x, (1, 2), mode="replicate"), APART, line), ("ReplicationPad2D", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1), mode="replicate"), APART, image),
         ("ConstantPadNd", "", lambda x, b, m: F.pad(x, (1, 1, 2, 1)), APART, image), ("ConstantPadNd", "rows", lambda x, b, m: F.pad(x, (0, 0, 0, 0, 1, 1)), MIXED, (3, 4)),
+        ("UpsampleNearestExact1D", "", lambda x, b, m: up(x, scale_factor=2, mode="nearest-exact"), APART, line), ("UpsampleNearestExact2D", "", lambda x, b, m: up(x, scale_factor=2, mode="nearest-exact"), APART, image),
+        ("UpsampleNearestExact3D", "", lambda x, b, m: up(x, scale_factor=2, mode="nearest-exact"), APART, volume), ("UpsampleBilinear2DAa", "", lambda x, b, m: up(x, scale_factor=0.5, mode="bilinear", antialias=True), APART, image),
+        ("UpsampleBicubic2DAa", "", lambda x, b, m: up(x, scale_factor=0.5, mode="bicubic", antialias=True), APART, image),
+        ("ReflectionPad3D", "", lambda x, b, m: F.pad(x, (1,) * 6, mode="reflect"), APART, volume), ("ReplicationPad3D", "", lambda x, b, m: F.pad(x, (1,) * 6, mode="replicate"), APART, volume),
+        ("FractionalMaxPool2D", "", lambda x, b, m: F.fractional_max_pool2d(x, 2, output_size=2, _random_samples=torch.full((*x.shape[:2], 2), 0.4).double()), APART, image),
+        ("AvgPool2D", "rows of an image are samples", lambda x, b, m: F.avg_pool2d(x.transpose(0, 1), 3, 1, 1), MIXED, (3, 4)),
+        ("MaxPool2DWithIndices", "rows of an image are samples", lambda x, b, m: F.max_pool2d(x.transpose(0, 1), 3, 1, 1), MIXED, (3, 4)),
+        ("AvgPool2D", "rows of one image", lambda x, b, m: F.avg_pool2d(x, 3, 1, 1), APART, (3, 4)),
         ("PixelShuffle", "", lambda x, b, m: F.pixel_shuffle(x, 2), APART, (4, 2, 3)), ("PixelUnshuffle", "", lambda x, b, m: F.pixel_unshuffle(x, 2), APART, image),
         ("Im2Col", "", lambda x, b, m: F.unfold(x, 2), APART, image), ("Col2Im", "", lambda x, b, m: F.fold(x, (3, 3), 2), APART, (8, 4)),
         ("GridSampler2D", "", lambda x, b, m: F.grid_sample(x, b["d"].tanh().movedim(1, 3), align_corners=False), APART, image),
@@ -527,6 +549,169 @@ def layers() -> Iterator[Row]:
                         shape,
                         ((5, 3, 7), (3, 5, 4)),
                     )
+
+
+def _full(x: Tensor, size: int, strength: float = 2.0) -> Tensor:
+    """Matrices that are far from singular."""
+    return 0.2 * x + strength * torch.eye(size, dtype=x.dtype) * torch.arange(1, size + 1)
+
+
+def matrices() -> Iterator[Row]:
+    """What linear algebra makes of each matrix of a batch: samples are the batch, or rows, or columns."""
+    linalg: Any = torch.linalg
+    table: dict[str, Callable[[Tensor], Tensor]] = {
+        "LinalgCholeskyEx": lambda a: linalg.cholesky(a + a.mT), "LinalgInvEx": linalg.inv, "LinalgDet": linalg.det, "LinalgSlogdet": lambda a: linalg.slogdet(a)[1],
+        "LinalgSvd": linalg.svdvals, "LinalgEigh": lambda a: linalg.eigh(a + a.mT)[1].square(), "LinalgEig": lambda a: linalg.eig(a)[0].abs(), "LinalgQr": lambda a: linalg.qr(a)[0].square(),
+        "LinalgSolveEx": lambda a: linalg.solve(a, a.sin()), "LinalgSolveTriangular": lambda a: linalg.solve_triangular(a, a.sin(), upper=True), "LinalgMatrixExp": lambda a: linalg.matrix_exp(0.2 * a.contiguous()),
+        "LinalgLu": lambda a: linalg.lu(a)[2], "LinalgHouseholderProduct": lambda a: linalg.householder_product(a, a[..., 0]),
+        "CholeskySolve": lambda a: torch.cholesky_solve(a.sin(), a), "CholeskyInverse": torch.cholesky_inverse, "LinalgCross": lambda a: linalg.cross(a, a.sin(), dim=-1),
+    }  # fmt: skip
+    for name, f in table.items():
+        yield Row(name, "per sample", lambda x, b, m, f=f: f(_full(x, 3)), APART, (3, 3))
+        if name != "LinalgCross":  # of three samples, no more
+            for label, turn in {"rows": lambda a: a, "columns": lambda a: a.mT}.items():
+                yield Row(
+                    name,
+                    f"samples are {label}",
+                    lambda x, b, m, f=f, turn=turn: f(turn(_full(x.transpose(0, 1)[..., :1].expand(3, len(x), len(x)), len(x)))),
+                    MIXED,
+                    (3, 3),
+                )  # fmt: skip
+        yield Row(name, "one matrix of all", lambda x, b, m, f=f: f(_full(x.mean(0), 3)), MIXED, (3, 3))
+        yield Row(name, "two batch dimensions", lambda x, b, m, f=f: f(_full(x.movedim(0, 1), 3)), APART, (2, 3, 3), brief=True)  # fmt: skip
+    rows: list[tuple[str, str, Make, str]] = [
+        ("LinalgSvd", "vectors", lambda x, b, m: linalg.svd(_full(x, 3))[2].square(), APART),
+        ("LinalgLu", "lower", lambda x, b, m: linalg.lu(_full(x, 3))[1], APART),
+        ("LinalgQr", "triangle", lambda x, b, m: linalg.qr(_full(x, 3))[1].square(), APART),
+        ("LinalgEigh", "values", lambda x, b, m: linalg.eigvalsh(_full(x, 3)), APART),
+        ("LinalgEig", "vectors", lambda x, b, m: linalg.eig(_full(x, 3))[1].abs(), APART),
+        ("LinalgSolveEx", "a vector of the sample", lambda x, b, m: linalg.solve(_full(x, 3), x[:, 0]), APART),
+        ("LinalgSolveEx", "data of the sample", lambda x, b, m: linalg.solve(_full(x, 3), b["d"]), APART),
+        ("LinalgSolveEx", "matrices of data", lambda x, b, m: linalg.solve(_full(b["d"], 3), x), APART),
+        ("LinalgSolveEx", "samples are columns of the right side", lambda x, b, m: linalg.solve(_full(b["d"][0], 3), x[:, 0].T), MIXED),
+        ("LinalgSolveEx", "one right side of all", lambda x, b, m: linalg.solve(_full(x, 3), x.sin().mean(0)), MIXED),
+        ("LinalgSolveEx", "in pairs", lambda x, b, m: linalg.solve(_full(x, 3)[:, None], x[None]), MIXED),
+        ("LinalgSolveTriangular", "in pairs", lambda x, b, m: linalg.solve_triangular(_full(x, 3)[:, None], x[None], upper=True), MIXED),
+        ("LinalgSolveTriangular", "in pairs with data", lambda x, b, m: linalg.solve_triangular(_full(b["d"], 3)[:, None], x[None], upper=True), MIXED),
+        ("LinalgSolveTriangular", "weight of a flow", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x.mT, upper=True), APART),
+        ("CholeskySolve", "in pairs", lambda x, b, m: torch.cholesky_solve(x[:, None], _full(x, 3)[None]), MIXED),
+        ("CholeskySolve", "in pairs with data", lambda x, b, m: torch.cholesky_solve(x[:, None], _full(b["d"], 3)[None]), MIXED),
+        ("LinalgCross", "steps", lambda x, b, m: linalg.cross(x, x.sin(), dim=1), APART),
+        ("LinalgCross", "data", lambda x, b, m: linalg.cross(x, b["d"], dim=1), APART),
+        ("LinalgCross", "parameter", lambda x, b, m: linalg.cross(x, m.p.expand(1, 1, 3), dim=2), APART),
+        ("LinalgCross", "samples behind", lambda x, b, m: linalg.cross(x.movedim(0, 2), x.sin().movedim(0, 2), dim=0), APART),
+        ("LinalgCross", "in pairs", lambda x, b, m: linalg.cross(x[:, None], x[None], dim=-1), MIXED),
+        ("LinalgCross", "in pairs with data", lambda x, b, m: linalg.cross(x[:, None], b["d"][None], dim=-1), MIXED),
+        ("LinalgCross", "first sample", lambda x, b, m: linalg.cross(x, x[:1].sin(), dim=-1), MIXED),
+        ("LinalgCross", "batch mean", lambda x, b, m: linalg.cross(x, x.mean(0, keepdim=True), dim=-1), MIXED),
+        ("FftR2C", "of a plane", lambda x, b, m: torch.fft.rfft2(x).abs(), APART),
+        ("FftC2C", "of a plane with samples", lambda x, b, m: torch.fft.fft2(torch.complex(x, x.sin()), dim=(0, 1)).abs(), MIXED),
+        ("FftC2C", "of all", lambda x, b, m: torch.fft.fftn(x).abs(), MIXED),
+        ("FftC2R", "filter", lambda x, b, m: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(b["d"]), 3), APART),
+        ("FftR2C", "spectrogram", lambda x, b, m: torch.stft(x.flatten(1), 4, window=torch.ones(4).double(), return_complex=True).abs(), APART),
+        ("FftR2C", "spectrogram of one long signal", lambda x, b, m: torch.stft(x.flatten(), 4, window=torch.ones(4).double(), return_complex=True).abs(), MIXED),
+        ("Vdot", "of all", lambda x, b, m: torch.vdot(torch.complex(x, x.sin()).flatten(), torch.complex(b["d"], b["d"].sin()).flatten()).real, APART),
+        ("Vdot", "of shifted vectors", lambda x, b, m: torch.vdot(torch.complex(x, x.sin()).flatten(), torch.complex(x, x.cos()).flatten().roll(1)).real, MIXED),
+        ("ViewAsComplex", "rotary positions", lambda x, b, m: torch.view_as_real(torch.view_as_complex(torch.stack([x, x.sin()], -1)) * torch.polar(torch.ones(3).double(), CONST[:3])), APART),
+        ("ViewAsReal", "set against data", lambda x, b, m: torch.view_as_real(torch.complex(x, x.sin())) * b["d"][..., None], APART),
+    ]  # fmt: skip
+    for name, label, make, outcome in rows:
+        yield Row(name, label, make, outcome, (3, 3), ((4, 2, 5), (6, 1, 4)))
+
+
+def _written(base: Tensor, at: Any, value: Any) -> Tensor:
+    copy = base.clone()
+    copy[at] = value
+    return copy
+
+
+def _kept(x: Tensor, mask: Tensor) -> Tensor:
+    return _written(x.sin(), mask, x[mask])
+
+
+def _filled(x: Tensor, order: Sequence[int]) -> Tensor:
+    rows = torch.zeros_like(x)
+    for place, row in enumerate(order):
+        rows[place] = x[row].sin()
+    return rows
+
+
+def _decoded(x: Tensor) -> Tensor:
+    steps = x.new_zeros(3, len(x), 4)
+    for step in range(3):
+        steps[step] = x[:, step] * (step + 1)
+    return steps
+
+
+def _view_written(x: Tensor, at: Any) -> Tensor:
+    copy = x.sin()
+    view = copy[at]
+    view.mul_(2)
+    return view
+
+
+def writes() -> Iterator[Row]:
+    """Copies, windows by strides, and parts written over: of samples' own, or of others'."""
+    slices, n = slice, len
+    rows: list[tuple[str, str, Make, str]] = [
+        ("Repeat", "steps", lambda x, b, m: x.repeat(1, 2, 1), APART),
+        ("Repeat", "features", lambda x, b, m: x.repeat(1, 1, 2), APART),
+        ("Repeat", "samples behind", lambda x, b, m: x.transpose(0, 1).repeat(2, 1, 1), APART),
+        ("Repeat", "rows", lambda x, b, m: x.repeat(2, 1, 1), APART),
+        ("Repeat", "rows, told apart", lambda x, b, m: x.repeat(2, 1, 1).view(2, *x.shape) * b["d"], APART),
+        ("Repeat", "rows beside data", lambda x, b, m: x.repeat(2, 1, 1) * b["d"].repeat(2, 1, 1), APART),
+        ("Repeat", "rows beside data in another order", lambda x, b, m: x.repeat(2, 1, 1) * b["d"].repeat_interleave(2, 0), UNSEEN),
+        ("Repeat", "rows paired by a reshape", lambda x, b, m: x.repeat(2, 1, 1).view(n(x), 2, 3, 4).prod(1), MIXED),
+        ("Repeat", "rows beside rows in another order", lambda x, b, m: x.repeat(2, 1, 1) * x.repeat_interleave(2, 0), MIXED),
+        ("Repeat", "a new dimension", lambda x, b, m: x.repeat(2, 1, 1, 1), APART),
+        ("Repeat", "all pairs", lambda x, b, m: x.repeat(n(x), 1, 1) * x.repeat_interleave(n(x), 0), MIXED),
+        ("Repeat", "all pairs with data", lambda x, b, m: x.repeat(n(x), 1, 1) * b["d"].repeat_interleave(n(x), 0), MIXED),
+        ("Repeat", "a new dimension of pairs", lambda x, b, m: x.repeat(n(x), 1, 1, 1) * x[:, None], MIXED),
+        ("Repeat", "a new dimension of pairs with data", lambda x, b, m: x.repeat(n(x), 1, 1, 1) * b["d"][:, None], MIXED),
+        ("Repeat", "a column and a row of data", lambda x, b, m: x[:, 0, :1].repeat(1, n(x)) * b["w"], MIXED),
+        ("Repeat", "a row and a column of data", lambda x, b, m: x[:, 0, 0].repeat(n(x), 1) * b["w"][:, None], MIXED),
+        ("Repeat", "the first sample", lambda x, b, m: x * x[:1].repeat(n(x), 1, 1), MIXED),
+        ("AsStrided", "windows", lambda x, b, m: x.flatten(1).as_strided((n(x), 5, 4), (12, 2, 1)), APART),
+        ("AsStrided", "windows over all", lambda x, b, m: x.flatten().as_strided((3 * n(x) - 1, 8), (4, 1)).prod(1), MIXED),
+        ("AsStrided", "beyond the sample", lambda x, b, m: F.pad(x.flatten(), (0, 12)).as_strided((n(x), 16), (12, 1)).prod(1), MIXED),
+        ("AsStrided", "samples behind", lambda x, b, m: x.contiguous().as_strided((12, n(x)), (1, 12)), CLOSED),
+        ("AsStrided", "the first sample", lambda x, b, m: x * x.contiguous().as_strided(x.shape, (0, 4, 1)), MIXED),
+        ("AsStrided", "the next sample", lambda x, b, m: x[:-1] * x.contiguous().as_strided((n(x) - 1, 3, 4), (12, 4, 1), 12), MIXED),
+        ("AsStrided", "a view that was written", lambda x, b, m: _view_written(x, (slices(None), 0)), APART),
+        ("AsStrided", "a row that was written", lambda x, b, m: _view_written(x, 0), MIXED),
+        ("CopySlices", "a step", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 1]), APART),
+        ("CopySlices", "a step beside data", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 1]) * b["d"], APART),
+        ("CopySlices", "a feature", lambda x, b, m: _written(x.sin(), (..., 0), x[..., 1]), APART),
+        ("CopySlices", "a step of data", lambda x, b, m: _written(x.sin(), (slices(None), 0), b["d"][:, 0]), APART),
+        ("CopySlices", "a step into data", lambda x, b, m: _written(b["d"], (slices(None), 0), x[:, 1]), APART),
+        ("CopySlices", "shifted steps", lambda x, b, m: _written(x.sin(), (slices(None), slices(1, None)), x[:, :-1]), APART),
+        ("CopySlices", "a number", lambda x, b, m: _written(x.sin(), (slices(None), 0), 0.5), APART),
+        ("CopySlices", "a parameter", lambda x, b, m: _written(x.sin(), (slices(None), 0), m.p), APART),
+        ("CopySlices", "a decoder", lambda x, b, m: _decoded(x), APART),
+        ("CopySlices", "a decoder beside data", lambda x, b, m: _decoded(x) * b["d"].transpose(0, 1), APART),
+        ("CopySlices", "a decoder, over steps", lambda x, b, m: _decoded(x).softmax(0), APART),
+        ("CopySlices", "a decoder, over samples", lambda x, b, m: _decoded(x).softmax(1), MIXED),
+        ("CopySlices", "the diagonal of pairs", lambda x, b, m: (x[:, 0] @ x[:, 1].T).fill_diagonal_(0.0), MIXED),
+        ("CopySlices", "the batch's mean", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 0].mean(0)), MIXED),
+        ("CopySlices", "a softmax over the batch", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 0].softmax(0)), MIXED),
+        ("CopySlices", "of rows, in place", lambda x, b, m: _filled(x, range(n(x))), CLOSED),
+        ("CopySlices", "of rows, in another order", lambda x, b, m: _filled(x, range(n(x))[::-1]), MIXED),
+        ("CopySlices", "a row into the first", lambda x, b, m: _written(x.sin(), 0, x[-1]), MIXED),
+        ("CopySlices", "the next row", lambda x, b, m: _written(x.sin(), slices(0, -1), x[1:]), MIXED),
+        ("CopySlices", "a parameter into the first", lambda x, b, m: _written(x.sin(), 0, m.p), UNSEEN),
+        ("CopySlices", "a step of the first", lambda x, b, m: _written(x.sin(), (0, 0), x[-1, 0]), MIXED),
+        ("CopySlices", "the first row everywhere", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:1, 0]), MIXED),
+        ("CopySlices", "a number into the first", lambda x, b, m: _written(x.sin(), 0, 0.5), UNSEEN),
+        ("CopySlices", "half of the rows", lambda x, b, m: _written(x.sin(), slices(0, n(x) // 2), x[n(x) // 2 : n(x) // 2 * 2]), MIXED),
+        ("IndexPut", "rows by a mask", lambda x, b, m: _kept(x, b["w"] > 0.8), APART),
+        ("IndexPut", "rows by a mask, beside data", lambda x, b, m: _kept(x, b["w"] > 0.8) * b["d"], APART),
+        ("IndexPut", "elements by a mask, beside data", lambda x, b, m: _kept(x, b["mask"]) * b["d"], APART),
+        ("IndexPut", "rows by a mask, of other rows", lambda x, b, m: _written(x.sin(), b["w"] > 0.8, x.roll(1, 0)[b["w"] > 0.8]), MIXED),
+        ("IndexPut", "rows in another order", lambda x, b, m: _written(torch.zeros_like(x), torch.arange(n(x)).flip(0), x) * x, MIXED),
+        ("IndexPut", "rows into one", lambda x, b, m: torch.zeros_like(x).index_put((torch.zeros(n(x)).long(),), x, accumulate=True), MIXED),
+    ]  # fmt: skip
+    for name, label, make, outcome in rows:
+        yield Row(name, label, make, outcome, windows=((5, 2, 6), (7, 2, 4)))
 
 
 def losses() -> Iterator[Row]:
@@ -565,22 +750,23 @@ def losses() -> Iterator[Row]:
     yield Row("CtcLoss", "over samples", lambda x, b, m: F.ctc_loss(x.log_softmax(0), b["last"][0, :2].clamp_min(1).expand(6, 2), torch.full((6,), len(x)), torch.full((6,), 1), reduction="none"), MIXED, (6, 4))  # fmt: skip
 
 
+LONE = {  # a micro-batch of one sample is a row of its own: what has one row may be read in two ways
+    *("Bmm-einsum of one sample", "Bmm-einsum with data", "Bmm-einsum of steps with data"),
+    *("IndexPut-a feature", "NativeBatchNorm-of instances"),
+}
+
+
 def rows() -> list[Row]:
     """Every row."""
-    families = (unary, binary, along, reductions, reshapes, selections, products, layers, losses)
-    return [row for family in families for row in family()]
+    families = (unary, binary, along, reductions, reshapes, selections, products, layers, matrices, writes, losses)
+    every = [row for family in families for row in family()]
+    alone = [replace(row, label=f"{row.label}, one sample", windows=((3, 1, 4),)) for row in every if str(row) in LONE]
+    return [replace(row, windows=((3, 2, 5), (6, 2, 4))) if str(row) in LONE else row for row in every] + alone
 
 
 ELSEWHERE = {
     **dict.fromkeys("CudnnBatchNorm MiopenBatchNorm CudnnCtcLoss FusedDropout FusedRmsNorm".split(), "a GPU makes it"),
     **{f"ScaledDotProduct{kind}Attention": "a GPU makes it" for kind in ("Efficient", "Flash", "Cudnn")},
     "Chunk": "nothing makes it",
-    **dict.fromkeys(
-        "Angle AsStrided CholeskyInverse CholeskySolve Complex CopySlices FftC2C FftC2R FftR2C FractionalMaxPool2D LinalgCholeskyEx LinalgCross "
-        "LinalgDet LinalgEig LinalgEigh LinalgHouseholderProduct LinalgInvEx LinalgLu LinalgQr LinalgSlogdet LinalgSolveEx LinalgSolveTriangular "
-        "LinalgSvd Polar ReflectionPad3D Repeat ReplicationPad3D UpsampleBicubic2DAa UpsampleBilinear2DAa UpsampleNearestExact1D "
-        "UpsampleNearestExact2D UpsampleNearestExact3D Vdot ViewAsComplex ViewAsReal".split(),
-        "to come; some are in tests/losses.py",
-    ),
     "Linear": "ours, for a GPU: micro_steps.casting",
 }
