@@ -254,7 +254,7 @@ def reductions() -> Iterator[Row]:
                 name, label, lambda x, b, m, f=f, p=place, d=dim: f(x.movedim(0, p), d, False), outcome, windows=windows
             )
             yield Row(
-                name, f"{label} kept", lambda x, b, m, f=f, p=place, d=dim: (x.movedim(0, p) - f(x.movedim(0, p), d, True)).sigmoid(), outcome, windows=windows
+                name, f"{label} kept", lambda x, b, m, f=f, p=place, d=dim: (x.movedim(0, p) - f(x.movedim(0, p), d, True)).sigmoid(), outcome, windows=windows, brief=True
             )  # fmt: skip
     for name, g in whole.items():
         outcome = APART if name in {"Sum", "Mean"} else CLOSED if name == "Nansum" else MIXED  # a nansum keeps no count
@@ -436,6 +436,13 @@ def products() -> Iterator[Row]:
         ("Bmm", "einsum of one sample", lambda x, b, m: torch.einsum("ntc,ntc->n", x, x.sin()), APART),
         ("Bmm", "einsum with data", lambda x, b, m: torch.einsum("nc,nc->n", x[:, 0], b["d"][:, 1]), APART),
         ("Bmm", "einsum of steps with data", lambda x, b, m: torch.einsum("ntc,nsc->nts", x, b["d"]), APART),
+        ("Bmm", "einsum of rows with rows' data", lambda x, b, m: torch.einsum("nc,kc->nk", x[:, 0], b["d"][:, 1]), MIXED),
+        ("Bmm", "einsum of rows with rows", lambda x, b, m: torch.einsum("nc,kc->nk", x[:, 0], x[:, 1]), MIXED),
+        ("Bmm", "rows with rows' data, step by step", lambda x, b, m: x.transpose(0, 1) @ b["d"].permute(1, 2, 0), MIXED),
+        ("Sum", "cosines of rows with rows' data", lambda x, b, m: F.cosine_similarity(x[:, None, 0], b["d"][None, :, 1], dim=-1), MIXED),
+        ("Sub", "each row with all data", lambda x, b, m: x[:, 0].repeat_interleave(len(x), 0) - b["d"][:, 0].repeat(len(x), 1), MIXED),
+        ("NativeLayerNorm", "expanded, and all data", lambda x, b, m: F.layer_norm(x[:, None].expand(len(x), len(x), 3, 4), (4,)) * b["d"], MIXED),
+        ("View", "expanded, reshaped, and all data", lambda x, b, m: x[:, None, 0].expand(len(x), len(x), 4).reshape(-1, 4) * b["d"][:, 0].repeat(len(x), 1), MIXED),
         ("Bmm", "rows with rows, step by step", lambda x, b, m: x.transpose(0, 1) @ x.permute(1, 2, 0), MIXED),
         ("Bmm", "samples behind", lambda x, b, m: x.permute(1, 2, 0) @ x.transpose(0, 1), MIXED),
         ("Bmm", "frozen for each step", lambda x, b, m: x.transpose(0, 1) @ m.frozen.expand(3, 4, 4), CLOSED),
@@ -470,6 +477,32 @@ def products() -> Iterator[Row]:
     for name, label, make, outcome in rows:
         windows = ((3, 2, 5), (3, 2, 4)) if name == "Pdist" else ((3, 2, 5), (3, 1, 4))
         yield Row(name, label, make, outcome, windows=windows)
+
+
+def vectors() -> Iterator[Row]:
+    """Products of an output with one vector per sample; an einsum is a batch of one product, or of one per sample."""
+    rows: dict[str, tuple[Make, str]] = {
+        "nc,kc->nk with data": (lambda x, b, m: torch.einsum("nc,kc->nk", x, b["d"]), MIXED),
+        "nc,kc->nk": (lambda x, b, m: torch.einsum("nc,kc->nk", x, x.sin()), MIXED),
+        "nc,kc->kn with data": (lambda x, b, m: torch.einsum("nc,kc->kn", x, b["d"]), MIXED),
+        "nc,nk->ck with data": (lambda x, b, m: torch.einsum("nc,nk->ck", x, b["d"]), MIXED),
+        "nc,nk->ck": (lambda x, b, m: torch.einsum("nc,nk->ck", x, x.sin()), MIXED),
+        "nc,k->nck with weights": (lambda x, b, m: torch.einsum("nc,k->nck", x, b["w"]), MIXED),
+        "nc,n->c with weights": (lambda x, b, m: torch.einsum("nc,n->c", x, b["w"]), MIXED),
+        "nc,nc->n with data": (lambda x, b, m: torch.einsum("nc,nc->n", x, b["d"]), APART),
+        "nc,nc->n": (lambda x, b, m: torch.einsum("nc,nc->n", x, x.sin()), APART),
+        "nc,nk->nck": (lambda x, b, m: torch.einsum("nc,nk->nck", x, x.sin()), APART),
+        "nc,nk->nck with data": (lambda x, b, m: torch.einsum("nc,nk->nck", x, b["d"]), APART),
+        "nc,ck->nk with a parameter": (lambda x, b, m: torch.einsum("nc,ck->nk", x, m.square), APART),
+        "nc,ck->nk with a buffer": (lambda x, b, m: torch.einsum("nc,ck->nk", x, m.frozen), APART),
+        "nc,kc->nk with a table": (lambda x, b, m: torch.einsum("nc,kc->nk", x, m.table), APART),
+    }  # fmt: skip
+    for label, (make, outcome) in rows.items():
+        for entropy in (False, True):
+            if entropy and label.partition(" ")[0] in {"nc,kc->nk", "nc,kc->kn"} and outcome == MIXED:
+                yield Row("NllLoss", f"einsum {label}", lambda x, b, m, make=make: F.cross_entropy(make(x, b, m), torch.arange(len(x))), MIXED, (4,))  # fmt: skip
+            elif not entropy:
+                yield Row("Mul" if "nck" in label else "Bmm", f"einsum {label}", make, outcome, (4,), ((3, 2, 5), (6, 2, 4)))  # fmt: skip
 
 
 def layers() -> Iterator[Row]:
@@ -758,7 +791,20 @@ LONE = {  # a micro-batch of one sample is a row of its own: what has one row ma
 
 def rows() -> list[Row]:
     """Every row."""
-    families = (unary, binary, along, reductions, reshapes, selections, products, layers, matrices, writes, losses)
+    families = (
+        unary,
+        binary,
+        along,
+        reductions,
+        reshapes,
+        selections,
+        products,
+        vectors,
+        layers,
+        matrices,
+        writes,
+        losses,
+    )
     every = [row for family in families for row in family()]
     alone = [replace(row, label=f"{row.label}, one sample", windows=((3, 1, 4),)) for row in every if str(row) in LONE]
     return [replace(row, windows=((3, 2, 5), (6, 2, 4))) if str(row) in LONE else row for row in every] + alone
