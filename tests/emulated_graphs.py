@@ -111,7 +111,11 @@ def _capture(self: Graphs, micro_batch: Any, recipe: Recipe) -> Captured:
         with _disable_current_modes():
             return recipe.read(loss)
 
-    inputs = {path: leaf.clone() for path, leaf in leaves(micro_batch) if isinstance(leaf, Tensor)}
+    inputs = {
+        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        for path, leaf in leaves(micro_batch)
+        if isinstance(leaf, Tensor)
+    }
     sums = [each for each in (*self._gradients, self.totals.count, self.totals.loss) if each is not None]
     values, tape = [each.clone() for each in sums], Tape()
     with tape:

@@ -579,6 +579,11 @@ COUNTED_OFTEN: dict[str, LossFunction] = {
         across.gather(m.one(b["x"])), across.gather(b["label"])
     ),
     "a product of means": lambda m, b: across.mean(m.one(b["x"]).mean()) * across.mean(m.two(b["x"]).mean()),
+    "a ratio of sums, one without gradient": lambda m, b: (
+        1
+        - (2 * across.sum((m.one(b["x"]).sigmoid() * b["value"].sigmoid()).sum()) + 1)
+        / (across.sum(m.one(b["x"]).sigmoid().sum()) + across.sum(b["value"].sigmoid().sum()) + 1)
+    ),
     "times a parameter": lambda m, b: across.mean(m.one(b["x"]).mean()) * m.scale,
     "beside a mean over samples": lambda m, b: (
         F.mse_loss(m.one(b["x"]), b["value"]) + 0.1 * across.mean(m.one(b["x"]).mean()).square()
@@ -629,6 +634,22 @@ def test_a_term_of_values_of_all_counts_once(how: str) -> None:
     marked: LossFunction = lambda m, b: across.once(COUNTED_OFTEN[how](m, b))  # noqa: E731
     if "beside" not in how:
         assert_exact(twins, marked, [rows(7, 0)], 3)
+
+
+@pytest.mark.parametrize(("size", "check"), [(3, True), (3, False), (2, True)])
+def test_an_own_number_beside_values_of_all_is_refused(size: int, check: bool) -> None:
+    """It has no gradient, and no place in a graph; where it is the same in all, it is not the big batch's."""
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        own = torch.tensor(float(len(b["x"])), dtype=torch.float64)
+        return across.sum(m.one(b["x"]).square().sum()) / (across.sum(m.two(b["x"]).square().sum()) + own)
+
+    model = twins()
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=size, options=Options(check=check))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises((UnreadableLoss, CoupledLoss), match="(made of values of all|coupled)"):
+        step(rows(8, 0))
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("check", [True, False])

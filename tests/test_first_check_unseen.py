@@ -1,5 +1,6 @@
 """What the batch produced without gradient: BigStep's first check sees it, and accuses no program that is exact."""
 
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -376,3 +377,14 @@ def test_a_compiled_model_stays_compiled() -> None:
         for number in range(2):
             step(data(Case(plain, 4, 12, 4), number, torch.float64))
     assert len(calls) == 6
+
+
+def test_a_refused_loss_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes a second and more in a process with large libraries; memory has not run out."""
+    collected: list[object] = []
+    monkeypatch.setattr(gc, "collect", collected.append)
+    model = nn.Linear(3, 3)
+    step = BigStep(model, sgd(trained(model)), lambda m, x: m(x).sort(0).values.square().mean(), micro_batch_size=3)
+    with pytest.raises(CoupledLoss):
+        step(torch.randn(12, 3))
+    assert not collected

@@ -17,7 +17,6 @@ _ROWS = [
     (_BOTH, "a write in place hides that samples are coupled", "sentence-batch-hard-triplet"),
     (("big_step",), "terms of single pictures, divided by their number", "smp-lovasz-per-image"),
     (("big_step",), "what a divisor counts is not seen in its sum", "detection-over-positives smoothed-kl-over-tokens"),
-    (("big_step",), "a ratio of gathered values alone needs across.once", "soft-dice-across"),
     (_BOTH, "rows taken by index are taken for coupled", "arcface-by-index crf"),
     (_BOTH, "data of the same sample is taken for other samples", "soft-dtw hypernetwork"),
     (("accumulator",), "three heads in three micro-batches look divided by steps", "three-heads"),

@@ -58,7 +58,7 @@ class Captured:
         """Run it on another micro-batch of the same shape; returns its extras."""
         for path, leaf in leaves(micro_batch):
             if path in self.inputs:
-                self.inputs[path].copy_(leaf, non_blocking=True)
+                self.inputs[path].detach().copy_(leaf.detach(), non_blocking=True)
         self.graph.replay()
         return mapped(self.extras, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
@@ -183,7 +183,11 @@ class Graphs:
 
     def _capture(self, micro_batch: Any, recipe: Recipe) -> Captured:
         """Capture a micro-step; nothing is computed by this."""
-        inputs = {path: leaf.clone() for path, leaf in leaves(micro_batch) if isinstance(leaf, Tensor)}
+        inputs = {
+            path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            for path, leaf in leaves(micro_batch)
+            if isinstance(leaf, Tensor)
+        }
         fixed = mapped(micro_batch, inputs.get)
         graph, (extras, term) = self._recorder.record(lambda: self._micro_step(fixed, recipe))
         return Captured(graph, inputs, extras, term)

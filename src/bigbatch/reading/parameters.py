@@ -95,8 +95,9 @@ def made_of_shared(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
         else:
             inputs = [below for below, _ in edges(node)]
             affine = operation(node) in _NORMS  # with weights or without
-            if None in inputs and not affine and not by_number(node, operation(node)):
-                return False  # what has no gradient may be this micro-batch's
+            number = not shape(node) or by_number(node, operation(node))
+            if None in inputs and not affine and not number:
+                return False  # what has no gradient may be this micro-batch's; numbers are compared with all others'
             stack.extend(inputs)
     if found:
         trail.add(looked)
