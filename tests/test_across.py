@@ -647,7 +647,7 @@ def test_an_own_number_beside_values_of_all_is_refused(size: int, check: bool) -
     model = twins()
     step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=size, options=Options(check=check))
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises((UnreadableLoss, CoupledLoss), match="(made of values of all|coupled)"):
+    with pytest.raises((UnreadableLoss, CoupledLoss), match=r"(made of values of all|coupled)"):
         step(rows(8, 0))
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
