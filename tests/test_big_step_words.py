@@ -97,7 +97,7 @@ class Interfering:
         ("terms", errors.SeveralCounts, "(?s)counting in advance gave 2 counts, .*must have the same terms"),
         ("zero", errors.WindowDisturbed, "(?s)not by this BigStep: 2 were set to None.*Let loss_fn return the loss"),
         ("step", errors.WindowDisturbed, r"(?s)optimizer.step\(\) was called.*the step is made when all of the batch"),
-        ("freeze", errors.WindowDisturbed, "(?s)was frozen inside a window.*Freeze and unfreeze between two updates"),
+        ("freeze", errors.WindowDisturbed, "(?s)was frozen inside a window.*Freeze, unfreeze and cast between"),
     ],
 )
 def test_what_is_found_at_the_end_of_a_window_speaks_of_loss_fn(

@@ -788,7 +788,7 @@ def test_numbers_of_python_are_placed_where_they_are_drawn() -> None:
 @pytest.mark.parametrize(
     ("layers", "loop", "least", "most"),
     [
-        ((), None, 6, 8),
+        ((), None, 6, 11),
         ((), by_samples, 6, 6),
         ((), defects.textbook, 14, 16),
         ((nn.BatchNorm1d(8), nn.Dropout(0.3), defects.Attending(), defects.Fading()), defects.undivided, 20, 43),

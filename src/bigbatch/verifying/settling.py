@@ -62,25 +62,30 @@ class Settling:
             raise ConfigurationError(msg) from error
 
     def accumulated(self) -> Accumulated:
-        """Run a window; where this library refuses it, say so and go on without."""
+        """Run a window; where this library refuses it, say so and go on without.
+
+        One that passes BigStep's first check runs without it from then on.
+        """
+        way = self.runs.way
         try:
             found = self.runs.accumulated()
         except Exception as error:
-            way = self.runs.way
             # What was refused may well fail where it runs all the same.
             ours = isinstance(error, LossError | BatchNormError) or self.refused is not None
             if not ours or not isinstance(way, OwnWay) or is_out_of_memory(error):
                 raise
             self._go_on(way, error)
             return self.accumulated()
-        return self._looked_at(found, self.runs.way) if isinstance(self.runs.way, Loop) else found
+        if isinstance(way, OwnWay) and way.options.check:
+            self.runs.way = way.unchecked
+        return self._looked_at(found, way) if isinstance(way, Loop) else found
 
     def _go_on(self, way: OwnWay, error: Exception) -> None:
         """Take a way that refuses less."""
         how, other = "each micro-batch weighed by its samples", Plain()
         instead: Way = other
         if way.options.check and isinstance(error, CoupledLoss):
-            instead, how = replace(way, options=replace(way.options, check=False)), "weighed as BigStep reads the loss"
+            instead, how = way.unchecked, "weighed as BigStep reads the loss"
         self.runs.way, self.refused = instead, self.refused or error
         let_go(error, told=True)
         first = str(self.refused).partition("\n")[0]

@@ -51,6 +51,11 @@ class OwnWay:
     options: Options
     name: str = "BigStep"
 
+    @property
+    def unchecked(self) -> "OwnWay":
+        """The same without the first check, which would refuse experiments, too."""
+        return replace(self, options=replace(self.options, check=False))
+
     def run(self, standing: Standing, loss: LossFunction, samples: Samples, dtype: torch.dtype | None) -> Accumulated:
         """Make one update, with a rate of nothing."""
         found: dict[str, Tensor | None] = {}
