@@ -11,7 +11,7 @@ from benchmarks.report import Grid
 
 @dataclass(frozen=True)
 class FirstLook:
-    """One set of scripts, and how the linter fared before it was tuned on them; hints included."""
+    """One set of scripts, and how the linter fared before it was tuned on them."""
 
     date: str
     what: str

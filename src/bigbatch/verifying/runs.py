@@ -72,11 +72,11 @@ class Runs:
         *,
         order: Sequence[int] | None = None,
         factor: float = 1.0,
-        around: Callable[[Standing], AbstractContextManager[object]] | None = None,
+        around: Callable[[Standing], AbstractContextManager[object]] = nullcontext,
     ) -> Whole:
         """Run the big batch: once forward, once backward; its loss times a `factor`, which is taken out again."""
         self._on_run("the big batch")
-        with self.standing(off, self.samples.sizes) as standing, (around or _nothing)(standing):
+        with self.standing(off, self.samples.sizes) as standing, around(standing):
             asked = times_asked()
             loss = self.loss(standing.model, self.samples.whole(self.dtype, order))
             self.asks = self.asks or times_asked() != asked
@@ -175,10 +175,6 @@ def _draw_ahead(devices: frozenset[torch.device]) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.random(7)
-
-
-def _nothing(_: Standing) -> AbstractContextManager[object]:
-    return nullcontext()
 
 
 @contextmanager

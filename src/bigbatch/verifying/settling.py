@@ -9,7 +9,7 @@ from bigbatch.verifying.gradients import Gradients, is_finite
 from bigbatch.verifying.loops import Watched
 from bigbatch.verifying.runs import Runs, Whole
 from bigbatch.verifying.trying import tried
-from bigbatch.verifying.ways import Accumulated, Loop, OwnWay, Plain, Way
+from bigbatch.verifying.ways import Accumulated, Loop, OwnWay, Plain
 
 _REFUSES = "BigStep refuses this: "
 
@@ -62,10 +62,7 @@ class Settling:
             raise ConfigurationError(msg) from error
 
     def accumulated(self) -> Accumulated:
-        """Run a window; where this library refuses it, say so and go on without.
-
-        One that passes BigStep's first check runs without it from then on.
-        """
+        """Run a window; where this library refuses it, say so and go on without. BigStep's check need pass once."""
         way = self.runs.way
         try:
             found = self.runs.accumulated()
@@ -82,11 +79,10 @@ class Settling:
 
     def _go_on(self, way: OwnWay, error: Exception) -> None:
         """Take a way that refuses less."""
-        how, other = "each micro-batch weighed by its samples", Plain()
-        instead: Way = other
+        self.refused = self.refused or error
+        self.runs.way, how = Plain(), "each micro-batch weighed by its samples"
         if way.options.check and isinstance(error, CoupledLoss):
-            instead, how = way.unchecked, "weighed as BigStep reads the loss"
-        self.runs.way, self.refused = instead, self.refused or error
+            self.runs.way, how = way.unchecked, "weighed as BigStep reads the loss"
         let_go(error, told=True)
         first = str(self.refused).partition("\n")[0]
         self.notes[:] = [note for note in self.notes if not note.startswith(_REFUSES)]

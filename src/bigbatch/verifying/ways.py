@@ -77,10 +77,9 @@ class OwnWay:
         optimizer.register_step_pre_hook(read)
         whole = samples.batch.whole if options.collate is not None else samples.in_dtype(dtype)
         with warnings.catch_warnings():
-            # What its first look could not see is looked at here, and one process is enough for that.
-            words = "this (loss draws random numbers|model could be looked at|process is one of)"
+            # What its first check could not see is looked at here, and one process is enough for that.
+            words = "this (loss draws random numbers|process is one of)|the model changes buffers"
             warnings.filterwarnings("ignore", message=words)
-            warnings.filterwarnings("ignore", message="the model changes buffers")
             step = BigStep(
                 standing.model,
                 optimizer,
