@@ -80,13 +80,8 @@ class OwnWay:
             # What its first check could not see is looked at here, and one process is enough for that.
             words = "this (loss draws random numbers|process is one of)|the model changes buffers"
             warnings.filterwarnings("ignore", message=words)
-            step = BigStep(
-                standing.model,
-                optimizer,
-                seen if options.lengths else loss,
-                micro_batch_size=self.size,
-                options=options,
-            )
+            loss_fn = seen if options.lengths else loss
+            step = BigStep(standing.model, optimizer, loss_fn, micro_batch_size=self.size, options=options)
             update = step(whole)
         if not found:  # it was skipped: nothing counted
             found = dict.fromkeys(standing.parameters)
