@@ -740,7 +740,6 @@ SUMS_OF_TERMS = [
     Loss("stack-sum", mlp(), rows, stacked("sum")),
     Loss("stack-mean", mlp(), rows, stacked("mean")),
     Loss("stack-weighed", mlp(), rows, weighed),
-    Loss("stack-of-one", mlp(), rows, lambda m, b: torch.stack([squares(m, b).mean()]).mean()),
     Loss("cat-sum", mlp(), rows, lambda m, b: torch.cat([t.view(1) for t in two_heads(m, b)]).sum()),
     Loss("running-total", mlp(), rows, added_in_place),
     Loss("two-sums", mlp(), rows, lambda m, b: squares(m, b).sum() + F.l1_loss(m(b["x"]), b["value"], reduction="sum")),

@@ -150,6 +150,7 @@ UNREADABLE = [
     Refused("product", mlp(), rows, lambda m, b: m(b["x"]).prod(), error=LossError, names="prod"),
     Refused("line-sum", seeded(Line), rows, lambda m, b: line_errors(m, b).sum(), names="data or a regulariser.*sum"),
     Refused("sum+orthogonality", mlp(), rows, lambda m, b: squares(m, b).sum() + orthogonality(m), names="data or a regulariser.*mean"),
+    Refused("stack-of-one", mlp(), rows, lambda m, b: torch.stack([squares(m, b).mean()]).mean(), names="which of two means", late=True),
     Refused("mean+orthogonality", mlp(), rows, lambda m, b: squares(m, b).mean() + orthogonality(m), names="data or a regulariser.*mean", late=True),
     Refused("ignored+orthogonality", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]) + orthogonality(m), names="data or a regulariser.*mean", late=True),
 ]  # fmt: skip

@@ -27,8 +27,6 @@ ROWS = rows()
 AGAIN = {"square", "means", "itself"}  # what is tried once more with a model that takes tokens one by one
 KNOWN = set(RULES) | set(MATMULS) | _PURE_OF_WEIGHTS | LOOKS_THROUGH
 SILENTLY_WRONG = {  # accepted, and not the big batch's gradient: the worst there is
-    "one row of an unbind passes for all": r"Unbind-samples (\d) dim \1",
-    "a row of all the batch passes for a sample, where there is one": r"Mean-of one long row",
     "cross products are not asked whether they broadcast": r"LinalgCross-(in pairs with data|first sample)",
     "as many copies as samples are not told from pairs": r"Repeat-(a new dimension of pairs with data|a .* of data|the first sample)|.*all data",
     "a mean or a norm hides that data spread its input": r"Sum-cosines of rows with rows' data",
@@ -42,7 +40,7 @@ FALSELY_REFUSED = {  # each sample is alone, and the graph could tell
     "a wider tensor without gradient is not asked for its second dimension": r".*-own-and-wide-data",
     "a tensor that was detached is not known to be the sample's own": r"(Fmod|Remainder|MaskedFill|Binary.*|SoftMarginLoss)-own-step.*",
     "a parameter that a constant spreads is no weight": r"Bmm-parameter for each step",
-    "samples one by one are taken to be steps": r"Unbind-rows, one by one.*",
+    "a row of all the batch may be a sample, where there is one": r"Mean-of one long row",
     "of one sample a graph does not show where it lies": r".*, one sample",
     "one row that is written back is taken to be broadcast": r"IndexPut-rows by a mask(, beside data)?",
     "a part of a scalar is taken for a function of it": r"Vdot-of all",

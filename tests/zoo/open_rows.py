@@ -25,9 +25,7 @@ _ROWS = [
         "three samples in three micro-batches look divided by steps",
         "one-sample-after-the-other-summed",
     ),
-    (("accumulator",), "a derivative of a mean is not seen", "slope-of-a-mean-averaged"),
     (_BOTH, "one sample of two choices looks like two samples", "bert-multiple-choice-one-by-one"),
-    (("accumulator",), "a mean over one term is not seen", "one-sample-after-the-other-one-by-one"),
 ]
 OPEN = {
     f"{name}/{entrance}": reason

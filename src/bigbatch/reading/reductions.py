@@ -183,6 +183,9 @@ class _Chain:
         if samples.data and (spread := samples.spread()):
             raise refusals.expanded(spread)
         level = self._level(samples)
+        key = ("level", *map(type, samples.trail.nodes))
+        if len(self.kinds) > 1 and samples.surroundings.readings.setdefault(key, level) != level:
+            raise refusals.lone_rows()  # in a micro-batch of one, another dimension of 1 was taken for the samples'
         name = self.kinds[level]
         parts = self.below or [edge]
         if name == "Mean":
@@ -204,6 +207,8 @@ class _Chain:
         return Sum("sum", 1.0, name, doubtful=samples.doubtful, inside=factors, sizes=sizes)
 
     def _level(self, samples: Samples) -> int:
+        if samples.one_by_one and len(self.kinds) > 1:
+            raise refusals.lone_rows()
         if samples.axes:
             first, seen = samples.axes[0], {axis.reduction for axis in samples.axes}
             if first.lone and any(n == 1 and level not in seen for level, n in enumerate(self.counts)):

@@ -33,6 +33,7 @@ _WORDS = {
     "Slice": "rows shifted against each other",
     "Index": "rows taken by index and put beside other rows",
     "IndexSelect": "rows taken by index and put beside other rows",
+    "Unbind": "some rows of a batch without the others",
     "Cat": "rows put together and then set against each other across the seam",
 }
 
@@ -101,11 +102,22 @@ def expanded(name: str) -> UnreadableLoss:
 
 
 def lone_rows() -> UnreadableLoss:
-    """Explain that one of two means is over a batch of one."""
+    """Explain that one of two means is over a batch of one, or over rows that came one by one."""
     return UnreadableLoss(
-        "cannot tell which of two means is over the samples: found CatBackward of outputs of one row each, which may "
-        "be several outputs of one sample or one output of several.\n"
+        "cannot tell which of two means is over the samples: found outputs of one row each, put together by stack, cat "
+        "or view. They may be several outputs of one sample or one output of several.\n"
         f"{_COUNT}"
+    )
+
+
+def slope(name: str) -> CoupledLoss:
+    """Explain that a derivative of a mean is inside of a loss."""
+    return CoupledLoss(
+        f"a derivative of a mean is part of this loss: found the backward of {name}, which divides by the size of the "
+        "micro-batch. The big batch would divide by its own.\n"
+        "Take the derivative of a sum, which is each sample's own:\n"
+        "    torch.autograd.grad(criterion(model(x), y, reduction='sum'), x, create_graph=True)\n"
+        f"If the mean is over each sample's own parts:\n{_COUNT}"
     )
 
 

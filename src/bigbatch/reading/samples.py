@@ -29,11 +29,11 @@ from bigbatch.reading.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.reading.layout import Axis, Dim, Layout, Part, sample_axes
-from bigbatch.reading.operations import MASKED_POINTWISE, NORMS, POOLING, rule_of
+from bigbatch.reading.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, sample_axes
+from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
-from bigbatch.reading.rules import MATMULS, NONE, Inputs, fused_loss, pointwise
-from bigbatch.reading.selections import reordered
+from bigbatch.reading.rules import MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise
+from bigbatch.reading.selections import reordered, rows_put_back
 from bigbatch.reading.trail import Trail
 
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
@@ -51,7 +51,7 @@ class Surroundings:
     micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
     divisors: bool = False  # a tensor that divides a sum is taken for its count: someone checks what comes of it
     # How a kind of graph was read where it could be read in one way only: that holds where it might be two.
-    readings: dict[tuple[object, ...], bool] = field(default_factory=dict)
+    readings: dict[tuple[object, ...], int] = field(default_factory=dict)
 
 
 @dataclass
@@ -69,7 +69,13 @@ class Samples:
     outputs: bool = False  # the model's output was met beside those
     parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
     batched: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)  # where each sample must have its own
-    _held: list[Axis] = field(default_factory=list)  # axes that an output has, of whatever it is
+    one_by_one: bool = False  # samples came in a stack that is not followed to their rows
+    _stacked: bool = False  # a stack was met
+    _outermost: set[Tag] = field(default_factory=set)  # of outputs
+    _crossed: bool = False  # one with several results of an unbind in one row
+    _rows: dict[Node, Dim] = field(default_factory=dict)  # of unbinds whose results were stacked again
+    _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
+    _held: list[Part] = field(default_factory=list)  # axes that an output has, of whatever it is
     _spread: list[tuple[str, Dim, Layout]] = field(default_factory=list)  # see `note_spread`
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
@@ -111,6 +117,7 @@ class Samples:
             if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.surroundings.own) for n, _ in edges(node)):
                 raise refusals.unknown(name)
             self._model(layout, (0,))
+            self._refuse_slopes(node)
             return []
         if name in NORMS and self.surroundings.micro_batch_norm and "BatchNorm" in name:
             if not parameters_alone(edges(node)[0], self.surroundings.own, self.trail):  # or a weight is standardised
@@ -119,6 +126,13 @@ class Samples:
         if name in MATMULS or name in NORMS or name == "Convolution":
             return self._layer(node, name, layout, rule(node, output, layout))
         inputs = rule(node, output, layout)
+        if name == "Stack":
+            unbinds, crossed = rows_put_back(node)
+            self._rows.update(dict.fromkeys(unbinds, layout[saved_dim(node, "dim", len(layout))]))
+            self._stacked, self._crossed = True, self._crossed or crossed
+        elif node in self._rows:
+            dim = saved_dim(node, "dim", len(layout) + 1)
+            inputs = [(edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:]))]
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
         if rule is pointwise or (rule is fused_loss and saved(node, "reduction") == NONE):
@@ -148,6 +162,7 @@ class Samples:
         if held[data] and held[weight]:
             return beside
         if held[weight]:
+            self._refuse_slopes(inputs[data][0][0])
             mine = _put_back(inputs[data][1] or layout, inputs[data][0][0])
             self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))), layout)
             return beside
@@ -216,10 +231,11 @@ class Samples:
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
                 return
             raise refusals.pooled(found) if found in POOLING else refusals.coupled(found, chosen=bool(self.chosen))
+        self._outermost.update(tag for _, tag in layout[dims[0]][:1])
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
-        self._held.extend(tag for size, tag in parts if isinstance(tag, Axis) and size > 1)
+        self._held.extend((size, tag) for size, tag in parts if isinstance(tag, Axis) and size > 1)
         if not found:
             return
         if any(by == "IndexPut" for axis in found for by, _ in axis.order):  # put where they were not taken from
@@ -233,6 +249,20 @@ class Samples:
         if not self.axes[0].matches(found[0]) and len(mine) < len(self.axes) and len(theirs) < len(found):
             raise refusals.coupled(self._where_rows_meet((*found, *self.axes)), chosen=bool(self.chosen))
         self.axes = mine
+
+    def _refuse_slopes(self, node: Node | None) -> None:
+        """Refuse a derivative of a mean, made with `create_graph=True`: it holds 1 / n of the micro-batch.
+
+        All that such a derivative went through leads to torch's own backward of the loss.
+        """
+        while node is not None and node not in self._models:
+            self._models.add(node)
+            name, inputs = operation(node), edges(node)
+            loss = name.removesuffix("Backward")
+            if loss != name and loss in NLL | POINTWISE_LOSSES and saved(node, "reduction") == MEAN:
+                raise refusals.slope(loss)
+            after = inputs[MATMULS[name][0] :] if name in MATMULS else inputs
+            node = next((below for below, _ in after if below is not None), None)
 
     def _one_sample(self, size: int) -> bool:
         """Whether what was seen as one row is one sample, as `x.view(1, k)` of k parts: if it was for several."""
@@ -264,6 +294,12 @@ class Samples:
         dimension, too, as a target (n, T) for an output (n, 1); and be of another size, for (n, n) may be all pairs,
         unless it was seen before.
         """
+        # Where samples lie outermost in another output, what was unbound are steps, as inside of an LSTM.
+        if UNBOUND in self._outermost and not any(isinstance(tag, Axis) for tag in self._outermost):
+            if self._crossed:
+                raise refusals.coupled("Unbind")
+            self.one_by_one = self._stacked
+            self.trail.unbound.update(node for node, _, _ in self._seen if operation(node) == "Unbind")
         for name, axes in self.batched:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)
@@ -271,8 +307,7 @@ class Samples:
             (n for n, tag in self.parts if self.axes and isinstance(tag, Axis) and tag.matches(self.axes[0])), 0
         )
         for name, dim, beside in self._spread:
-            tags = [tag for part, tag in dim if part > 1]
-            if any(isinstance(tag, Axis) and any(tag.matches(held) for held in self._held) for tag in tags):
+            if any(self._holds(part) for part in dim):
                 continue
             key = ("spread", name, *map(type, self.trail.nodes))
             pairs = math.prod(part for part, _ in dim) == size > 1 and not self.surroundings.readings.get(key)
@@ -283,6 +318,16 @@ class Samples:
             if size > 1:
                 self.surroundings.readings[key] = True
         return ""
+
+    def _holds(self, part: Part) -> bool:
+        """Whether some output has a part, or a piece of it; one of another size was put behind it by a `cat`."""
+        size, tag = part
+        if size == 1 or not isinstance(tag, Axis):
+            return False
+        return any(
+            isinstance(held, Axis) and tag.matches(held) and (n == size or tag.path != held.path)
+            for n, held in self._held
+        )
 
     def _where_rows_meet(self, axes: tuple[Axis, ...]) -> str:
         """Name the operation that put rows beside other rows; slow, for the error alone."""

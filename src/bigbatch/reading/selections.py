@@ -8,9 +8,11 @@ import torch
 from torch.autograd.graph import Node
 
 from bigbatch.reading import refusals
-from bigbatch.reading.graph import edges, operation, saved, saved_dim, saved_indices, saved_tensor, shape, signed
-from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, Tag, Taken, mixed, reshaped
+from bigbatch.reading.graph import Edge, edges, operation, saved, saved_dim, saved_indices, saved_tensor, shape, signed
+from bigbatch.reading.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped
 from bigbatch.reading.rules import Inputs, everything, only_input, size_of
+
+_OPERATIONS_ON_A_ROW = 64
 
 
 def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
@@ -45,23 +47,24 @@ def split(node: Node, _output: int, layout: Layout) -> Inputs:
     edge = only_input(node)
     sizes = size_of(edge)
     dim = saved_dim(node, "dim", len(sizes))
-    took = {shape(node, n)[dim] for n in range(_results(node))}
+    took = {shape(node, n)[dim] for n in range(results(node))}
     if len(took) == 1:
         return [(edge, _chunk(layout, dim, sizes[dim], operation(node)))]
     return [(edge, (*layout[:dim], ((sizes[dim], operation(node)),), *layout[dim + 1 :]))]
 
 
-def _results(node: Node) -> int:
+def results(node: Node) -> int:
+    """Return how many results an operation has."""
     metadata: object = getattr(node, "_input_metadata", ())
     return len(metadata) if isinstance(metadata, list | tuple) else 1
 
 
 def select(node: Node, _output: int, layout: Layout) -> Inputs:
-    """One position along a dimension; of an unbind, all of them go somewhere."""
+    """One position along a dimension; of an unbind, all of them should go somewhere."""
     edge = only_input(node)
     sizes = size_of(edge)
     dim = saved_dim(node, "dim", len(sizes))
-    tag = PICKED if operation(node) == "Select" else SHARED
+    tag = PICKED if operation(node) == "Select" else UNBOUND
     return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
 
 
@@ -253,6 +256,32 @@ def stack(node: Node, _output: int, layout: Layout) -> Inputs:
     """Stacking: the new dimension goes."""
     dim = saved_dim(node, "dim", len(layout))
     return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
+
+
+def rows_put_back(stack: Node) -> tuple[set[Node], bool]:
+    """Find the unbinds whose results a stack puts back in order; and tell whether it has several results in one row."""
+    reached = [_unbinds(edge) for edge in edges(stack)]
+    every = {unbind: [each.get(unbind, set[int]()) for each in reached] for each in reached for unbind in each}
+    in_order = {
+        unbind
+        for unbind, places in every.items()
+        if results(unbind) == len(places) and all(found == {place} for place, found in enumerate(places))
+    }
+    return in_order, any(len(found) > 1 for places in every.values() for found in places)
+
+
+def _unbinds(edge: Edge) -> dict[Node, set[int]]:
+    found, seen, stack = dict[Node, set[int]](), set[Edge](), [edge]
+    while stack and len(seen) < _OPERATIONS_ON_A_ROW:
+        node, place = stack.pop()
+        if node is None or (node, place) in seen:
+            continue
+        seen.add((node, place))
+        if operation(node) == "Unbind":
+            found.setdefault(node, set()).add(place)
+        else:
+            stack.extend(edges(node))
+    return found
 
 
 def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:

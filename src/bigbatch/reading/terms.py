@@ -6,6 +6,7 @@ A micro-batch's loss shows S_t,i / d_t,i. Its graph tells the rest: which nodes 
 d_t,i. Factors need no reading: a gradient passes through them by itself.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, PURE_POINTWISE, V
 from bigbatch.reading.parameters import made_of_shared, parameters_alone
 from bigbatch.reading.reductions import FUSED, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.reading.samples import Surroundings
+from bigbatch.reading.selections import results
 from bigbatch.reading.trail import Trail
 
 _ROOT = 0.5
@@ -124,6 +126,10 @@ def read(loss: Tensor, surroundings: Surroundings, trail: Trail) -> list[Term]:
             terms.append(below)
         else:
             stack.extend(reversed(below))
+    for unbind in trail.unbound:
+        used = {place for other in trail.nodes for below, place in edges(other) if below is unbind}
+        if len(used) < results(unbind):
+            raise refusals.coupled("Unbind")
     if len(terms) > 1:
         for term in terms:
             term.shared = _serves_twice(term.node, trail)
@@ -217,6 +223,13 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
     at = place.pinned or node
     numbers = tuple(number for number in map(_number, place.factors) if number != 1.0)
     if found.kind == "mean":
+        if any(
+            operation(factor) == "Mean" and math.prod(saved(factor, "self_sym_sizes")) == 1 for factor in place.factors
+        ):
+            # A stack of one: of one sample, whose own mean this is; of one head, whose mean is over the samples.
+            key, count = ("one", *map(type, trail.nodes)), found.about or found.count
+            if not isinstance(count, Tensor) and surroundings.readings.setdefault(key, int(count)) != count:
+                raise refusals.lone_rows()
         return Term(
             at,
             "mean",

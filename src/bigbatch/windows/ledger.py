@@ -139,7 +139,13 @@ class Ledger:
         self.shares_once = self.shares_once or len(data) < len(terms)
         share = self.once if first else 0.0
         once = tuple((term.node, share) for term in terms if term.kind == "once" and term.node is not None)
-        return Weights(1.0, once) if data else Weights(share)
+        if not data:
+            return Weights(share)
+        if once:  # once per window, and in every micro-batch
+            refuse_shared_nodes(
+                terms, [(term.node, float(term.kind == "sum")) for term in terms if term.node is not None]
+            )
+        return Weights(1.0, once)
 
     @property
     def count(self) -> Count | tuple[Count, ...]:

@@ -1,0 +1,134 @@
+"""Losses of several levels: rows one by one, a mean of means, a derivative, a learned factor over several terms."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bigbatch.errors import LossError
+from tests.reference import accumulated, assert_equal, big_batches
+from tests.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
+
+SIZES = ((2, 3, 1, 3), (1, 4, 2, 2), (3, 3, 3, 3))
+
+
+def one_by_one(out: Tensor, each: Callable[[Tensor], Tensor]) -> Tensor:
+    """A loop over the rows of an output."""
+    return torch.stack([each(row) for row in out])
+
+
+def one_by_one_with_next(out: Tensor) -> Tensor:
+    """Each row times the one after it."""
+    every = out.unbind(0)
+    return torch.stack([every[at] * every[(at + 1) % len(every)] for at in range(len(every))])
+
+
+def slope(model: Any, batch: Batch, of: Callable[[Tensor, Batch], Tensor]) -> Tensor:
+    """The derivative of a loss by its inputs, to be trained."""
+    x = batch["x"].clone().requires_grad_()
+    (found,) = torch.autograd.grad(of(model(x).tanh(), batch), x, create_graph=True)
+    return 10 * (found.norm(dim=1) - 1).square().mean()
+
+
+def case(loss: Callable[[Any, Batch], Tensor], batch: Callable[[int, int], Batch] = rows) -> Loss:
+    """A loss of a model with two scalars of its own."""
+    return Loss("", seeded(Tempered), batch, loss)
+
+
+EXACT = {
+    "rows one by one, mean by mean": case(lambda m, b: one_by_one(m(b["x"]), Tensor.tanh).mean(1).mean(), sequences),
+    "rows one by one, a function of their means": case(
+        lambda m, b: one_by_one(m(b["x"]), lambda row: row.softmax(-1)).mean(1).exp().mean(), sequences
+    ),
+    "rows one by one, each with its mean": case(
+        lambda m, b: one_by_one(m(b["x"]), lambda row: row.tanh().mean(0)).square().mean(), sequences
+    ),
+    "rows one by one, weighed by data": case(
+        lambda m, b: (one_by_one(m(b["x"]), Tensor.tanh) * b["mask"][..., None]).mean(1).mean(), sequences
+    ),
+    "two outputs row by row": case(
+        lambda m, b: torch.stack([p * q for p, q in zip(m(b["x"]), m(b["x"].sin()), strict=True)]).mean(1).mean(),
+        sequences,
+    ),
+    "steps one by one": case(
+        lambda m, b: torch.stack([y.tanh() for y in m(b["x"]).unbind(1)], 1).mean(1).exp().mean(), sequences
+    ),
+    "two halves by an unbind": case(
+        lambda m, b: torch.mul(*m(torch.cat([b["x"], b["x2"]])).view(2, len(b["x"]), -1).unbind(0)).sum(1).mean()
+    ),
+    "one step of an unbind": case(lambda m, b: m(b["x"]).unbind(1)[0].square().mean(), sequences),
+    "slope of a sum": case(lambda m, b: slope(m, b, lambda out, _: out.sum())),
+    "slope of a summed loss": case(lambda m, b: slope(m, b, lambda y, b: F.mse_loss(y, b["value"], reduction="sum"))),
+    "a factor over a mean and a regularizer": case(lambda m, b: m.s.exp() * (m(b["x"]).mean() + 0.1 * m.t.square())),
+}
+
+REFUSED = {
+    "a factor over a sum and a regularizer": case(
+        lambda m, b: m.s.exp() * (m(b["x"]).sum() + 0.1 * m.t.square().mean())
+    ),
+    "a factor over a sum and its own logarithm": case(
+        lambda m, b: m.s.exp() * (m(b["x"]).square().sum() / m.t.exp() + m.t)
+    ),
+    "one row of an unbind": case(lambda m, b: m(b["x"]).unbind(0)[0].square().mean()),
+    "one row of an unbind, of several steps": case(lambda m, b: m(b["x"]).unbind(0)[0].square().mean(), sequences),
+    "rows set against the next, one by one": case(lambda m, b: one_by_one_with_next(m(b["x"])).mean(), sequences),
+    "two rows of an unbind": case(lambda m, b: m(b["x"]).unbind(0)[0].mean() + m(b["x"]).unbind(0)[-1].mean()),
+    "a slip hidden by a cat": case(
+        lambda m, b: torch.cat([m(b["x"])[:, :1] - b["scalar"], m(b["x2"]), m(b["x3"])], 1).mean()
+    ),
+    "slope of a mean squared error": case(lambda m, b: slope(m, b, lambda y, b: F.mse_loss(y, b["value"]))),
+    "slope of a cross-entropy": case(lambda m, b: slope(m, b, lambda y, b: F.cross_entropy(y, b["label"]))),
+    "slope of an error beside it": case(
+        lambda m, b: F.mse_loss(m(b["x"]), b["value"]) + slope(m, b, lambda y, b: F.huber_loss(y, b["value"]))
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", EXACT)
+def test_each_level_is_told_apart(name: str, sizes: tuple[int, ...]) -> None:
+    """The samples' own mean is the one that counts."""
+    batches = EXACT[name].micro_batches(sizes)
+    assert_equal(accumulated(EXACT[name], batches, 4), big_batches(EXACT[name], batches, 4))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_told_is_refused(name: str, sizes: tuple[int, ...]) -> None:
+    """Before the update that it would have made wrong."""
+    with pytest.raises(LossError):
+        accumulated(REFUSED[name], REFUSED[name].micro_batches(sizes), 4)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (4, 1, 2)], ids=str)
+def test_a_long_row_is_read_alike_in_all_micro_batches(sizes: tuple[int, ...]) -> None:
+    """The row of a micro-batch of one sample looks like a sample."""
+    loss = case(lambda m, b: m(b["x"]).view(1, -1).mean(-1).mean())
+    with pytest.raises(LossError, match="which of two means"):
+        accumulated(loss, loss.micro_batches(sizes), 3)
+
+
+def ragged(model: Any, batch: Batch) -> Tensor:
+    """A loop over samples of different length."""
+    return torch.stack(
+        [
+            F.mse_loss(model(x[:n]), y[:n])
+            for x, y, n in zip(batch["x"], batch["value"], batch["lengths"].tolist(), strict=True)
+        ]
+    ).mean()
+
+
+def test_the_mean_over_one_ragged_sample_is_refused() -> None:
+    """It is the mean over samples, or over all steps: with samples of one length it is both."""
+    loss = Loss("ragged", mlp(), sequences, ragged)
+    batches = loss.micro_batches((1, 1, 1))
+    for batch, length in zip(batches, (2, 5, 3), strict=True):
+        batch["lengths"][:] = length
+    with pytest.raises(LossError, match="which of two means"):
+        accumulated(loss, batches, 3)
+    for batch in batches:
+        batch["lengths"][:] = 4
+    assert_equal(accumulated(loss, batches, 3), big_batches(loss, batches, 3))
