@@ -2,7 +2,9 @@
 """`outputs.loss` of Hugging Face models needs no argument: tiny ones from their configurations, in float64."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bigbatch import BigStep, across
 from bigbatch.errors import LossError
-from tests.reference import accumulated, assert_equal, big_batches
+from tests.reference import accumulated, assert_equal, big_batches, distance
 from tests.samples import Batch, Loss, generator, normal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -273,25 +276,37 @@ def test_num_items_in_batch_is_refused() -> None:
         accumulated(case, case.micro_batches(SPLIT), 4)
 
 
+def mixtral() -> nn.Module:
+    """A mixture of three experts, balanced."""
+    settings = {"num_key_value_heads": 1, "num_local_experts": 3, "max_position_embeddings": 16, "pad_token_id": 0}
+    return T.MixtralForCausalLM(T.MixtralConfig(**SIZES, **settings, output_router_logits=True, router_aux_loss_coef=0.5))
+
+
 def test_load_balancing_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixture's router loss couples the tokens of the batch."""
     monkeypatch.undo()  # its experts count with `.float()`
-
-    def mixtral() -> nn.Module:
-        return T.MixtralForCausalLM(
-            T.MixtralConfig(
-                **SIZES,
-                num_key_value_heads=1,
-                num_local_experts=3,
-                max_position_embeddings=16,
-                output_router_logits=True,
-                pad_token_id=0,
-            )
-        )
-
     case = Loss("mixtral", lambda: built(mixtral)().float(), text, asking(**TEXT, labels="next"))
     with pytest.raises(LossError):
         accumulated(case, case.micro_batches(SPLIT), 4)
+
+
+def test_load_balancing_of_experts_is_exact_as_the_docs_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches meet inside the model, at a function of its module."""
+    monkeypatch.undo()
+    page = (Path(__file__).parent.parent / "docs" / "coupled.md").read_text()
+    (code,) = re.findall(r"^(def balance.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"torch": torch, "F": F, "across": across}
+    exec(code, names)  # noqa: S102 - that is the test
+    case = Loss("mixtral", lambda: built(mixtral)().float(), text, asking(**TEXT, labels="next"))
+    batches = [case.batch(10, seed) for seed in range(3)]
+    true = big_batches(case, batches, 1)
+    model = case.model()
+    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.5), case.loss, micro_batch_size=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(T.models.mixtral.modeling_mixtral, "load_balancing_loss_func", names["balance"])
+        for batch in batches:
+            step(batch)
+    assert distance([p.detach() for p in model.parameters()], true.weights) <= FLOAT32_INSIDE
 
 
 def test_clip_is_refused() -> None:
