@@ -602,3 +602,49 @@ def test_labels_are_no_mask() -> None:
     """What is ignored by -100 is not 0: nothing would be packed, without a word."""
     with pytest.raises(BatchError, match=r"(?s)found -100.*attention_mask.*batch\['labels'\] != -100\)\.sum\(1\)"):
         step_for(token_loss, lengths="labels")(text([2, 7, 1, 5]))
+
+
+class Listening(nn.Module):
+    """Sounds whose features are normalized over time, padding included, as Wav2Vec2 and Hubert may do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features, self.norm, self.head = nn.Linear(1, 4), nn.GroupNorm(4, 4), nn.Linear(4, CLASSES)
+        with torch.no_grad():
+            self.head.weight *= 1e-3  # as at the start of a fine-tuning
+
+    def forward(self, sounds: Tensor, mask: Tensor) -> Tensor:
+        """(n, time) → (n, classes)."""
+        features = self.norm(self.features(sounds[..., None]).transpose(1, 2)).transpose(1, 2).tanh()
+        scores: Tensor = self.head((features * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+        return scores
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64,
+        pytest.param(
+            torch.float32,
+            marks=pytest.mark.xfail(strict=True, reason="what moves a loss by less than 1e-4 passes for rounding"),
+        ),
+    ],
+)
+def test_padding_in_a_norm_is_refused_where_the_loss_hardly_shows_it(dtype: torch.dtype) -> None:
+    """The gradient is far off all the same."""
+    source = generator(0)
+    lengths = torch.tensor([12, 3, 5, 4, 12, 6, 2, 3])
+    mask = (torch.arange(12) < lengths[:, None]).to(dtype)
+    batch = {
+        "sounds": torch.randn(8, 12, generator=source, dtype=torch.float64).to(dtype) * mask,
+        "mask": mask,
+        "label": torch.randint(CLASSES, (8,), generator=source),
+    }
+    model = seeded(Listening)().to(dtype)
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch["sounds"], batch["mask"]), batch["label"])
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2, options=Options(lengths="mask"))
+    with pytest.raises(BatchError, match="counts padding"):
+        step(batch)
