@@ -75,15 +75,15 @@ INNER = """x.select({d}, 0) | x.select({d}, -1) | x.narrow({d}, 1, {f} - 1) - x.
 x * x.select({d}, 0).unsqueeze({d}) | x.unfold({d}, 2, 1).mean(-1) | x.roll(1, {d}) | x.flip({d}) | x.repeat_interleave(2, {d}) | x.gather({d}, torch.zeros_like(x).long()) | x.argmax({d}, keepdim=True) * x
 x.index_fill({d}, torch.tensor([0]), 0.0) | x.squeeze({d}) | x.narrow({d}, 0, 1).squeeze({d}) | torch.stack([part * (i + 1) for i, part in enumerate(x.unbind({d}))], {d}) | x.narrow({d}, 0, 1) - x"""
 # Rows put together with rows of the same samples, and told apart again: samples first.
-PAIRS = """torch.sub(*torch.cat([x, x.tanh()]).chunk(2)) | torch.cat([x, x.tanh()]).view(2, *x.shape).softmax(0)[0] | torch.stack([x, x.tanh()]).softmax(0)[0] | torch.cat([x, x.tanh()])[:n] * torch.cat([x, x.tanh()])[n:]
+PAIRS = """torch.stack([row.softmax(-1) for row in x.unbind(0)]) | torch.sub(*torch.cat([x, x.tanh()]).chunk(2)) | torch.cat([x, x.tanh()]).view(2, *x.shape).softmax(0)[0] | torch.stack([x, x.tanh()]).softmax(0)[0] | torch.cat([x, x.tanh()])[:n] * torch.cat([x, x.tanh()])[n:]
 x.flatten(1).softmax(1).view_as(x) | x.movedim(-1, 0).softmax(0).movedim(0, -1) | torch.cat([c * (i + 1) for i, c in enumerate(x.chunk(2, -1))], -1) | torch.cat([x[:, 1:], x[:, :1].tanh()], 1)"""
 COUPLING_PAIRS = """torch.cat([x, x.tanh()]).view(n, 2, *x.shape[1:]).prod(1) | torch.cat([x, x.tanh()])[::2] * torch.cat([x, x.tanh()])[1::2] | torch.cat([x, x.tanh()]).view(n, 2, *x.shape[1:])[:, 0] * x | torch.mul(*torch.cat([x, x.tanh()])[torch.arange(2 * n).flip(0).roll(1)].chunk(2))
 x + x.flatten(0, 1).flip(0).view_as(x) | x.flatten(0, 1).roll(1, 0).view_as(x) * x | x.transpose(0, 1).flatten(1).softmax(1).view_as(x.transpose(0, 1)) | x.reshape(1, -1).softmax(1).view_as(x)"""
-COUPLING = """x * x.flip({o}) | x - x.mean() | x / (1 + x.norm()) | x.select({o}, 0) * x.select({o}, -1) | x - x.amax() | x.softmax({o}) * x
+COUPLING = """x * x.flip({o}) | x - x.narrow({o}, 0, 1) | x * x.narrow({o}, 0, 1).sin() | x - x.mean() | x / (1 + x.norm()) | x.select({o}, 0) * x.select({o}, -1) | x - x.amax() | x.softmax({o}) * x
 (x.movedim({o}, 0)[:, None] - x.movedim({o}, 0)[None]).abs().mean(1) | (x.movedim({o}, 0).flatten(1) @ x.movedim({o}, 0).flatten(1).T).softmax(1) | x.flatten().softmax(0) | x.movedim({o}, 0)[torch.arange(n).flip(0)].movedim(0, {o}) * x
 x.movedim({o}, 0)[:, None] * b['w'][None].view(1, n, *[1] * (x.dim() - 1)) | torch.cdist(x.movedim({o}, 0).flatten(1), x.movedim({o}, 0).flatten(1)) | x.flatten().roll(1).view_as(x) * x"""
-SHAPES = """x.transpose({d}, {e}) | x.movedim({d}, {e}) | x.flatten(0, 1) | x.flatten(1) | x.flatten() | x.unsqueeze({d}) | x.unsqueeze(-1) | x.reshape(-1, x.shape[-1]) | x.reshape(n, -1) | x.movedim({o}, 0) | x.flatten(1).view(n, -1, 2) | x.reshape(n, 1, -1)
-x.flatten(0, 1).log_softmax(-1).view_as(x) | x.reshape(-1, n) | x.expand(2, *x.shape) | x.unsqueeze(1).expand(-1, 2, *[-1] * (x.dim() - 1))"""
+SHAPES = """x.transpose({d}, {e}) | x.movedim({d}, {e}) | x.flatten(0, 1) | x.flatten(1) | x.flatten() | x.unsqueeze({d}) | x.unsqueeze(-1) | x.reshape(-1, x.shape[-1]) | x.reshape(n, -1) | x.movedim({o}, 0) | x.flatten(1).view(n, -1, 2) | x.reshape(n, 1, -1) | x.reshape(1, -1)
+x.flatten(0, 1).log_softmax(-1).view_as(x) | x.expand(2, *x.shape) | x.unsqueeze(1).expand(-1, 2, *[-1] * (x.dim() - 1))"""
 BY_SHAPE = {  # for a shape that begins so: n samples, T steps; C classes last
     "n?": PAIRS,
     "n": "x[b['pick']] | x * b['pick'].view({n1})",
@@ -102,19 +102,15 @@ ENDS_BY_SHAPE = {
     "nC": "F.cross_entropy(x, b['label']) | F.cross_entropy(x, b['label'], ignore_index=2) | F.multi_margin_loss(x, b['label']) | F.mse_loss(x, b['v']) | F.cosine_embedding_loss(x, b['v'], b['w'].sign()) | F.triplet_margin_loss(x, b['v'], x.sin()) | F.cross_entropy(x @ x.T, torch.arange(n)) | F.mse_loss(x[b['pick']], b['v'][b['pick']])",
     "n1": "F.mse_loss(x.squeeze(1), b['w']) | (x - b['w']).square().mean() | F.binary_cross_entropy_with_logits(x.squeeze(1), b['pick'].double()) | F.mse_loss(x, b['w'][:, None]) | F.margin_ranking_loss(x.squeeze(1), x.sin().squeeze(1), b['w'].sign())",
 }  # fmt: skip
-ABOVE = """0.3 * loss | loss / 7 | -loss | loss + 0.01 * m.square.square().sum() | m.s.exp() * loss | loss / (2 * m.s.square()) + m.s | torch.stack([loss, 2 * loss]).mean() | loss + 0.1 * loss | loss.view(1).squeeze() | loss + 0.1 * m.p.abs().mean() | loss + 0.5 * x.square().mean() | loss + 0.5 * y.square().mean() | loss + 0.1 * y.sum() | loss + 1e-3 * y.exp().clamp(max=3).mean() | 0.5 * loss + 0.5 * y.tanh().mean()"""
+ABOVE = """0.3 * loss | loss.sum() | loss.mean() | loss / 7 | -loss | loss + 0.01 * m.square.square().sum() | m.s.exp() * loss | loss / (2 * m.s.square()) + m.s | torch.stack([loss, 2 * loss]).mean() | loss + 0.1 * loss | loss.view(1).squeeze() | loss + 0.1 * m.p.abs().mean() | loss + 0.5 * x.square().mean() | loss + 0.5 * y.square().mean() | loss + 0.1 * y.sum() | loss + 1e-3 * y.exp().clamp(max=3).mean() | 0.5 * loss + 0.5 * y.tanh().mean()"""
 
 NONLINEAR = """loss.sqrt() | loss * loss | loss.exp() | loss.tanh() | loss * b['w'].mean()"""
 REFUSED = {  # each sample is alone, but no count is in the graph; or it is not read yet
     "(x * b['keep'][..., None]).sum() / b['keep'].sum()",
-    *("x @ b['d'].mT", "torch.einsum('ntc,nc->nt', x, b['v'])", "torch.einsum('nc,nc->n', x, b['v'])"),
-    *("torch.cdist(x, x.sin())", "x[..., :1] * b['d']", "(x[:, None] * b['d']).sum(-1)", "x * b['v']"),
-    *("x.unsqueeze(1).expand(-1, 2, *[-1] * (x.dim() - 1))", "x.expand(2, *x.shape)", "x.view(n, 2, 6)"),
-    "x.flatten(1).view(n, -1, 2)",
-    *("loss.sum()", "torch.stack([loss, 2 * loss]).mean()", "loss / 7", "x.reshape(-1, n)", "m.table[b['row']]"),
-    *("x[torch.arange(n), b['step']]", "m.s.exp() * loss", "x * y.mean()"),
-    *("torch.renorm(x, 2, {d}, 0.7)", "x.sum() / x.numel()", "x.sum() / len(x)"),
-    *("loss + 0.1 * loss", "loss + 0.1 * y.sum()", "x.flatten(0, 1).log_softmax(-1).view_as(x)"),
+    *("loss / 7", "torch.stack([loss, 2 * loss]).mean()", "m.table[b['row']]"),
+    *("x.unsqueeze(1).expand(-1, 2, *[-1] * (x.dim() - 1))", "x[..., :1] * b['d']", "(x[:, None] * b['d']).sum(-1)"),
+    *("x[torch.arange(n), b['step']]", "x.flatten(0, 1).log_softmax(-1).view_as(x)", "x * y.mean()"),
+    *("torch.renorm(x, 2, {d}, 0.7)", "x.expand(2, *x.shape)", "x * b['v']", "torch.cdist(x, x.sin())"),
 }
 
 

@@ -367,6 +367,8 @@ def selections() -> Iterator[Row]:
         ("Split", "features", lambda x, b, m: torch.mul(*x.split(2, -1)), APART),
         ("Unbind", "steps", lambda x, b, m: torch.stack([part * (i + 1) for i, part in enumerate(x.unbind(1))], 1), APART),
         ("Unbind", "rows, one by one, and a mean of steps", lambda x, b, m: (torch.stack([row.softmax(-1) for row in x]) * b["d"]).mean(1), APART),
+        ("Unbind", "rows one by one, then all softened", lambda x, b, m: torch.stack([row.softmax(-1) for row in x]).log_softmax(0), MIXED),
+        ("Unbind", "rows one by one, against the first", lambda x, b, m: _against_first(torch.stack([row.softmax(-1) for row in x])), MIXED),
         ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), APART),
         ("Select", "first step", lambda x, b, m: x[:, 0], APART),
         ("Select", "last step against all", lambda x, b, m: x * x[:, -1, None], APART),
@@ -404,6 +406,10 @@ def selections() -> Iterator[Row]:
         UNSEEN,
         windows=((4, 2, 6), (2, 4, 4)),
     )
+
+
+def _against_first(x: Tensor) -> Tensor:
+    return x - x[:1]
 
 
 def _put(x: Tensor, at: tuple[Tensor, ...]) -> Tensor:
