@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -268,6 +269,182 @@ def test_the_same_batch_again_is_no_reuse() -> None:
     training.assert_big_batches([BATCHES[0]] * 2, [BATCHES[0]])
 
 
+class Holding:
+    """A batch that is an object, as those of graph libraries."""
+
+    def __init__(self, value: Any, other: Any = None) -> None:
+        self.value, self.other = value, other
+
+
+def as_array(value: Tensor) -> Any:
+    """The memory of a tensor, as numpy sees it."""
+    return value.numpy()
+
+
+KINDS: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda value: value,
+    "array": as_array,
+    "object": Holding,
+    "object in a list": lambda value: [Holding(value.numpy(), lambda: None)],
+}
+
+
+def ring(number: int, given: Iterable[float], pack: Callable[[Tensor], Any] = as_array) -> Iterator[Any]:
+    """Give out batches of one value each, in so many buffers by turns."""
+    buffers = [torch.zeros(2, 3, dtype=torch.float64) for _ in range(number)]
+    for place, value in enumerate(given):
+        buffer = buffers[place % number]
+        buffer.numpy()[:] = value
+        yield pack(buffer)
+
+
+def values_given(batches: Iterable[Any], steps: int, counts: Callable[[Any], Any] | None = None) -> list[float]:
+    """The value of each batch at the time that `over` gives it out; the weights then get its update."""
+    model = torch.nn.Linear(3, 1, dtype=torch.float64)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=steps, counts=counts)
+    seen = []
+    for batch in accumulator.over(batches):
+        one = batch[0] if isinstance(batch, list) else batch
+        value = torch.as_tensor(one.value if isinstance(one, Holding) else one)
+        seen.append(value.flatten()[0].item())
+        accumulator.backward(model(value.nan_to_num()).mean())
+    return seen
+
+
+def with_lock(value: Tensor) -> Holding:
+    """A batch that can be neither copied nor compared."""
+    return Holding(value, threading.Lock())
+
+
+@pytest.mark.parametrize("given", [[0, 1, 2, 3], [0, 0, 0, 1, 2], [0]])
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("pack", [*KINDS.values(), with_lock], ids=[*KINDS, "with lock"])
+def test_reused_memory_of_any_kind_is_given_out_before_it_is_written(
+    pack: Callable[[Tensor], Any], number: int, given: list[int]
+) -> None:
+    """Whatever holds the values, and even where the first batches are alike."""
+    assert values_given(ring(number, given, pack), 2) == given
+
+
+@pytest.mark.parametrize(("steps", "number"), [(1, 1), (2, 1), (4, 1), (4, 2), (4, 3)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_reused_memory_is_refused_before_any_update_is_counted_ahead(kind: str, steps: int, number: int) -> None:
+    """Nothing that was written over is given out; what was read is not given out later, either."""
+    batches = ring(number, range(8), KINDS[kind])
+    seen: list[Any] = []
+    model = torch.nn.Linear(3, 1, dtype=torch.float64)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=steps, counts=lambda _: 2)
+    with pytest.raises(BatchError, match=r"(?s)over the one before.*copy.deepcopy"):
+        seen.extend(accumulator.over(batches))
+    assert not seen
+    with pytest.raises(BatchError, match=r"(?s)over the one before.*copy.deepcopy"):
+        seen.extend(accumulator.over(batches))
+    assert not seen
+
+
+def test_a_ring_that_is_long_enough_is_counted_ahead() -> None:
+    """A window and one batch fit."""
+    assert values_given(ring(5, range(12)), 4, counts=len) == list(range(12))
+
+
+def test_more_steps_than_there_are_buffers_are_noticed_later() -> None:
+    """The first windows fit into the ring."""
+    model = torch.nn.Linear(3, 1, dtype=torch.float64)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=len)
+    seen = []
+    with pytest.raises(BatchError, match="over the one before"):  # noqa: PT012 - the steps change in between
+        for batch in accumulator.over(ring(3, range(12))):
+            seen.append(batch[0, 0].item())
+            accumulator.backward(model(torch.as_tensor(batch)).mean())
+            if len(seen) == 4:
+                accumulator.steps = 4
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("counts", [None, lambda _: 2])
+def test_batches_with_nan_are_counted_ahead(counts: Callable[[Any], Any] | None) -> None:
+    """A NaN is no other value than before."""
+    given = [torch.full((2, 3), torch.nan, dtype=torch.float64) for _ in range(5)]
+    assert len(values_given(iter(given), 2, counts)) == 5
+
+
+def sparse(value: float) -> Tensor:
+    """A batch of mostly zeros."""
+    return (torch.eye(3, dtype=torch.float64)[:2] * value).to_sparse()
+
+
+def nested(value: float) -> Tensor:
+    """A batch of two samples of different lengths."""
+    rows = [torch.full((size, 3), value, dtype=torch.float64) for size in (1, 2)]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("counts", [None, lambda _: 2])
+@pytest.mark.parametrize("make", [sparse, nested])
+def test_batches_that_cannot_be_compared_are_read_ahead(
+    make: Callable[[float], Tensor], counts: Callable[[Any], Any] | None
+) -> None:
+    """Their last one is known."""
+    model = torch.nn.Linear(3, 1, dtype=torch.float64)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=counts)
+    made = []
+    for batch in accumulator.over(make(value) for value in (1.0, 2.0, 3.0)):
+        dense = batch.values() if batch.is_nested else batch.to_dense()
+        made.append(accumulator.backward(model(dense).sum(), count="sum" if counts is None else None))
+    assert [update is not None for update in made] == [False, True, True]
+
+
+def test_a_leaf_that_all_batches_share_is_no_reuse() -> None:
+    """Nor is a batch that comes twice in a window."""
+    anchors, rows = torch.ones(3), [torch.full((2, 3), float(place), dtype=torch.float64) for place in range(2)]
+    model = torch.nn.Linear(3, 1, dtype=torch.float64)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=4, counts=lambda batch: len(batch[0]))
+    made = [
+        accumulator.backward(model(row).mean()) for row, _ in accumulator.over((rows[i % 2], anchors) for i in range(6))
+    ]
+    assert [place for place, update in enumerate(made) if update is not None] == [3, 5]
+
+
+def test_a_copy_is_no_larger_than_the_batch() -> None:
+    """A batch may be a view of a dataset that fills the memory."""
+    data = torch.zeros(10_000, 3, dtype=torch.float64)
+
+    def reusing_a_part() -> Iterator[Tensor]:
+        for value in range(3):
+            data[:2] = value
+            yield data[:2]
+
+    first = next(iter(Training(steps=2).accumulator.over(reusing_a_part())))
+    assert first.tolist() == [[0.0] * 3] * 2
+    assert first.untyped_storage().nbytes() == 2 * 3 * 8
+
+
+class Wrapped:
+    """As tqdm wraps a loader."""
+
+    def __init__(self, iterable: Stateful) -> None:
+        self.iterable = iterable
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.iterable)
+
+
+def test_a_wrapped_stateful_loader_is_not_read_ahead() -> None:
+    """Its state says what was trained on."""
+    loader = Stateful(BATCHES)
+    for place, _ in enumerate(Training(steps=3, case=PLAIN).accumulator.over(Wrapped(loader)), 1):
+        assert loader.given == place
+
+
+def test_more_batches_than_the_length_are_refused_when_they_arrive() -> None:
+    """Counted ahead, no batch of that window is given out."""
+    training = Training(steps=4, case=PLAIN, counts=lambda batch: batch["value"].numel())
+    with pytest.raises(BatchError, match=r"(?s)a length of 5, and gave out more.*accumulator.over\(iter\(loader\)\)"):
+        training.train(Watched(7, claimed=5))  # type: ignore[arg-type]
+    training.assert_big_batches(BATCHES[:4])
+    assert training.accumulator.flush() is None
+
+
 @pytest.mark.parametrize("loader", [(batch for batch in BATCHES), BATCHES, DataLoader(Stream(BATCHES))])
 def test_a_wrapped_loader_is_true(loader: Any) -> None:
     """`if loader:` asks nothing that it does not know."""
@@ -314,6 +491,16 @@ def test_a_loop_that_steps_by_itself_is_noticed(number: int) -> None:
     training = Training(steps=2, case=PLAIN)
     with pytest.raises(WindowDisturbed, match=r"(?s)optimizer.step\(\) was called.*accumulator.backward\(loss\)"):
         deque(by_hand(training, batch) for batch in training.accumulator.over(BATCHES[:number]))
+
+
+@pytest.mark.parametrize("counts", [None, lambda batch: batch["value"].numel()])
+def test_a_batch_that_was_not_given_out_is_not_lost(counts: Callable[[Any], Any] | None) -> None:
+    """What `over` raises before a batch, the next `over` of the iterator begins with that batch."""
+    training, source = Training(steps=2, case=PLAIN, counts=counts), iter(BATCHES)
+    with pytest.raises(WindowDisturbed, match="was called"):
+        deque(by_hand(training, batch) for batch in training.accumulator.over(source))
+    rest = list(training.accumulator.over(source))
+    assert [batch is one for batch, one in zip(rest, BATCHES[1:], strict=True)] == [True] * 6
 
 
 def test_a_step_of_the_users_own_beside_our_backward_is_theirs() -> None:

@@ -462,6 +462,8 @@ class Accumulator:
                 if window.untouched:  # nothing of this rank is in it
                     self.discard()
                 raise
+        if self._loop is loop:
+            self._loop = Loop()
 
     def _most(self, mine: int) -> int:
         ranks = self._stepper.ranks
@@ -469,7 +471,7 @@ class Accumulator:
         return ranks.most(mine, all_parameters(self._stepper.optimizers)[0].device)
 
     def _leave(self, loop: Loop) -> None:
-        """End an `over`, at its end or by `break`; another one may have begun since."""
+        """End an `over` by `break` or an error; another one may have begun since."""
         if self._loop is loop:
             self._loop = Loop()
 

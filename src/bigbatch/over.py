@@ -1,6 +1,5 @@
 """A loader whose last batch is known: by its length, or by looking ahead one batch; a window, to count it."""
 
-import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MappingView, Sized
 from collections.abc import Set as AbstractSet
@@ -9,14 +8,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from bigbatch.batches.writing import versions_of
+from bigbatch.batches.writing import Content
 from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.reading.counts import Count, TotalOfSum, checked_count, finite
 
 Batch = TypeVar("Batch")
+_ALIKE = 16  # so many at most are compared where nothing tells them apart
 
 
 @dataclass(eq=False)
@@ -39,7 +38,7 @@ class Listener:
     opening: Callable[[], Loop]  # iteration begins
     announce: Callable[[Loop, bool, tuple[Count, ...] | None], None]  # the next batch is the last; its window's totals
     exhausted: Callable[[Loop], object]  # all batches were given out
-    left: Callable[[Loop], object]  # iteration has ended, for whatever reason
+    left: Callable[[Loop], object]  # iteration has ended before, by `break` or an error
     remaining: Callable[[], int]  # how many micro-batches until the window is full
     kept: "list[Source[Any]]"  # what was read ahead of an iterator that a loop was left with
     most: Callable[[int], int] | None = None  # the most that any rank has, where each pass is a meeting of all
@@ -54,34 +53,57 @@ class Source(Generic[Batch]):
         self.iterator = iter(loader)
         self.held: deque[Batch] = deque()
         self._length, self._read = _trusted_length(loader), 0
-        stateful = any(hasattr(each, "state_dict") for each in (loader, getattr(loader, "dataset", None)))
-        self._must_know, self._looks_ahead = must_know, must_know or not stateful
+        wrapped = (loader, getattr(loader, "dataset", None), getattr(loader, "iterable", None))  # the latter by tqdm
+        self._must_know, self._looks_ahead = must_know, must_know or not any(hasattr(w, "state_dict") for w in wrapped)
+        self._compared = 1  # so many, held together, were seen not to be written over
         self._ended = False
         self._failure: Exception | None = None  # of reading ahead; the batches before it come first
 
     def look(self, number: int) -> int:
         """Read on until so many are held, or the end; returns how many are."""
-        while len(self.held) < number and not self._ended:
-            if self._failure is not None and self.held:
-                break
-            failure, self._failure = self._failure, None
-            if failure is not None:
-                raise failure
-            first = _copy(self.held[0]) if self.held and self._read == 1 else None
-            try:
-                self.held.append(next(self.iterator))
-                self._read += 1
-                if self._length is not None and self._read > self._length:
-                    raise BatchError(_TOO_MANY.format(self._length))  # noqa: TRY301 - as if the loader had
-                if first is not None and not _is_same(first, self.held[0]):
-                    self._stop_looking_ahead(first)
-            except StopIteration:
-                self._ended = True
-            except Exception as error:
-                if not self.held:
-                    raise
-                self._failure = error
+        before = [Content(batch) for batch in self.held] if number > self._compared else None
+        first = before[0].copied() if before and not self._must_know else None
+        if before and not self._must_know and first is None:  # if it were written over, nothing could be given out
+            number, self._looks_ahead = 0, False
+        while len(self.held) < number and self._read_on():
+            if before is not None:
+                before.append(Content(self.held[-1]))
+        if before:
+            self._compare(before, first)
         return len(self.held)
+
+    def _read_on(self) -> bool:
+        """Read a batch; returns whether there was one. Where the loader failed, the batches before it come first."""
+        if self._ended or (self._failure and self.held):
+            return False
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        try:
+            self.held.append(next(self.iterator))
+        except StopIteration:
+            self._ended = True
+            return False
+        except Exception as error:
+            if not self.held:
+                raise
+            self._failure = error
+            return False
+        self._read += 1
+        if self._length is not None and self._read > self._length:
+            raise BatchError(_TOO_MANY.format(self._length))
+        return True
+
+    def _compare(self, before: list[Content], first: Batch | None) -> None:
+        """Find batches that were written over while others were read; those that are alike tell nothing yet."""
+        pairs = ({Content(batch).digest, each.digest} - {None} for batch, each in zip(self.held, before, strict=True))
+        if any(len(pair) > 1 for pair in pairs):
+            if first is None:
+                self.held.clear()
+                raise BatchError(_WRITTEN_OVER)
+            self.held[0], self._looks_ahead = first, False
+        elif len({each.digest for each in before}) == len(before) or self._read > _ALIKE:
+            self._compared = len(before)
 
     def __iter__(self) -> Iterator[tuple[Batch, bool, None]]:
         """Give out the batches, each with whether it is the last, as far as that is known."""
@@ -102,11 +124,6 @@ class Source(Generic[Batch]):
         if self._looks_ahead:
             self.look(2)
         return self._ended and len(self.held) == 1
-
-    def _stop_looking_ahead(self, first: Batch) -> None:
-        if self._must_know:
-            raise BatchError(_WRITTEN_OVER)
-        self.held[0], self._looks_ahead = first, False
 
 
 class Over(Generic[Batch]):
@@ -166,11 +183,18 @@ class Over(Generic[Batch]):
         loop = self.loop = self._listener.opening()
         try:
             for batch, last, totals in self._in_turn(loop):
-                announce(loop, last, totals)
+                try:
+                    announce(loop, last, totals)
+                except BaseException:  # it is not given out: an iterator would not give it again
+                    for source in self._listener.kept:
+                        if source.iterator is self._loader and not loop.repeated:
+                            source.held.appendleft(batch)
+                    raise
                 yield batch
-            self._listener.exhausted(loop)
-        finally:  # also after `break` and exceptions
+            self._listener.exhausted(loop)  # nothing comes after it: an error would not tell of its update
+        except BaseException:  # also GeneratorExit, of `break`
             self._listener.left(loop)
+            raise
 
     def _in_turn(self, loop: Loop) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
         if isinstance(self._loader, Over):  # the inner one knows for both
@@ -246,19 +270,6 @@ def _trusted_length(loader: Iterable[Any]) -> int | None:
         with suppress(TypeError, NotImplementedError):  # a sampler need not know
             return len(loader)
     return None
-
-
-def _copy(batch: Any) -> Any:
-    """Return a copy of a batch, or None where it cannot be copied."""
-    with suppress(Exception):
-        return copy.deepcopy(batch)
-    return None
-
-
-def _is_same(first: Any, second: Any) -> bool:
-    """Whether a copy of a batch has the tensors that the batch has."""
-    pairs = zip(versions_of(first), versions_of(second), strict=True)
-    return all(torch.equal(one, other) for (one, _), (other, _) in pairs)
 
 
 def _refuse_other_numbers(own: int, most: Callable[[int], int]) -> None:

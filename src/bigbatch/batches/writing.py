@@ -2,10 +2,15 @@
 
 import copy
 import dataclasses
+import io
+import pickle
 from collections import UserDict
 from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -62,6 +67,39 @@ def versions_of(whole: Any) -> tuple[tuple[Tensor, int], ...]:
         elif dataclasses.is_dataclass(each) and not isinstance(each, type):
             stack.extend(getattr(each, field.name) for field in dataclasses.fields(each))
     return tuple(found)
+
+
+class Content(pickle.Pickler):
+    """What is in a batch of any kind, to tell whether it was written into; the digest is None where nothing tells."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch, self._tensors = batch, dict[int, Tensor]()
+        self.digest: int | None = None
+        written = io.BytesIO()
+        super().__init__(written, pickle.HIGHEST_PROTOCOL)
+        with suppress(Exception):
+            self.dump(batch)
+            self.digest = hash(written.getvalue())
+
+    def reducer_override(self, value: Any) -> Any:
+        """Write a tensor's own values, not all of its storage; and what was defined locally by its name."""
+        if isinstance(value, type | FunctionType) and "<" in value.__qualname__:  # <locals>, <lambda>
+            return str, (value.__qualname__,)
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        self._tensors[id(value)] = value
+        if value.layout is not torch.strided or value.is_nested:
+            return NotImplemented  # torch takes it apart
+        values = value.detach().cpu().reshape(-1).view(torch.uint8)
+        return bytes, (values.numpy().tobytes(),)
+
+    def copied(self) -> Any:
+        """Return a copy of the batch, or None where it cannot be copied or compared."""
+        with suppress(Exception):
+            if self.digest is None:
+                return None
+            return copy.deepcopy(self._batch, {key: value.detach().clone() for key, value in self._tensors.items()})
+        return None
 
 
 def _is_long(found: Sequence[Any]) -> bool:
