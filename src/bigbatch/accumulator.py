@@ -127,7 +127,7 @@ class Accumulator:
         self._asked_in_training = times_asked(in_training=True)  # when a loss last passed
         self._asked_anywhere = asked_anywhere[0]  # when that was last looked at
         self._refused: weakref.ref[Tensor] | None = None  # the loss that was refused for it
-        self._warned = False
+        self._warned = self._warned_of_moving = False
         self._promised = False  # whether other ranks were told of another window
         self._others_go_on = False  # whether they have told of one
 
@@ -196,6 +196,7 @@ class Accumulator:
         terms = self._read(loss, count)
         if admission.reader.fresh or admission.may_wake:
             admission.scan(loss)
+            self._warn_of_moving()
         loop.spent, added = loop.of_over, False
         try:
             if window is None:
@@ -369,6 +370,19 @@ class Accumulator:
                 self._warned = True
                 warnings.warn(divided, stacklevel=3)
         return terms
+
+    def _warn_of_moving(self) -> None:
+        """Name the layers that move once per micro-batch, at the first backward of several."""
+        moving = checks.spectral_norms(self._admission.models) if self._steps > 1 and not self._warned_of_moving else []
+        self._warned_of_moving = True
+        if moving:
+            warnings.warn(
+                f"spectral_norm of layer '{moving[0]}' ({len(moving)} in all) is in training mode: its power iteration "
+                "runs once per micro-batch, where the big batch would run it once, so the gradients differ.\n"
+                "For the big batch's, call layer.eval() after the first backward of a window and layer.train() before "
+                "the next window; or accept the difference.",
+                stacklevel=3,
+            )
 
     def _refuse_questions(self, loss: Tensor) -> None:
         """Refuse a loss that may have asked for other micro-batches, perhaps for a value without a place in its graph.

@@ -324,6 +324,18 @@ def batch_norms(modules: Sequence[nn.Module]) -> list[tuple[str, BatchNorm]]:
     return [(name, m) for model in modules for name, m in model.named_modules() if isinstance(m, BatchNorm)]
 
 
+def spectral_norms(modules: Sequence[nn.Module]) -> list[str]:
+    """Return the names of layers whose spectral norm moves by a power iteration whenever they run."""
+    found: list[str] = []
+    for name, module in (named for model in modules for named in model.named_modules()):
+        hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - where the older one is
+        if module.training and any(
+            type(each).__name__ in {"_SpectralNorm", "SpectralNorm"} for each in (module, *hooks)
+        ):
+            found.append(name.partition(".parametrizations.")[0])
+    return found
+
+
 def is_awake(module: BatchNorm) -> bool:
     """Tell whether a BatchNorm normalises by the batch."""
     return module.training or module.running_mean is None

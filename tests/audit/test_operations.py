@@ -30,7 +30,6 @@ SILENTLY_WRONG = {  # accepted, and not the big batch's gradient: the worst ther
     "cross products are not asked whether they broadcast": r"LinalgCross-(in pairs with data|first sample)",
     "as many copies as samples are not told from pairs": r"Repeat-(a new dimension of pairs with data|a .* of data|the first sample)|.*all data",
     "a mean or a norm hides that data spread its input": r"Sum-cosines of rows with rows' data",
-    "an einsum is a batch of one product": r"Bmm-einsum (nc,kc->nk( with data)?|of rows with rows.*)|NllLoss-einsum nc,kc->nk with data",
     "the rows of one image are taken for its channels": r".*Pool2D.*-rows of an image are samples",
     "what is written for all samples may be one's": r"CopySlices-the first row everywhere",
 }

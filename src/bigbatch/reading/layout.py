@@ -78,6 +78,15 @@ def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:
     return tuple(((1, by),) if size == 1 and out[skip + i] != 1 else layout[skip + i] for i, size in enumerate(sizes))
 
 
+def without_slivers(layout: Layout) -> Layout:
+    """Return a layout whose dimensions of 1 hold no samples, where they were cut off those: `x.view(1, n, c)`."""
+
+    def is_sliver(dim: Dim) -> bool:
+        return len(dim) == 1 and dim[0][0] == 1 and isinstance(tag := dim[0][1], Axis) and bool(tag.path)
+
+    return tuple(((1, PICKED),) if is_sliver(dim) else dim for dim in layout)
+
+
 def reshaped(layout: Layout, sizes: Shape, by: str) -> Layout:
     """Return the layout before a reshape: the same parts, cut and glued to fit `sizes`."""
     parts = [part for dim in layout for part in dim][::-1]

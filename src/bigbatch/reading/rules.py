@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch.autograd.graph import Node
 
 from bigbatch.reading.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_dims, shape, signed
-from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, broadcast, mixed, reshaped
+from bigbatch.reading.layout import PICKED, SHARED, Axis, Dim, Layout, broadcast, mixed, reshaped, without_slivers
 
 Inputs: TypeAlias = list[tuple[Edge, Layout]]
 Rule: TypeAlias = Callable[[Node, int, Layout], Inputs]
@@ -164,6 +164,7 @@ def matmul(node: Node, _output: int, layout: Layout) -> Inputs:
     """Rows of the left factor, columns of the right one; the inner dimension is mixed."""
     name = operation(node)
     left, right = MATMULS[name]
+    layout = (*without_slivers(layout[:-2]), *layout[-2:])  # an einsum may be a batch of one product
     result: Inputs = []
     for place, edge in enumerate(edges(node)):
         sizes = size_of(edge)

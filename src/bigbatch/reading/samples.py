@@ -29,7 +29,7 @@ from bigbatch.reading.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.reading.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, sample_axes
+from bigbatch.reading.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, sample_axes, without_slivers
 from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
 from bigbatch.reading.rules import MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise
@@ -206,7 +206,8 @@ class Samples:
         if not layout[:-2] or tensor is None or tensor.stride(0) == 0 or self.surroundings.is_weight(tensor):
             return False
         self.gradless = self.trail.passing = True
-        self.batched.append((name, tuple(tag for dim in layout[:-2] for _, tag in dim if isinstance(tag, Axis))))
+        apart = (part for dim in without_slivers(layout[:-2]) for part in dim)
+        self.batched.append((name, tuple(tag for _, tag in apart if isinstance(tag, Axis))))
         return True
 
     def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
