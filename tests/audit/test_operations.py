@@ -27,8 +27,7 @@ ROWS = rows()
 AGAIN = {"square", "means", "itself"}  # what is tried once more with a model that takes tokens one by one
 KNOWN = set(RULES) | set(MATMULS) | _PURE_OF_WEIGHTS | LOOKS_THROUGH
 SILENTLY_WRONG = {  # accepted, and not the big batch's gradient: the worst there is
-    "cross products are not asked whether they broadcast": r"LinalgCross-(in pairs with data|first sample)",
-    "as many copies as samples are not told from pairs": r"Repeat-(a new dimension of pairs with data|a .* of data|the first sample)|.*all data",
+    "as many copies as samples are not told from pairs": r".*all data",
     "a mean or a norm hides that data spread its input": r"Sum-cosines of rows with rows' data",
     "the rows of one image are taken for its channels": r".*Pool2D.*-rows of an image are samples",
     "what is written for all samples may be one's": r"CopySlices-the first row everywhere",
@@ -43,7 +42,10 @@ FALSELY_REFUSED = {  # each sample is alone, and the graph could tell
     "of one sample a graph does not show where it lies": r".*, one sample",
     "one row that is written back is taken to be broadcast": r"IndexPut-rows by a mask(, beside data)?",
     "a part of a scalar is taken for a function of it": r"Vdot-of all",
-    "rows that were repeated are taken to be pairs": r"Repeat-rows(, told apart| beside data)?",
+    "cross products and repeats have no rule: they do not say what they broadcast": (
+        r"LinalgCross-(per sample|two batch dimensions|steps|data|samples behind)"
+        r"|Repeat-(steps|features|samples behind|rows|rows, told apart|rows beside data|a new dimension)"
+    ),
 }
 Consumer = Callable[[Tensor, Batch], Tensor]
 

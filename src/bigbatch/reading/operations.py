@@ -22,7 +22,6 @@ from bigbatch.reading.rules import (
     pointwise,
     reduction,
     renorm,
-    repeat,
     spatial,
     squeeze,
     transpose,
@@ -79,7 +78,7 @@ REDUCTIONS = frozenset(
     "Nansum Kthvalue Mode Aminmax".split()
 )
 ALONG = frozenset(
-    "Softmax LogSoftmax SafeSoftmax LinalgCross Gather Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu "
+    "Softmax LogSoftmax SafeSoftmax Gather Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu "
     "IndexAdd ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
 )
 POOLING = frozenset("IndexAdd ScatterAdd ScatterReduce".split())  # of rows, by an index that is in no graph
@@ -143,7 +142,6 @@ RULES: dict[str, Rule] = {
     "AsStrided": as_strided,
     "IndexPut": index_put,
     "CopySlices": copy_slices,
-    "Repeat": repeat,
     "ViewAsReal": view_as_real,
     "ViewAsComplex": view_as_complex,
     "Pdist": everything,

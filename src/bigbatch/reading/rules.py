@@ -201,22 +201,6 @@ def matrices(node: Node, _output: int, layout: Layout) -> Inputs:
     return result
 
 
-def repeat(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Copies of the whole, one behind the other; as many of them as there are rows may be meant as all pairs."""
-    edge, name = only_input(node), operation(node)
-    sizes = size_of(edge)
-    times = saved(node, "repeats")[-len(sizes) :] if sizes else ()
-    return [
-        (
-            edge,
-            tuple(
-                dim if many == 1 else mixed((n,), name)[0] if many == n else reshaped((dim,), (many, n), name)[1]
-                for dim, many, n in zip(layout[-len(sizes) :] if sizes else (), times, sizes, strict=True)
-            ),
-        )
-    ]
-
-
 def view_as_real(node: Node, _output: int, layout: Layout) -> Inputs:
     """A complex tensor as pairs of numbers, put last."""
     return [(only_input(node), layout[:-1])]
