@@ -264,6 +264,7 @@ def reductions() -> Iterator[Row]:
     yield Row("Mean", "of a scalar", lambda x, b, m: F.mse_loss(x * m.p, b["d"]).mean())
     yield Row("Sum", "of a scalar", lambda x, b, m: F.cross_entropy(x.flatten(0, 1), b["last"].flatten()).sum())
     yield Row("Sum", "of all over the rows", lambda x, b, m: x.sum() / len(x))
+    yield Row("Sum", "of chosen rows over their number", lambda x, b, m: (kept := x[b["w"] > 0.8]).sum() / len(kept), CLOSED, windows=((3, 4, 3),))  # fmt: skip
     yield Row("Sum", "of all over all", lambda x, b, m: x.sum() / x.numel())
 
 
@@ -361,6 +362,8 @@ def selections() -> Iterator[Row]:
         ("Slice", "next feature", lambda x, b, m: x[..., 1:] - x[..., :-1], APART),
         ("Slice", "next row", lambda x, b, m: x[1:] - x[:-1], MIXED),
         ("Slice", "all but the first row", lambda x, b, m: x[1:], MIXED),
+        ("Slice", "the first token against all", lambda x, b, m: _against_first(x.reshape(-1, 4)), MIXED),
+        ("Slice", "the first chosen row against all", lambda x, b, m: _against_first(x[b["mask"][..., 0]]), MIXED),
         ("Slice", "every other step", lambda x, b, m: x[:, ::2], APART),
         ("Slice", "halves of two inputs", lambda x, b, m: torch.cat([x, x.sin()])[: len(x)] * torch.cat([x, x.sin()])[len(x) :], APART),
         ("Split", "halves of two inputs", lambda x, b, m: torch.mul(*torch.cat([x, x.sin()]).split(len(x))), APART),

@@ -28,6 +28,8 @@ AGAIN = {"square", "means", "itself"}  # what is tried once more with a model th
 KNOWN = set(RULES) | set(MATMULS) | _PURE_OF_WEIGHTS | LOOKS_THROUGH
 SILENTLY_WRONG = {  # accepted, and not the big batch's gradient: the worst there is
     "as many copies as samples are not told from pairs": r".*all data",
+    "the first of rows that were reshaped or chosen passes for all": r"Slice-the first (token|chosen row) against all",
+    "as many chosen rows in each micro-batch are a constant": r"Sum-of chosen rows over their number",
     "a mean or a norm hides that data spread its input": r"Sum-cosines of rows with rows' data",
     "the rows of one image are taken for its channels": r".*Pool2D.*-rows of an image are samples",
     "what is written for all samples may be one's": r"CopySlices-the first row everywhere",
