@@ -33,6 +33,7 @@ from bigbatch.reading.trail import Trail
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
 
+_SEQUENCES = 3  # dimensions of a model's output
 _LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
 
 
@@ -62,16 +63,21 @@ class Sizes:
 
     def read(self, divisor: float) -> Literal["samples", "others", "either", "none"]:
         """Tell what a division of the sum takes a mean over."""
-        means, others = set[int](), {1}
+        means, others, steps = set[int](), {1}, set[int]()
         for way in self.ways:
             rest = {1}
-            for size in (size for size, own in way if not own):
-                rest |= {each * size for each in rest}
+            for place, (size, own) in enumerate(way):
+                if not own:
+                    # Of (a, b, c) either may be the samples and the other the steps of a sequence.
+                    steps |= {each * size for each in rest} if place == 1 and len(way) == _SEQUENCES else set()
+                    rest |= {each * size for each in rest}
             others |= rest
             samples = [size for size, own in way if own]
             means |= {each * math.prod(samples) for each in rest} if samples else set()
-        over, beside = (any(abs(divisor - each) <= 1e-9 * each for each in sizes) for sizes in (means, others))
-        if over and beside and divisor not in self.rows:
+        over, beside, unclear = (
+            any(abs(divisor - each) <= 1e-9 * each for each in sizes) for sizes in (means, others, steps - {1})
+        )
+        if (over and beside and divisor not in self.rows) or (unclear and not over):
             return "either"
         return "samples" if over or divisor in self.rows else "others" if beside else "none"
 

@@ -40,6 +40,7 @@ _LAYERS = 32  # operations from rows that an index has taken to where it puts th
 _DEPTH = 5  # operations that an `expand` is looked for behind
 _CHOOSING = frozenset("Index IndexSelect Gather".split())
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
+_RECURRENT = frozenset("CudnnRnn MiopenRnn MkldnnRnnLayer LstmMps".split())
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class Samples:
         elif rule is None or is_custom(node):
             if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.surroundings.own) for n, _ in edges(node)):
                 raise refusals.unknown(name)
-            self._model(layout, (0,))
+            self._model(layout, (1,) if _is_time_first(node, name, output, len(layout)) else (0,))
             self._refuse_slopes(node)
             return []
         if name in NORMS and self.surroundings.micro_batch_norm and "BatchNorm" in name:
@@ -382,3 +383,11 @@ def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:
 
 
 _HIDDEN = {"Where": "condition", "MaskedFill": "mask"}
+
+
+def _is_time_first(node: Node, name: str, output: int, dims: int) -> bool:
+    """Tell recurrent layers, whose steps or states come before the samples: `(time, batch, ...)`."""
+    if name not in _RECURRENT or dims != 3:  # noqa: PLR2004
+        return False
+    # oneDNN's layer is told of batches that come first, and has them second all the same.
+    return bool(output) or name == "MkldnnRnnLayer" or not saved(node, "batch_first")
