@@ -623,7 +623,6 @@ TAILS = [
     Loss("sum-over-rows-halved", mlp(), rows, lambda m, b: 0.5 * squares(m, b).sum() / len(b["x"]), count=lambda b: len(b["x"])),
     Loss("sum-of-each-over-rows", mlp(), rows, lambda m, b: (squares(m, b) / len(b["x"])).sum(), count=lambda b: len(b["x"])),
     Loss("ce-sum-of-flattened-over-rows", mlp(), sequences, lambda m, b: F.cross_entropy(m(b["x"]).flatten(0, 1), b["tokens"].flatten(), reduction="sum") / len(b["x"]), count=lambda b: len(b["x"]), smallest=2),
-    Loss("time-major-sum-over-steps", mlp(), sequences, lambda m, b: F.mse_loss(m(b["x"]).transpose(0, 1), b["value"].transpose(0, 1), reduction="sum") / STEPS, smallest=2),
     Loss("stacked-sum-over-two", mlp(), rows, lambda m, b: torch.stack([squares(m, b), m(b["x2"]).square()]).sum() / 2, smallest=3),
     Loss("vae-of-sums", mlp(), rows, vae_of_sums),
     Loss("si-sdr", seeded(lambda: nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 7))), rows, si_sdr),

@@ -114,6 +114,7 @@ UNREADABLE = [
     Refused("sum-over-number", mlp(), rows, lambda m, b: squares(m, b).sum() / 100, names="div"),
     Refused("ce-sum-over-number", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["label"], reduction="sum") / 100, names="div"),
     Refused("mse-sum-over-number", mlp(), rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"], reduction="sum") / 100, names="div"),
+    Refused("time-major-sum-over-steps", mlp(), sequences, lambda m, b: F.mse_loss(m(b["x"]).transpose(0, 1), b["value"].transpose(0, 1), reduction="sum") / STEPS, names="div", smallest=2),
     Refused("sum-over-tensor", mlp(), sequences, masked_by_hand, names="div"),
     Refused("sum-times-tensor", mlp(), rows, lambda m, b: squares(m, b).sum() * torch.tensor(0.01, dtype=torch.float64), names="mul"),
     Refused("sum-over-weights", mlp(), rows, lambda m, b: (squares(m, b).sum(1) * b["unit"][:, 0]).sum() / b["unit"][:, 0].sum(), names="div"),

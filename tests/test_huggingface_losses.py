@@ -279,7 +279,9 @@ def test_num_items_in_batch_is_refused() -> None:
 def mixtral() -> nn.Module:
     """A mixture of three experts, balanced."""
     settings = {"num_key_value_heads": 1, "num_local_experts": 3, "max_position_embeddings": 16, "pad_token_id": 0}
-    return T.MixtralForCausalLM(T.MixtralConfig(**SIZES, **settings, output_router_logits=True, router_aux_loss_coef=0.5))
+    return T.MixtralForCausalLM(
+        T.MixtralConfig(**SIZES, **settings, output_router_logits=True, router_aux_loss_coef=0.5)
+    )
 
 
 def test_load_balancing_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

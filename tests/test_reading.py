@@ -370,3 +370,53 @@ def test_a_loss_that_changes_within_a_window() -> None:
     accumulator.backward(F.mse_loss(model(first["x"]), first["value"]))
     with pytest.raises(LossError, match=r"loss changed within a window.*MseLoss.*Mean.*\n.*one accumulator per loss"):
         accumulator.backward(F.l1_loss(model(second["x"]), second["value"]))
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, n: out.square().sum() / n,
+        lambda out, _: out[:, -1].square().mean(),
+        lambda out, _: out.square().sum(1).mean(),
+    ],
+    ids=["sum over samples", "last step", "mean of sums"],
+)
+def test_samples_of_a_recurrent_layer_are_where_it_has_them(
+    loss: Any, kind: type[nn.RNNBase], batch_first: bool
+) -> None:
+    """In float32, where oneDNN has a node of its own, with steps first whatever it was told."""
+    torch.manual_seed(0)
+    model, data = kind(8, 3, batch_first=batch_first), [torch.randn(n, 5, 8) for n in (4, 2, 3)]
+
+    def value(x: Tensor) -> Tensor:
+        out = model(x if batch_first else x.transpose(0, 1))[0]
+        return loss(out if batch_first else out.transpose(0, 1), len(x))
+
+    true = torch.autograd.grad(value(torch.cat(data)), list(model.parameters()))
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=3)
+    found: list[Tensor] = []
+    accumulator.before_step(lambda: found.extend(p.grad.clone() for p in model.parameters() if p.grad is not None))
+    for x in accumulator.over(data):
+        accumulator.backward(value(x))
+    assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-4) for a, b in zip(found, true, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_factor_of_as_many_samples_is_not_guessed(size: int) -> None:
+    """`sum * (1 / len(x))` of one or two samples may be half of a sum; what was read before settles it."""
+    model = nn.Linear(8, 3)
+
+    def add(n: int) -> None:
+        x = torch.randn(n, 8)
+        accumulator.backward(model(x).square().sum() * (1 / n))
+
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=4)
+    with pytest.raises(LossError, match="sum over data times the number"):
+        add(size)
+    add(4)
+    add(size)
+    update = accumulator.flush()
+    assert update is not None
+    assert update.count == 4 + size
