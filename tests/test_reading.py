@@ -383,9 +383,7 @@ def test_a_loss_that_changes_within_a_window() -> None:
     ],
     ids=["sum over samples", "last step", "mean of sums"],
 )
-def test_samples_of_a_recurrent_layer_are_where_it_has_them(
-    loss: Any, kind: type[nn.RNNBase], batch_first: bool
-) -> None:
+def test_samples_of_a_recurrent_layer_are_where_it_has_them(loss: Any, kind: Any, batch_first: bool) -> None:
     """In float32, where oneDNN has a node of its own, with steps first whatever it was told."""
     torch.manual_seed(0)
     model, data = kind(8, 3, batch_first=batch_first), [torch.randn(n, 5, 8) for n in (4, 2, 3)]
