@@ -79,6 +79,9 @@ REFUSED = {
     "a slip hidden by a cat": case(
         lambda m, b: torch.cat([m(b["x"])[:, :1] - b["scalar"], m(b["x2"]), m(b["x3"])], 1).mean()
     ),
+    "a slip hidden by a cat of steps": case(
+        lambda m, b: torch.cat([m(b["x"])[:, 0, :1] - b["reference"][:, 0], m(b["x"]).flatten(1)], 1).mean(), sequences
+    ),
     "slope of a mean squared error": case(lambda m, b: slope(m, b, lambda y, b: F.mse_loss(y, b["value"]))),
     "slope of a cross-entropy": case(lambda m, b: slope(m, b, lambda y, b: F.cross_entropy(y, b["label"]))),
     "slope of an error beside it": case(

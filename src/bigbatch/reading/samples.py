@@ -7,7 +7,7 @@ side by side; otherwise the loss is coupled and no weights make micro-batches ad
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -237,7 +237,13 @@ class Samples:
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
-        self._held.extend((size, tag) for size, tag in parts if isinstance(tag, Axis) and size > 1)
+        whole: dict[Axis, int] = {}  # axes as they were before a reshape cut them
+        for size, tag in parts:
+            if isinstance(tag, Axis) and size > 1:
+                base = replace(tag, path=(), lone=False)
+                whole[base] = whole.get(base, 1) * size
+                self._held.append((size, tag))
+        self._held.extend((size, tag) for tag, size in whole.items())
         if not found:
             return
         if any(by == "IndexPut" for axis in found for by, _ in axis.order):  # put where they were not taken from
@@ -327,7 +333,7 @@ class Samples:
         if size == 1 or not isinstance(tag, Axis):
             return False
         return any(
-            isinstance(held, Axis) and tag.matches(held) and (n == size or tag.path != held.path)
+            isinstance(held, Axis) and tag.matches(held) and (bool(tag.path) or (n == size and not held.path))
             for n, held in self._held
         )
 
