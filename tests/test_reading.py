@@ -399,22 +399,3 @@ def test_samples_of_a_recurrent_layer_are_where_it_has_them(loss: Any, kind: Any
     for x in accumulator.over(data):
         accumulator.backward(value(x))
     assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-4) for a, b in zip(found, true, strict=True))
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_factor_of_as_many_samples_is_not_guessed(size: int) -> None:
-    """`sum * (1 / len(x))` of one or two samples may be half of a sum; what was read before settles it."""
-    model = nn.Linear(8, 3)
-
-    def add(n: int) -> None:
-        x = torch.randn(n, 8)
-        accumulator.backward(model(x).square().sum() * (1 / n))
-
-    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=4)
-    with pytest.raises(LossError, match="sum over data times the number"):
-        add(size)
-    add(4)
-    add(size)
-    update = accumulator.flush()
-    assert update is not None
-    assert update.count == 4 + size

@@ -210,7 +210,8 @@ class FirstCheck:
         except Exception as error:  # noqa: BLE001 - as below
             _forget(error)
         else:
-            samples = max(size * max(kept, _LITTLE) // max(held, 1), 2)
+            # Half of it: what kernels take for themselves is not counted.
+            samples = max(size * max(kept // 2, _LITTLE) // max(held, 1), 2)
             yield _Attempt(samples, uneven=True, large=True)
             yield _Attempt(samples, uneven=False, large=True, confirms=True)
         yield _Attempt(2 * size, uneven=False, large=True)

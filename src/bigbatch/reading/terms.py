@@ -335,10 +335,8 @@ def _divisor(factor: Node, found: Sum, surroundings: Surroundings, trail: Trail)
         return refusals.scaled_sum(name, "a tensor" if number is None else f"the number {number:g}")
     divisor, key = abs(number) if name == "Div" else 1 / abs(number), (name, *map(type, trail.nodes))
     over, habit = found.sizes.read(divisor), name != "Div" and divisor in _HABITS
-    if habit and (over != "samples" or number < 0):  # a weight, or the -0.5 of a divergence
-        over = "others"
-    elif over == "either" or habit:
-        taken = surroundings.readings.get(key)
+    if over == "either" or habit:
+        taken = surroundings.readings.get(key, False if habit else None)
         if taken is None:
             return refusals.scaled_sum(name, f"the number {number:g}")
         return float(round(divisor)) if taken else None
