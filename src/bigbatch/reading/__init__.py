@@ -11,6 +11,7 @@ selections  what choosing rows does to them
 layout      where samples lie in a tensor
 graph       autograd nodes as they stand
 counts      numbers on the host or on a device
+arrival     one number on its way from a device to the host
 frozen      which tensors are the model's own
 trail       what one reading looked at
 refusals    what is said where a graph cannot tell

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.reading import refusals
+from bigbatch.reading.arrival import Arrival
 from bigbatch.reading.graph import is_shared_value
-from bigbatch.windows.arrival import Arrival
 
 _LOOKED_AT = 32  # numbers of a copy that are compared each time
 _HEARD_EVERY = 16  # on a device, what comparisons said is heard once in as many

@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from bigbatch.errors import ConfigurationError, RankFailed, StateError, WindowDisturbed
 from bigbatch.pointing import outside
 from bigbatch.ranks.ranks import Ranks
+from bigbatch.reading.arrival import Arrival
 from bigbatch.reading.counts import Count
-from bigbatch.windows.arrival import Arrival
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.witness import Witness
 
