@@ -340,7 +340,7 @@ COUPLED_LOSSES = [
     Program("fixmatch", mlp, rows, fixmatch),
     Program("mixup-inside-the-loss", mlp, rows, mixup, unseen="coupled-samples"),
     Program("soft-dice-per-picture", segmenter, rows, lambda m, b: soft_dice(m, b, (1, 2, 3))),
-    Program("soft-dice-over-the-batch", segmenter, rows, soft_dice, **both(COUPLED)),
+    Program("soft-dice-over-the-batch", segmenter, rows, soft_dice, **both(refused(UnreadableLoss, "across"))),
     Program("soft-dice-across", segmenter, rows, soft_dice_across, accumulator=MEETS),
     Program("dice-and-cross-entropy", segmenter, rows, lambda m, b: soft_dice(m, b, (1, 2, 3)) + F.binary_cross_entropy_with_logits(m(b["small"]), b["shape"])),
     Program("lovasz-per-picture", segmenter, rows, lambda m, b: lovasz(m, b, per_image=True)),
