@@ -29,7 +29,7 @@ class Axis:
     reduction: int
     dim: int
     order: tuple[tuple[str, object], ...] = ()  # the operation and the index or mask its rows were taken by
-    path: tuple[object, ...] = ()  # which piece of it, where a reshape cut it
+    path: tuple[tuple[int, int, int], ...] = ()  # which piece of it, where a reshape cut it
     lone: bool = False  # rows of several inputs that have but one each: a batch of one, or one sample after the other
 
     def piece(self, outer: int, inner: int, which: int) -> "Axis":
@@ -170,4 +170,5 @@ def sample_axes(
                 return tag
             elif tag is PICKED and size > 1 and not found:
                 return "Select"
-    return tuple(found)
+    some = any(tag is SHARED and size > 1 for dim in dims for size, tag in layout[dim])
+    return "Slice" if some and not found else tuple(found)

@@ -139,7 +139,8 @@ def spatial(node: Node, _output: int, layout: Layout) -> Inputs:
     name, result = operation(node), list[tuple[Edge, Layout]]()
     for place, edge in enumerate(edges(node)):
         sizes = size_of(edge)
-        kept = 2 if place == 0 and shape(node)[1:2] == sizes[1:2] else 1
+        batched = f"{len(sizes) - 2}D" in name or "D" not in name  # an image alone is (channels, height, width)
+        kept = 2 if place == 0 and batched and shape(node)[1:2] == sizes[1:2] else 1
         result.append((edge, (*layout[:kept], *mixed(sizes[kept:], name)) if edge[0] else ()))
     return result
 

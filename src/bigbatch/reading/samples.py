@@ -32,12 +32,11 @@ from bigbatch.reading.graph import (
 from bigbatch.reading.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, sample_axes, without_slivers
 from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
-from bigbatch.reading.rules import MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise
+from bigbatch.reading.rules import MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
 from bigbatch.reading.selections import reordered, rows_put_back
 from bigbatch.reading.trail import Trail
 
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
-_DEPTH = 5  # operations that an `expand` is looked for behind
 _CHOOSING = frozenset("Index IndexSelect Gather".split())
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 _RECURRENT = frozenset("CudnnRnn MiopenRnn MkldnnRnnLayer LstmMps".split())
@@ -77,7 +76,8 @@ class Samples:
     _rows: dict[Node, Dim] = field(default_factory=dict)  # of unbinds whose results were stacked again
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
     _held: list[Part] = field(default_factory=list)  # axes that an output has, of whatever it is
-    _spread: list[tuple[str, Dim, Layout]] = field(default_factory=list)  # see `note_spread`
+    _broadcast: list[Part] = field(default_factory=list)  # axes along which an operand with gradient was repeated
+    _spread: list[tuple[str, Dim, Layout, bool]] = field(default_factory=list)  # see `note_spread`
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
     @property
@@ -280,20 +280,23 @@ class Samples:
         return key in self.surroundings.readings
 
     def note_spread(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
-        """Take note of dimensions of a result that come from an operand without gradient alone, `(n, 1) - (n,)`.
+        """Take note of what was broadcast, `(n, 1) - (n,)`, and along which dimensions operands without gradient lie.
 
         Whether they set samples against each other is told when all is walked.
         """
+        own = [size_of(edge) for edge in edges(node) if edge[0] is not None]
+        wide = [
+            max(len(each) + dim >= len(sizes) and each[dim - len(sizes)] for each in own) for dim in range(len(sizes))
+        ]
+        narrow = [dim for dim, size in enumerate(sizes) if wide[dim] != size]
+        self._broadcast.extend((size, tag) for dim in narrow for size, tag in layout[dim] if size > 1)
         hidden = name in MASKED_POINTWISE or rule_of(name) is fused_loss
         if not hidden and all(below is not None for below, _ in edges(node)):
             return
-        own = _own_sizes(node, len(sizes))
-        missing = [dim for dim, size in enumerate(sizes) if size > 1 and own[dim] != size]
-        if not missing:
-            return
         known = _dims_beside(node, name, sizes)
         beside = tuple(layout[dim] for dim in known or ())
-        self._spread.extend((name, layout[dim], beside) for dim in missing if known is None or dim in known)
+        places = range(len(sizes)) if known is None else known
+        self._spread.extend((name, layout[dim], beside, dim in narrow) for dim in places if sizes[dim] > 1)
 
     def spread(self) -> str:
         """Name an operation that may have set samples against others, which have no gradient; "" where none has.
@@ -314,26 +317,36 @@ class Samples:
         size = next(
             (n for n, tag in self.parts if self.axes and isinstance(tag, Axis) and tag.matches(self.axes[0])), 0
         )
-        for name, dim, beside in self._spread:
-            if any(self._holds(part) for part in dim):
-                continue
-            key = ("spread", name, *map(type, self.trail.nodes))
-            pairs = math.prod(part for part, _ in dim) == size > 1 and not self.surroundings.readings.get(key)
-            self.trail.passing = True  # it hangs on the shape of a tensor that is in no graph
-            own = [tag for part in beside for _, tag in part if isinstance(tag, Axis)]
-            if pairs or not self.axes or not all(any(axis.matches(tag) for tag in own) for axis in self.axes):
-                return name
-            if size > 1:
-                self.surroundings.readings[key] = True
+        for name, dim, beside, direct in self._spread:
+            for parts in [dim] if direct else self._copies(dim):
+                if any(map(self._holds, parts)):
+                    continue
+                many, key = math.prod(n for n, _ in parts), ("spread", name, *map(type, self.trail.nodes))
+                pairs = size > 1 and (many == size if direct else many % size == 0)
+                self.trail.passing = True  # it hangs on the shape of a tensor that is in no graph
+                own = [tag for each in beside for _, tag in each if isinstance(tag, Axis)]
+                apart = bool(self.axes) and all(any(axis.matches(tag) for tag in own) for axis in self.axes or ())
+                if (pairs and not self.surroundings.readings.get(key)) or (direct and not apart):
+                    return name
+                if size > 1:
+                    self.surroundings.readings[key] = True
         return ""
+
+    def _copies(self, dim: Dim) -> list[Dim]:
+        """Return the parts of a dimension that were broadcast further down, but those beside a sample's own parts."""
+        sizes = math.prod(size for size, _ in dim)
+        found = [part for part in self._broadcast if any(_matches(part[1], tag) for _, tag in dim)]
+        samples = any(_matches(tag, axis) for _, tag in dim for axis in self.axes or ())
+        return [(part,) for part in found if samples or part[0] == sizes]
 
     def _holds(self, part: Part) -> bool:
         """Whether some output has a part, or a piece of it; one of another size was put behind it by a `cat`."""
         size, tag = part
         if size == 1 or not isinstance(tag, Axis):
             return False
+        whole = math.prod(tag.path[0][:2]) if tag.path else size
         return any(
-            isinstance(held, Axis) and tag.matches(held) and (bool(tag.path) or (n == size and not held.path))
+            isinstance(held, Axis) and tag.matches(held) and (bool(tag.path) if held.path else n == whole)
             for n, held in self._held
         )
 
@@ -365,15 +378,8 @@ def _put_back(layout: Layout, node: Node | None) -> Layout:
     return layout
 
 
-def _own_sizes(node: Node, rank: int, output: int = 0, *, depth: int = _DEPTH) -> list[int]:
-    """Return the sizes that a result has of operands with gradient, before they were expanded."""
-    inputs = [edge for edge in edges(node) if edge[0] is not None]
-    plain = len(inputs) == len(edges(node)) or by_number(node, operation(node))
-    if depth < _DEPTH and (not depth or not plain or rule_of(operation(node)) is not pointwise):
-        sizes = shape(node, output)
-        return [1] * (rank - len(sizes)) + list(sizes)
-    below = [_own_sizes(n, rank, place, depth=depth - 1) for n, place in inputs if n is not None]
-    return [max(each) for each in zip(*below, strict=True)]
+def _matches(tag: Tag, other: Tag) -> bool:
+    return isinstance(tag, Axis) and isinstance(other, Axis) and tag.matches(other)
 
 
 def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:

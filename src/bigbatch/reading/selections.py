@@ -23,6 +23,8 @@ def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True
         return layout
     if took == 0 or size % took:
         return (*layout[:dim], ((size, name),), *layout[dim + 1 :])
+    if part == ((1, PICKED),):
+        return (*layout[:dim], ((size, PICKED),), *layout[dim + 1 :])
     share = (size // took, SHARED)
     return (*layout[:dim], (share, *part) if outer else (*part, share), *layout[dim + 1 :])
 
