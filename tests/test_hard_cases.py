@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, counted, errors
+from bigbatch import Accumulator, BigStep, counted, errors
 
 SIZES = (4, 4, 4)
 
@@ -154,9 +154,10 @@ def test_batch_norm_of_a_foreign_model_is_refused() -> None:
     assert accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean()) is None
 
 
-def test_batch_norm_of_a_foreign_model_that_wakes_up_is_refused() -> None:
+@pytest.mark.parametrize("own", [False, True], ids=["alone", "beside a frozen one of the model"])
+def test_batch_norm_of_a_foreign_model_that_wakes_up_is_refused(own: bool) -> None:
     """In evaluation mode its graph looks the same, so that it was read before says nothing."""
-    generator = nn.Linear(3, 3).double()
+    generator = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval() if own else nn.Tanh()).double()
     critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
     accumulator = Accumulator(generator, sgd(generator), steps=2)
     for _ in range(3):
@@ -166,16 +167,36 @@ def test_batch_norm_of_a_foreign_model_that_wakes_up_is_refused() -> None:
         accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean())
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["alone", "beside a frozen one of the model"])
+def test_batch_norm_of_a_foreign_model_that_wakes_up_is_refused_by_big_step(own: bool) -> None:
+    """It is as if the model had been in training mode from the beginning."""
+    generator = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval() if own else nn.Tanh()).double()
+    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
+    step = BigStep(
+        generator, sgd(generator), loss_fn=lambda model, x: F.softplus(-critic(model(x))).mean(), micro_batch_size=3
+    )
+    for _ in range(2):
+        step(torch.randn(12, 3).double())
+    critic.train()
+    before = [p.clone() for p in generator.parameters()]
+    with pytest.raises(errors.BatchNormError, match=r"BigStep\(\[model, teacher\]"):
+        step(torch.randn(12, 3).double())
+    assert all(torch.equal(a, b) for a, b in zip(generator.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("steps", [1, 100], ids=["between windows", "inside a window"])
 @pytest.mark.parametrize("count", [None, 1], ids=["read", "counted"])
-def test_batch_norm_of_a_foreign_model_that_joins_late_is_refused(count: int | None) -> None:
+def test_batch_norm_of_a_foreign_model_that_joins_late_is_refused(count: int | None, steps: int) -> None:
     """After a warm-up on ragged batches, each of which looks unlike the others."""
     generator = nn.Linear(3, 3).double()
     critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    accumulator = Accumulator(generator, sgd(generator), steps=1)
+    accumulator = Accumulator(generator, sgd(generator), steps=steps)
     for size in range(2, 32):
         accumulator.backward(generator(torch.randn(size, 3).double()).square().mean(), count=count)
-    with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
-        accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean(), count=count)
+    for _ in range(3):  # the same graph is refused each time
+        with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
+            accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).square().mean(), count=count)
+    accumulator.discard()
 
 
 def test_one_scaler_in_two_accumulators_is_exact() -> None:

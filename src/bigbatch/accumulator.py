@@ -359,7 +359,7 @@ class Accumulator:
     def _read(self, loss: Tensor, count: object) -> list[Term]:
         if count is not None:
             kind, number = checked_count(count)
-            self._admission.reader.fresh = True  # nothing was read: have the graph looked through
+            self._admission.skip_reading(loss)
             return [Term(None, kind, number, "count=", None)]
         reader = self._admission.reader
         terms = reader.read(loss)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
 from bigbatch import checks
-from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError, LossError
+from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.lockstep.needing import NeedsLockStep
 from bigbatch.ranks.groups import parameters_of, sharded, tensors_of, whole_weights
 from bigbatch.ranks.sharding import leaving_alone
@@ -62,11 +62,12 @@ class Admission:
         self._own = surroundings.own
         self._shards = None if self.only_own else self._own
         self._walked: tuple[list[Any], list[Any], list[Tensor]] | None = None  # in the window at hand
+        self._opened, self._latest, self._apart = True, 0, 0  # see `skip_reading`
         _present.add(self)
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
-        self._walked = None
+        self._walked, self._opened = None, True
         if self._refuses or self.exact:
             self.batch_norms = checks.batch_norms(self.models)
 
@@ -118,6 +119,16 @@ class Admission:
         """Return the terms of a loss, or raise a LossError that says what to type."""
         return self.reader.read(loss)
 
+    def skip_reading(self, loss: Tensor) -> None:
+        """Have the graph of a loss that comes with a count looked through, where a window opens or it is a new one.
+
+        A graph of another number of nodes than the latest is. Torch numbers them as they are made.
+        """
+        root: Any = loss.grad_fn
+        latest, self._latest = self._latest, 0 if root is None else root._sequence_nr()  # noqa: SLF001 - no public name
+        apart, self._apart = self._apart, self._latest - latest
+        self.reader.fresh, self._opened = self._opened or self._apart != apart, False
+
     def scan(self, loss: Tensor) -> None:
         """Look through a whole new graph for what the walk to the model's edge does not meet; some milliseconds."""
         kind = checks.kind_of_graph(loss) if self.reader.fresh else 0
@@ -125,8 +136,9 @@ class Admission:
             return
         try:
             self._scan(loss)
-        except BigBatchError:
+        except BaseException:
             self.reader.forget()  # a graph that looks the same is to be looked through again
+            self._opened = True
             raise
         self._scanned.add(kind)
 
@@ -144,10 +156,11 @@ class Admission:
             raise LossError(checks.SHARDS_IN_A_LOSS if in_parts else checks.BESIDE_SHARDS)
         if self.exact and found.batch_norm:
             self._refuse_escaped()
-        if self._refuses:
-            if found.batch_norm:
-                raise BatchNormError(checks.foreign_batch_norm(self._accepting))
-            self.may_wake = self.may_wake or (found.resting and not self.batch_norms)
+        if self._refuses and found.batch_norm:
+            raise BatchNormError(checks.foreign_batch_norm(self._accepting))
+        if (self._refuses or self.exact) and found.resting and not self.may_wake:
+            own = {m.running_mean.data_ptr() for _, m in self.batch_norms if m.running_mean is not None}
+            self.may_wake = not found.resting <= (own | {0} if own else own)
 
     def _refuse_sharded_since(self) -> None:
         """What fully_shard puts in the place of parameters is in no optimizer that was made before."""

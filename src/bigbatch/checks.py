@@ -386,7 +386,7 @@ class Scan(NamedTuple):
 
     reentrant_checkpoint: bool
     batch_norm: bool  # in training mode
-    resting: bool = False  # one in evaluation mode, which may be woken up
+    resting: frozenset[int] = frozenset()  # where running means of those in evaluation mode lie; 0: one cannot tell
     alone: bool = False  # it asked for other micro-batches where there were none
     leaves: frozenset[int] = frozenset()  # ids of the tensors that its gradient goes to
 
@@ -404,8 +404,8 @@ def kind_of_graph(value: Tensor) -> int:
 def scan(value: Tensor) -> Scan:
     """Look through a whole graph."""
     stack, seen = [value.grad_fn], set[Node]()
-    checkpoint = batch_norm_found = resting = alone = False
-    leaves = set[int]()
+    checkpoint = batch_norm_found = alone = False
+    leaves, resting = set[int](), set[int]()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -418,9 +418,11 @@ def scan(value: Tensor) -> Scan:
             leaves.add(id(variable(node)))
         if name in _BATCH_NORMS:
             batch_norm_found = batch_norm_found or _normalises_by_batch(node)
-            resting = resting or not saved(node, "training")
+            if not saved(node, "training"):
+                mean = saved_tensor(node, "running_mean")
+                resting.add(0 if mean is None else mean.data_ptr())
         stack.extend(below for below, _ in edges(node))
-    return Scan(checkpoint, batch_norm_found, resting, alone, frozenset(leaves))
+    return Scan(checkpoint, batch_norm_found, frozenset(resting), alone, frozenset(leaves))
 
 
 SHARDED_SINCE = (
