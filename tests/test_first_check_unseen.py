@@ -236,6 +236,45 @@ def test_the_tolerance_is_that_of_the_least_precise_numbers(
         BigStep(model, sgd(trained(model)), plain, micro_batch_size=case.micro_batch)(data(case, 0, dtype))
 
 
+def one_after_the_other(model: Any, batch: Batch) -> Tensor:
+    """A critic's loss, of two means."""
+    return model(batch[0]).mean() - model(batch[1]).mean()
+
+
+def of_one_call(model: Any, batch: Batch) -> Tensor:
+    """A critic's loss, of one forward."""
+    real, fake = model(torch.cat(batch)).chunk(2)
+    return (real.mean(0) - fake.mean(0)).view(1)
+
+
+def summed(model: Any, batch: Batch) -> Tensor:
+    """A critic's loss, of two sums."""
+    return model(batch[0]).sum() - model(batch[1]).sum()
+
+
+@pytest.mark.parametrize("scale", [1e2, 1e4])
+@pytest.mark.parametrize("loss", [one_after_the_other, of_one_call, summed])
+def test_terms_that_cancel_leave_their_rounding(loss: Any, scale: float) -> None:
+    """A critic's loss is small beside what it says of real and of fake samples; a coupling is refused all the same."""
+    for seed in range(4):
+        torch.manual_seed(seed)
+        last = nn.Linear(64, 1)
+        critic = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), last)
+        last.bias.data.fill_(scale)
+        last.weight.data.mul_(scale)
+        real = torch.randn(64, 64)
+        batch = real, real + 1e-3 * torch.randn(64, 64)
+        BigStep(critic, torch.optim.SGD(critic.parameters(), 1e-9), loss, micro_batch_size=8)(batch)
+        coupled = BigStep(
+            critic,
+            torch.optim.SGD(critic.parameters(), 1e-9),
+            lambda m, b: loss(m, (b[0] - b[0].mean(0), b[1])),
+            micro_batch_size=8,
+        )
+        with pytest.raises(CoupledLoss):
+            coupled(batch)
+
+
 def test_a_batch_in_less_than_the_model_is_no_excuse() -> None:
     """Numbers that are moved and cast up are not rounded."""
     torch.manual_seed(0)

@@ -217,6 +217,33 @@ def test_ctrl_c_after_the_step_leaves_the_window_broken_or_closed(where: str, mo
     training.assert_big_batches(BATCHES[:2], BATCHES[2:4], BATCHES[4:6])
 
 
+class WithoutNotes(RuntimeError):
+    """An error as of Python 3.10."""
+
+    @property
+    def add_note(self) -> Any:
+        """There is none."""
+        raise AttributeError
+
+
+@pytest.mark.parametrize("entrance", ["Accumulator", "BigStep"])
+@pytest.mark.parametrize("words", [(), ("no space",)])
+def test_an_error_that_takes_no_notes_says_it_itself(entrance: str, words: tuple[str, ...]) -> None:
+    """Once, in its own words."""
+    model, batch = nn.Linear(3, 1), torch.randn(4, 3)
+    optimizer = sgd(trained(model))
+    optimizer.register_step_post_hook(Once(WithoutNotes(*words)))
+    update: dict[str, Callable[[], object]] = {
+        "BigStep": lambda: BigStep(model, optimizer, lambda m, b: m(b).square().mean())(batch),
+        "Accumulator": lambda: Accumulator(model, optimizer, steps=1).backward(model(batch).square().mean()),
+    }
+    with pytest.raises(WithoutNotes) as caught:
+        update[entrance]()
+    told = str(caught.value)
+    assert told.startswith("".join(words))
+    assert told.count("may have changed some parameters") == 1
+
+
 def test_an_error_in_the_step_carries_a_note() -> None:
     """A traceback of the user's own error says what is true of the parameters."""
     training = Training(steps=1)

@@ -67,7 +67,8 @@ def _added(kinds: Sequence[Kind], values: Sequence[float], counts: Sequence[floa
 
 def is_near(one: float, other: float, parts: Sequence[Part]) -> bool:
     """Whether two losses differ by rounding alone."""
-    size = max(_FLOOR, abs(one), abs(other), *(abs(part.value) for part in parts))
+    # Terms that cancel, as a critic's of real and of fake samples, leave the rounding of each.
+    size = max(_FLOOR, abs(one), abs(other), *(max(abs(part.value), sum(map(abs, part.terms))) for part in parts))
     return abs(one - other) <= max(part.tolerance for part in parts) * size
 
 

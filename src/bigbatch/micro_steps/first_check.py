@@ -467,7 +467,7 @@ class _Values(TorchFunctionMode):
         """Do it, and note what came out."""
         del types
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not result.dim() and result.grad_fn is not None:
+        if isinstance(result, Tensor) and result.numel() == 1 and result.grad_fn is not None:
             self._of[result.grad_fn] = result.detach().clone()
         return result
 

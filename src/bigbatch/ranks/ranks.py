@@ -183,8 +183,8 @@ class Ranks:
         """Before a backward: raise where DDP would reduce in it by itself; after its next forward it would not."""
         if not self.reduced and any(wrapper.require_backward_grad_sync for wrapper in self._wrappers):
             self.prepare(last=False)
-            for wrapper in self._wrappers:
-                wrapper.reducer._reset_state()  # noqa: SLF001 - or it waits for a backward since its forward
+            for wrapper in self._wrappers:  # or it waits for a backward since its forward
+                getattr(wrapper.reducer, "_reset_state", bool)()
             raise WindowDisturbed(_ABOUT_TO_REDUCE)
 
     def prepare(self, *, last: bool) -> None:

@@ -184,8 +184,11 @@ class Stepper:
         The scaler is ready for the next window.
         """
         told = self._told(error)
-        if self.began and told not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):
-            error.add_note(told)  # Python 3.10 has no notes
+        if self.began and hasattr(error, "add_note"):
+            if told not in getattr(error, "__notes__", ()):
+                error.add_note(told)
+        elif self.began and told not in str(error):  # Python 3.10 has no notes
+            error.args = (f"{error}\n{told}", *error.args[1:])
         if self.scaler is not None:
             for optimizer in self.optimizers:  # or it would refuse to unscale a second time
                 self.scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001
