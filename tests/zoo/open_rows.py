@@ -2,7 +2,6 @@
 
 _BOTH = ("accumulator", "big_step")
 _ROWS = [
-    (_BOTH, "a sum times 0 is refused", "masked-regression-times-zero"),
     (_BOTH, "a sum over dimension 0 is taken for a mean over samples", "time-major-sum-over-time"),
     (_BOTH, "an operation that is not known", "multivariate-normal"),
     (_BOTH, "AdaLoRA's regularizer is taken for a function of a mean", "adalora"),

@@ -10,7 +10,7 @@ from bigbatch.reading.counts import Count, TotalOfSum
 
 def totals(runner: Runner, micro_batches: Iterable[Any]) -> tuple[Count, ...]:
     """Return what each term over data comes to in all micro-batches."""
-    rows = [_counts(runner, micro_batch) for micro_batch in micro_batches]
+    rows = [row for micro_batch in micro_batches if (row := _counts(runner, micro_batch)) is not None]
     if len({tuple(kind for kind, _ in row) for row in rows}) > 1:
         shown = ", ".join(str(len(row)) for row in rows[:8])
         msg = (
@@ -25,6 +25,7 @@ def totals(runner: Runner, micro_batches: Iterable[Any]) -> tuple[Count, ...]:
     return tuple(TotalOfSum(1.0) if column[0][0] == "sum" else total for column, total in pairs)
 
 
-def _counts(runner: Runner, micro_batch: Any) -> list[tuple[str, Count]]:
+def _counts(runner: Runner, micro_batch: Any) -> list[tuple[str, Count]] | None:
     loss, _ = runner.loss(micro_batch)
-    return [(term.kind, term.count) for term in runner.read(loss) if term.kind != "once"]
+    terms = runner.read(loss)  # none of a loss of zero
+    return [(term.kind, term.count) for term in terms if term.kind != "once"] if terms else None

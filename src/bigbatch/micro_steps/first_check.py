@@ -230,7 +230,8 @@ class FirstCheck:
         drawn = state.randomness.drawn()
 
         def parts(wide: int | None, *, goes_on: bool = False) -> list[Part]:
-            return evaluate(shares, wide, graph=of_parts, tape=tape, state=state, goes_on=goes_on)
+            found = evaluate(shares, wide, graph=of_parts, tape=tape, state=state, goes_on=goes_on)
+            return [part for part in found if part.kinds] or found  # a loss of zero adds nothing
 
         found = self._met(partial(parts, _OWN), lambda: [evaluate([each], _OWN, graph="read") for each in shares])
         if len({len(part.kinds) for part in found}) == 1 and whole.norms == found[0].norms:

@@ -34,7 +34,7 @@ from bigbatch.reading.trail import Trail
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
 
 _SEQUENCES = 3  # dimensions of a model's output
-_LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
+LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def read_reduction(
         elif name == "Dot":
             chain.dot(node)
             break
-        elif name in _LINEAR:
+        elif name in LINEAR:
             rule: Rule | None = rule_of(name)
             chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
         elif chain.kinds and (scalars := _scalars(node, output, name, trail)):

@@ -7,6 +7,7 @@ d_t,i. Factors need no reading: a gradient passes through them by itself.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ from bigbatch.reading.graph import (
 )
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, PURE_POINTWISE, VIEWS
 from bigbatch.reading.parameters import made_of_shared, parameters_alone
-from bigbatch.reading.reductions import FUSED, Sum, label_smoothing, read_fused, read_reduction
+from bigbatch.reading.reductions import FUSED, LINEAR, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.selections import results
 from bigbatch.reading.trail import Trail
@@ -114,7 +115,10 @@ class _Place(NamedTuple):
 
 
 def read(loss: Tensor, surroundings: Surroundings, trail: Trail) -> list[Term]:
-    """Return the terms of a loss in the order they were written, or raise a LossError that says what to type."""
+    """Return the terms of a loss in the order they were written, or raise a LossError that says what to type.
+
+    What is multiplied by zero, as in `loss + 0 * unused.sum()`, is no term; `0 * loss` has none.
+    """
     root = loss.grad_fn
     if root is None:  # a bare parameter
         return [Term(None, "once", 1.0, "a parameter")]
@@ -141,7 +145,7 @@ def _serves_twice(node: Node | None, trail: Trail) -> bool:
     return node is not None and users > 1
 
 
-def _step(  # noqa: PLR0911 - one way out per kind of operation
+def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
     place: _Place, surroundings: Surroundings, trail: Trail
 ) -> Term | list[_Place]:
     """Go one scalar operation down: to the scalars that it was made of, or to a term."""
@@ -149,6 +153,8 @@ def _step(  # noqa: PLR0911 - one way out per kind of operation
     assert node is not None  # noqa: S101 - _Place is only made of edges that carry gradient
     trail.passed(node)
     name = operation(node)
+    if _is_zero(node, trail):
+        return []
     if is_shared_by_all(node):
         return Term(place.pinned or node, "once", 1.0, name)
     if is_custom(node):
@@ -169,6 +175,14 @@ def _step(  # noqa: PLR0911 - one way out per kind of operation
     if parameters_alone(place.edge, surroundings.own, trail) or made_of_shared(place.edge, surroundings.own, trail):
         return Term(place.pinned or node, "once", 1.0, name)
     raise refusals.nonlinear(name, root=name == "Sqrt" or saved_number(node, "exponent") == _ROOT)
+
+
+def _is_zero(node: Node, trail: Trail) -> bool:
+    """Tell whether a factor of zero was written: `0 * out.sum()`, `(out * 0).mean()`."""
+    while operation(node) in LINEAR | {"Mean", "Sum"} and (below := edges(node)[0][0]) is not None:
+        node = below
+        trail.passed(node)
+    return operation(node) == "Mul" and _number(node) == 0.0
 
 
 def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_Place]:
@@ -221,7 +235,7 @@ def _product(place: _Place, node: Node, name: str, surroundings: Surroundings, t
 def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, trail: Trail) -> Term:
     """Make a term of a reduction."""
     at = place.pinned or node
-    numbers = tuple(number for number in map(_number, place.factors) if number != 1.0)
+    numbers = _numbers(place.factors)
     if found.kind == "mean":
         if any(
             operation(factor) == "Mean" and math.prod(saved(factor, "self_sym_sizes")) == 1 for factor in place.factors
@@ -265,7 +279,7 @@ def _of_sum(place: _Place, at: Node, found: Sum, surroundings: Surroundings, tra
         count = divided_by(source, mask)
     elif count is None and doubts:
         raise doubts[0][1]
-    numbers = tuple(number for factor in read if factor is not counting and (number := _number(factor)) != 1.0)
+    numbers = _numbers(factor for factor in read if factor is not counting)
     if count is not None:
         of_own = source is None
         return Term(at, "mean", count, found.name, None, of_own, numbers, found.doubtful, source, mask=mask or 0)
@@ -356,6 +370,12 @@ def _is_shared_factor(factor: Node) -> bool:
     """Tell whether a sum was divided by what is the same in every micro-batch, as a count over all of them."""
     tensor = saved_tensor(factor, "other") if operation(factor) in {"Mul", "Div"} else None
     return tensor is not None and is_shared_value(tensor)
+
+
+def _numbers(factors: Iterable[Node]) -> tuple[float | None, ...]:
+    """Read constant factors; a division by 1 is none, and a product with 1 may be one with 0 elsewhere."""
+    found = [(factor, _number(factor)) for factor in factors]
+    return tuple(number for factor, number in found if number != 1.0 or operation(factor) == "Mul")
 
 
 def _number(factor: Node) -> float | None:

@@ -22,7 +22,14 @@ from bigbatch.errors import SeveralCounts, StateError
 from bigbatch.reading.counts import Count, Kind
 from bigbatch.reading.terms import Term
 from bigbatch.windows.disagreements import listed, other_total, several
-from bigbatch.windows.one_loss import in_ratio, keep_factors, keep_names, names_of, refuse_doubtful, refuse_shared_nodes
+from bigbatch.windows.one_loss import (
+    in_ratio,
+    keep_factors,
+    keep_names,
+    names_of,
+    refuse_doubtful,
+    refuse_shared_nodes,
+)
 
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 _PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
@@ -51,6 +58,10 @@ def _are(kind: Callable[[Any], bool], value: object) -> bool:
     return isinstance(value, list | tuple) and all(map(kind, value))
 
 
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
 _are_numbers = partial(_are, _is_number)
 _are_words = partial(_are, lambda each: isinstance(each, str))
 _SAVED: dict[str, Callable[[Any], bool]] = {  # and what each may be
@@ -67,7 +78,11 @@ _SAVED: dict[str, Callable[[Any], bool]] = {  # and what each may be
     "factors": lambda value: value is None or _are(lambda row: isinstance(row, list | tuple), value),
     "came": _are_numbers,
 }
-_SAVED_LATER: dict[str, Callable[[Any], bool]] = {"over": _are_words, "plain": _is_number}  # not in the first states
+_SAVED_LATER: dict[str, Callable[[Any], bool]] = {
+    "over": _are_words,
+    "plain": _is_number,
+    "zeros": _is_flag,
+}  # not in the first states
 
 
 class Tally(NamedTuple):
@@ -102,6 +117,7 @@ class Ledger:
     came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
     sure: bool = False  # the totals are sums of what comes: nothing to compare
     over: tuple[str, ...] = ()  # names of the terms over data
+    zeros: bool = False  # whether a micro-batch's loss was zero, by a factor
     in_common: bool = False  # whether other ranks' gradients are added to these before the window ends
     nothings: Count = 0.0  # micro-batches that a device has found to count nothing, when they were added; with ranks
     once: float = 1.0  # this rank's share of a term that counts once
@@ -121,9 +137,10 @@ class Ledger:
             ):
                 return Weights(term.count / self.provisional)
         data = over_data(terms)
-        keep_factors(self.factors, data)
-        if self.totals is not None:
-            return self.known(terms, data, first=self.micro_batches == 0)
+        keep_factors(self.factors, data, zero=self.zeros or not terms)
+        first = not self.names and not self.kind  # of those that have any terms
+        if self.totals is not None and terms:
+            return self.known(terms, data, first=first)
         kinds = {term.kind for term in data}
         if len(kinds) > 1 or (self.kind and kinds and kinds != {self.kind}):
             refuse_doubtful(data)
@@ -135,7 +152,6 @@ class Ledger:
             keep_names(self.names, terms)
             return Weights(self._share(data))
         keep_names(self.names, terms)
-        first = self.micro_batches == 0
         self.shares_once = self.shares_once or len(data) < len(terms)
         share = self.once if first else 0.0
         once = tuple((term.node, share) for term in terms if term.kind == "once" and term.node is not None)
@@ -158,6 +174,10 @@ class Ledger:
 
     def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
+        self.micro_batches += 1
+        if not terms:
+            self.zeros = True
+            return
         data = over_data(terms)
         self.names = self.names or names_of(terms)
         if self.factors is None and data:
@@ -176,11 +196,7 @@ class Ledger:
                     self.loss += value * count
         else:
             if self.totals is not None:
-                self.kind = "known"
-                self.over = names_of(data)
-                if not self.sure:
-                    counts = [term.count if term.kind == "mean" else 0.0 for term in data]
-                    self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
+                self._enter_known(data)
             else:
                 self.kind = self.kind or ("sum" if data else "")
                 self.total = 1.0 if self.kind == "sum" else self.total
@@ -189,7 +205,13 @@ class Ledger:
                 self._put_off(value, of_value)
             else:
                 self._enter_parts(terms, weights, value, factors)
-        self.micro_batches += 1
+
+    def _enter_known(self, data: list[Term]) -> None:
+        self.kind = "known"
+        self.over = names_of(data)
+        if not self.sure:
+            counts = [term.count if term.kind == "mean" else 0.0 for term in data]
+            self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
 
     def _put_off(self, value: Tensor, weight: Count) -> None:
         """Have a loss on a device added up later, with others."""

@@ -23,7 +23,7 @@ def names_of(terms: list[Term]) -> tuple[str, ...]:
 def keep_names(before: tuple[str, ...], terms: list[Term]) -> None:
     """Raise where the terms are others than those before."""
     now = names_of(terms)
-    if before and now != before and "count=" not in (*now, *before):
+    if before and now and now != before and "count=" not in (*now, *before):
         raise LossError(
             f"the loss changed within a window: its terms were {', '.join(before)} and are {', '.join(now)} now. A "
             "window makes one big batch, which has one loss.\n"
@@ -31,11 +31,18 @@ def keep_names(before: tuple[str, ...], terms: list[Term]) -> None:
         )
 
 
-def keep_factors(before: Sequence[Factors] | None, data: list[Term]) -> None:
-    """A constant factor is constant: one that changes with the micro-batch may be a count in disguise."""
-    now = [term.factors for term in data]
-    if before is not None and len(now) == len(before) and now != before:
-        then, term = next((b, t) for b, t in zip(before, data, strict=True) if t.factors != b)
+def keep_factors(before: Sequence[Factors] | None, data: list[Term], *, zero: bool = False) -> None:
+    """A constant factor is constant: one that changes with the micro-batch may be a count in disguise.
+
+    So may one beside a loss of `zero`: it may be the factor that was zero.
+    """
+    if zero and any(every := [*(before or ()), *(term.factors for term in data)]):
+        raise refusals.changing_factor("the loss", "0", shown(max(every, key=len)))
+    if before is None or len(data) != len(before):
+        return
+    for then, term in zip(before, data, strict=True):
+        if then == term.factors or without_ones(then) == without_ones(term.factors):
+            continue
         raise refusals.changing_factor(term.name, shown(then), shown(term.factors))
 
 
@@ -85,6 +92,12 @@ def refuse_shared_nodes(terms: list[Term], weights: list[tuple[Node, Count]]) ->
         seen[node] = weight
 
 
+def without_ones(factors: Factors) -> Factors:
+    """Return the factors that change something."""
+    return tuple(factor for factor in factors if factor != 1.0)
+
+
 def shown(factors: Factors) -> str:
     """Return the factors of a term in words."""
-    return " x ".join("a tensor" if factor is None else f"{factor:g}" for factor in factors) or "none"
+    numbers = without_ones(factors)
+    return " x ".join("a tensor" if factor is None else f"{factor:g}" for factor in numbers) or "none"

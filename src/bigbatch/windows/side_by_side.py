@@ -21,6 +21,10 @@ OfAll = Callable[[tuple[Count, ...]], tuple[Count, ...]]
 
 def weigh_together(ledger: Ledger, every: list[list[Term]], of_all: OfAll | None = None) -> list[Weights]:
     """Return the weights of all micro-batches; `of_all` makes the totals of all ranks, where there are others."""
+    if not all(every):  # a loss of zero adds nothing
+        some = iter(weigh_together(ledger, [terms for terms in every if terms], of_all))
+        keep_factors(ledger.factors, [], zero=True)
+        return [next(some) if terms else Weights() for terms in every]
     rows = [over_data(terms) for terms in every]
     for terms, data in zip(every, rows, strict=True):
         if names_of(terms) != names_of(every[0]):

@@ -16,7 +16,7 @@ from bigbatch.reading.counts import Count, TotalOfSum
 from bigbatch.reading.terms import Term
 from bigbatch.windows.gradients import Gradients
 from bigbatch.windows.ledger import Ledger
-from bigbatch.windows.one_loss import shown
+from bigbatch.windows.one_loss import shown, without_ones
 from bigbatch.windows.settings import rates_in_one, settings
 from bigbatch.windows.stepping import Stepper
 
@@ -102,7 +102,7 @@ def _form(ledger: Ledger) -> str:
     if not ledger.names or "count=" in ledger.names:
         return ""
     names = "its terms" if ledger.totals is not None else ", ".join(ledger.names)  # counted in advance by place alone
-    factors = ledger.factors or []
+    factors = [without_ones(each) for each in ledger.factors or []]
     return f"{names} times {' and '.join(map(shown, factors))}" if any(factors) else names
 
 
