@@ -14,7 +14,7 @@ from benchmarks.peak_memory import peak_bytes
 from bigbatch.errors import ConfigurationError
 from bigbatch.memory.live_bytes import LiveBytes
 from bigbatch.planning.cuda_manners import like_cuda
-from bigbatch.planning.tracing import optimizer_bytes, predict, predict_peak
+from bigbatch.planning.tracing import optimizer_bytes, predict
 
 Batch = tuple[Tensor, Tensor]
 
@@ -143,7 +143,7 @@ def test_tracing_leaves_nothing_behind() -> None:
     before = {name: (id(t), t.clone()) for name, t in (*model.named_parameters(), *model.named_buffers())}
     gradient = model.inner[0].weight.grad = torch.ones(64, 784)
     random = torch.get_rng_state()
-    predict_peak(model, loss_fn, batch, torch.optim.AdamW(model.parameters()))
+    predict(model, loss_fn, batch, torch.optim.AdamW(model.parameters()))
     after = {name: (id(t), t) for name, t in (*model.named_parameters(), *model.named_buffers())}
     assert all(after[name][0] == place and torch.equal(after[name][1], t) for name, (place, t) in before.items())
     assert model.inner[0].weight.grad is gradient
@@ -156,7 +156,7 @@ def test_nothing_is_allocated() -> None:
     """A batch that no machine holds can be traced."""
     model = nn.Linear(10, 10)
     wide = torch.empty(1, 10).expand(1 << 36, 10)
-    assert predict_peak(model, lambda m, b: m(b).sum(), wide) > 1 << 41
+    assert predict(model, lambda m, b: m(b).sum(), wide).peak > 1 << 41
 
 
 def test_attention_keeps_no_square_matrix_on_cuda() -> None:
@@ -196,7 +196,7 @@ def test_autocast_acts_as_on_cuda() -> None:
             assert (y.sum().dtype, y.sum(0).dtype, y.exp().dtype) == (torch.float32,) * 3
             return F.cross_entropy(y, x.long().amax(-1))
 
-    assert predict_peak(nn.Linear(8, 8), losses, torch.empty(4, 8)) > 0
+    assert predict(nn.Linear(8, 8), losses, torch.empty(4, 8)).peak > 0
     with torch.autocast("cpu", torch.bfloat16):  # and all is as before
         y = torch.ones(2, 8, dtype=torch.bfloat16)
         assert F.softmax(y, -1).dtype == torch.bfloat16
@@ -212,7 +212,7 @@ def test_autocast_around_the_call_counts() -> None:
         return model(x).sum()
 
     with torch.autocast("cpu", torch.bfloat16):
-        predict_peak(nn.Linear(8, 8), look, torch.empty(4, 8))
+        predict(nn.Linear(8, 8), look, torch.empty(4, 8))
     assert seen == [torch.bfloat16]
 
 
@@ -223,7 +223,7 @@ def test_masks_are_taken_as_full() -> None:
         kept = model(batch[0])[batch[1] > 0]
         return kept.sum() + model(batch[0]).masked_select(batch[1][:, None] > 0).mean() * float(kept.mean())
 
-    assert predict_peak(nn.Linear(784, 10), masked, features(8), target="cpu") > 0
+    assert predict(nn.Linear(784, 10), masked, features(8), target="cpu").peak > 0
 
 
 def test_what_hangs_on_numbers_is_refused() -> None:
@@ -233,9 +233,9 @@ def test_what_hangs_on_numbers_is_refused() -> None:
         return model(batch[0])[: int(batch[1].max())].sum()
 
     with pytest.raises(ConfigurationError, match=r"reads an integer out of a tensor[\s\S]*Plan on the device itself"):
-        predict_peak(nn.Linear(784, 10), cut, features(8))
+        predict(nn.Linear(784, 10), cut, features(8))
     with pytest.raises(ConfigurationError, match="must return a loss with a graph; found float"):
-        predict_peak(nn.Linear(784, 10), lambda _m, _b: 1.0, features(8))
+        predict(nn.Linear(784, 10), lambda _m, _b: 1.0, features(8))
 
 
 def test_kernels_are_taken_out_after_an_error() -> None:

@@ -113,10 +113,6 @@ class Crew:
         self._latest = weakref.ref(round_)
         return round_.run()
 
-    def dismiss(self) -> None:
-        """End the threads; later tasks get new ones."""
-        _dismiss(self._seats)
-
 
 def _dismiss(seats: "list[_Seat]") -> None:
     for seat in seats:

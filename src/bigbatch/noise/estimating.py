@@ -119,12 +119,12 @@ def correlation_time(values: Sequence[float]) -> float:
     return max(found, 1.0)
 
 
-def student(freedom: float, confidence: float = CONFIDENCE) -> float:
+def student(freedom: float) -> float:
     """Return how many standard errors lie between a mean and the end of its interval (Student's t).
 
     Cornish and Fisher's series about the normal distribution; within 0.3 % from seven degrees of freedom on.
     """
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384

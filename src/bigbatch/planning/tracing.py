@@ -48,18 +48,6 @@ class Prediction:
         return self.resident + max(self.batch + max(self.forward, self.backward), self.optimizer_step)
 
 
-def predict_peak(
-    model: nn.Module | Sequence[nn.Module],
-    loss_fn: Callable[[Any, Any], Any],
-    batch: Any,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    *,
-    target: Literal["cuda", "cpu"] = "cuda",
-) -> int:
-    """Return the peak in bytes of one micro-step of this batch; `predict` tells its parts."""
-    return predict(model, loss_fn, batch, optimizer, target=target).peak
-
-
 def predict(
     model: nn.Module | Sequence[nn.Module],
     loss_fn: Callable[[Any, Any], Any],
