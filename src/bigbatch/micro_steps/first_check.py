@@ -271,7 +271,7 @@ class FirstCheck:
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None:
             numpy.random.seed(seed)
-        (other,) = evaluate([every], widest, graph="keep" if whole.kinds else "none", tape=[])
+        (other,) = evaluate([every], widest, graph="keep" if whole.kinds else "none")
         return not is_near(whole.value, other.value, (whole, other))
 
     def _count(self, division: Division) -> None:
@@ -327,7 +327,7 @@ class FirstCheck:
             if state is not None and self._side_by_side is None:
                 state.restore(randomness=not goes_on)
             micro_batch = self._mover.moved(division.part(share, _width(division, share) if wide == _OWN else wide))
-            watch = _Watch(tape, own)
+            watch = _Watch([] if tape is None else tape, own)
             before = Randomness(devices_of(self._models))
             hooks = saved_tensors_hooks(_dropped, _kept) if graph == "read" else nullcontext()
             values = _Values()
@@ -382,7 +382,7 @@ class _Watch(LiveBytes):
     A whole writes the numbers that it draws on a tape. Its part draws, at the same place, those of its own rows.
     """
 
-    def __init__(self, tape: list[Tensor] | None, rows: _Rows | None) -> None:
+    def __init__(self, tape: list[Tensor], rows: _Rows | None) -> None:
         """Write on the tape, or read it for some rows."""
         super().__init__()
         self.lowest: torch.dtype | None = None
@@ -391,7 +391,7 @@ class _Watch(LiveBytes):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do it, and look at what came out."""
-        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()) and self._tape is not None
+        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         run = partial(self._drawn, func) if is_random else func
         result = super().__torch_dispatch__(run, types, args, kwargs)
         given = {each.dtype for each in tree_leaves((args, kwargs)) if _is_real(each)}
@@ -408,10 +408,10 @@ class _Watch(LiveBytes):
         calm = {name: value for name, value in _CALM.items() if name in names}
         if calm:
             given = {**dict(zip(names, args, strict=False)), **kwargs, **calm}
-            return func(**{name: value for name, value in given.items() if name != "self"}, **_own(given))
+            return func(**given)
         if self._rows is None:
             result = func(*args, **kwargs)
-            self._tape_of().extend(each.clone() for each in tree_leaves(result) if isinstance(each, Tensor))
+            self._tape.extend(each.clone() for each in tree_leaves(result) if isinstance(each, Tensor))
             return result
         source = kwargs.get("generator")
         generators = [source] if source is not None else _generators(args, kwargs)
@@ -426,8 +426,8 @@ class _Watch(LiveBytes):
 
     def _repeat(self, drawn: Tensor, *, is_order: bool) -> None:
         """Put the numbers of the whole's rows in the place of what a part has drawn."""
-        tape, place, self._place = self._tape_of(), self._place, self._place + 1
-        rows = None if is_order or place >= len(tape) else self._own_rows(tape[place], drawn)
+        place, self._place = self._place, self._place + 1
+        rows = None if is_order or place >= len(self._tape) else self._own_rows(self._tape[place], drawn)
         if rows is None:
             self.certain = False
         else:
@@ -450,10 +450,6 @@ class _Watch(LiveBytes):
             else:
                 return None
         return whole
-
-    def _tape_of(self) -> list[Tensor]:
-        assert self._tape is not None  # noqa: S101 - where numbers are repeated
-        return self._tape
 
 
 class _Values(TorchFunctionMode):
@@ -483,10 +479,6 @@ class _Values(TorchFunctionMode):
         factors = torch.autograd.grad(loss, [GradientEdge(n, 0) for n in nodes], retain_graph=True, allow_unused=True)
         pairs: Iterable[tuple[Tensor | None, Tensor | None]] = zip(factors, found, strict=True)
         return tuple(float(f * v) if f is not None and v is not None else 0.0 for f, v in pairs)
-
-
-def _own(given: dict[str, Any]) -> dict[str, Any]:
-    return {"self": given["self"]} if "self" in given else {}
 
 
 def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:

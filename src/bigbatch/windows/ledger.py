@@ -335,23 +335,18 @@ class Ledger:
             return 1.0
         return self.provisional / self.total  # a window that counted nothing makes no update
 
-    def loss_or_plain(self) -> Count:
-        """Return the sum of weighed losses, or of the losses as they are where some weights are not known."""
-        if isinstance(self.loss_known, Tensor):
-            return torch.where(self.loss_known, self.loss, self.plain)
-        return self.loss if self.loss_known else self.plain
+    def loss_or_plain(self, times: int = 1) -> Count:
+        """Return the sum of weighed losses; where some weights are not known, of the losses over a number of times."""
+        if self.loss_known is True:
+            return self.loss
+        plain = self.plain / times
+        return torch.where(self.loss_known, self.loss, plain) if isinstance(self.loss_known, Tensor) else plain
 
     def big_loss(self) -> Count:
         """Return the big batch's own loss; where it cannot be known, the average of the micro-batches'."""
-        if isinstance(self.loss_known, Tensor):
-            return torch.where(self.loss_known, self.loss, self.plain / max(self.micro_batches, 1))
-        if not self.loss_known:
-            return self.plain / max(self.micro_batches, 1)
         if self.kind != "mean":
-            return self.loss
-        if isinstance(self.total, Tensor):
-            return self.loss / self.total
-        return self.loss / self.total if self.total else math.nan
+            return self.loss_or_plain(max(self.micro_batches, 1))
+        return self.loss / self.total if isinstance(self.total, Tensor) or self.total else math.nan
 
     def _share(self, data: list[Term]) -> Count:
         count = data[0].count
