@@ -394,6 +394,18 @@ def test_batches_that_cannot_be_compared_are_read_ahead(
     assert [update is not None for update in made] == [False, True, True]
 
 
+@pytest.mark.parametrize(("locked", "told"), [(1, True), (3, True), (20, False)])
+def test_a_batch_that_cannot_be_copied_ends_no_reading_ahead(locked: int, told: bool) -> None:
+    """The last of the others is known, unless many could not be copied; its update is made in any case."""
+    batches = [torch.full((2, 3), float(place), dtype=torch.float64) for place in range(23)]
+    training = [with_lock(batch) if place < locked else Holding(batch) for place, batch in enumerate(batches)]
+    model = torch.nn.Linear(3, 1, dtype=torch.float64)
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    made = [accumulator.backward(model(batch.value).mean()) for batch in accumulator.over(iter(training))]
+    assert (made[-1] is not None) is told
+    assert accumulator.remaining == 2
+
+
 def test_a_leaf_that_all_batches_share_is_no_reuse() -> None:
     """Nor is a batch that comes twice in a window."""
     anchors, rows = torch.ones(3), [torch.full((2, 3), float(place), dtype=torch.float64) for place in range(2)]

@@ -64,7 +64,7 @@ class Source(Generic[Batch]):
         before = [Content(batch) for batch in self.held] if number > self._compared else None
         first = before[0].copied() if before and not self._must_know else None
         if before and not self._must_know and first is None:  # if it were written over, nothing could be given out
-            number, self._looks_ahead = 0, False
+            number, self._looks_ahead = 0, self._read < _ALIKE  # another one may be copied
         while len(self.held) < number and self._read_on():
             if before is not None:
                 before.append(Content(self.held[-1]))
