@@ -755,6 +755,32 @@ def test_a_crew_that_failed_ends_as_well() -> None:
     assert ended(threads)
 
 
+@pytest.mark.parametrize("number", [0, 2])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_a_thread_is_started_leaves_none(
+    when: str, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have started end with their crew; the next window works."""
+    gc.collect()
+    before = set(ours())
+    crew = Crew()
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        if when == "after" or self.name != f"bigbatch-{number}":
+            start(self)
+        if self.name == f"bigbatch-{number}":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        works(crew, 4)
+    monkeypatch.undo()
+    assert works(crew, 4)
+    crew = None  # type: ignore[assignment]
+    assert ended(list(set(ours()) - before))
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("number", [0, 1, 2])
 @pytest.mark.parametrize("when", ["before its task", "after its task"])

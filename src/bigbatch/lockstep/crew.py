@@ -107,7 +107,7 @@ class Crew:
         if not all(seat.thread.is_alive() for seat in self._seats):
             _dismiss(self._seats)  # those that are left: in a process that was forked, none
         while len(self._seats) < len(tasks):
-            self._seats.append(_seat(len(self._seats), len(tasks)))
+            _start_thread(self._seats, len(tasks))
         processor = this_processor() if carried.stream is not None and len(tasks) > 1 else None
         round_ = _Round(tasks, self._seats[: len(tasks)], carried, notes or {}, processor)
         self._latest = weakref.ref(round_)
@@ -121,10 +121,14 @@ def _dismiss(seats: "list[_Seat]") -> None:
     seats.clear()
 
 
-def _seat(number: int, tasks: int) -> "_Seat":
+def _start_thread(seats: "list[_Seat]", tasks: int) -> None:
+    """Start one more, in a seat that is known before: an interrupt in here must not leave a thread that nobody ends."""
+    number = len(seats)
+    seats.append(_Seat(f"bigbatch-{number}"))
     try:
-        return _Seat(f"bigbatch-{number}")
+        seats[number].thread.start()
     except RuntimeError as error:
+        del seats[number:]
         msg = (
             f"micro-batches in lock-step have a thread each, and of {tasks:,} the system would start {number:,}: "
             f"{error}.\n"
@@ -144,7 +148,6 @@ class _Seat:
         self.ended = False
         self._processor: int | None = None
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self.thread.start()
 
     def wake(self) -> None:
         """Let the thread look whether it is its turn; once more does no harm."""
