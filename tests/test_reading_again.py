@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:Using a target size:UserWarning",  # some of them are that mistake
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
     "ignore:this loss looks divided by steps:UserWarning",
+    "ignore:this loss is a sum over data:UserWarning",  # by a number that is also another size
 )
 
 BATCHES = [rows(3, 0), rows(2, 1)]

@@ -1,6 +1,7 @@
 """Losses of several levels: rows one by one, a mean of means, a derivative, a learned factor over several terms."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -135,3 +136,26 @@ def test_the_mean_over_one_ragged_sample_is_refused() -> None:
     for batch in batches:
         batch["lengths"][:] = 4
     assert_equal(accumulated(loss, batches, 3), big_batches(loss, batches, 3))
+
+
+SUMS: dict[
+    str, tuple[tuple[int, ...], Callable[[Tensor], Tensor], bool]
+] = {  # a sum times a number that may be the number of samples: what it is taken for, and what it then is
+    "as many samples as features": ((4, 4), lambda out: out.square().sum() / len(out), True),
+    "two samples": ((2, 2), lambda out: out.square().sum() / len(out), True),
+    "half of two samples": ((2, 2), lambda out: 0.5 * out.square().sum(), True),
+    "one sample": ((1, 1), lambda out: out.square().sum() / len(out), False),
+    "other samples before": ((3, 4, 2), lambda out: out.square().sum() / len(out), False),
+    "half after other samples": ((3, 2), lambda out: 0.5 * out.square().sum(), False),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_by_a_number_that_may_be_its_samples_is_taken_for_the_usual_and_said(name: str) -> None:
+    """Where no micro-batch of another size has told it before, one warning says what it was taken for."""
+    sizes, loss, warns = SUMS[name]
+    told = pytest.warns(UserWarning, match="this loss is a sum over data") if warns else nullcontext()
+    found = case(lambda m, b: loss(m(b["x"])))
+    batches, steps = found.micro_batches(sizes), len(sizes)
+    with told:
+        assert_equal(accumulated(found, batches, steps), big_batches(found, batches, steps))

@@ -1,7 +1,7 @@
 """One reduction: what it was taken over, and whether it is over data at all."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +27,7 @@ from bigbatch.reading.graph import (
 from bigbatch.reading.layout import PICKED, Axis, Dim, Layout, Part
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
 from bigbatch.reading.parameters import parameters_alone
-from bigbatch.reading.rules import MEAN, SUM, Rule
+from bigbatch.reading.rules import MEAN, SUM, Rule, size_of
 from bigbatch.reading.samples import Samples, Surroundings
 from bigbatch.reading.trail import Trail
 
@@ -35,6 +35,7 @@ FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
 
 _SEQUENCES = 3  # dimensions of a model's output
 LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
+HABITS = frozenset({1, 2})  # `0.5 * x.sum()` is half of it, and seldom a mean over two; so may `/ 2` be
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +60,16 @@ class Sizes:
     """
 
     ways: tuple[tuple[tuple[int, bool], ...], ...]
-    rows: frozenset[float]  # of kl_div's batchmean and its kin: means, even where another size is the same
+    time_first: bool  # samples may lie second, too
+    rows: frozenset[float]  # what kl_div's batchmean and its kin divide by, whatever else is as large
 
-    def read(self, divisor: float) -> Literal["samples", "others", "either", "none"]:
-        """Tell what a division of the sum takes a mean over."""
-        means, others, steps = set[int](), {1}, set[int]()
+    def read(self, divisor: float, *, whole: bool) -> Literal["samples", "likely", "others", "either", "none"]:
+        """Tell what a division of the sum takes a mean over; a number of samples is a `whole` one, an integer.
+
+        A sum over rows that is divided by their number is `likely` a mean over samples where another size is the same.
+        """
+        one = whole and divisor == 1  # a count: nobody divides by 1 as such
+        means, others, steps = set[int](), set() if one else set(HABITS), set[int]()
         for way in self.ways:
             rest = {1}
             for place, (size, own) in enumerate(way):
@@ -71,15 +77,20 @@ class Sizes:
                     # Of (a, b, c) either may be the samples and the other the steps of a sequence.
                     steps |= {each * size for each in rest} if place == 1 and len(way) == _SEQUENCES else set()
                     rest |= {each * size for each in rest}
-            others |= rest
+            others |= {size for size, own in way if not own} if one else rest
             samples = [size for size, own in way if own]
             means |= {each * math.prod(samples) for each in rest} if samples else set()
         over, beside, unclear = (
             any(abs(divisor - each) <= 1e-9 * each for each in sizes) for sizes in (means, others, steps - {1})
         )
-        if (over and beside and divisor not in self.rows) or (unclear and not over):
-            return "either"
-        return "samples" if over or divisor in self.rows else "others" if beside else "none"
+        if divisor in self.rows:
+            return "samples"
+        first = [way[:1] == ((divisor, True),) for way in self.ways]
+        if over and (beside or (self.time_first and first[1] and len(self.ways[1]) == _SEQUENCES)) and any(first):
+            return "likely"
+        if over == beside:
+            return "either" if over or one or unclear else "none"
+        return "samples" if over else "either" if unclear else "others"
 
 
 def read_reduction(
@@ -227,38 +238,40 @@ class _Chain:
         return 0
 
     def _rows(self, edge: Edge) -> frozenset[float]:
-        """Give what kl_div's batchmean divides by: rows, or, for class probabilities, positions."""
-        node, output = edge
-        if node is None or len(self.kinds) > 1 or not (sizes := shape(node, output)):
+        """Give what divides a sum over classes to a mean: rows, as kl_div's batchmean does, or positions."""
+        if len(self.kinds) > 1 or not _is_of_classes(edge):
             return frozenset()
-        if _is_one_distribution(edge):
-            return frozenset({1.0})
-        while node is not None and operation(node) in {"Neg", "Mul"}:
-            node = next((below for below, _ in edges(node) if below is not None), None)
-        classes = node is not None and operation(node) == "LogSoftmax" and len(sizes) > 1
-        return frozenset({float(sizes[0])} | ({float(self.counts[0] // max(sizes[1], 1))} if classes else set()))
+        sizes = size_of(edge)
+        return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))} if len(sizes) > 1 else {1.0})
 
 
 def sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Sizes:
     """Say where samples lie in what was summed, and in the model's output that it was made of."""
-    first = samples.axes[0] if samples.axes else None
-    ways = [summed, list(samples.parts)]
-    own = [
-        tuple((size, isinstance(tag, Axis) and first is not None and tag.matches(first)) for size, tag in way)
-        for way in ways
-    ]
-    if not samples.unbatched:
-        outermost = len(own[0]) > 0 and own[0][0][1]
-        rows = rows | {float(size) for size, mine in own[1] if mine} if outermost else frozenset()
-    return Sizes(tuple(own), rows)
+    first = replace(samples.axes[0], order=()) if samples.axes else None
+    return Sizes(
+        tuple(
+            tuple(
+                (size, isinstance(tag, Axis) and first is not None and replace(tag, order=()).matches(first))
+                for size, tag in way
+            )
+            for way in (summed, samples.parts)
+        ),
+        samples.surroundings.time_first,
+        rows,
+    )
+
+
+def _is_of_classes(edge: Edge) -> bool:
+    """Tell a product with a log-softmax: cross-entropy with class probabilities, and kl_div."""
+    node = edge[0]
+    while node is not None and operation(node) in {"Neg", "Mul", "Sub"}:
+        node = next((below for below, _ in edges(node) if below is not None), None)
+    return node is not None and operation(node) == "LogSoftmax" and shape(node) != (1,)
 
 
 def _is_one_distribution(edge: Edge) -> bool:
-    """Tell cross-entropy with class probabilities of a single sample: a product with a 1-d log-softmax."""
-    node = edge[0]
-    while node is not None and operation(node) in {"Neg", "Mul"}:
-        node = next((below for below, _ in edges(node) if below is not None), None)
-    return node is not None and operation(node) == "LogSoftmax" and len(shape(node)) == 1 and shape(node) != (1,)
+    """Tell cross-entropy with class probabilities of a single sample, without a batch dimension."""
+    return len(size_of(edge)) == 1 and _is_of_classes(edge)
 
 
 def _factors_below(edge: Edge) -> list[Node]:
@@ -321,7 +334,7 @@ def read_fused(  # noqa: C901 - one way per kind of loss
     if samples.data and (spread := samples.spread()):
         raise refusals.expanded(spread)
     if how == SUM:
-        rows = frozenset(map(float, sizes[:1])) if len(sizes) > 1 else frozenset({1.0} if samples.unbatched else ())
+        rows = frozenset({1.0} if samples.unbatched else ())
         return Sum("sum", 1.0, name, sizes=sizes_of(samples, [part for dim in axes for part in dim], rows))
     if name not in NLL:
         return Sum("mean", count, name)

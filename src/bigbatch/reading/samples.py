@@ -8,6 +8,7 @@ side by side; otherwise the loss is coupled and no weights make micro-batches ad
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
@@ -49,9 +50,10 @@ class Surroundings:
     own: frozenset[int] = frozenset()  # ids of the optimizers' parameters: a plain tensor may be one
     is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
     micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
+    time_first: bool = False  # a layer takes (time, batch, ...), so that samples may lie second
     divisors: bool = False  # a tensor that divides a sum is taken for its count: someone checks what comes of it
     # How a kind of graph was read where it could be read in one way only: that holds where it might be two.
-    readings: dict[tuple[object, ...], int] = field(default_factory=dict)
+    readings: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -322,10 +324,10 @@ class Samples:
                 if any(map(self._holds, parts)):
                     continue
                 many, key = math.prod(n for n, _ in parts), ("spread", name, *map(type, self.trail.nodes))
-                pairs = size > 1 and (many == size if direct else many % size == 0)
                 self.trail.passing = True  # it hangs on the shape of a tensor that is in no graph
                 own = [tag for each in beside for _, tag in each if isinstance(tag, Axis)]
                 apart = bool(self.axes) and all(any(axis.matches(tag) for tag in own) for axis in self.axes or ())
+                pairs = size > 1 and (many == size if direct or apart else many % size == 0)
                 if (pairs and not self.surroundings.readings.get(key)) or (direct and not apart):
                     return name
                 if size > 1:
@@ -335,7 +337,7 @@ class Samples:
     def _copies(self, dim: Dim) -> list[Dim]:
         """Return the parts of a dimension that were broadcast further down, but those beside a sample's own parts."""
         sizes = math.prod(size for size, _ in dim)
-        found = [part for part in self._broadcast if any(_matches(part[1], tag) for _, tag in dim)]
+        found = [part for part in self._broadcast if part in dim or any(_matches(part[1], tag) for _, tag in dim)]
         samples = any(_matches(tag, axis) for _, tag in dim for axis in self.axes or ())
         return [(part,) for part in found if samples or part[0] == sizes]
 

@@ -7,6 +7,7 @@ d_t,i. Factors need no reading: a gradient passes through them by itself.
 """
 
 import math
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError
+from bigbatch.pointing import outside
 from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, GivenCount, Kind, checked_count, wide
 from bigbatch.reading.graph import (
@@ -36,7 +38,7 @@ from bigbatch.reading.graph import (
 )
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, PURE_POINTWISE, VIEWS
 from bigbatch.reading.parameters import made_of_shared, parameters_alone
-from bigbatch.reading.reductions import FUSED, LINEAR, Sum, label_smoothing, read_fused, read_reduction
+from bigbatch.reading.reductions import FUSED, HABITS, LINEAR, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.selections import results
 from bigbatch.reading.trail import Trail
@@ -44,6 +46,11 @@ from bigbatch.reading.trail import Trail
 _ROOT = 0.5
 _ROUNDING = 1e-5  # of a sum of weights in float32
 _FEW, _MANY = 8, 1e6  # masks that are looked at, and features that one may be for
+_LIKELY = (
+    "this loss is a sum over data {} {:g}. That makes it a mean over its samples, or it is a constant that happens to "
+    "be as large: it is taken for {}. accumulator.backward(loss, count=n) says that it is a mean over n samples, "
+    "counted(term, 'sum') that it is a sum"
+)
 _MASKED = (
     PURE_POINTWISE
     | VIEWS
@@ -51,7 +58,6 @@ _MASKED = (
     | POINTWISE_LOSSES
     | frozenset("Sum Where MaskedFill Index MaskedSelect Squeeze Unsqueeze".split())
 )
-_HABITS = {1.0, 2.0}  # `0.5 * x.sum()` is half of it, and seldom a mean over two
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one is made for every micro-batch, and frozen ones take thrice as long
@@ -310,7 +316,7 @@ def _counted_mask(division: Node, found: Sum, trail: Trail) -> int | None:
         times = number / total if total else 1.0  # a mask of positions counts once for each feature, or once
         if abs(times - round(times)) <= _ROUNDING and times < _MANY and (total or number <= 1):
             return place
-    return 0 if found.sizes is not None and found.sizes.read(number) == "samples" else None
+    return 0 if found.sizes is not None and found.sizes.read(number, whole=True) == "samples" else None
 
 
 def _masks(division: Node, trail: Trail | None = None) -> list[Tensor]:
@@ -348,17 +354,27 @@ def _divisor(factor: Node, found: Sum, surroundings: Surroundings, trail: Trail)
     if number is None or found.sizes is None:
         return refusals.scaled_sum(name, "a tensor" if number is None else f"the number {number:g}")
     divisor, key = abs(number) if name == "Div" else 1 / abs(number), (name, *map(type, trail.nodes))
-    over, habit = found.sizes.read(divisor), name != "Div" and divisor in _HABITS
-    if over == "either" or habit:
-        taken = surroundings.readings.get(key, False if habit else None)
-        if taken is None:
-            return refusals.scaled_sum(name, f"the number {number:g}")
-        return float(round(divisor)) if taken else None
-    if over == "none" and name == "Div" and divisor not in _HABITS and divisor == round(divisor):
+    habit = name != "Div" and divisor in HABITS
+    over = found.sizes.read(divisor, whole=name == "Div" and _is_whole(factor))
+    taken: bool | None = surroundings.readings.get(key)
+    if over in {"samples", "others"}:
+        taken = over == "samples"
+        surroundings.readings.setdefault(key, taken)
+    elif over == "none":
+        taken = None if name == "Div" and divisor == round(divisor) else False
+    elif taken is None and (habit or over == "likely" or surroundings.divisors):
+        taken = not habit
+        if over == "likely" and not surroundings.divisors:
+            by, what = "divided by" if name == "Div" else "times", "a mean over samples" if taken else "a constant"
+            warnings.warn(_LIKELY.format(by, number, what), stacklevel=outside())
+    if taken is None:
         return refusals.scaled_sum(name, f"the number {number:g}")
-    if over != "none":
-        surroundings.readings.setdefault(key, over == "samples")
-    return float(round(divisor)) if over == "samples" else None
+    return float(round(divisor)) if taken else None
+
+
+def _is_whole(division: Node) -> bool:
+    found = saved(division, "other")
+    return not (found.is_floating_point() if isinstance(found, Tensor) else isinstance(found, float))
 
 
 def _is_learned(factor: Node) -> bool:
