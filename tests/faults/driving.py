@@ -194,7 +194,7 @@ class Run:
             self.given = self.position + 1
             self._one(batch)
             if self.program.loop == "stream":
-                self._states[self.position] = self._insist(source.state_dict)
+                self._states[self.position] = self._insist(lambda: source.state_dict())  # noqa: PLW0108 - to look it up may fail
         if self.program.loop in {"plain", "saved"}:
             update = self.accumulator.flush()
             if update is not None:
