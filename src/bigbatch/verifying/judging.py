@@ -18,6 +18,7 @@ _AS_ROUNDING = 30  # times the rounding of a factor: another order of the sample
 _FEW = 16
 _LOOSE = 1e-9
 _PLAIN = 0.05  # no rounding, whatever the dtype
+_MOST = 1e-6  # of a gradient in float64: no rounding either
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,13 @@ class Judge:
 
     floors: Mapping[str, float]
     precise: bool  # the model computed all in the dtype that it ran in
+    most: float = math.inf  # what no rounding exceeds
+
+    @property
+    def bent(self) -> float:
+        """How far scaling the loss moves the big batch's gradient, where that is no rounding; else 0."""
+        largest = max(self.floors.values(), default=0.0)
+        return largest if largest > self.most else 0.0
 
     @property
     def floor(self) -> float:
@@ -55,7 +63,8 @@ def measured(runs: Runs, truth: Whole) -> Judge:
     finite = {name: each for name, each in floors.items() if math.isfinite(each)}
     typical = median(finite.values()) if finite else 0.0
     # By chance one parameter's two roundings may be the same.
-    return Judge({name: max(finite.get(name, typical), typical) for name in floors}, truth.precise)
+    most = _MOST if truth.precise and runs.judged_in == torch.float64 else _PLAIN
+    return Judge({name: max(finite.get(name, typical), typical) for name in floors}, truth.precise, most)
 
 
 @dataclass(frozen=True)

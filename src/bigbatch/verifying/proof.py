@@ -20,6 +20,7 @@ from bigbatch.verifying.repeating import unlike_itself
 from bigbatch.verifying.runs import Runs, Whole
 from bigbatch.verifying.samples import uneven
 from bigbatch.verifying.settling import Settling
+from bigbatch.verifying.subject import has_hooks
 from bigbatch.verifying.table import number
 from bigbatch.verifying.verification import Cause, Difference, Verification
 from bigbatch.verifying.ways import Accumulated, Loop
@@ -32,6 +33,10 @@ _BY_ELIMINATION = (
     "no weights of whole micro-batches add up to the big batch's gradient, and nothing in the model explains that: the "
     "loss computes something of all samples, such as a mean, a rank or a threshold, perhaps without gradient"
 )
+_BENT = (
+    "three times the gradient of a third of the loss differs from the big batch's gradient by {}: something in "
+    "backward is not linear, such as a hook that clips, and does to each micro-batch what it should do to their sum"
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,12 @@ class _Measured:
     truth: Whole
     accumulated: Accumulated
     judge: Judge
+    apart: float  # how far two runs of the same big batch lie from each other, where that is no rounding
+
+    @property
+    def bent(self) -> float:
+        """How far from linear in the loss the gradient is; else 0."""
+        return 0.0 if self.apart else self.judge.bent
 
     @property
     def compared(self) -> Compared:
@@ -115,7 +126,8 @@ class Proof:
                 "Some of this model computes in less than float64 whatever its weights are, so equality is judged to "
                 "the rounding of that."
             )
-        return _Measured(own, mine, truth, accumulated, measured(runs, truth))
+        judge = measured(runs, truth)
+        return _Measured(own, mine, truth, accumulated, judge, repeats(runs, truth, judge))
 
     def _tell_of_own_dtype(self, error: Exception) -> None:
         said = str(error).strip().partition("\n")[0]
@@ -127,6 +139,8 @@ class Proof:
 
     def _differences(self, measured: _Measured, compared: Compared) -> list[Difference]:
         runs, floors = self.runs, measured.judge.floors
+        if measured.bent:
+            floors = {name: min(floor, measured.judge.most) for name, floor in floors.items()}
         shapes = {name: tuple(p.shape) for name, p in runs.subject.parameters.items()}
         if runs.judged_in != torch.float64:
             nothing = dict.fromkeys(shapes, math.nan)
@@ -143,7 +157,11 @@ class Proof:
         runs, truth, judge = self.runs, measured.truth, measured.judge
         loop, accumulated = isinstance(runs.way, Loop), measured.accumulated
         causes: list[Cause] = []
-        apart = repeats(runs, truth, judge)
+        apart = measured.apart
+        if measured.bent:
+            hooked = [name for name, p in runs.subject.parameters.items() if has_hooks(p)]
+            where = f"the gradient hook of '{hooked[0]}'" if hooked else "backward"
+            return [cause("clipped-inside", where, 1.0, _BENT.format(number(measured.bent)), loop=loop)]
         if apart:
             causes.append(unlike_itself(runs, apart, min(1.0, apart / (compared.overall or apart)), loop=loop))
         steps = accumulated.watched.most_steps if accumulated.watched is not None else 0

@@ -40,7 +40,7 @@ class Subject:
         self.model, self.models = model, models
         self.devices = devices_of(models)
         self._before: _Before | None = None
-        self.in_place = any(_has_hooks(p) for each in models for p in each.parameters()) or not _can_be_copied(model)
+        self.in_place = any(has_hooks(p) for each in models for p in each.parameters()) or not _can_be_copied(model)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -171,7 +171,7 @@ def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name
 
 
-def _has_hooks(p: nn.Parameter) -> bool:
+def has_hooks(p: nn.Parameter) -> bool:
     """Whether something listens to a parameter's gradient, which a copy would not have."""
     return any(getattr(p, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
