@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bigbatch.errors import UnreadableLoss
 from tests.training import Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
@@ -42,10 +43,18 @@ def test_a_window_left_by_break_is_warned_of() -> None:
         del training
 
 
+def refused(training: Training) -> None:
+    """Pass a loss that is refused inside the window."""
+    model, x = training.model, BATCHES[4]["x"]
+    with pytest.raises(UnreadableLoss):
+        training.accumulator.backward(model(x).square().mean().sqrt())
+
+
 CLEAN: dict[str, Callable[[Training], object]] = {
     "flush": lambda t: t.accumulator.flush(),
     "discard": lambda t: t.accumulator.discard(),
     "state_dict": lambda t: t.accumulator.state_dict(),
+    "refused": refused,
     "full": lambda t: [t.backward(batch) for batch in BATCHES[4:6]],
     "load": lambda t: t.accumulator.load_state_dict(Training(steps=3).accumulator.state_dict()),
 }

@@ -177,26 +177,32 @@ class Accumulator:
         )
         return Over(loader, listener, self._counts)
 
-    def backward(  # noqa: C901 - a call less for every micro-batch
+    def backward(  # noqa: C901, PLR0912 - a call less for every micro-batch
         self, loss: Tensor, count: GivenCount | None = None
     ) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
 
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
-        checks.loss(loss, self._stepper.scaler)
         loop, window, admission = self._loop, self._window, self._admission
-        if asked_anywhere[0] != self._asked_anywhere or loop.spent:
-            self._refuse_questions(loss)
-            self._refuse_second_backward()
-        if window is None:
-            admission.open()
-        if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
-            admission.look()
-        terms = self._read(loss, count)
-        if admission.reader.fresh or admission.may_wake:
-            admission.scan(loss)
-            self._warn_of_moving()
+        try:
+            checks.loss(loss, self._stepper.scaler)
+            if asked_anywhere[0] != self._asked_anywhere or loop.spent:
+                self._refuse_questions(loss)
+                self._refuse_second_backward()
+            if window is None:
+                admission.open()
+            if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
+                admission.look()
+            terms = self._read(loss, count)
+            if admission.reader.fresh or admission.may_wake:
+                admission.scan(loss)
+                self._warn_of_moving()
+            if admission.others:
+                admission.refuse_changed()
+        except BaseException:
+            self._forgotten.known()  # the error says enough
+            raise
         loop.spent, added = loop.of_over, False
         try:
             if window is None:
@@ -223,13 +229,14 @@ class Accumulator:
     def _fail(self, loop: Loop, error: BaseException, *, added: bool) -> None:
         """A backward has failed: it was refused, or nobody can tell how far it came."""
         window = self._window
+        self._forgotten.known()  # the error says enough
         if window is None or (window.state is OPEN and not added):
             loop.spent = False
             if window is not None and window.untouched:
                 self.discard()  # there is no window yet
         elif window.state is not OPEN or not isinstance(error, BigBatchError):  # ours leave it as it is
             window.fail(error)
-            self._forgotten.closed()  # the error says enough
+            self._forgotten.closed()
 
     def flush(self) -> Update | None:
         """End the window early and make its update; None where no window is open."""
@@ -253,12 +260,13 @@ class Accumulator:
             self._others_go_on, self._loop.last = window.others_go_on, False
             self._forget()
         except BaseException as error:
+            self._forgotten.known()  # the error says enough
             if self._stepper.began:
                 self._stepper.give_up(error)
             if window.state is CLOSED:  # Ctrl-C came after the step
                 self._forget()
             elif window.state is BROKEN:
-                self._forgotten.closed()  # the error says enough
+                self._forgotten.closed()
             raise
         return update
 
@@ -318,7 +326,7 @@ class Accumulator:
             )
             raise StateError(msg)
         window = None if self._window is None else self._window.state_dict()
-        self._forgotten.saved()
+        self._forgotten.known()
         return {"version": STATE_VERSION, "steps": self._steps, "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -354,7 +362,7 @@ class Accumulator:
                 now.state = CLOSED
             self._window, self._resumed, self._steps = window, True, steps
             self._forgotten.opened(window.ledger)
-            self._forgotten.saved()  # it can be loaded again
+            self._forgotten.known()  # it can be loaded again
 
     def _read(self, loss: Tensor, count: object) -> list[Term]:
         if count is not None:

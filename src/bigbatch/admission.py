@@ -1,5 +1,6 @@
 """What a loss must pass before its gradient is added: no BatchNorm by the micro-batch, terms that can be read."""
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,8 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
 from bigbatch import checks
-from bigbatch.errors import BatchNormError, ConfigurationError, LossError
+from bigbatch.errors import BatchNormError, ConfigurationError, LossError, WindowDisturbed
 from bigbatch.lockstep.needing import NeedsLockStep
+from bigbatch.pointing import outside
 from bigbatch.ranks.groups import parameters_of, sharded, tensors_of, whole_weights
 from bigbatch.ranks.sharding import leaving_alone
 from bigbatch.reading import refusals
@@ -64,11 +66,17 @@ class Admission:
         self._shards = None if self.only_own else self._own
         self._walked: tuple[list[Any], list[Any], list[Tensor]] | None = None  # in the window at hand
         self._opened, self._latest, self._apart = True, 0, 0  # see `skip_reading`
+        self._looked_for_hooks = False
+        self.others: dict[int, weakref.ref[Tensor]] = {}  # parameters that losses run through, and that are not ours
+        self._versions: dict[int, int] = {}  # of those, at the first micro-batch of the window
         _present.add(self)
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
         self._walked, self._opened = None, True
+        self._versions.clear()
+        if not self._looked_for_hooks:
+            self._warn_of_hooks()
         if self._refuses or self.exact:
             self.batch_norms = checks.batch_norms(self.models)
 
@@ -151,7 +159,10 @@ class Admission:
             self.only_own = False  # it cannot run a backward with a chosen set of parameters
         if found.alone:
             raise refusals.alone()
-        if self._shards is not None and found.leaves & self._shards:
+        if self._shards is None:
+            others = (p for key, p in found.leaves.items() if key not in self._own and isinstance(p, nn.Parameter))
+            self.others.update((id(p), weakref.ref(p)) for p in others)
+        elif found.leaves.keys() & self._shards:
             used = [p for p in all_parameters(self._optimizers) if id(p) in found.leaves]
             in_parts = all(hasattr(p, "device_mesh") for p in used)
             raise LossError(checks.SHARDS_IN_A_LOSS if in_parts else checks.BESIDE_SHARDS)
@@ -162,6 +173,19 @@ class Admission:
         if (self._refuses or self.exact) and found.resting and not self.may_wake:
             own = {m.running_mean.data_ptr() for _, m in self.batch_norms if m.running_mean is not None}
             self.may_wake = not found.resting <= (own | {0} if own else own)
+
+    def refuse_changed(self) -> None:
+        """Refuse a loss that runs through parameters of others which have changed since the window began."""
+        found = [(key, p._version) for key, ref in self.others.items() if (p := ref()) is not None]  # noqa: SLF001
+        changed = sum(self._versions.setdefault(key, version) != version for key, version in found)
+        if changed:
+            raise WindowDisturbed(checks.OTHERS_CHANGED.format(changed))
+
+    def _warn_of_hooks(self) -> None:
+        self._looked_for_hooks = True
+        told = checks.gradient_hooks(self.models, all_parameters(self._optimizers))
+        if told is not None:
+            warnings.warn(told, stacklevel=outside())
 
     def _refuse_sharded_since(self) -> None:
         """What fully_shard puts in the place of parameters is in no optimizer that was made before."""

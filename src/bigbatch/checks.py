@@ -1,8 +1,9 @@
 """Misuse, caught at its first occurrence: what was found and what to type instead."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ _BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mea
 _TERMS_LOOKED_AT = 64
 _WRAPPERS = frozenset("accelerate lightning lightning_fabric pytorch_lightning".split())
 _NODES_LOOKED_AT = 96
+_KNOWN_HOOKS = ("bigbatch.", "torch.distributed.", "wandb.")  # they add nothing, or reduce
 _BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
 
 
@@ -336,6 +338,22 @@ def spectral_norms(modules: Sequence[nn.Module]) -> list[str]:
     return found
 
 
+def gradient_hooks(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> str | None:
+    """Say what a user's hook on a parameter's gradient does in a window; None where there is no such hook."""
+    names = {id(p): name for model in modules for name, p in model.named_parameters()}
+    for p in parameters:
+        kinds = (getattr(p, kind, None) or {} for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+        for hook in (each for kind in kinds for each in kind.values()):
+            if not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS):
+                return (
+                    f"parameter '{names.get(id(p), '')}' has a gradient hook: it runs on the gradient of each "
+                    "micro-batch, not on the big batch's. That is exact for a mask or a factor, and not for clipping "
+                    "or anything else that is not linear.\n"
+                    "To clip, use clip_norm=, or change the big batch's gradient in before_step(function)."
+                )
+    return None
+
+
 def is_awake(module: BatchNorm) -> bool:
     """Tell whether a BatchNorm normalises by the batch."""
     return module.training or module.running_mean is None
@@ -388,7 +406,7 @@ class Scan(NamedTuple):
     batch_norm: bool  # in training mode
     resting: frozenset[int] = frozenset()  # where running means of those in evaluation mode lie; 0: one cannot tell
     alone: bool = False  # it asked for other micro-batches where there were none
-    leaves: frozenset[int] = frozenset()  # ids of the tensors that its gradient goes to
+    leaves: Mapping[int, Tensor] = MappingProxyType({})  # the tensors that its gradient goes to, by their ids
 
 
 def kind_of_graph(value: Tensor) -> int:
@@ -405,7 +423,7 @@ def scan(value: Tensor) -> Scan:
     """Look through a whole graph."""
     stack, seen = [value.grad_fn], set[Node]()
     checkpoint = batch_norm_found = alone = False
-    leaves, resting = set[int](), set[int]()
+    leaves, resting = dict[int, Tensor](), set[int]()
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -415,16 +433,22 @@ def scan(value: Tensor) -> Scan:
         checkpoint = checkpoint or name == "CheckpointFunction"
         alone = alone or name == "_Alone"
         if is_leaf(node):
-            leaves.add(id(variable(node)))
+            leaves[id(variable(node))] = variable(node)
         if name in _BATCH_NORMS:
             batch_norm_found = batch_norm_found or _normalises_by_batch(node)
             if not saved(node, "training"):
                 mean = saved_tensor(node, "running_mean")
                 resting.add(0 if mean is None else mean.data_ptr())
         stack.extend(below for below, _ in edges(node))
-    return Scan(checkpoint, batch_norm_found, frozenset(resting), alone, frozenset(leaves))
+    return Scan(checkpoint, batch_norm_found, frozenset(resting), alone, leaves)
 
 
+OTHERS_CHANGED = (
+    "this loss runs through {} parameters that another optimizer trains, and they have changed since the window's "
+    "first micro-batch, as a discriminator's that steps before its generator: no big batch has such a gradient.\n"
+    "Use: fake = generator(noise) once, then the generator's backward, then the discriminator's; or a BigStep each.\n"
+    "accumulator.discard() drops this window."
+)
 SHARDED_SINCE = (
     "fully_shard was called on this model after the accumulator was made, and has put shards in the place of "
     "parameters that the optimizer holds: this loss reaches none of those.\n"

@@ -17,7 +17,7 @@ class Forgotten:
         """Watch over an owner, also at the end of the program."""
         self.ledger: Ledger | None = None  # of the open window
         self._error = 0  # the id of the last one that was shown when it was opened
-        self._saved = 0  # how many of its micro-batches a state_dict holds
+        self._known = 0  # how many of its micro-batches the user knows of
         self._made = _line_outside()  # where it goes may be anywhere, also in Python's own end
         weakref.finalize(owner, self._warn)
 
@@ -25,17 +25,17 @@ class Forgotten:
         """Hear of a new window."""
         self.ledger, self._error = ledger, id(vars(sys).get("last_value"))
 
-    def saved(self) -> None:
-        """Hear that the window was saved as it stands: it may be gone on with elsewhere."""
-        self._saved = self.ledger.micro_batches if self.ledger is not None else 0
+    def known(self) -> None:
+        """Hear that the user knows of the window as it stands: it was saved, or an error has told of it."""
+        self._known = self.ledger.micro_batches if self.ledger is not None else 0
 
     def closed(self) -> None:
         """Hear that no window is open."""
-        self.ledger, self._saved = None, 0
+        self.ledger, self._known = None, 0
 
     def _warn(self) -> None:
         failed = sys.exc_info()[0] is not None or id(vars(sys).get("last_value")) != self._error
-        if self.ledger is None or self.ledger.micro_batches == self._saved or failed:  # an exception says enough
+        if self.ledger is None or self.ledger.micro_batches == self._known or failed:  # an exception says enough
             return
         warnings.warn_explicit(
             f"a window was left open with {self.ledger.micro_batches} of {self.ledger.steps} micro-batches, and made "

@@ -77,8 +77,8 @@ class OwnWay:
         optimizer.register_step_pre_hook(read)
         whole = samples.batch.whole if options.collate is not None else samples.in_dtype(dtype)
         with warnings.catch_warnings():
-            # What its first check could not see is looked at here, and one process is enough for that.
-            words = "this (loss draws random numbers|process is one of)|the model changes buffers"
+            # What BigStep cannot see is proved here, and one process is enough for that.
+            words = "this (loss draws random numbers|process is one of)|the model changes buffers|parameter '.*' has a"
             warnings.filterwarnings("ignore", message=words)
             loss_fn = seen if options.lengths else loss
             step = BigStep(standing.model, optimizer, loss_fn, micro_batch_size=self.size, options=options)

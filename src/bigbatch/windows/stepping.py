@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -272,6 +273,8 @@ class Stepper:
                     self.scaler.step(optimizer)
                 else:
                     optimizer.step()
+                if _is_fused(optimizer):  # torch 2.13 does not count what its fused kernels change
+                    increment_version([p for group in optimizer.param_groups for p in group["params"]])
         finally:
             self._stepping = False
             for optimizer in active if handed else ():

@@ -1,0 +1,125 @@
+"""Windows of several accumulators: weights that one trains and the losses of another run through."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator, BigStep
+from bigbatch.errors import WindowDisturbed
+from tests.reference import distance
+
+X = torch.randn(24, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+Z = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+CUTS = [slice(0, 5), slice(5, 12), slice(12, 16), slice(16, 24)]
+
+
+def pair() -> tuple[nn.Module, nn.Module]:
+    """A generator and a discriminator."""
+    torch.manual_seed(0)
+    return nn.Linear(3, 5).double(), nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def told_apart(judge: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+    """The discriminator's loss."""
+    return F.softplus(-judge(real)).mean() + F.softplus(judge(fake.detach())).mean()
+
+
+def deceived(judge: nn.Module, fake: Tensor) -> Tensor:
+    """The generator's loss."""
+    return F.softplus(-judge(fake)).mean()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that changes a lot."""
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def weights(*models: nn.Module) -> list[Tensor]:
+    """All of them."""
+    return [p.detach() for model in models for p in model.parameters()]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("more", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+def test_a_discriminator_that_steps_inside_the_generators_window_is_refused(
+    optimizer: Callable[..., torch.optim.Optimizer], more: dict[str, bool]
+) -> None:
+    """In the last micro-batch it has other weights than in those before."""
+    g, d = pair()
+    a = Accumulator(g, sgd(g), steps=4)
+    b = Accumulator(d, optimizer(d.parameters(), lr=0.1, **more), steps=4)
+    before = weights(copy.deepcopy(g))
+    for cut in CUTS[:3]:
+        b.backward(told_apart(d, X[cut], g(Z[cut])))
+        a.backward(deceived(d, g(Z[cut])))
+    b.backward(told_apart(d, X[CUTS[3]], g(Z[CUTS[3]])))
+    with pytest.raises(WindowDisturbed, match=r"4 parameters .* changed(.|\n)*Use:"):
+        a.backward(deceived(d, g(Z[CUTS[3]])))
+    assert distance(weights(g), before) == 0
+    a.discard()
+    for cut in a.over(CUTS):
+        a.backward(deceived(d, g(Z[cut])))
+    assert distance(weights(g), before) > 0
+
+
+def clamp(model: nn.Module) -> None:
+    """As WGAN has it."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.clamp_(-0.1, 0.1)
+
+
+def step(model: nn.Module) -> None:
+    """As an optimizer without an accumulator."""
+    optimizer = sgd(model)
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", [clamp, step])
+def test_any_change_of_other_weights_inside_a_window_is_refused(change: Callable[[nn.Module], None]) -> None:
+    """Between windows it is an ordinary thing."""
+    g, d = pair()
+    a = Accumulator(g, sgd(g), steps=2)
+    for cut in CUTS[:2]:
+        a.backward(deceived(d, g(Z[cut])))
+    change(d)
+    a.backward(deceived(d, g(Z[CUTS[2]])), count=4)
+    change(d)
+    with pytest.raises(WindowDisturbed, match="changed"):
+        a.backward(deceived(d, g(Z[CUTS[3]])), count=8)
+    a.discard()
+
+
+def test_inputs_that_want_gradients_are_no_weights() -> None:
+    """They are others in every micro-batch, and may be changed in place."""
+    g, _ = pair()
+    a = Accumulator(g, sgd(g), steps=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for cut in a.over(CUTS):
+            z = (Z[cut] + 0).requires_grad_()
+            loss = g(z).square().mean()
+            a.backward(loss)
+            with torch.no_grad():
+                z += 1
+
+
+def test_a_big_step_for_each_is_exact() -> None:
+    """As the error says: one whole update after the other."""
+    g, d = pair()
+    true_g, true_d = copy.deepcopy(g), copy.deepcopy(d)
+    sgds = sgd(true_d), sgd(true_g)
+    told_apart(true_d, X, true_g(Z)).backward()
+    sgds[0].step()
+    deceived(true_d, true_g(Z)).backward()
+    sgds[1].step()
+    BigStep(d, sgd(d), lambda d, b: told_apart(d, b[0], g(b[1])), micro_batch_size=5)((X, Z))
+    BigStep(g, sgd(g), lambda g, b: deceived(d, g(b[1])), micro_batch_size=5)((X, Z))
+    assert distance(weights(g, d), weights(true_g, true_d)) <= 1e-12
