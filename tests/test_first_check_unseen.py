@@ -4,6 +4,7 @@ import gc
 import random
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -427,3 +428,50 @@ def test_a_refused_loss_collects_no_garbage(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(CoupledLoss):
         step(torch.randn(12, 3))
     assert not collected
+
+
+class Policy(nn.Module):
+    """An actor and a critic, and what the actor thought of its actions when it acted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(7, 16), nn.Linear(16, 4), nn.Linear(16, 1)
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of actions, and values."""
+        found = self.body(states).tanh()
+        return self.actor(found).log_softmax(-1), self.critic(found)[:, 0]
+
+
+def surrogate(model: Any, batch: tuple[Tensor, ...], *, normalizes: bool, values: bool) -> Tensor:
+    """PPO's loss: zero as long as the policy is the one that has acted, if advantages are around zero."""
+    states, actions, before, advantages, returns = batch
+    if normalizes:
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    every, value = model(states)
+    ratio = (every.gather(1, actions[:, None])[:, 0] - before).exp()
+    policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    return policy + 0.5 * F.mse_loss(value, returns) if values else policy
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["policy alone", "policy and values"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_loss_of_zero_hides_nothing(seed: int, dtype: torch.dtype, values: bool) -> None:
+    """Where a term is zero in the piece and in its parts, they are compared with weights that are moved a little."""
+    torch.manual_seed(seed)
+    model = Policy().to(dtype)
+    states, actions, rewards = torch.randn(48, 7, dtype=dtype), torch.randint(0, 4, (48,)), torch.randn(48, dtype=dtype)
+    before = model(states)[0].gather(1, actions[:, None])[:, 0].detach()
+    summed = rewards.cumsum(0)
+    weights = [p.detach().clone() for p in model.parameters()]
+
+    def update(advantages: Tensor, *, normalizes: bool) -> None:
+        loss = partial(surrogate, normalizes=normalizes, values=values)
+        step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.0), loss, micro_batch_size=12)
+        step((states, actions, before, advantages, rewards))
+
+    with pytest.raises(CoupledLoss, match="weights that were moved a little"):
+        update(summed, normalizes=True)
+    update((summed - summed.mean()) / summed.std(), normalizes=False)
+    assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))

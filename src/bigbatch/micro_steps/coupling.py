@@ -84,6 +84,12 @@ def is_sum_of(whole: Part, parts: Sequence[Part]) -> bool:
     return together is None or not math.isfinite(together) or is_near(whole.value, together, (whole, *parts))
 
 
+def tells_nothing(parts: Sequence[Part]) -> bool:
+    """Whether a term is zero in every part, as that of PPO is as long as the policy is the one that has acted."""
+    columns = zip(*(part.terms or (part.value,) for part in parts), strict=True)
+    return any(all(abs(value) <= parts[0].tolerance * _FLOOR for value in column) for column in columns)
+
+
 def counts_more(whole: Part, parts: Sequence[Part]) -> bool:
     """Whether a loss is over more than those of its parts together.
 
