@@ -216,8 +216,9 @@ def two_players(rank: int, sizes: Sequence[Sequence[int]]) -> Any:
     first = Accumulator(one, OPTIMIZERS["sgd"](one.parameters()), steps=2)
     second = Accumulator(two, OPTIMIZERS["sgd"](two.parameters()), steps=2)
     for x, y in first.over(second.over(batches_of(rank, sizes))):
-        second.backward(F.cross_entropy(two(one(x).detach()), y))
-        first.backward(F.cross_entropy(two(one(x)), y))
+        made = one(x)
+        first.backward(F.cross_entropy(two(made), y))
+        second.backward(F.cross_entropy(two(made.detach()), y))
     return [*weights(one), *weights(two)]
 
 

@@ -221,8 +221,11 @@ def playing(rank: int, sizes: Sequence[Sequence[int]], given: bool, overlap: tup
     first = Accumulator([one, two] if given else one, optimizers[0], steps=2, overlap=overlap[0])
     second = Accumulator(two, optimizers[1], steps=2, overlap=overlap[1])
     for x, y in first.over(second.over(batches_of(rank, sizes))):
-        second.backward(F.cross_entropy(two(one(x).detach()), y))
-        assert first.backward(F.cross_entropy(two(one(x)), y)) is None or all(p.grad is None for p in two.parameters())
+        made = one(x)
+        before = [p.grad for p in two.parameters()]
+        first.backward(F.cross_entropy(two(made), y))
+        assert all(p.grad is gradient for p, gradient in zip(two.parameters(), before, strict=True))
+        second.backward(F.cross_entropy(two(made.detach()), y))
     return [*weights(one), *weights(two)]
 
 
@@ -241,14 +244,15 @@ def in_one_process(sizes: Sequence[Sequence[int]]) -> list[Tensor]:
     most = max(map(len, sizes))
     for number in range(most):
         every = [batches_of(rank, sizes)[number] for rank in range(len(sizes)) if number < len(sizes[rank])]
-        for x, y in every:
-            second.backward(F.cross_entropy(two(one(x).detach()), y))
-        if number % 2 or number == most - 1:
-            second.flush()
-        for x, y in every:
-            first.backward(F.cross_entropy(two(one(x)), y))
+        made = [one(x) for x, _ in every]
+        for each, (_, y) in zip(made, every, strict=True):
+            first.backward(F.cross_entropy(two(each), y))
         if number % 2 or number == most - 1:
             first.flush()
+        for each, (_, y) in zip(made, every, strict=True):
+            second.backward(F.cross_entropy(two(each.detach()), y))
+        if number % 2 or number == most - 1:
+            second.flush()
     return [*weights(one), *weights(two)]
 
 
