@@ -8,6 +8,7 @@ graph cannot tell; it is refused. `UNSEEN`: the batch has a say by values or pla
 shows it; an `Accumulator` may be wrong, a `BigStep` with its check may not.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from tests.audit.judge import Batch
 APART, MIXED, CLOSED, UNSEEN = "apart", "mixed", "closed", "unseen"
 FEATURES = 5
 Make: TypeAlias = Any  # (output, batch, model) -> tensor; mypy cannot infer a lambda that binds a loop's variable
+Put: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]  # into a base, by an index, rows
 CONST = torch.linspace(0.3, 1.7, 6, dtype=torch.float64)
 
 
@@ -209,7 +211,9 @@ def along() -> Iterator[Row]:
     for (name, f), place, dim in product(table.items(), range(3), range(3)):
         even = name == "Glu"
         apart = dim == place if name == "Renorm" else dim != place  # renorm takes each slice of a dimension alone
-        mixed = UNSEEN if name in {"Index", "IndexSelect"} else MIXED  # rows by number: a mask may have given them
+        mixed = (
+            UNSEEN if name in {"Index", "IndexSelect", "Gather"} else MIXED
+        )  # rows by number: a mask may have given them
         yield Row(
             name,
             f"samples {place} dim {dim}",
@@ -358,6 +362,11 @@ def selections() -> Iterator[Row]:
         ("Gather", "labels", lambda x, b, m: x.gather(2, b["last"][..., None]).squeeze(2), APART),
         ("Gather", "steps", lambda x, b, m: x.gather(1, b["inner"][:, None]), APART),
         ("Gather", "of rows", lambda x, b, m: x.flatten(1).gather(0, _index(x.flatten(1), 0)) * x.flatten(1), MIXED),
+        ("Gather", "whole rows in another order against rows", lambda x, b, m: _gathered(x, torch.arange(len(x)).flip(0)) * x.flatten(1), MIXED),
+        ("Gather", "whole rows against others", lambda x, b, m: _gathered(x, torch.arange(len(x))) * _gathered(x, torch.arange(len(x)).roll(1)), MIXED),
+        ("Gather", "the first row, whole", lambda x, b, m: _gathered(x, torch.zeros(len(x), dtype=torch.long)) * x.flatten(1), MIXED),
+        ("Gather", "whole rows, softened", lambda x, b, m: _gathered(x, torch.arange(len(x)).flip(0)).softmax(0), MIXED),
+        ("Gather", "each whole row twice", lambda x, b, m: _gathered(x, torch.arange(len(x)).repeat_interleave(2)), CLOSED),
         ("Slice", "next step", lambda x, b, m: x[:, 1:] - x[:, :-1], APART),
         ("Slice", "next feature", lambda x, b, m: x[..., 1:] - x[..., :-1], APART),
         ("Slice", "next row", lambda x, b, m: x[1:] - x[:-1], MIXED),
@@ -384,6 +393,7 @@ def selections() -> Iterator[Row]:
         ("Gather", "against data of steps", lambda x, b, m: x.gather(2, b["last"][..., None]).squeeze(2) * b["d"][..., 0], APART),
         ("IndexPut", "a feature", lambda x, b, m: _put(x, (torch.arange(len(x)), b["label"])), APART),
         ("IndexPut", "rows", lambda x, b, m: _put(x, (torch.tensor([0]),)), MIXED),
+        *((name, label, functools.partial(_put_rows, name, how), outcome) for name in ("IndexAdd", "IndexCopy", "IndexPut", "ScatterAdd") for label, (how, outcome) in PUTS.items()),
         ("IndexAdd", "pooled into groups of steps", lambda x, b, m: torch.zeros_like(x).index_add(1, torch.tensor([0, 1, 0]), x), APART),
         ("IndexAdd", "rows into one", lambda x, b, m: torch.zeros_like(x).index_add(0, torch.zeros(len(x), dtype=torch.long), x), MIXED),
         ("ScatterAdd", "counts of classes", lambda x, b, m: torch.zeros_like(x).scatter_add(2, b["last"][..., None].expand_as(x), x), APART),
@@ -393,6 +403,12 @@ def selections() -> Iterator[Row]:
     for name, label, make, outcome in rows:
         yield Row(name, label, make, outcome)
     yield Row("Index", "rows in another order", lambda x, b, m: x[torch.arange(len(x)).flip(0)], APART, aligned=False)
+    for label, make in {
+        "whole rows": lambda x, b, m: _gathered(x, _some(b)),
+        "whole rows in another order": lambda x, b, m: _gathered(x, torch.arange(len(x)).flip(0)),
+        "whole rows against their targets": lambda x, b, m: _gathered(x, _some(b)) - b["d"].flatten(1)[_some(b)],
+    }.items():
+        yield Row("Gather", label, make, APART, aligned=False)
     yield Row("Slice", "even and odd rows", lambda x, b, m: x[::2] - x[1::2], APART, windows=((4, 2, 6), (2, 4, 4)))
     yield Row("Slice", "half of the rows", lambda x, b, m: x[: len(x) // 2], UNSEEN, windows=((4, 2, 6), (2, 4, 4)))
     yield Row(
@@ -413,6 +429,68 @@ def selections() -> Iterator[Row]:
 
 def _against_first(x: Tensor) -> Tensor:
     return x - x[:1]
+
+
+def _gathered(x: Tensor, by: Tensor) -> Tensor:
+    rows = x.flatten(1)
+    return rows.gather(0, by[:, None].expand(-1, rows.shape[1]))
+
+
+def _some(b: Batch, chosen: Callable[[Tensor], Tensor] = lambda w: w > 0.8) -> Tensor:
+    return chosen(b["w"]).nonzero()[:, 0]
+
+
+def _put_rows(name: str, how: Callable[[Put, Tensor, Batch], Tensor], x: Tensor, b: Batch, m: Net) -> Tensor:
+    del m
+    into: dict[str, Put] = {
+        "IndexAdd": lambda base, by, rows: base.index_add(0, by, rows),
+        "IndexCopy": lambda base, by, rows: base.index_copy(0, by, rows),
+        "IndexPut": lambda base, by, rows: base.index_put((by,), rows),
+        "ScatterAdd": lambda base, by, rows: base.scatter_add(0, by[:, None].expand_as(rows), rows),
+    }
+    return how(into[name], x.flatten(1), b)
+
+
+def _put_back(
+    put: Put,
+    x: Tensor,
+    by: Tensor,
+    take: Callable[[Tensor, Tensor], Tensor] = lambda x, by: x[by],
+    base: Tensor | None = None,
+) -> Tensor:
+    return put(torch.zeros_like(x) if base is None else base, by, take(x, by).sin())
+
+
+def _put_both(
+    put: Put, x: Tensor, b: Batch, low: Callable[[Tensor], Tensor], high: Callable[[Tensor], Tensor]
+) -> Tensor:
+    first, second = _some(b, lambda w: w > 1), _some(b, lambda w: w <= 1)
+    return put(put(torch.zeros_like(x), first, low(x[first])), second, high(x[second]))
+
+
+def _put_by_parts(put: Put, x: Tensor) -> Tensor:
+    """Two views of one index, which begin at the same place of its memory."""
+    every = torch.arange(2 * (len(x) // 2))
+    return put(torch.zeros_like(x), every[::2], x[every[: len(every) // 2]].sin())
+
+
+PUTS: dict[str, tuple[Callable[[Put, Tensor, Batch], Tensor], str]] = {
+    "chosen rows, put back by an index of their own": (lambda put, x, b: put(torch.zeros_like(x), _some(b), x[_some(b)].sin()), CLOSED),
+    "rows put back by the index that took them": (lambda put, x, b: _put_back(put, x, _some(b)), APART),
+    "rows put back, beside rows": (lambda put, x, b: _put_back(put, x, _some(b)) * x, APART),
+    "rows put back, beside data": (lambda put, x, b: _put_back(put, x, _some(b)) * b["d"].flatten(1), APART),
+    "rows put back, selected": (lambda put, x, b: _put_back(put, x, _some(b), lambda x, by: x.index_select(0, by)) * x, APART),
+    "all rows put back": (lambda put, x, b: _put_back(put, x, _some(b, lambda w: w > 0)) * x, APART),
+    "two experts": (lambda put, x, b: _put_both(put, x, b, torch.sin, torch.cos) * x, APART),
+    "two experts, softened": (lambda put, x, b: _put_both(put, x, b, torch.sin, torch.cos).softmax(0), MIXED),
+    "two experts, one of the batch's mean": (lambda put, x, b: _put_both(put, x, b, torch.sin, lambda y: y - y.mean(0)), MIXED),
+    "two experts, one of other rows": (lambda put, x, b: _put_both(put, x, b, torch.sin, lambda y: y.flip(0)) * x, MIXED),
+    "rows put elsewhere": (lambda put, x, b: put(torch.zeros_like(x), torch.arange(len(x)).flip(0), x.sin()) * x, MIXED),
+    "rows put elsewhere than they were taken": (lambda put, x, b: put(torch.zeros_like(x), torch.arange(len(x)).roll(1), x[torch.arange(len(x)).flip(0)]) * x, MIXED),
+    "rows put by another part of the index": (lambda put, x, b: _put_by_parts(put, x) * x, MIXED),
+    "rows put into others": (lambda put, x, b: _put_back(put, x, torch.tensor([0]), base=x.cos()), MIXED),
+    "rows put all into one": (lambda put, x, b: put(torch.zeros_like(x), torch.zeros(len(x), dtype=torch.long), x.sin()) * x, MIXED),
+}  # fmt: skip
 
 
 def _put(x: Tensor, at: tuple[Tensor, ...]) -> Tensor:
@@ -749,6 +827,10 @@ def writes() -> Iterator[Row]:
         ("IndexPut", "rows by a mask, beside data", lambda x, b, m: _kept(x, b["w"] > 0.8) * b["d"], APART),
         ("IndexPut", "elements by a mask, beside data", lambda x, b, m: _kept(x, b["mask"]) * b["d"], APART),
         ("IndexPut", "rows by a mask, of other rows", lambda x, b, m: _written(x.sin(), b["w"] > 0.8, x.roll(1, 0)[b["w"] > 0.8]), MIXED),
+        ("IndexPut", "the batch's mean by a mask of one", lambda x, b, m: _written(x.sin(), b["w"] == b["w"].max(), x.mean(0)), MIXED),
+        ("IndexPut", "the first row by a mask of one", lambda x, b, m: _written(x.sin(), b["w"] == b["w"].max(), x[0]), MIXED),
+        ("IndexPut", "another's row by a mask of one", lambda x, b, m: _written(x.sin(), b["w"] == b["w"].max(), x[b["w"] == b["w"].min()]), MIXED),
+        ("IndexPut", "another's row by a mask of one, beside data", lambda x, b, m: _written(b["d"], b["w"] == b["w"].max(), x[b["w"] == b["w"].min()]), MIXED),
         ("IndexPut", "rows in another order", lambda x, b, m: _written(torch.zeros_like(x), torch.arange(n(x)).flip(0), x) * x, MIXED),
         ("IndexPut", "rows into one", lambda x, b, m: torch.zeros_like(x).index_put((torch.zeros(n(x)).long(),), x, accumulate=True), MIXED),
     ]  # fmt: skip
@@ -794,7 +876,7 @@ def losses() -> Iterator[Row]:
 
 LONE = {  # a micro-batch of one sample is a row of its own: what has one row may be read in two ways
     *("Bmm-einsum of one sample", "Bmm-einsum with data", "Bmm-einsum of steps with data"),
-    *("IndexPut-a feature", "NativeBatchNorm-of instances"),
+    "NativeBatchNorm-of instances",
 }
 
 

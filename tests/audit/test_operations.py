@@ -37,7 +37,6 @@ FALSELY_REFUSED = {  # each sample is alone, and the graph could tell
     "a parameter that a constant spreads is no weight": r"Bmm-parameter for each step",
     "a row of all the batch may be a sample, where there is one": r"Mean-of one long row",
     "of one sample a graph does not show where it lies": r".*, one sample",
-    "one row that is written back is taken to be broadcast": r"IndexPut-rows by a mask(, beside data)?",
     "a part of a scalar is taken for a function of it": r"Vdot-of all",
     "cross products and repeats have no rule: they do not say what they broadcast": (
         r"LinalgCross-(per sample|two batch dimensions|steps|data|samples behind)"

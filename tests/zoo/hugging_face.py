@@ -251,7 +251,7 @@ HUGGING_FACE = [
         asking(*TEXT, start_positions="begin", end_positions="end"),
         "transformers",
     ),
-    Program("deberta-classification", made("DebertaV2ForSequenceClassification", "DebertaV2Config", **BERT, pooler_hidden_size=8, relative_attention=True, pos_att_type=["p2c", "c2p"], num_labels=CLASSES), sentences, asking(*TEXT, labels="class"), "transformers"),
+    Program("deberta-classification", made("DebertaV2ForSequenceClassification", "DebertaV2Config", **BERT, pooler_hidden_size=8, relative_attention=True, pos_att_type=["p2c", "c2p"], num_labels=CLASSES), sentences, asking(*TEXT, labels="class"), "transformers", tolerance=FLOAT32),
     Program("t5", made("T5ForConditionalGeneration", "T5Config", **T5), sentences, asking(*TEXT, labels="next"), "transformers", tolerance=FLOAT32),
     Program("switch-transformers", made("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", **T5, num_experts=2, expert_capacity=64, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, router_jitter_noise=0.0), sentences, asking(*TEXT, labels="next"), "transformers", tolerance=FLOAT32),
     Program(

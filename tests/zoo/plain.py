@@ -81,15 +81,17 @@ class Ghost(nn.Module):
 
 
 class Experts(nn.Module):
-    """Four experts, of which each row takes two."""
+    """Four experts, of which each row takes two; as the whole of a model, or behind another layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, behind: bool = True) -> None:
         super().__init__()
+        self.first = nn.Linear(6, 6) if behind else nn.Identity()
         self.router = nn.Linear(6, 4)
         self.experts = nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(4))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scores, and the router's probabilities."""
+        x = self.first(x)
         chances = self.router(x).softmax(-1)
         weight, chosen = chances.topk(2)
         out = x.new_zeros(len(x), CLASSES)
@@ -381,6 +383,7 @@ PLAIN = [
     Program("weight-decay-in-the-loss", mlp, rows, lambda m, b: cross_entropy(m, b) + 1e-3 * sum(p.pow(2).sum() for p in m.parameters()), quick=True),
     Program("distillation", lambda: parts(student=mlp(), teacher=frozen(mlp())), rows, distillation, quick=True),
     Program("mixture-of-experts", Experts, rows, lambda m, b: F.cross_entropy(m(b["x"])[0], b["label"])),
+    Program("mixture-of-experts-alone", lambda: Experts(behind=False), rows, lambda m, b: F.cross_entropy(m(b["x"])[0], b["label"]), accumulator=refused(UnreadableLoss, "count"), big_step=refused(UnreadableLoss, "counted")),
     Program("mixture-of-experts-balanced", Experts, rows, balanced, accumulator=COUPLED, big_step=refused(CoupledLoss, "across")),
     Program("batch-norm", lambda: conv(nn.BatchNorm2d(4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), accumulator=AWAKE, quick=True),
     Program("group-norm", lambda: conv(nn.GroupNorm(2, 4)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"])),

@@ -40,6 +40,7 @@ from bigbatch.reading.selections import (
     index_put,
     index_select,
     masked_select,
+    put_rows,
     select,
     split,
     stack,
@@ -78,10 +79,11 @@ REDUCTIONS = frozenset(
     "Nansum Kthvalue Mode Aminmax".split()
 )
 ALONG = frozenset(
-    "Softmax LogSoftmax SafeSoftmax Gather Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu "
-    "IndexAdd ScatterAdd Scatter ScatterReduce IndexCopy IndexFill".split()
+    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu "
+    "Scatter ScatterReduce IndexFill".split()
 )
-POOLING = frozenset("IndexAdd ScatterAdd ScatterReduce".split())  # of rows, by an index that is in no graph
+# Of rows, by an index that is in no graph.
+POOLING = frozenset("IndexAdd ScatterAdd ScatterReduce IndexCopy IndexPut".split())
 VIEWS = frozenset("View UnsafeView ReshapeAlias".split())
 SPATIAL = frozenset(
     "AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveAvgPool2D AdaptiveAvgPool3D "
@@ -129,6 +131,7 @@ RULES: dict[str, Rule] = {
     "Unbind": select,
     "Index": index,
     "IndexSelect": index_select,
+    "Gather": index_select,
     "MaskedSelect": masked_select,
     "Cat": cat,
     "Stack": stack,
@@ -141,6 +144,7 @@ RULES: dict[str, Rule] = {
     "Renorm": renorm,
     "AsStrided": as_strided,
     "IndexPut": index_put,
+    **dict.fromkeys(("IndexAdd", "IndexCopy", "ScatterAdd"), put_rows),
     "CopySlices": copy_slices,
     "ViewAsReal": view_as_real,
     "ViewAsComplex": view_as_complex,

@@ -33,11 +33,14 @@ from bigbatch.reading.operations import NLL, NORMS, PURE_POINTWISE, RULES
 from bigbatch.reading.reductions import targets
 from bigbatch.reading.rules import MATMULS
 from bigbatch.reading.samples import Surroundings
+from bigbatch.reading.selections import rows_index
 from bigbatch.reading.terms import Term, divided_by, read
 from bigbatch.reading.trail import Trail
 
 _KEEP = 8  # the latest readings; ragged sequences have a new shape every time
-_BY_TENSOR = frozenset("Index IndexSelect IndexPut MaskedSelect".split())  # read by what their indices are
+_BY_TENSOR = frozenset(
+    "Index IndexSelect IndexPut MaskedSelect IndexAdd IndexCopy".split()
+)  # read by what their indices are
 _FACTORS = frozenset("Mul Div Pow".split())
 _FOLLOWS = NLL | PURE_POINTWISE - {"Expand"} | frozenset("Softmax LogSoftmax".split())
 
@@ -136,7 +139,7 @@ class Reader:
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
         nothing = any(term.kind == "mean" and term.source is None and not term.count for term in terms)
         # Of a mean over nothing, as of an empty mask, nothing was looked at below.
-        if trail.passing or nothing or any(operation(node) in _BY_TENSOR for node in trail.nodes):
+        if trail.passing or nothing or any(map(_is_by_tensor, trail.nodes)):
             return
         numbers, looks = {root: 0}, [_look(root, 0, 0, None)]
         for node in trail.nodes:  # parents come before their inputs
@@ -203,6 +206,11 @@ def _look(node: Node, parent: int, place: int, above: Node | None) -> _Look | No
         kind.settings,
         kind.settings(node) if kind.settings is not None else None,
     )
+
+
+def _is_by_tensor(node: Node) -> bool:
+    name = operation(node)
+    return name in _BY_TENSOR or (name in {"Gather", "ScatterAdd"} and rows_index(node) is not None)
 
 
 def _single_file(node: Node) -> bool:

@@ -33,6 +33,7 @@ _WORDS = {
     "Slice": "rows shifted against each other",
     "Index": "rows taken by index and put beside other rows",
     "IndexSelect": "rows taken by index and put beside other rows",
+    "Gather": "rows taken by index and put beside other rows",
     "Unbind": "some rows of a batch without the others",
     "Cat": "rows put together and then set against each other across the seam",
 }
@@ -62,11 +63,12 @@ def unknown(name: str) -> UnreadableLoss:
 
 
 def pooled(name: str) -> UnreadableLoss:
-    """Explain that rows were added up by an index, of a sample's parts or of labels that samples share."""
+    """Explain that rows were put or added up by an index, of a sample's parts or of labels that samples share."""
     return UnreadableLoss(
-        f"cannot tell whether the samples of this loss stay apart: found {name}Backward, which adds up rows of the "
-        "model's output by an index. That of each sample's parts (nodes of a graph) leaves samples apart; a label that "
-        f"several samples share does not.\nIf it pools each sample's own:\n{_COUNT}"
+        f"cannot tell whether the samples of this loss stay apart: found {name}Backward, which puts rows of the "
+        "model's output where an index says. Each sample's own (nodes of a graph, rows of an expert) leave samples "
+        "apart; a label that several samples share, or another order, does not.\n"
+        f"If every sample gets its own:\n{_COUNT}"
     )
 
 

@@ -34,7 +34,7 @@ from bigbatch.reading.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, sampl
 from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
 from bigbatch.reading.rules import MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
-from bigbatch.reading.selections import reordered, rows_put_back
+from bigbatch.reading.selections import PUTS, key, reordered, rows_put_back
 from bigbatch.reading.trail import Trail
 
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
@@ -248,8 +248,10 @@ class Samples:
         self._held.extend((size, tag) for tag, size in whole.items())
         if not found:
             return
-        if any(by == "IndexPut" for axis in found for by, _ in axis.order):  # put where they were not taken from
-            raise refusals.coupled("IndexPut", chosen=bool(self.chosen))
+        puts = {axis: by for axis in found for by, _ in axis.order if by in PUTS}  # where they were not taken from
+        if found[0] in puts or "IndexPut" in puts.values():
+            raise refusals.pooled(puts.get(found[0], "IndexPut"))
+        found = tuple(axis for axis in found if axis not in puts)
         if self.axes is None:
             self.axes, self.parts = found, parts
             return
@@ -373,9 +375,10 @@ def _put_back(layout: Layout, node: Node | None) -> Layout:
     for _ in range(_LAYERS if puts else 0):
         if node is None:
             break
-        by = saved_indices(node)[:1] if operation(node) == "Index" else (saved_tensor(node, "index"),)
-        if by and by[0] is not None and by[0].data_ptr() in puts:
-            return tuple(reordered(dim, (operation(node), by[0].data_ptr())) for dim in layout)
+        taken = saved_indices(node) if operation(node) == "Index" else (saved_tensor(node, "index"),)
+        by = next((by for each in taken if each is not None and (by := key(each)) in puts), None)
+        if by is not None:
+            return tuple(reordered(dim, (operation(node), by)) for dim in layout)
         node = edges(node)[MATMULS.get(operation(node), (0,))[0]][0] if edges(node) else None
     return layout
 

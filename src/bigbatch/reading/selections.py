@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 from bigbatch.reading import refusals
 from bigbatch.reading.graph import Edge, edges, operation, saved, saved_dim, saved_indices, saved_tensor, shape, signed
 from bigbatch.reading.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped
-from bigbatch.reading.rules import Inputs, everything, only_input, size_of
+from bigbatch.reading.rules import Inputs, along, everything, only_input, size_of
 
 _OPERATIONS_ON_A_ROW = 64
 
@@ -70,12 +70,24 @@ def select(node: Node, _output: int, layout: Layout) -> Inputs:
     return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
 
 
-def reordered(dim: Dim, by: tuple[str, object]) -> Dim:
-    """Return rows as they lie behind an index; taken by the one that they are put back by, they lie where they were."""
+PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
+
+
+def key(by: torch.Tensor) -> object:
+    """Tell an index from others by its memory."""
+    by = by if by.dim() else by[None]
+    return by.data_ptr(), by.shape, by.stride()
+
+
+def reordered(dim: Dim, by: tuple[str, object], *, stay: bool = False) -> Dim:
+    """Return rows as they lie behind an index; taken by the one that they are put back by, they lie where they were.
+
+    `stay`: the index takes all of them in their order.
+    """
 
     def back(axis: Axis) -> Axis:
-        taken = axis.order[-1:] == (("IndexPut", by[1]),)
-        return replace(axis, order=axis.order[:-1]) if taken else axis.reordered(by)
+        taken = any(put in PUTS and to == by[1] for put, to in axis.order[-1:])
+        return replace(axis, order=axis.order[:-1]) if taken else axis if stay else axis.reordered(by)
 
     return tuple((size, back(tag) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
@@ -108,9 +120,8 @@ def index(node: Node, _output: int, layout: Layout) -> Inputs:
         return everything(node, 0, layout)
     if taken > covered:  # some rows were taken twice
         return [(edge, (*layout[:first], ((sizes[first], name),), *layout[first + 1 :]))]
-    head: Dim = ((sizes[first], _tag(rows, name)),)
-    if taken != sizes[first] or not _each_row_once(tensor):
-        head = reordered(head, (name, tensor.data_ptr()))
+    stay = taken == sizes[first] and _each_row_once(tensor)
+    head = reordered(((sizes[first], _tag(rows, name)),), (name, key(tensor)), stay=stay)
     picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
     return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
 
@@ -125,26 +136,51 @@ def _each_row_once(by: torch.Tensor) -> bool:
     return by.is_cpu and torch.equal(by, torch.arange(len(by), dtype=by.dtype))
 
 
-def index_select(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Rows chosen by numbers along one dimension."""
-    edge, name = only_input(node), operation(node)
-    sizes = size_of(edge)
-    dim = saved_dim(node, "dim", len(sizes))
-    by = saved_tensor(node, "index")
-    if by is None or by.numel() > sizes[dim]:
-        return [(edge, (*layout[:dim], ((sizes[dim], name),), *layout[dim + 1 :]))]
-    rows = reordered(((sizes[dim], _tag(layout[dim], name)),), (name, by.data_ptr()))
-    return [(edge, (*layout[:dim], rows, *layout[dim + 1 :]))]
+def rows_index(node: Node) -> torch.Tensor | None:
+    """Return the numbers of whole rows that an operation along one dimension takes or puts; None where it does not."""
+    by, edge = saved_tensor(node, "index"), edges(node)[-1]
+    if by is None or by.dim() < 2 or edge[0] is None:  # noqa: PLR2004
+        return by[None] if by is not None and not by.dim() else by
+    dim, rest = saved_dim(node, "dim", by.dim()), list(zip(by.shape, size_of(edge), by.stride(), strict=True))
+    del rest[dim]
+    expanded = all(n == m and (n == 1 or step == 0) for n, m, step in rest)
+    return by.movedim(dim, 0).as_strided(by.shape[dim : dim + 1], (by.stride(dim),)) if expanded else None
+
+
+def _along_rows(node: Node, layout: Layout, sizes: tuple[int, ...]) -> Layout | None:
+    """Return the layout of rows that an index takes, or of those that it puts, `sizes` in all; None of other things."""
+    by, name, dim = rows_index(node), operation(node), saved_dim(node, "dim", len(sizes))
+    if by is None or (name not in PUTS and len(by) > sizes[dim]):
+        return None
+    rows = reordered(((sizes[dim], _tag(layout[dim], name)),), (name, key(by)))
+    return (*layout[:dim], rows, *layout[dim + 1 :])
+
+
+def index_select(node: Node, output: int, layout: Layout) -> Inputs:
+    """Rows chosen by numbers along one dimension, or single elements of them."""
+    edge = only_input(node)
+    rows = _along_rows(node, layout, size_of(edge))
+    return along(node, output, layout) if rows is None else [(edge, rows)]
+
+
+def put_rows(node: Node, output: int, layout: Layout) -> Inputs:
+    """Rows added or copied to where an index says; those that it puts them into are such themselves, or mixed."""
+    (base, mixing), (source, _) = along(node, output, layout)
+    rows = _along_rows(node, layout, size_of(source)) if source[0] is not None else None
+    if rows is None:
+        return along(node, output, layout)
+    return [(base, layout if base[0] is not None and operation(base[0]) in PUTS else mixing), (source, rows)]
 
 
 def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
     """Values put in the places of others, which stay where they are; `index` by the same index takes them back."""
     edge, value, name = edges(node)[0], edges(node)[1], operation(node)
     chosen = [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
+    filled = edge[0] is not None and operation(edge[0]) in PUTS  # one of several that fill a tensor
     by_number = [
         d for d, i in chosen[:1] if i.dtype != torch.bool and (len(chosen) == 1 or (i.is_cpu and not _each_row_once(i)))
     ]
-    kept = tuple(((shape(node)[d], name),) if d in by_number else dim for d, dim in enumerate(layout))
+    kept = tuple(((shape(node)[d], name),) if d in by_number and not filled else dim for d, dim in enumerate(layout))
     result: Inputs = [(edge, kept)] if edge[0] is not None else []
     if value[0] is None:
         return result
@@ -153,16 +189,20 @@ def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
         return [*result, (value, mixed(sizes, name))]
     first, tensor = chosen[0]
     covers = tensor.dim() if tensor.dtype == torch.bool else len(chosen)
+    flat = not first and 0 < len(sizes) == len(layout) - covers  # of one row torch leaves its own dimension out
+    size = 1 if flat else sizes[first] if first < len(sizes) else 0
+    number = tensor.sum if tensor.dtype == torch.bool else tensor.numel
     if (
         (tensor.dtype != torch.bool and tensor.dim() != 1)
-        or covers + len(sizes) - 1 != len(layout)
-        or (sizes[first] == 1 != shape(node)[first])
+        or (not flat and covers + len(sizes) - 1 != len(layout))
+        or (size == 1 != shape(node)[first] and int(number()) != 1)
         or chosen[-1][0] != first + len(chosen) - 1
     ):
         return [*result, (value, mixed(sizes, name))]
-    rows: Dim = ((sizes[first], _tag(layout[first], name)),)
-    if sizes[first] != shape(node)[first] or not _each_row_once(tensor):
-        rows = reordered(rows, (name, tensor.data_ptr()))
+    stay = size == shape(node)[first] and (covers > 1 or len(chosen) > 1) and _each_row_once(tensor)
+    rows = reordered(((size, _tag(layout[first], name)),), (name, key(tensor)), stay=stay)
+    if flat:
+        return [*result, (value, ((*rows, *layout[covers]), *layout[covers + 1 :]))]
     return [*result, (value, (*layout[:first], rows, *layout[first + covers :]))]
 
 
@@ -211,7 +251,7 @@ def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
     edge = only_input(node)
     sizes = size_of(edge)
     mask = saved_tensor(node, "mask")
-    by = (operation(node), mask.data_ptr() if mask is not None else None)
+    by = (operation(node), key(mask) if mask is not None else None)
     rows = reordered(((sizes[0], _tag(layout[0], operation(node))),), by)
     return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
 
