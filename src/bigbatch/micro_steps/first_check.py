@@ -66,12 +66,12 @@ _MOVES = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones "
     "full full_like new_full fill_ zero_ scalar_tensor arange".split()
 )
-# A bit of each weight, a 32nd of it or less: turned over twice it is what it was, in no memory of its own.
+# A bit of each weight, an eighth of it or less: turned over twice it is what it was, in no memory of its own.
 _BITS = {
-    torch.float64: (torch.int64, 1 << 47),
-    torch.float32: (torch.int32, 1 << 18),
-    torch.float16: (torch.int16, 1 << 5),
-    torch.bfloat16: (torch.int16, 1 << 2),
+    torch.float64: (torch.int64, 1 << 49),
+    torch.float32: (torch.int32, 1 << 20),
+    torch.float16: (torch.int16, 1 << 7),
+    torch.bfloat16: (torch.int16, 1 << 4),
 }
 # Arguments of fused kernels that draw inside, and what keeps them from it.
 _CALM = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
