@@ -368,7 +368,7 @@ def test_a_state_that_is_left_for_the_next_call_is_seen() -> None:
     """The parts are micro-batches as they are, so that it fits the next one."""
     model = Remembering().double()
     step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=4)
-    with pytest.raises(CoupledLoss, match="a call finds what another has left"):
+    with pytest.raises(CoupledLoss, match="moves in every call"):
         step(data(Case(plain, 4, 12, 4), 0, torch.float64))
 
 

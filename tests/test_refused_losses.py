@@ -34,12 +34,13 @@ NO_LOSS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "vector": (lambda m: m(BATCHES[0]["x"]), r"found a tensor of shape \(3, 4\).\n.*loss.mean\(\).*reduction='mean'"),
     "empty": (lambda m: m(BATCHES[0]["x"])[:0], r"found a tensor of shape \(0, 4\)"),
     "complex": (lambda m: MASKED.loss(m, BATCHES[0]) * 1j, r"a real loss; found torch.complex128. Take loss.real"),
-    "float": (lambda m: MASKED.loss(m, BATCHES[0]).item(), "the loss, a tensor; found float$"),
+    "float": (lambda m: MASKED.loss(m, BATCHES[0]).item(), r"the loss, a tensor; found float.\nLeave out .item\(\)"),
     "none": (lambda _: None, "the loss, a tensor; found NoneType$"),
     "output": (
         lambda m: SimpleNamespace(loss=MASKED.loss(m, BATCHES[0]), logits=None),
-        r"found SimpleNamespace \(a model output: pass its .loss\)",
+        r"found SimpleNamespace.\nPass its loss:  outputs.loss$",
     ),
+    "mapping": (lambda m: {"loss": MASKED.loss(m, BATCHES[0])}, r"found dict.\nPass its loss:  outputs\['loss'\]$"),
 }
 
 

@@ -249,7 +249,15 @@ def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRSchedul
 def loss(value: object, grad_scaler: GradScaler | None) -> None:
     """Refuse what backward could not use, before anything is touched."""
     if not isinstance(value, Tensor):
-        hint = " (a model output: pass its .loss)" if hasattr(value, "loss") else ""
+        hint = (
+            ".\nLeave out .item(): a number has no graph"
+            if isinstance(value, int | float)
+            else ".\nPass its loss:  outputs.loss"
+            if hasattr(value, "loss")
+            else ".\nPass its loss:  outputs['loss']"
+            if isinstance(value, Mapping) and "loss" in value
+            else ""
+        )
         msg = f"backward takes the loss, a tensor; found {type(value).__name__}{hint}"
         raise LossError(msg)
     if value.numel() != 1:

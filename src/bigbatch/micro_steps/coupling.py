@@ -107,6 +107,7 @@ _SHARED_STATE = (
     "call for later, as in self.features = x or features['teacher'] = x, is another micro-batch's after that. Return "
     "it, or pass it on as an argument."
 )
+_OF_ALL = "Rows of own samples begin at across.offset(), and what is made of across.gather is to be the same in each. "
 
 
 def shared_state(error: Exception) -> CoupledLoss:
@@ -138,15 +139,13 @@ def coupled(whole: Part, parts: Sequence[Part], samples: int, *, side_by_side: b
         f"the samples of this batch are coupled: {samples} of them have a loss of {whole.value:.6g}, and {len(parts)} "
         f"parts of them {math.nan if together is None else together:.6g} together. Something in the model or the loss "
         "looks across samples, so no split into micro-batches gives the big batch's gradient. Nothing was changed.\n"
-        "Look for attention, pooling or a statistic over the batch dimension (in a loss: of across.gather, across.sum "
-        "or across.mean; rows of own samples begin at across.offset()), also one without gradient, as normalized "
-        "advantages, class weights of the batch or a threshold; for padding that the loss counts; for a "
-        "divisor in a tensor that is no count, where the term is counted(term, 'sum'); and "
-        "for a tensor in the batch that all samples share and that has as many rows as there are samples. Or a call "
-        "finds what another has left: an average of weights, a queue, a counter, which is to move once per update: do "
-        "that after step(batch), from update.extras where it needs outputs. bigbatch.verify(model, loss_fn, batch) "
-        "looks for the cause.\n"
-        f"{_SHARED_STATE if side_by_side else ''}{chr(10) if side_by_side else ''}"
+        "Find the cause:  print(bigbatch.verify(model, loss_fn, batch, micro_batch_size=...))\n"
+        "It may be attention, pooling or a statistic over the batch dimension, also without gradient (normalized "
+        "advantages, class weights of the batch, a threshold); padding that the loss counts; a divisor in a tensor "
+        "that is no count, where the term is counted(term, 'sum'); a tensor that all samples share and that has as "
+        "many rows as there are samples; or an average, a queue or a counter that moves in every call: move it after "
+        "step(batch), from update.extras.\n"
+        f"{_OF_ALL + _SHARED_STATE + chr(10) if side_by_side else ''}"
         "If the loss only looks so, as one with random numbers of its own:  Options(check=False)"
     )
 

@@ -59,7 +59,7 @@ def in_ratio(reference: list[Count], data: list[Term], terms: list[Term]) -> Ten
             raise SeveralCounts(several(terms, "counts not in constant ratio"))
         return None
     if len(counts) != len(reference):
-        raise SeveralCounts(several(terms, f"{len(counts)} terms here and {len(reference)} before"))
+        raise SeveralCounts(several(terms, f"another number of terms, {len(counts)} here and {len(reference)} before,"))
     first, *others = counts
     found: Tensor | None = None
     for now, then in zip(others, reference[1:], strict=True):
