@@ -714,6 +714,28 @@ def matrices() -> Iterator[Row]:
         ("LinalgSolveTriangular", "in pairs", lambda x, b, m: linalg.solve_triangular(_full(x, 3)[:, None], x[None], upper=True), MIXED),
         ("LinalgSolveTriangular", "in pairs with data", lambda x, b, m: linalg.solve_triangular(_full(b["d"], 3)[:, None], x[None], upper=True), MIXED),
         ("LinalgSolveTriangular", "weight of a flow", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x.mT, upper=True), APART),
+        ("LinalgSolveTriangular", "samples are columns beside a parameter", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x[:, 0].T, upper=True).T, APART),
+        ("LinalgSolveTriangular", "samples are columns beside a parameter, a norm of each", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3)[None], x[:, 0].T[None], upper=True).square().sum(-2).T.reshape(-1), APART),
+        ("LinalgSolveTriangular", "samples are columns beside the model's own", lambda x, b, m: linalg.solve_triangular(_full(m.frozen, 3), x[:, 0].T, upper=True).T, CLOSED),
+        ("LinalgSolveTriangular", "samples are columns beside the first one's data", lambda x, b, m: linalg.solve_triangular(_full(b["d"][0], 3), x[:, 0].T, upper=True).T, MIXED),
+        ("LinalgSolveTriangular", "samples are columns beside their covariance", lambda x, b, m: linalg.solve_triangular(_full(x[:, 0].T @ x[:, 0], 3), x[:, 0].T, upper=True).T, MIXED),
+        ("LinalgSolveTriangular", "samples are columns beside their mean", lambda x, b, m: linalg.solve_triangular(_full(x.mean(0), 3), x[:, 0].T, upper=True).T, MIXED),
+        ("LinalgSolveTriangular", "samples are columns beside the first one", lambda x, b, m: linalg.solve_triangular(_full(x[0], 3), x[:, 0].T, upper=True).T, MIXED),
+        ("LinalgSolveTriangular", "samples are columns, softened", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x[:, 0].T, upper=True).softmax(-1), MIXED),
+        ("LinalgSolveTriangular", "samples are rows on the left side", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x[:, 0], upper=True, left=False), CLOSED),
+        ("LinalgSolveTriangular", "samples are columns of both", lambda x, b, m: linalg.solve_triangular(_full(m.square, 3), x[:, 0].T, upper=True, left=True).T * x[:, 0].flip(0), MIXED),
+        ("LinalgSolveTriangular", "samples are columns on the left side", lambda x, b, m: linalg.solve_triangular(_full(x[:, 0] @ x[:, 0].T, len(x)), x[:, 0].T, upper=True, left=False).T, MIXED),
+        ("LinalgSolveTriangular", "distances of a normal with a scale of its own", lambda x, b, m: linalg.solve_triangular(_full(x, 3), x[:, 0].reshape(-1, len(x), 3).permute(1, 2, 0), upper=True).square().sum(-2).t().reshape(-1), APART),
+        ("LinalgSolveTriangular", "distances of a normal with a scale of data", lambda x, b, m: linalg.solve_triangular(_full(b["d"], 3), x[:, 0].reshape(-1, len(x), 3).permute(1, 2, 0), upper=True).square().sum(-2).t().reshape(-1), APART),
+        ("DiagEmbed", "features", lambda x, b, m: torch.diag_embed(x[:, 0]), APART),
+        ("DiagEmbed", "features of steps, beside data", lambda x, b, m: torch.diag_embed(x) * b["d"][..., None], APART),
+        ("DiagEmbed", "features, another place", lambda x, b, m: torch.diag_embed(x[:, 0], offset=1, dim1=0, dim2=2), APART),
+        ("DiagEmbed", "a parameter", lambda x, b, m: x @ torch.diag(m.p), APART),
+        ("DiagEmbed", "samples", lambda x, b, m: torch.diag(x[:, 0, 0]), CLOSED),
+        ("DiagEmbed", "samples, softened", lambda x, b, m: torch.diag(x[:, 0, 0]).softmax(1), MIXED),
+        ("DiagEmbed", "samples, beside rows", lambda x, b, m: torch.diag(x[:, 0, 0]) @ x[:, 1], CLOSED),
+        ("Diagonal", "copied, of steps", lambda x, b, m: torch.diagonal_copy(x, dim1=1, dim2=2), APART),
+        ("Diagonal", "copied, of pairs", lambda x, b, m: torch.diag(x[:, 0] @ x[:, 1].T.flip(1)), MIXED),
         ("CholeskySolve", "in pairs", lambda x, b, m: torch.cholesky_solve(x[:, None], _full(x, 3)[None]), MIXED),
         ("CholeskySolve", "in pairs with data", lambda x, b, m: torch.cholesky_solve(x[:, None], _full(b["d"], 3)[None]), MIXED),
         ("LinalgCross", "steps", lambda x, b, m: linalg.cross(x, x.sin(), dim=1), APART),
@@ -876,7 +898,8 @@ def losses() -> Iterator[Row]:
 
 LONE = {  # a micro-batch of one sample is a row of its own: what has one row may be read in two ways
     *("Bmm-einsum of one sample", "Bmm-einsum with data", "Bmm-einsum of steps with data"),
-    "NativeBatchNorm-of instances",
+    *("NativeBatchNorm-of instances", "LinalgSolveTriangular-distances of a normal with a scale of its own"),
+    "LinalgSolveTriangular-distances of a normal with a scale of data",
 }
 
 

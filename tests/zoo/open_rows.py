@@ -3,11 +3,9 @@
 _BOTH = ("accumulator", "big_step")
 _ROWS = [
     (_BOTH, "a sum over dimension 0 is taken for a mean over samples", "time-major-sum-over-time"),
-    (_BOTH, "an operation that is not known", "multivariate-normal"),
     (_BOTH, "AdaLoRA's regularizer is taken for a function of a mean", "adalora"),
     (_BOTH, "nodes added up to graphs are taken for coupled", "graph-energies-of-nodes pyg-schnet"),
     (_BOTH, "messages between nodes are taken for coupled", "pyg-node-classification"),
-    (_BOTH, "a write in place hides that samples are coupled", "sentence-batch-hard-triplet"),
     (("big_step",), "terms of single pictures, divided by their number", "smp-lovasz-per-image"),
     (("big_step",), "what a divisor counts is not seen in its sum", "detection-over-positives smoothed-kl-over-tokens"),
     (_BOTH, "data of the same sample is taken for other samples", "soft-dtw"),

@@ -49,7 +49,7 @@ def operation(node: Node) -> str:
     if known is not None:
         return known
     name = node.name()
-    found = name.rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
+    found = name.rpartition("::")[2].removesuffix("_copy").rstrip("0123456789").removesuffix("Backward")
     if kind.__name__ == name.rpartition("::")[2] and not is_custom(node):  # a kind of its own; asking for names is slow
         _operations[kind] = found
     return found

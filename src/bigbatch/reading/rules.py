@@ -191,15 +191,36 @@ def _batch(layout: Layout, rank: int, name: str, sizes: Shape) -> Layout:
     return layout[: rank - 2] if len(layout) == rank else mixed(sizes[:-2], name)
 
 
+BY_CONSTANT = "Solve"
+
+
 def matrices(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Inverses, determinants, solutions: what is done to each matrix of a batch; rows and columns are mixed."""
-    name, result = operation(node), list[tuple[Edge, Layout]]()
-    batch = max(len(size_of(edge)) for edge in edges(node)) - 2
-    for edge in edges(node):
+    """Inverses, determinants, solutions: what is done to each matrix of a batch; rows and columns are mixed.
+
+    Each column of a right side has a solution of its own; a matrix without gradient may be a constant, or a sample's.
+    """
+    name, result, inputs = operation(node), list[tuple[Edge, Layout]](), edges(node)
+    batch = max(len(size_of(edge)) for edge in inputs) - 2
+    columns = name == "LinalgSolveTriangular" and saved(node, "left")
+    last = without_slivers(layout[-1:]) if inputs[0][0] is not None else mixed(shape(node)[-1:], BY_CONSTANT)
+    for place, edge in enumerate(inputs):
         sizes = size_of(edge)
         apart = len(sizes) > batch and sizes[:batch] == shape(node)[:batch]
-        result.append((edge, (*layout[:batch], *mixed(sizes[batch:], name)) if apart else mixed(sizes, name)))
+        below = (*layout[:batch], *mixed(sizes[batch:], name)) if apart else mixed(sizes, name)
+        below = (*below[:-1], *last) if columns and place else below
+        result.append(
+            (edge, tuple(((1, PICKED),) if dim[:1] in {((1, name),), ((1, BY_CONSTANT),)} else dim for dim in below))
+        )
     return result
+
+
+def diag_embed(node: Node, _output: int, layout: Layout) -> Inputs:
+    """A dimension put on the diagonal of two, which mix it."""
+    edge, rank = only_input(node), len(layout)
+    dims = saved_dim(node, "dim1", rank), saved_dim(node, "dim2", rank)
+    return [
+        (edge, (*(dim for d, dim in enumerate(layout) if d not in dims), *mixed(size_of(edge)[-1:], operation(node))))
+    ]
 
 
 def view_as_real(node: Node, _output: int, layout: Layout) -> Inputs:

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bigbatch.errors import LossError
 from bigbatch.reading import refusals
 from bigbatch.reading.graph import (
     Edge,
@@ -33,7 +34,7 @@ from bigbatch.reading.graph import (
 from bigbatch.reading.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, sample_axes, without_slivers
 from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
-from bigbatch.reading.rules import MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
+from bigbatch.reading.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
 from bigbatch.reading.selections import PUTS, key, reordered, rows_put_back
 from bigbatch.reading.trail import Trail
 
@@ -234,7 +235,7 @@ class Samples:
         if isinstance(found, str):
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
                 return
-            raise refusals.pooled(found) if found in POOLING else refusals.coupled(found, chosen=bool(self.chosen))
+            raise _refusal(found, chosen=bool(self.chosen))
         self._outermost.update(tag for _, tag in layout[dims[0]][:1])
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
@@ -367,6 +368,12 @@ class Samples:
             if any(a - b and b - a for a in held for b in held):
                 return operation(node)
         return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")
+
+
+def _refusal(name: str, *, chosen: bool) -> LossError:
+    if name == BY_CONSTANT:
+        return refusals.gradless_factor("LinalgSolveTriangular")
+    return refusals.pooled(name) if name in POOLING else refusals.coupled(name, chosen=chosen)
 
 
 def _put_back(layout: Layout, node: Node | None) -> Layout:
