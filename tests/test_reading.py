@@ -400,3 +400,36 @@ def test_samples_of_a_recurrent_layer_are_where_it_has_them(loss: Any, kind: Any
     for x in accumulator.over(data):
         accumulator.backward(value(x))
     assert all(torch.allclose(a, b, atol=1e-6, rtol=1e-4) for a, b in zip(found, true, strict=True))
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer with steps first, and a head on every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.LSTM(8, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Steps, samples, classes."""
+        return self.head(self.body(x.transpose(0, 1))[0])
+
+
+REGULARIZED: dict[str, Any] = {
+    "last step, steps first": lambda m, x: m(x)[-1].square().mean(),
+    "largest singular value": lambda m, x: m(x).square().mean() + torch.linalg.svdvals(m.head.weight).max(),
+    "nuclear norm": lambda m, x: m(x).square().mean() + torch.linalg.matrix_norm(m.head.weight, "nuc"),
+}
+
+
+@pytest.mark.parametrize("loss", REGULARIZED.values(), ids=REGULARIZED)
+def test_steps_first_and_norms_of_matrices_are_read(loss: Any) -> None:
+    """A layer with `batch_first=False` tells that one position of the first dimension is a step."""
+    torch.manual_seed(0)
+    model, data = Recurrent().double(), [torch.randn(n, 5, 8).double() for n in (4, 2, 3)]
+    true = torch.autograd.grad(loss(model, torch.cat(data)), list(model.parameters()))
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.0), steps=3)
+    found: list[Tensor] = []
+    accumulator.before_step(lambda: found.extend(p.grad.clone() for p in model.parameters() if p.grad is not None))
+    for x in accumulator.over(data):
+        accumulator.backward(loss(model, x))
+    assert distance(found, list(true)) <= 1e-12

@@ -51,7 +51,7 @@ class Admission:
         self.batch_norms: list[tuple[str, BatchNorm]] = []
         parts = sharded(models)
         surroundings = Surroundings(
-            time_first=any(_takes_time_first(each) for model in models for each in model.modules()),
+            time_first=any(getattr(each, "batch_first", True) is False for model in models for each in model.modules()),
             own=frozenset(id(p) for p in all_parameters(optimizers)),
             is_weight=FrozenWeights(self.models, partial(whole_weights, parts)),
             micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
@@ -207,8 +207,3 @@ class Admission:
                 f"    {self._accepting}"
             )
             raise BatchNormError(msg)
-
-
-def _takes_time_first(module: nn.Module) -> bool:
-    """Tell attention over (time, batch, ...): no graph shows where samples lie there; a recurrent one's does."""
-    return getattr(module, "batch_first", True) is False and not isinstance(module, nn.RNNBase)

@@ -2,7 +2,6 @@
 
 _BOTH = ("accumulator", "big_step")
 _ROWS = [
-    (_BOTH, "a sum over dimension 0 is taken for a mean over samples", "time-major-sum-over-time"),
     (_BOTH, "AdaLoRA's regularizer is taken for a function of a mean", "adalora"),
     (_BOTH, "nodes added up to graphs are taken for coupled", "graph-energies-of-nodes pyg-schnet"),
     (_BOTH, "messages between nodes are taken for coupled", "pyg-node-classification"),

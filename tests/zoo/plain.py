@@ -363,7 +363,7 @@ PLAIN = [
     Program("packed-sequences", lambda: parts(lstm=nn.LSTM(6, 8, batch_first=True), head=nn.Linear(8, CLASSES)), rows, packed_sequences),
     Program("decoder-that-fills-outputs", Writer, rows, lambda m, b: F.cross_entropy(m(b["sequence"]).transpose(1, 2), b["classes"])),
     Program("time-major", mlp, rows, lambda m, b: F.cross_entropy(m(b["sequence"].transpose(0, 1)).flatten(0, 1), b["classes"].T.flatten())),
-    Program("time-major-sum-over-time", mlp, rows, lambda m, b: F.mse_loss(m(b["sequence"].transpose(0, 1)), b["values"].transpose(0, 1), reduction="sum") / WIDTH),
+    Program("time-major-sum-over-time", mlp, rows, lambda m, b: F.mse_loss(m(b["sequence"].transpose(0, 1)), b["values"].transpose(0, 1), reduction="sum") / WIDTH, unseen="coupled-samples"),
     Program("transformer-encoder", lambda: parts(body=nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True), head=nn.Linear(6, CLASSES)), rows, lambda m, b: F.cross_entropy(m["head"](m["body"](b["sequence"], src_key_padding_mask=b["mask"] == 0)).mean(1), b["label"])),
     Program("ctc", lambda: mlp(6, CLASSES), rows, lambda m, b: F.ctc_loss(m(b["sequence"]).log_softmax(-1).transpose(0, 1), b["spelled"], b["lengths"] + 1, b["spelled_lengths"], zero_infinity=True)),
     Program("adaptive-softmax", lambda: parts(net=mlp(6, 8), head=nn.AdaptiveLogSoftmaxWithLoss(8, 9, [3, 6], div_value=2.0)), rows, lambda m, b: m["head"](m["net"](b["x"]), b["user"]).loss),

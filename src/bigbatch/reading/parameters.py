@@ -28,17 +28,19 @@ _PURE = (
     PURE_POINTWISE
     | REDUCTIONS
     | VIEWS
+    | MATRICES
     | frozenset(MATMULS)
     | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 )
 _OF_VECTORS = frozenset("Dot Vdot Mv Addmv".split())
-_PURE_OF_WEIGHTS = _PURE | MATRICES | _OF_VECTORS | frozenset("WeightNormInterface Softmax Renorm Where".split())
+_PURE_OF_WEIGHTS = _PURE | _OF_VECTORS | frozenset("WeightNormInterface Softmax Renorm Where".split())
 _NODES_OF_A_WEIGHT = 128  # more are a model's, not a weight's
 _NORMS = frozenset("NativeLayerNorm FusedRmsNorm NativeGroupNorm".split())
 _OF_SHARED = _NORMS | frozenset("Softmax LogSoftmax Index IndexSelect Gather Clamp ClampMin ClampMax".split())
 # under which names torch saves the two factors, where it saves them
 _SAVED_AS = {
     "Cdist": ("x1", "x2"),
+    "EuclideanDist": ("x1", "x2"),
     "Addmm": ("mat1", "mat2"),
     "Addmv": ("mat", "vec"),
     "Mv": ("self", "vec"),

@@ -256,7 +256,7 @@ def sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Si
             )
             for way in (summed, samples.parts)
         ),
-        samples.surroundings.time_first,
+        samples.surroundings.time_first and not samples.placed,
         rows,
     )
 

@@ -11,7 +11,7 @@ for example
 and where it is one term of several, counted(term, n) in its place."""
 
 _NO_MEAN = """If there is no batch mean below it, say what the loss is over:
-    accumulator.backward(loss, count=n)"""
+    accumulator.backward(loss, count=n)          # and a term of parameters alone: counted(term, 'once')"""
 
 _WORDS = {
     "Mm": "a matrix product of samples with samples",

@@ -25,6 +25,7 @@ MATMULS: dict[str, tuple[int, int]] = {  # which inputs are the left and the rig
     "Mv": (0, 1),
     "Addmv": (1, 2),
     "Cdist": (0, 1),
+    "EuclideanDist": (0, 1),  # of many rows
     "Linear": (0, 1),  # ours, in micro_steps.casting; its right factor lies transposed, and is always a parameter
 }
 
@@ -177,7 +178,7 @@ def matmul(node: Node, _output: int, layout: Layout) -> Inputs:
             # Rows of one factor against rows of the other: what mixes them further up is not to blame.
             rows = layout[-1] if any(isinstance(tag, Axis) for _, tag in layout[-1]) else ((sizes[-1], name),)
             inner: Dim = ((sizes[-2], name),)
-            last = (rows, inner) if name == "Cdist" else (inner, rows)
+            last = (rows, inner) if name in {"Cdist", "EuclideanDist"} else (inner, rows)
             result.append((edge, (*_batch(layout, len(sizes), name, sizes), *last)))
         elif place == right:
             result.append((edge, (((sizes[0], name),),)))

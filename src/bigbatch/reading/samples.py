@@ -31,7 +31,7 @@ from bigbatch.reading.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.reading.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, sample_axes, without_slivers
+from bigbatch.reading.layout import PICKED, UNBOUND, Axis, Dim, Layout, Part, Tag, sample_axes, without_slivers
 from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
 from bigbatch.reading.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
@@ -72,6 +72,7 @@ class Samples:
     outputs: bool = False  # the model's output was met beside those
     parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
     batched: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)  # where each sample must have its own
+    placed: bool = False  # a recurrent layer has told where they lie
     one_by_one: bool = False  # samples came in a stack that is not followed to their rows
     _stacked: bool = False  # a stack was met
     _outermost: set[Tag] = field(default_factory=set)  # of outputs
@@ -120,7 +121,8 @@ class Samples:
         elif rule is None or is_custom(node):
             if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.surroundings.own) for n, _ in edges(node)):
                 raise refusals.unknown(name)
-            self._model(layout, (1,) if _is_time_first(node, name, output, len(layout)) else (0,))
+            self.placed = _is_time_first(node, name, output, len(layout))
+            self._model(layout, (int(self.placed),))
             self._refuse_slopes(node)
             return []
         if name in NORMS and self.surroundings.micro_batch_norm and "BatchNorm" in name:
@@ -223,7 +225,7 @@ class Samples:
         self.trail.weights.append((node, which))
         self._model(layout, tuple(range(len(layout))))
 
-    def _model(
+    def _model(  # noqa: C901 - what an edge may be
         self, layout: Layout, dims: tuple[int, ...], result: Layout | None = None, *, chosen: bool = False
     ) -> None:
         """The model's edge: its samples lie along its outermost dimension; compare with the other branches."""
@@ -231,6 +233,8 @@ class Samples:
         self.outputs = self.outputs or not chosen
         if not layout:
             return
+        if self.surroundings.time_first and layout[dims[0]][:1] and layout[dims[0]][0][1] is PICKED:
+            layout = tuple(dim[1:] if place == dims[0] else dim for place, dim in enumerate(layout))  # a step
         found = sample_axes(layout, dims, self._one_sample)
         if isinstance(found, str):
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
