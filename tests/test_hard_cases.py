@@ -192,7 +192,7 @@ def test_batch_norm_of_a_foreign_model_that_joins_late_is_refused(count: int | N
     critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     accumulator = Accumulator(generator, sgd(generator), steps=steps)
     for size in range(2, 32):
-        accumulator.backward(generator(torch.randn(size, 3).double()).square().mean(), count=count)
+        accumulator.backward(generator(torch.randn(size, 3).double()).square().mean(), count=count and size)
     for _ in range(3):  # the same graph is refused each time
         with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
             accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).square().mean(), count=count)

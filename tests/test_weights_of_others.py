@@ -67,6 +67,22 @@ def test_a_discriminator_that_steps_inside_the_generators_window_is_refused(
     assert distance(weights(g), before) > 0
 
 
+def test_a_loss_from_before_the_other_step_is_exact_or_refused() -> None:
+    """The judge's last layers are trained apart: losses that came before a step have the weights from before it."""
+    g, d = pair()
+    parts = list(d.parameters())[:2], list(d.parameters())[2:]
+    one, other = (Accumulator(d, torch.optim.SGD(part, lr=0.5), steps=n) for part, n in zip(parts, (2, 4), strict=True))
+    for number, cut in enumerate(CUTS):
+        losses = told_apart(d, X[cut], g(Z[cut])), told_apart(d, X[cut], g(Z[cut]))
+        one.backward(losses[0])
+        if number < 2:
+            other.backward(losses[1])
+        else:
+            with pytest.raises(WindowDisturbed, match="2 parameters"):
+                other.backward(losses[1])
+    other.discard()
+
+
 def clamp(model: nn.Module) -> None:
     """As WGAN has it."""
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """Micro-batches come in, updates come out."""
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,6 +129,8 @@ class Accumulator:
         self._asked_anywhere = asked_anywhere[0]  # when that was last looked at
         self._refused: weakref.ref[Tensor] | None = None  # the loss that was refused for it
         self._warned = self._warned_of_moving = False
+        self._to_compare = 8  # losses that come with a count, with what their graphs show
+        self._compared: tuple[float, float] | None = None  # the first of the window
         self._promised = False  # whether other ranks were told of another window
         self._others_go_on = False  # whether they have told of one
 
@@ -199,7 +202,7 @@ class Accumulator:
                 admission.scan(loss)
                 self._warn_of_moving()
             if admission.others:
-                admission.refuse_changed()
+                admission.refuse_changed(loss)
         except BaseException:
             self._forgotten.known()  # the error says enough
             raise
@@ -251,6 +254,7 @@ class Accumulator:
 
     def _close(self, window: Window, *, checked: bool = False) -> Update:
         self._promised = self._loop.of_over and not self._loop.last
+        self._admission.note_step()
         try:
             if self._stepper.ranks is None:
                 update = window.close(checked=checked, goes_on=self._promised)
@@ -367,6 +371,8 @@ class Accumulator:
     def _read(self, loss: Tensor, count: object) -> list[Term]:
         if count is not None:
             kind, number = checked_count(count)
+            if self._to_compare and kind == "mean":
+                self._compare_count(loss, number)
             self._admission.skip_reading(loss)
             return [Term(None, kind, number, "count=", None)]
         reader = self._admission.reader
@@ -378,6 +384,28 @@ class Accumulator:
                 self._warned = True
                 warnings.warn(divided, stacklevel=3)
         return terms
+
+    def _compare_count(self, loss: Tensor, given: Count) -> None:
+        """Warn, once, where counts that come with losses are not in proportion to those that the graphs show."""
+        left, self._to_compare = self._to_compare - 1, 0
+        try:
+            (term,) = self._admission.reader.read(loss)
+        except (BigBatchError, ValueError):  # several terms, or one that cannot be read: that is what a count is for
+            return
+        counts = (given, term.count)
+        if term.kind != "mean" or any(isinstance(each, Tensor) and not each.is_cpu for each in counts):
+            return
+        given, shown = map(float, counts)
+        self._to_compare, first = left, (self._window and self._compared) or (given, shown)
+        self._compared = first if first[1] else None
+        if not math.isclose(given * first[1], first[0] * shown, rel_tol=1e-6):
+            self._to_compare = 0
+            warnings.warn(
+                f"count= is {first[0]:g} and {given:g} in two micro-batches whose losses are means over {first[1]:g} "
+                f"and {shown:g} ({term.name}), so the gradient is not the big batch's.\n"
+                "Leave count= out: it is read from the loss. Ignore this where you want other weights.",
+                stacklevel=4,
+            )
 
     def _warn_of_moving(self) -> None:
         """Name the layers that move once per micro-batch, at the first backward of several."""

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # no public name
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
@@ -69,6 +70,7 @@ class Admission:
         self._looked_for_hooks = False
         self.others: dict[int, weakref.ref[Tensor]] = {}  # parameters that losses run through, and that are not ours
         self._versions: dict[int, int] = {}  # of those, at the first micro-batch of the window
+        self._stepped: tuple[int, dict[int, int]] = 0, {}  # see `note_step`
         _present.add(self)
 
     def open(self) -> None:
@@ -174,10 +176,21 @@ class Admission:
             own = {m.running_mean.data_ptr() for _, m in self.batch_norms if m.running_mean is not None}
             self.may_wake = not found.resting <= (own | {0} if own else own)
 
-    def refuse_changed(self) -> None:
-        """Refuse a loss that runs through parameters of others which have changed since the window began."""
-        found = [(key, p._version) for key, ref in self.others.items() if (p := ref()) is not None]  # noqa: SLF001
-        changed = sum(self._versions.setdefault(key, version) != version for key, version in found)
+    def note_step(self) -> None:
+        """Note when our optimizers are about to step, and what versions losses from before then were computed with."""
+        if len(_present) > 1:
+            self._stepped = _get_sequence_nr(), {id(p): p._version for p in all_parameters(self._optimizers)}  # noqa: SLF001
+
+    def refuse_changed(self, loss: Tensor) -> None:
+        """Refuse a loss that was computed with parameters of others which have changed since the window began."""
+        used = {key: p._version for key, ref in self.others.items() if (p := ref()) is not None}  # noqa: SLF001
+        if all(self._versions.setdefault(key, version) == version for key, version in used.items()):
+            return
+        root: Any = loss.grad_fn
+        for when, before in (each._stepped for each in _present):  # noqa: SLF001 - others of this class
+            if root._sequence_nr() < when:  # noqa: SLF001 - no public name
+                used.update((key, before[key]) for key in used.keys() & before.keys())
+        changed = sum(self._versions[key] != version for key, version in used.items())
         if changed:
             raise WindowDisturbed(checks.OTHERS_CHANGED.format(changed))
 
