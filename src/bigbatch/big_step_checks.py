@@ -15,25 +15,22 @@ def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
     """Accept a function of a model and a batch, or none."""
     if loss_fn is None:
         return None
-    if not callable(loss_fn) or isinstance(loss_fn, nn.Module):
-        msg = (
-            f"loss_fn must be a function loss_fn(model, batch) -> loss; found {type(loss_fn).__name__}.\n"
-            "Wrap a criterion:  BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))"
-        )
-        raise ConfigurationError(msg)
-    try:
-        found = signature(loss_fn)
-    except (TypeError, ValueError):  # some functions of C have none
-        return loss_fn
-    try:
-        found.bind(None, None)
-    except TypeError as error:
-        msg = (
-            f"loss_fn must take the model and a batch, loss_fn(model, batch) -> loss; found {found}: {error}.\n"
-            "Use:  BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))"
-        )
-        raise ConfigurationError(msg) from None
-    return loss_fn
+    found = type(loss_fn).__name__
+    if callable(loss_fn) and not isinstance(loss_fn, nn.Module):
+        try:
+            found = f"one that takes {signature(loss_fn)}"
+            signature(loss_fn).bind(None, None)
+        except TypeError:
+            pass  # it takes others
+        except ValueError:
+            return loss_fn  # some functions of C have no signature
+        else:
+            return loss_fn
+    msg = (
+        f"loss_fn must be a function loss_fn(model, batch) -> loss; found {found}.\n"
+        "Wrap a criterion:  BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))"
+    )
+    raise ConfigurationError(msg)
 
 
 def checked_options(options: object) -> Options:

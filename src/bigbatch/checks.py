@@ -249,15 +249,11 @@ def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRSchedul
 def loss(value: object, grad_scaler: GradScaler | None) -> None:
     """Refuse what backward could not use, before anything is touched."""
     if not isinstance(value, Tensor):
-        hint = (
-            ".\nLeave out .item(): a number has no graph"
-            if isinstance(value, int | float)
-            else ".\nPass its loss:  outputs.loss"
-            if hasattr(value, "loss")
-            else ".\nPass its loss:  outputs['loss']"
-            if isinstance(value, Mapping) and "loss" in value
-            else ""
+        inner = (
+            ".loss" if hasattr(value, "loss") else "['loss']" if isinstance(value, Mapping) and "loss" in value else ""
         )
+        hint = ".\nLeave out .item(): a number has no graph" if isinstance(value, int | float) else ""
+        hint = f".\nPass its loss:  outputs{inner}" if inner else hint
         msg = f"backward takes the loss, a tensor; found {type(value).__name__}{hint}"
         raise LossError(msg)
     if value.numel() != 1:

@@ -4,6 +4,7 @@ Library messages have both, with a line break between them. An exception of a us
 it, from the user's first line on, with a line below that says what was being called.
 """
 
+import re
 import sys
 import sysconfig
 import warnings
@@ -53,7 +54,8 @@ def errors_as_text() -> Iterator[None]:
         try:
             yield
         except BigBatchError as error:
-            message, _, hint = str(error).partition("\n")
+            as_typed = re.sub(r"""(?<!\.\.\., )memory=(['"])(.+?)\1""", r"--memory \2", str(error))
+            message, _, hint = as_typed.partition("\n")
             theirs = [frame for frame in extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
             where = f"{_place(theirs[-1])}: " if theirs else ""
             fail(where + message, hint.strip("\n"), MISUSED if isinstance(error, ConfigurationError) else FAILED)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli.failures import FAILED, errors_as_text, fail
+from bigbatch.cli.failures import FAILED, errors_as_text
 from bigbatch.cli.html import prepare, wrote
 from bigbatch.cli.terminal import escaped, next_step, paragraph, progress, results
 
@@ -46,7 +46,6 @@ def plan(
         from bigbatch.setup_checks import refuse_launcher
 
         refuse_launcher("plan")
-        _refuse_unreadable(memory)
         if html is not None:
             prepare(html)
         found = _planned(file, memory, batch_size)
@@ -95,18 +94,6 @@ def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
         )
         found = dataclasses.replace(found, notes=(short, *found.notes))
     return found
-
-
-def _refuse_unreadable(memory: str | None) -> None:
-    """Answer a slip in the words of the command line."""
-    from bigbatch.errors import ConfigurationError
-    from bigbatch.memory.budget import read
-
-    try:
-        read(_fraction(memory) or memory or "80%")
-    except ConfigurationError as error:
-        said = str(error).partition("\n")[0].replace(f"memory={memory!r}", f"--memory {memory}")
-        fail(said, "Write --memory 20GiB, --memory 20GB, --memory 80% or --memory 0.8")
 
 
 def _fraction(memory: str | None) -> float | None:

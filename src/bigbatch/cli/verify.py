@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli.failures import FAILED, errors_as_text, fail
+from bigbatch.cli.failures import FAILED, errors_as_text
 from bigbatch.cli.html import prepare, wrote
 from bigbatch.cli.terminal import escaped, next_step, paragraph, progress, results
 
@@ -55,10 +55,9 @@ def verify(  # noqa: PLR0917 - each is an option of the command
     """
     # What their code prints must not stand among the JSON.
     with errors_as_text(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        from bigbatch.verifying.verification import KINDS
+        from bigbatch.verifying.verification import refuse_unknown
 
-        for unknown in sorted({*(allow or ())} - {*KINDS}):
-            fail(f"--allow {unknown}: there is no such kind of cause", f"Take one of these:  {', '.join(KINDS)}")
+        refuse_unknown(allow or ())
         if html is not None:
             prepare(html)
         found = _verified(file, batch_size, micro_batch_size)

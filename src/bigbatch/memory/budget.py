@@ -75,7 +75,7 @@ def _read_text(text: str) -> tuple[float | None, int]:
     return None, size
 
 
-_WAYS = 'Write memory="20GiB", memory="20GB", bytes (20 * 2**30), or a fraction of the device (0.8 or "80%").'
+_WAYS = 'Write memory="20GiB", memory="20GB" or memory="80%"; in Python, also bytes (20 * 2**30) or a fraction (0.8).'
 
 
 def room(device: torch.device | str) -> Room:

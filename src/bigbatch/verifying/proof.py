@@ -49,11 +49,7 @@ class _Measured:
     accumulated: Accumulated
     judge: Judge
     apart: float  # how far two runs of the same big batch lie from each other, where that is no rounding
-
-    @property
-    def bent(self) -> float:
-        """How far from linear in the loss the gradient is; else 0."""
-        return 0.0 if self.apart else self.judge.bent
+    bent: float  # how far from linear in the loss the gradient is; else 0
 
     @property
     def compared(self) -> Compared:
@@ -127,7 +123,8 @@ class Proof:
                 "the rounding of that."
             )
         judge = measured(runs, truth)
-        return _Measured(own, mine, truth, accumulated, judge, repeats(runs, truth, judge))
+        apart = repeats(runs, truth, judge)
+        return _Measured(own, mine, truth, accumulated, judge, apart, 0.0 if apart else judge.bent)
 
     def _tell_of_own_dtype(self, error: Exception) -> None:
         said = str(error).strip().partition("\n")[0]
@@ -157,11 +154,11 @@ class Proof:
         runs, truth, judge = self.runs, measured.truth, measured.judge
         loop, accumulated = isinstance(runs.way, Loop), measured.accumulated
         causes: list[Cause] = []
-        apart = measured.apart
         if measured.bent:
-            hooked = [name for name, p in runs.subject.parameters.items() if has_hooks(p)]
-            where = f"the gradient hook of '{hooked[0]}'" if hooked else "backward"
-            return [cause("clipped-inside", where, 1.0, _BENT.format(number(measured.bent)), loop=loop)]
+            hooked = (f"the gradient hook of '{name}'" for name, p in runs.subject.parameters.items() if has_hooks(p))
+            where, found = next(hooked, "backward"), _BENT.format(number(measured.bent))
+            return [cause("clipped-inside", where, 1.0, found, loop=loop)]
+        apart = measured.apart
         if apart:
             causes.append(unlike_itself(runs, apart, min(1.0, apart / (compared.overall or apart)), loop=loop))
         steps = accumulated.watched.most_steps if accumulated.watched is not None else 0

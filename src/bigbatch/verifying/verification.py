@@ -94,7 +94,7 @@ def refuse_unknown(kinds: Collection[str]) -> None:
     unknown = [kinds] if isinstance(kinds, str) else sorted(set(kinds) - set(KINDS))
     if unknown:
         msg = (
-            f"allow takes a set of kinds of causes, such as {{'randomness'}}; found {unknown[0]!r}.\n"
+            f"allow takes kinds of causes, in Python a set of them; found {unknown[0]!r}.\n"
             f"Take some of these:  {', '.join(KINDS)}"
         )
         raise ConfigurationError(msg)
