@@ -27,7 +27,7 @@ from bigbatch.update import Update
 from bigbatch.windows import together
 from bigbatch.windows.gradients import all_parameters, setting_aside
 from bigbatch.windows.stepping import Stepper, refuse_copy
-from bigbatch.windows.window import BROKEN, CLOSED, OPEN, Window
+from bigbatch.windows.window import CLOSED, OPEN, Window
 from bigbatch.windows.witness import Witness
 
 Batch = TypeVar("Batch")
@@ -180,14 +180,14 @@ class Accumulator:
         )
         return Over(loader, listener, self._counts)
 
-    def backward(  # noqa: C901, PLR0912 - a call less for every micro-batch
+    def backward(  # noqa: C901 - a call less for every micro-batch
         self, loss: Tensor, count: GivenCount | None = None
     ) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
 
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
-        loop, window, admission = self._loop, self._window, self._admission
+        loop, window, admission, added = self._loop, self._window, self._admission, None
         try:
             checks.loss(loss, self._stepper.scaler)
             if asked_anywhere[0] != self._asked_anywhere or loop.spent:
@@ -203,11 +203,7 @@ class Accumulator:
                 self._warn_of_moving()
             if admission.others:
                 admission.refuse_changed(loss)
-        except BaseException:
-            self._forgotten.known()  # the error says enough
-            raise
-        loop.spent, added = loop.of_over, False
-        try:
+            loop.spent, added = loop.of_over, False
             if window is None:
                 window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
                 self._forgotten.opened(window.ledger)
@@ -229,17 +225,18 @@ class Accumulator:
             self._prepare()
         return None
 
-    def _fail(self, loop: Loop, error: BaseException, *, added: bool) -> None:
-        """A backward has failed: it was refused, or nobody can tell how far it came."""
+    def _fail(self, loop: Loop, error: BaseException, *, added: bool | None) -> None:
+        """A backward has failed: it was refused, perhaps before it began, or nobody can tell how far it came."""
         window = self._window
         self._forgotten.known()  # the error says enough
+        if added is None:
+            return
         if window is None or (window.state is OPEN and not added):
             loop.spent = False
             if window is not None and window.untouched:
                 self.discard()  # there is no window yet
         elif window.state is not OPEN or not isinstance(error, BigBatchError):  # ours leave it as it is
             window.fail(error)
-            self._forgotten.closed()
 
     def flush(self) -> Update | None:
         """End the window early and make its update; None where no window is open."""
@@ -269,8 +266,6 @@ class Accumulator:
                 self._stepper.give_up(error)
             if window.state is CLOSED:  # Ctrl-C came after the step
                 self._forget()
-            elif window.state is BROKEN:
-                self._forgotten.closed()
             raise
         return update
 

@@ -1,6 +1,5 @@
 """What a loss must pass before its gradient is added: no BatchNorm by the micro-batch, terms that can be read."""
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -16,7 +15,6 @@ from torch.optim import Optimizer
 from bigbatch import checks
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError, WindowDisturbed
 from bigbatch.lockstep.needing import NeedsLockStep
-from bigbatch.pointing import outside
 from bigbatch.ranks.groups import parameters_of, sharded, tensors_of, whole_weights
 from bigbatch.ranks.sharding import leaving_alone
 from bigbatch.reading import refusals
@@ -78,7 +76,8 @@ class Admission:
         self._walked, self._opened = None, True
         self._versions.clear()
         if not self._looked_for_hooks:
-            self._warn_of_hooks()
+            self._looked_for_hooks = True
+            checks.warn_of_gradient_hooks(self.models, all_parameters(self._optimizers))
         if self._refuses or self.exact:
             self.batch_norms = checks.batch_norms(self.models)
 
@@ -193,12 +192,6 @@ class Admission:
         changed = sum(self._versions[key] != version for key, version in used.items())
         if changed:
             raise WindowDisturbed(checks.OTHERS_CHANGED.format(changed))
-
-    def _warn_of_hooks(self) -> None:
-        self._looked_for_hooks = True
-        told = checks.gradient_hooks(self.models, all_parameters(self._optimizers))
-        if told is not None:
-            warnings.warn(told, stacklevel=outside())
 
     def _refuse_sharded_since(self) -> None:
         """What fully_shard puts in the place of parameters is in no optimizer that was made before."""

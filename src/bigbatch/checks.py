@@ -1,6 +1,8 @@
 """Misuse, caught at its first occurrence: what was found and what to type instead."""
 
 import math
+import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
 from types import MappingProxyType
@@ -16,6 +18,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
+from bigbatch.pointing import outside
 from bigbatch.ranks.groups import sharded
 from bigbatch.ranks.wrappers import data_parallel, left_out, refuse_tensor_parallelism
 from bigbatch.reading.graph import edges, is_leaf, operation, saved, saved_number, saved_tensor, shape, unseen, variable
@@ -342,20 +345,20 @@ def spectral_norms(modules: Sequence[nn.Module]) -> list[str]:
     return found
 
 
-def gradient_hooks(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> str | None:
-    """Say what a user's hook on a parameter's gradient does in a window; None where there is no such hook."""
+def warn_of_gradient_hooks(modules: Sequence[nn.Module], parameters: Iterable[Tensor]) -> None:
+    """Say what a user's hook on a parameter's gradient does in a window, of the first that is found."""
     names = {id(p): name for model in modules for name, p in model.named_parameters()}
     for p in parameters:
-        kinds = (getattr(p, kind, None) or {} for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-        for hook in (each for kind in kinds for each in kind.values()):
-            if not str(getattr(hook, "__module__", "")).startswith(_KNOWN_HOOKS):
-                return (
-                    f"parameter '{names.get(id(p), '')}' has a gradient hook: it runs on the gradient of each "
-                    "micro-batch, not on the big batch's. That is exact for a mask or a factor, and not for clipping "
-                    "or anything else that is not linear.\n"
-                    "To clip, use clip_norm=, or change the big batch's gradient in before_step(function)."
-                )
-    return None
+        hooks = ChainMap(*(getattr(p, kind, None) or {} for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")))
+        if any(not str(getattr(each, "__module__", "")).startswith(_KNOWN_HOOKS) for each in hooks.values()):
+            warnings.warn(
+                f"parameter '{names.get(id(p), '')}' has a gradient hook: it runs on the gradient of each micro-batch, "
+                "not on the big batch's. That is exact for a mask or a factor, and not for clipping or anything else "
+                "that is not linear.\n"
+                "To clip, use clip_norm=, or change the big batch's gradient in before_step(function).",
+                stacklevel=outside(),
+            )
+            return
 
 
 def is_awake(module: BatchNorm) -> bool:
