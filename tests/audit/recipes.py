@@ -785,10 +785,10 @@ def _filled(x: Tensor, order: Sequence[int]) -> Tensor:
     return rows
 
 
-def _decoded(x: Tensor) -> Tensor:
-    steps = x.new_zeros(3, len(x), 4)
+def _decoded(x: Tensor, *, first: bool = False) -> Tensor:
+    steps = x.new_zeros(len(x), 3, 4) if first else x.new_zeros(3, len(x), 4)
     for step in range(3):
-        steps[step] = x[:, step] * (step + 1)
+        steps[(slice(None), step) if first else step] = x[:, step] * (step + 1)
     return steps
 
 
@@ -840,6 +840,9 @@ def writes() -> Iterator[Row]:
         ("CopySlices", "a decoder beside data", lambda x, b, m: _decoded(x) * b["d"].transpose(0, 1), APART),
         ("CopySlices", "a decoder, over steps", lambda x, b, m: _decoded(x).softmax(0), APART),
         ("CopySlices", "a decoder, over samples", lambda x, b, m: _decoded(x).softmax(1), MIXED),
+        ("CopySlices", "a decoder, samples first", lambda x, b, m: _decoded(x, first=True) * b["d"], APART),
+        ("CopySlices", "a decoder, samples first, over samples", lambda x, b, m: _decoded(x, first=True).softmax(0), MIXED),
+        ("CopySlices", "a decoder of shifted samples", lambda x, b, m: _decoded(x.roll(1, 0)) * x.transpose(0, 1), MIXED),
         ("CopySlices", "the diagonal of pairs", lambda x, b, m: (x[:, 0] @ x[:, 1].T).fill_diagonal_(0.0), MIXED),
         ("CopySlices", "the batch's mean", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 0].mean(0)), MIXED),
         ("CopySlices", "a softmax over the batch", lambda x, b, m: _written(x.sin(), (slices(None), 0), x[:, 0].softmax(0)), MIXED),
@@ -865,6 +868,12 @@ def writes() -> Iterator[Row]:
     ]  # fmt: skip
     for name, label, make, outcome in rows:
         yield Row(name, label, make, outcome, windows=((5, 2, 6), (7, 2, 4)))
+        if "decoder" in label:  # the graph of other micro-batches tells where a part was written
+            yield Row(name, f"{label}, of as many samples as steps", make, outcome, windows=((5, 3, 6), (3, 4, 3)))
+            late = CLOSED if outcome == APART else outcome
+            yield Row(
+                name, f"{label}, of as many samples as steps at first", make, late, windows=((3, 5, 3), (3, 4, 3))
+            )
 
 
 def losses() -> Iterator[Row]:

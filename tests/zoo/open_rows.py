@@ -2,13 +2,17 @@
 
 _BOTH = ("accumulator", "big_step")
 _ROWS = [
-    (_BOTH, "AdaLoRA's regularizer is taken for a function of a mean", "adalora"),
+    (_BOTH, "AdaLoRA's identity has no gradient, and may be data", "adalora"),
     (_BOTH, "nodes added up to graphs are taken for coupled", "graph-energies-of-nodes pyg-schnet"),
     (_BOTH, "messages between nodes are taken for coupled", "pyg-node-classification"),
     (("big_step",), "terms of single pictures, divided by their number", "smp-lovasz-per-image"),
     (("big_step",), "what a divisor counts is not seen in its sum", "detection-over-positives smoothed-kl-over-tokens"),
     (_BOTH, "data of the same sample is taken for other samples", "soft-dtw"),
-    (_BOTH, "one sample of two choices looks like two samples", "bert-multiple-choice-one-by-one"),
+    (
+        _BOTH,
+        "a softmax over two choices of one sample is the graph of one over two samples",
+        "bert-multiple-choice-one-by-one",
+    ),
 ]
 OPEN = {
     f"{name}/{entrance}": reason

@@ -62,6 +62,16 @@ def unknown(name: str) -> UnreadableLoss:
     )
 
 
+def written(name: str) -> UnreadableLoss:
+    """Explain that a part was written over in place, and that the graph does not say where."""
+    return UnreadableLoss(
+        f"cannot tell whether the samples of this loss stay apart: found {name}, a part of a tensor written over in "
+        "place (out[t] = x). The graph does not say along which dimension, where several are as large as the part.\n"
+        "Put the parts together instead:  torch.stack(parts, dim)\n"
+        f"If each sample has its own alone:\n{_COUNT}"
+    )
+
+
 def pooled(name: str) -> UnreadableLoss:
     """Explain that rows were put or added up by an index, of a sample's parts or of labels that samples share."""
     return UnreadableLoss(

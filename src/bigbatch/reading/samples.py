@@ -35,7 +35,7 @@ from bigbatch.reading.layout import PICKED, UNBOUND, Axis, Dim, Layout, Part, Ta
 from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
 from bigbatch.reading.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
-from bigbatch.reading.selections import PUTS, key, reordered, rows_put_back
+from bigbatch.reading.selections import PUTS, Place, copy_slices, key, reordered, rows_put_back
 from bigbatch.reading.trail import Trail
 
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
@@ -131,7 +131,8 @@ class Samples:
             return []
         if name in MATMULS or name in NORMS or name == "Convolution":
             return self._layer(node, name, layout, rule(node, output, layout))
-        inputs = rule(node, output, layout)
+        written = rule is copy_slices
+        inputs = copy_slices(node, output, layout, self._written) if written else rule(node, output, layout)
         if name == "Stack":
             unbinds, crossed = rows_put_back(node)
             self._rows.update(dict.fromkeys(unbinds, layout[saved_dim(node, "dim", len(layout))]))
@@ -287,6 +288,14 @@ class Samples:
         if size > 1:
             self.surroundings.readings[key] = True
         return key in self.surroundings.readings
+
+    def _written(self, fits: list[Place]) -> Place | None:
+        """Choose where a part was written over: in the only place that fits, or in that of a graph of this kind."""
+        key = ("written", *map(type, self.trail.nodes))
+        number = {sum(1 << dim for dim in dims): dims for dims in fits}
+        if len(fits) == 1:
+            self.surroundings.readings[key] = next(iter(number))
+        return number.get(self.surroundings.readings.get(key, 0))
 
     def note_spread(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
         """Take note of what was broadcast, `(n, 1) - (n,)`, and along which dimensions operands without gradient lie.

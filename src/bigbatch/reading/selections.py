@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 from torch.autograd.graph import Node
@@ -12,6 +14,7 @@ from bigbatch.reading.graph import Edge, edges, operation, saved, saved_dim, sav
 from bigbatch.reading.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped
 from bigbatch.reading.rules import Inputs, along, everything, only_input, size_of
 
+Place: TypeAlias = tuple[int, ...]  # the dimensions of a tensor that a part of it has
 _OPERATIONS_ON_A_ROW = 64
 
 
@@ -224,10 +227,12 @@ def as_strided(node: Node, _output: int, layout: Layout) -> Inputs:
     return [(edge, (*layout[:kept], *mixed(sizes[kept:], name)))]
 
 
-def copy_slices(node: Node, _output: int, layout: Layout) -> Inputs:
+def copy_slices(
+    node: Node, _output: int, layout: Layout, place: Callable[[list[Place]], Place | None] | None = None
+) -> Inputs:
     """A part written over, `out[t] = x`: the rest stays where it is, and so do the dimensions of what was written.
 
-    The graph does not say where it was written. It is told by sizes, where only one place fits.
+    The graph does not say where it was written. It is told by sizes, where only one place fits; or `place` chooses one.
     """
     (base, *values), name, whole = edges(node), operation(node), shape(node)
     result: Inputs = [(base, layout)] if base[0] is not None else []
@@ -239,9 +244,10 @@ def copy_slices(node: Node, _output: int, layout: Layout) -> Inputs:
         fits = [dims for dims in every if sizes == tuple(whole[dim] for dim in dims)] or [
             dims for dims in every if all(n <= whole[dim] for n, dim in zip(sizes, dims, strict=True))
         ]
-        if len(fits) != 1:
-            raise refusals.unknown(name)
-        found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, fits[0], strict=True)]
+        dims = place(fits) if place is not None else fits[0] if len(fits) == 1 else None
+        if dims is None:
+            raise refusals.written(name)
+        found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, dims, strict=True)]
         result.append((value, tuple(found)))
     return result
 

@@ -37,7 +37,7 @@ from bigbatch.reading.graph import (
     signed,
 )
 from bigbatch.reading.operations import NLL, POINTWISE_LOSSES, PURE_POINTWISE, VIEWS
-from bigbatch.reading.parameters import made_of_shared, parameters_alone
+from bigbatch.reading.parameters import computed_weight, made_of_shared, parameters_alone
 from bigbatch.reading.reductions import FUSED, HABITS, LINEAR, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.reading.samples import Surroundings
 from bigbatch.reading.selections import results
@@ -180,6 +180,8 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
         return _term(place, node, found, surroundings, trail)
     if parameters_alone(place.edge, surroundings.own, trail) or made_of_shared(place.edge, surroundings.own, trail):
         return Term(place.pinned or node, "once", 1.0, name)
+    if computed_weight(place.edge, surroundings.own, surroundings.is_weight, trail, beside=True):
+        raise refusals.data_or_constant(name)
     raise refusals.nonlinear(name, root=name == "Sqrt" or saved_number(node, "exponent") == _ROOT)
 
 
