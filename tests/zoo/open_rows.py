@@ -3,8 +3,8 @@
 _BOTH = ("accumulator", "big_step")
 _ROWS = [
     (_BOTH, "AdaLoRA's identity has no gradient, and may be data", "adalora"),
-    (_BOTH, "nodes added up to graphs are taken for coupled", "graph-energies-of-nodes pyg-schnet"),
-    (_BOTH, "messages between nodes are taken for coupled", "pyg-node-classification"),
+    (_BOTH, "no graph says whose nodes an index adds up", "graph-energies-of-nodes pyg-schnet"),
+    (_BOTH, "no graph says between whose nodes messages go", "pyg-node-classification"),
     (("big_step",), "terms of single pictures, divided by their number", "smp-lovasz-per-image"),
     (("big_step",), "what a divisor counts is not seen in its sum", "detection-over-positives smoothed-kl-over-tokens"),
     (_BOTH, "data of the same sample is taken for other samples", "soft-dtw"),
