@@ -162,7 +162,7 @@ def sample_axes(
         rows, lone = next(((size, tag.lone) for size, tag in parts if isinstance(tag, Axis)), (0, False))
         glued = rows > 0 and not found and sum(size > 1 for size, _ in parts) > (rows > 1)
         if glued and not one_sample(rows) and rows == 1 and lone:
-            parts = tuple(part for part in parts if part[0] > 1)
+            parts = tuple(part for part in parts if part[0] > 1 or isinstance(part[1], str))
         for size, tag in parts:
             if isinstance(tag, Axis):
                 found.append(tag)

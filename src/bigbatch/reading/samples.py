@@ -35,7 +35,7 @@ from bigbatch.reading.layout import PICKED, UNBOUND, Axis, Dim, Layout, Part, Ta
 from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
 from bigbatch.reading.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
-from bigbatch.reading.selections import PUTS, Place, copy_slices, key, reordered, rows_put_back
+from bigbatch.reading.selections import PUTS, Place, copy_slices, key, reordered, results, rows_put_back
 from bigbatch.reading.trail import Trail
 
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
@@ -134,17 +134,24 @@ class Samples:
         written = rule is copy_slices
         inputs = copy_slices(node, output, layout, self._written) if written else rule(node, output, layout)
         if name == "Stack":
-            unbinds, crossed = rows_put_back(node)
-            self._rows.update(dict.fromkeys(unbinds, layout[saved_dim(node, "dim", len(layout))]))
+            (unbinds, crossed), rows = rows_put_back(node), layout[saved_dim(node, "dim", len(layout))]
             self._stacked, self._crossed = True, self._crossed or crossed
+            for unbind in unbinds:
+                if not _same_rows(self._rows.setdefault(unbind, rows), rows):  # rows that met others on one way
+                    self._rows[unbind] = ((results(unbind), name),)
+                    inputs = [*inputs, *(self._unbound(each, below) for each, _, below in self._seen if each is unbind)]
         elif node in self._rows:
-            dim = saved_dim(node, "dim", len(layout) + 1)
-            inputs = [(edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:]))]
+            inputs = [self._unbound(node, layout)]
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
         if rule is pointwise or (rule is fused_loss and saved(node, "reduction") == NONE):
             self.note_spread(node, name, shape(node, output), layout)
         return inputs
+
+    def _unbound(self, node: Node, layout: Layout) -> tuple[Edge, Layout]:
+        """Give the layout before an unbind whose results were stacked again."""
+        dim = saved_dim(node, "dim", len(layout) + 1)
+        return edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:])
 
     def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:  # noqa: C901 - one way per kind
         """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
@@ -401,6 +408,10 @@ def _put_back(layout: Layout, node: Node | None) -> Layout:
             return tuple(reordered(dim, (operation(node), by)) for dim in layout)
         node = edges(node)[MATMULS.get(operation(node), (0,))[0]][0] if edges(node) else None
     return layout
+
+
+def _same_rows(one: Dim, other: Dim) -> bool:
+    return one == other or all(_matches(a, b) for _, a in one for _, b in other)
 
 
 def _matches(tag: Tag, other: Tag) -> bool:
