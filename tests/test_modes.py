@@ -24,6 +24,7 @@ from tests.training import Training
 pytestmark = pytest.mark.filterwarnings(
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
     "ignore:this loss looks divided by steps:UserWarning",
+    "ignore:this loss is a sum over data:UserWarning",
 )
 BATCHES = [rows(5, 0), rows(3, 1), rows(4, 2)]
 plain = seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4)))

@@ -80,11 +80,15 @@ def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:
 
 def without_slivers(layout: Layout) -> Layout:
     """Return a layout whose dimensions of 1 hold no samples, where they were cut off those: `x.view(1, n, c)`."""
+    return tuple(
+        ((1, PICKED),) if len(dim) == 1 and dim[0][0] == 1 and isinstance(tag := dim[0][1], Axis) and tag.path else dim
+        for dim in layout
+    )
 
-    def is_sliver(dim: Dim) -> bool:
-        return len(dim) == 1 and dim[0][0] == 1 and isinstance(tag := dim[0][1], Axis) and bool(tag.path)
 
-    return tuple(((1, PICKED),) if is_sliver(dim) else dim for dim in layout)
+def is_sliver(axis: Axis) -> bool:
+    """Tell a piece of size 1 that a reshape has put before an axis: `x.view(n, 1, c)`."""
+    return bool(axis.path) and axis.path[-1][0] == 1 and axis.path[-1][2] == 0
 
 
 def reshaped(layout: Layout, sizes: Shape, by: str) -> Layout:
@@ -157,8 +161,9 @@ def sample_axes(
     may be one sample, or all of them: `one_sample` is told how many were seen, and says which.
     """
     found: list[Axis] = []
+    apart = any(size > 1 and isinstance(tag, Axis) for dim in dims for size, tag in layout[dim])  # slivers say nothing
     for dim in dims:
-        parts = layout[dim]
+        parts = tuple((n, t) for n, t in layout[dim] if not (apart and isinstance(t, Axis) and n == 1 and is_sliver(t)))
         rows, lone = next(((size, tag.lone) for size, tag in parts if isinstance(tag, Axis)), (0, False))
         glued = rows > 0 and not found and sum(size > 1 for size, _ in parts) > (rows > 1)
         if glued and not one_sample(rows) and rows == 1 and lone:
