@@ -129,7 +129,7 @@ def _judged(
         size = max(float(plain(model, loss, batch).norm()) for batch in window)
         nudged = {key: x + 1e-14 * x.sin() if x.is_floating_point() else x for key, x in join(window).items()}
         rounding = distance(plain(model, loss, nudged), true)  # large where it divides by what should be zero
-        if off * float(true.norm().clamp_min(FLOOR)) / max(size, FLOOR) > max(TOLERANCE, rounding):
+        if off * float(true.norm().clamp_min(FLOOR)) / max(size, FLOOR) > max(TOLERANCE, 100 * rounding):
             return Verdict("wrong", f"update {number} is off by {off:.1e}")
     return told
 
