@@ -475,3 +475,24 @@ def test_a_loss_of_zero_hides_nothing(seed: int, dtype: torch.dtype, values: boo
         update(summed, normalizes=True)
     update((summed - summed.mean()) / summed.std(), normalizes=False)
     assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))
+
+
+def test_data_that_spreads_samples_is_left_to_the_check() -> None:
+    """A difference does not keep what it subtracts: each sample's own steps are exact, half of the batch is refused."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3).double()
+    batch = (torch.randn(10, 5).double(), torch.randn(10, 7).double())
+
+    def own(model: Any, batch: Batch) -> Tensor:
+        return (model(batch[0])[:, :, None] - batch[1][:, None]).square().mean()
+
+    def others(model: Any, batch: Batch) -> Tensor:
+        return (model(batch[0])[:, :, None] - batch[1][: len(batch[1]) // 2].T.flatten()).square().mean()
+
+    true = torch.autograd.grad(own(model, batch), list(model.parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    BigStep(model, torch.optim.SGD(model.parameters(), lr=1.0), own, micro_batch_size=4)(batch)
+    moved = [was - now.detach() for was, now in zip(before, model.parameters(), strict=True)]
+    assert all(torch.allclose(ours, big, rtol=1e-12, atol=1e-13) for ours, big in zip(moved, true, strict=True))
+    with pytest.raises(CoupledLoss):
+        BigStep(model, torch.optim.SGD(model.parameters(), lr=1.0), others, micro_batch_size=4)(batch)

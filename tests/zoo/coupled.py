@@ -7,13 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import across
+from bigbatch import across, counted
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 from tests.zoo.plain import SEVERAL, Tagger, frozen, log_chances, masked, per_token, segmenter
 from tests.zoo.program import Expected, Program, refused
 from tests.zoo.samples import CLASSES, WIDTH, graphs, join_graphs, mlp, parts, rows
 
 COUPLED = refused(CoupledLoss, "across")
+TOLD = refused(UnreadableLoss, "count")  # no graph says it: counted(...) settles it
 UNREADABLE = refused(UnreadableLoss, "")
 MANY = (4, 3, 5, 4, 3, 5)  # of fewer samples the mean of some is soon that of all
 ONES = (1, 1, 1, 1)  # what fits of a large model
@@ -345,13 +346,14 @@ COUPLED_LOSSES = [
     Program("dice-and-cross-entropy", segmenter, rows, lambda m, b: soft_dice(m, b, (1, 2, 3)) + F.binary_cross_entropy_with_logits(m(b["small"]), b["shape"])),
     Program("lovasz-per-picture", segmenter, rows, lambda m, b: lovasz(m, b, per_image=True)),
     Program("lovasz-over-the-batch", segmenter, rows, lambda m, b: lovasz(m, b, per_image=False), **both(COUPLED)),
-    Program("detection-over-positives", segmenter, rows, detection, accumulator=refused(UnreadableLoss, "count")),
+    Program("detection-over-positives", segmenter, rows, detection, accumulator=TOLD, big_step=TOLD),
     Program("segmentation-cross-entropy", lambda: segmenter(CLASSES), rows, lambda m, b: F.cross_entropy(m(b["small"]), b["regions"])),
     Program("gan", players, rows, {"d": discriminator, "g": generator}, quick=True),
     Program("r-drop", Tagger, rows, lambda m, b: (per_token(m, b) + per_token(m, b)).mean() + F.kl_div(m(b["tokens"]).log_softmax(-1), m(b["tokens"]).softmax(-1), reduction="none").sum(-1).mean()),
     Program("mean-tokens-and-mean-samples", Tagger, rows, lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()) + 0.1 * m(b["tokens"]).pow(2).mean((1, 2)).mean(), accumulator=SEVERAL),
     Program("graph-regression", Pooling, graphs, lambda m, b: F.mse_loss(m(b), b["y"]), collate=join_graphs),
     Program("graph-regression-mean-pool", lambda: Pooling(mean=True), graphs, lambda m, b: F.mse_loss(m(b), b["y"]), collate=join_graphs),
-    Program("graph-energies-of-nodes", Pooled, graphs, lambda m, b: F.l1_loss(m(b), b["y"]), collate=join_graphs),
+    Program("graph-energies-of-nodes", Pooled, graphs, lambda m, b: F.l1_loss(m(b), b["y"]), collate=join_graphs, accumulator=TOLD, big_step=TOLD),
+    Program("graph-energies-of-nodes, told", Pooled, graphs, lambda m, b: counted(F.l1_loss(m(b), b["y"]), len(b["y"])), collate=join_graphs),
     Program("node-classification", lambda: parts(net=mlp()), graphs, lambda m, b: F.cross_entropy(m["net"](b["x"]), b["tags"]), collate=join_graphs),
 ]  # fmt: skip

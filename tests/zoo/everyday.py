@@ -384,7 +384,7 @@ EVERYDAY = [
     Program("crf", lambda: parts(net=mlp(), change=nn.Linear(CLASSES, CLASSES)), rows, crf),
     Program("attention-decoder", lambda: parts(cell=nn.GRUCell(6, 6), head=nn.Linear(6, CLASSES)), rows, attention_decoder),
     Program("ctc-and-cross-entropy", mlp, rows, asr),
-    Program("smoothed-kl-over-tokens", Tagger, rows, smoothed_by_hand, accumulator=COUNT),
+    Program("smoothed-kl-over-tokens", Tagger, rows, smoothed_by_hand, accumulator=COUNT, big_step=COUNT),
     Program("smoothed-kl-counted", Tagger, rows, said),
     Program("predictive-coding-within-sequences", mlp, rows, predictive_coding),
     Program("soft-dtw", mlp, rows, soft_dtw),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError
 from tests.zoo.libraries import Library
 from tests.zoo.program import EXACT, Expected, Program, refused
@@ -18,6 +19,7 @@ G = Library("torch_geometric.nn")
 S = Library("sentence_transformers.sentence_transformer.losses")
 AUDIO = Library("torchmetrics.functional.audio")
 COUPLED = refused(CoupledLoss, "across")
+TOLD = refused(LossError, "count")  # no graph says whose nodes an index adds up: counted(...) settles it
 REFUSED = refused(LossError, "across")
 METRIC_LEARNING, PYG, SENTENCES = "pytorch_metric_learning", "torch_geometric", "sentence_transformers"
 
@@ -159,6 +161,7 @@ METRIC = [
     network("gin", "GINConv", "global_add_pool"),
     network("gat", "GATConv"),
     network("sage-max-pool", "SAGEConv", "global_max_pool"),
-    Program("pyg-schnet", lambda: G.SchNet(hidden_channels=8, num_filters=8, num_interactions=1, num_gaussians=6, cutoff=3.0, interaction_graph=all_pairs), graphs, schnet, PYG, collate=join_graphs),
-    Program("pyg-node-classification", lambda: G.GCN(6, 8, 2, CLASSES), graphs, lambda m, b: F.cross_entropy(m(b["x"], b["edges"]), b["tags"]), PYG, collate=join_graphs),
+    Program("pyg-schnet", lambda: G.SchNet(hidden_channels=8, num_filters=8, num_interactions=1, num_gaussians=6, cutoff=3.0, interaction_graph=all_pairs), graphs, schnet, PYG, collate=join_graphs, accumulator=TOLD, big_step=TOLD),
+    Program("pyg-node-classification", lambda: G.GCN(6, 8, 2, CLASSES), graphs, lambda m, b: F.cross_entropy(m(b["x"], b["edges"]), b["tags"]), PYG, collate=join_graphs, accumulator=TOLD, big_step=TOLD),
+    Program("pyg-node-classification, told", lambda: G.GCN(6, 8, 2, CLASSES), graphs, lambda m, b: counted(F.cross_entropy(m(b["x"], b["edges"]), b["tags"]), len(b["tags"])), PYG, collate=join_graphs),
 ]  # fmt: skip

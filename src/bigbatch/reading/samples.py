@@ -52,7 +52,8 @@ class Surroundings:
     is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
     micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
     time_first: bool = False  # a layer takes (time, batch, ...), so that samples may lie second
-    divisors: bool = False  # a tensor that divides a sum is taken for its count: someone checks what comes of it
+    # A tensor that divides a sum is taken for its count, and what is set against samples for theirs: it is checked.
+    divisors: bool = False
     # How a kind of graph was read where it could be read in one way only: that holds where it might be two.
     readings: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
@@ -351,7 +352,9 @@ class Samples:
                 own = [tag for each in beside for _, tag in each if isinstance(tag, Axis)]
                 apart = bool(self.axes) and all(any(axis.matches(tag) for tag in own) for axis in self.axes or ())
                 pairs = size > 1 and (many == size if direct or apart else many % size == 0)
-                if (pairs and not self.surroundings.readings.get(key)) or (direct and not apart):
+                if (pairs and not self.surroundings.readings.get(key)) or (
+                    direct and not apart and not self.surroundings.divisors
+                ):
                     return name
                 if size > 1:
                     self.surroundings.readings[key] = True
