@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import CoupledLoss
+from bigbatch.micro_steps.first_check import _moved
 from tests.reference import sgd, trained
 
 Batch = tuple[Tensor, Tensor]
@@ -436,11 +437,13 @@ class Policy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body, self.actor, self.critic = nn.Linear(7, 16), nn.Linear(16, 4), nn.Linear(16, 1)
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 4, bias=False)
+        nn.init.zeros_(self.up.weight)
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities of actions, and values."""
         found = self.body(states).tanh()
-        return self.actor(found).log_softmax(-1), self.critic(found)[:, 0]
+        return (self.actor(found) + self.up(self.down(found))).log_softmax(-1), self.critic(found)[:, 0]
 
 
 def surrogate(model: Any, batch: tuple[Tensor, ...], *, normalizes: bool, values: bool) -> Tensor:
@@ -454,13 +457,31 @@ def surrogate(model: Any, batch: tuple[Tensor, ...], *, normalizes: bool, values
     return policy + 0.5 * F.mse_loss(value, returns) if values else policy
 
 
+def low_rank(model: Policy) -> None:
+    """Train two matrices beside what is frozen, as LoRA does."""
+    for p in (*model.body.parameters(), *model.actor.parameters()):
+        p.requires_grad_(False)
+
+
+def zero_head(model: Policy) -> None:
+    """Begin with all actions alike."""
+    for p in model.actor.parameters():
+        nn.init.zeros_(p)
+
+
+ZEROS: dict[str, Callable[[Policy], object]] = {"a head of zeros": zero_head, "an adapter of zeros": low_rank}
+
+
 @pytest.mark.parametrize("values", [False, True], ids=["policy alone", "policy and values"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("seed", range(4))
-def test_a_loss_of_zero_hides_nothing(seed: int, dtype: torch.dtype, values: bool) -> None:
+@pytest.mark.parametrize(
+    ("seed", "begins"), [*((seed, "anywhere") for seed in range(4)), *((4, each) for each in ZEROS)]
+)
+def test_a_loss_of_zero_hides_nothing(seed: int, begins: str, dtype: torch.dtype, values: bool) -> None:
     """Where a term is zero in the piece and in its parts, they are compared with weights that are moved a little."""
     torch.manual_seed(seed)
     model = Policy().to(dtype)
+    ZEROS.get(begins, id)(model)
     states, actions, rewards = torch.randn(48, 7, dtype=dtype), torch.randint(0, 4, (48,)), torch.randn(48, dtype=dtype)
     before = model(states)[0].gather(1, actions[:, None])[:, 0].detach()
     summed = rewards.cumsum(0)
@@ -475,6 +496,27 @@ def test_a_loss_of_zero_hides_nothing(seed: int, dtype: torch.dtype, values: boo
         update(summed, normalizes=True)
     update((summed - summed.mean()) / summed.std(), normalizes=False)
     assert all(torch.equal(was, now) for was, now in zip(weights, model.parameters(), strict=True))
+
+
+def test_moved_weights_come_back() -> None:
+    """Bit by bit, also after a failure: zeros of both signs, views of one storage, and one number for many."""
+    flat = torch.zeros(8)
+    flat[6:] = torch.tensor([1.5, -0.0])
+    weights = [flat[:4], flat[2:], torch.full((3,), -0.0), torch.zeros(2, 3).T, torch.zeros(1).expand(3), flat[:0]]
+    model = nn.Module()
+    model.some = nn.ParameterList(map(nn.Parameter, weights))
+    before = [each.clone() for each in weights]
+    found: list[Tensor] = []
+
+    def fail() -> None:
+        with _moved([model]):
+            found.append(weights[3].unique())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert len(found[0]) == 6
+    assert all(torch.equal(*(each.view(torch.int32) for each in pair)) for pair in zip(weights, before, strict=True))
 
 
 def test_data_that_spreads_samples_is_left_to_the_check() -> None:

@@ -11,7 +11,7 @@ import random
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -73,6 +73,7 @@ _BITS = {
     torch.float16: (torch.int16, 1 << 7),
     torch.bfloat16: (torch.int16, 1 << 4),
 }
+_SMALL = 1 / 32  # what weights that are all zero are moved by, at most
 # Arguments of fused kernels that draw inside, and what keeps them from it.
 _CALM = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
 
@@ -551,19 +552,26 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _moved(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Be with trained weights that are a little off: what a loss of zero hides shows there."""
+    """Be with trained weights that are a little off: what a loss of zero hides shows there.
+
+    A bit moves no zero: weights that are all zero, as of a head or an adapter that begins so, are filled.
+    """
     weights = [p.data for p in dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad)]
-    turned = list[Tensor]()
-    try:
-        for each in [each for each in weights if type(each) is Tensor and each.dtype in _BITS]:
-            each.view(_BITS[each.dtype][0]).bitwise_xor_(_BITS[each.dtype][1])
-            turned.append(each)
+    with ExitStack() as undoing:  # the latest first: weights may lie in each other
+        undoing.callback(torch.clear_autocast_cache)
+        for number, each in enumerate(weights):
+            if type(each) is not Tensor or each.dtype not in _BITS or 0 in each.stride():  # one number for many
+                continue
+            dtype, bit = _BITS[each.dtype]
+            bits = each.view(dtype)
+            if bits.any():
+                bits.bitwise_xor_(bit)
+                undoing.callback(bits.bitwise_xor_, bit)
+            else:
+                undoing.callback(each.zero_)
+                each.uniform_(-_SMALL, _SMALL, generator=torch.Generator(each.device).manual_seed(number))
         torch.clear_autocast_cache()
         yield
-    finally:
-        for each in turned:
-            each.view(_BITS[each.dtype][0]).bitwise_xor_(_BITS[each.dtype][1])
-        torch.clear_autocast_cache()
 
 
 @contextmanager
