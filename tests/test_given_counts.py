@@ -29,6 +29,7 @@ CASES: dict[str, tuple[Counting, bool]] = {
     "samples for elements": (lambda m, cut: (m(X[cut]).square().mean(), len(X[cut])), False),
     "a loss that cannot be read": (lambda m, cut: (m(X[cut]).square().mean().sqrt(), len(X[cut])), False),
     "two terms": (lambda m, cut: (entropy(m, cut) + m(X[cut]).square().mean(), len(X[cut])), False),
+    "a sum over as many features": (lambda m, _: (m(X[:4]).square().sum() / 4, 4), False),
     "a sum": (lambda m, cut: (m(X[cut]).square().sum() / len(X[cut]), len(X[cut])), False),
 }
 

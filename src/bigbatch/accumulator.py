@@ -384,7 +384,9 @@ class Accumulator:
         """Warn, once, where counts that come with losses are not in proportion to those that the graphs show."""
         left, self._to_compare = self._to_compare - 1, 0
         try:
-            (term,) = self._admission.reader.read(loss)
+            with warnings.catch_warnings():  # they ask for the count, which is given
+                warnings.simplefilter("ignore")
+                (term,) = self._admission.reader.read(loss)
         except (BigBatchError, ValueError):  # several terms, or one that cannot be read: that is what a count is for
             return
         counts = (given, term.count)
