@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -56,7 +57,16 @@ HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
     "mask": lambda model: model.weight.register_hook(lambda gradient: gradient * MASK),
     "after accumulation": lambda model: model.weight.register_post_accumulate_grad_hook(after),
     "none": id,
+    "none of the user's": lambda model: model.weight.register_hook(partial(known, 0.5)),
 }
+
+
+def known(factor: float, gradient: Tensor) -> Tensor:
+    """What a library has registered."""
+    return gradient * factor
+
+
+known.__module__ = "torch.distributed.fsdp"
 
 
 def trained(way: Callable[[nn.Module, int], None], hook: str) -> tuple[list[Tensor], list[str]]:
@@ -76,5 +86,23 @@ def test_hooks_are_told_of_once(way: Callable[[nn.Module, int], None], hook: str
     """Those here are linear, so the big batch's gradient comes out."""
     found, told = trained(way, hook)
     assert distance(found, trained(whole, hook)[0]) <= 1e-12
-    assert len(told) == (hook != "none")
+    assert len(told) == ("none" not in hook)
     assert all("'weight' has a gradient hook" in each and "clip_norm=" in each for each in told)
+
+
+def test_hooks_are_told_of_where_something_is_accumulated() -> None:
+    """A window of one micro-batch is the big batch; a later one of two is not."""
+    model = nn.Linear(7, 3).double()
+    HOOKS["mask"](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator, step = Accumulator(model, optimizer, steps=1), BigStep(model, optimizer, mse, micro_batch_size=20)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        accumulator.backward(mse(model, (X, Y)))
+        step((X, Y))
+    accumulator.steps = 2
+    with pytest.warns(UserWarning, match="has a gradient hook"):
+        accumulator.backward(mse(model, (X, Y)))
+    accumulator.discard()
+    with pytest.warns(UserWarning, match="has a gradient hook"):
+        BigStep(model, optimizer, mse, micro_batch_size=6)((X, Y))

@@ -153,6 +153,28 @@ def test_a_discriminator_with_shorter_windows_is_refused() -> None:
     generating.discard()
 
 
+def test_a_loss_beside_a_discriminator_may_see_it_step() -> None:
+    """Windows before and after run through it, and may not; a bare parameter is such a loss, too."""
+    generator, judge = encoder(), nn.Linear(3, 1, bias=False).double()
+    size = nn.Parameter(torch.ones((), dtype=torch.float64))
+    generating = Accumulator([generator], SGD([*generator.parameters(), size], lr=0.1), steps=3)
+    judging = SGD(judge.parameters(), lr=0.1)
+
+    def add(loss: Tensor) -> None:
+        generating.backward(loss, count="sum")
+        judge(BATCHES[0]["x"]).square().mean().backward()
+        judging.step()
+
+    for _ in range(2):
+        add(F.softplus(-judge(generator(BATCHES[0]["x2"]))).mean())
+        with pytest.raises(WindowDisturbed, match="which has changed 1 of them"):
+            add(F.softplus(-judge(generator(BATCHES[1]["x2"]))).mean())
+        generating.discard()
+        for batch in BATCHES[:2]:
+            add(generator(batch["x2"]).square().mean())
+        add(size)
+
+
 def test_the_generators_loss_leaves_no_gradient_in_the_discriminator() -> None:
     """`backward` adds to its own optimizer's parameters alone; by hand it would have added to both."""
     generator, discriminator = pair()

@@ -195,6 +195,7 @@ class Accumulator:
                 self._refuse_second_backward()
             if window is None:
                 admission.open()
+                admission.warn_of_hooks(several=self._steps > 1 or self._stepper.ranks is not None)
             if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
                 admission.look()
             terms = self._read(loss, count)

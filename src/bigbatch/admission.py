@@ -75,11 +75,14 @@ class Admission:
         """Look up the BatchNorm layers, at the start of a window."""
         self._walked, self._opened = None, True
         self._versions.clear()
-        if not self._looked_for_hooks:
-            self._looked_for_hooks = True
-            checks.warn_of_gradient_hooks(self.models, all_parameters(self._optimizers))
         if self._refuses or self.exact:
             self.batch_norms = checks.batch_norms(self.models)
+
+    def warn_of_hooks(self, *, several: bool) -> None:
+        """Tell of gradient hooks, once, where several gradients are added up."""
+        if several and not self._looked_for_hooks:
+            self._looked_for_hooks = True
+            checks.warn_of_gradient_hooks(self.models, all_parameters(self._optimizers))
 
     def run_side_by_side(self, wanted: bool) -> None:  # noqa: FBT001 - a mode
         """Say how micro-batches run from now on; graphs are looked through again where that is new."""
@@ -183,15 +186,15 @@ class Admission:
     def refuse_changed(self, loss: Tensor) -> None:
         """Refuse a loss that was computed with parameters of others which have changed since the window began."""
         used = {key: p._version for key, ref in self.others.items() if (p := ref()) is not None}  # noqa: SLF001
-        if all(self._versions.setdefault(key, version) == version for key, version in used.items()):
-            return
         root: Any = loss.grad_fn
+        if root is None or all(self._versions.setdefault(key, version) == version for key, version in used.items()):
+            return
         for when, before in (each._stepped for each in _present):  # noqa: SLF001 - others of this class
             if root._sequence_nr() < when:  # noqa: SLF001 - no public name
                 used.update((key, before[key]) for key in used.keys() & before.keys())
-        changed = sum(self._versions[key] != version for key, version in used.items())
-        if changed:
-            raise WindowDisturbed(checks.OTHERS_CHANGED.format(changed))
+        changed = {key for key, version in used.items() if self._versions[key] != version}
+        if changed and (changed := changed & checks.scan(loss).leaves.keys()):  # the rest is of other losses
+            raise WindowDisturbed(checks.OTHERS_CHANGED.format(len(changed)))
 
     def _refuse_sharded_since(self) -> None:
         """What fully_shard puts in the place of parameters is in no optimizer that was made before."""

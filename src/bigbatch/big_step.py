@@ -265,6 +265,7 @@ class BigStep:
             self._refuse_meeting_ranks()
             self._admission.look()
             division = self._divider.divide(whole)
+            self._admission.warn_of_hooks(several=len(division) > 1 or self._stepper.ranks is not None)
             return self._attempt(division)
         except BaseException as error:
             if not self._may_try_again(division, error):

@@ -350,7 +350,8 @@ def warn_of_gradient_hooks(modules: Sequence[nn.Module], parameters: Iterable[Te
     names = {id(p): name for model in modules for name, p in model.named_parameters()}
     for p in parameters:
         hooks = ChainMap(*(getattr(p, kind, None) or {} for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")))
-        if any(not str(getattr(each, "__module__", "")).startswith(_KNOWN_HOOKS) for each in hooks.values()):
+        called = (getattr(each, "func", each) for each in hooks.values())  # what a functools.partial calls
+        if any(not str(getattr(each, "__module__", "")).startswith(_KNOWN_HOOKS) for each in called):
             warnings.warn(
                 f"parameter '{names.get(id(p), '')}' has a gradient hook: it runs on the gradient of each micro-batch, "
                 "not on the big batch's. That is exact for a mask or a factor, and not for clipping or anything else "
@@ -451,7 +452,7 @@ def scan(value: Tensor) -> Scan:
 
 
 OTHERS_CHANGED = (
-    "this loss runs through {} parameters that another optimizer trains, and they have changed since the window's "
+    "this loss runs through parameters that another optimizer trains, which has changed {} of them since the window's "
     "first micro-batch, as a discriminator's that steps before its generator: no big batch has such a gradient.\n"
     "Use: fake = generator(noise) once, then the generator's backward, then the discriminator's; or a BigStep each.\n"
     "accumulator.discard() drops this window."
