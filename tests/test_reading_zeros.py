@@ -60,7 +60,6 @@ TERMS: dict[str, Function] = {
     "parameters": lambda m, b: entropy(m, b) + sum(0.0 * p.sum() for p in m["unused"].parameters()),
     "a root": lambda m, b: entropy(m, b) + 0 * m["unused"](b["x"]).square().mean().sqrt(),
     "a contrast": lambda m, b: entropy(m, b) + 0.0 * (m["unused"](b["x"]) @ m["unused"](b["x"]).T).logsumexp(1).mean(),
-    "in some alone": lambda m, b: entropy(m, b) + (0 * m["unused"](b["x"]).sum() if chosen(b).any() else 0.0),
     "a tensor": lambda m, b: entropy(m, b) + torch.zeros((), dtype=torch.float64) * m["unused"](b["x"]).sum(),
 }
 LOSSES: dict[str, Function] = {
@@ -154,3 +153,35 @@ def test_a_term_that_is_zero_once_is_refused(parts: tuple[float, float]) -> None
     with pytest.raises(LossError, match=r"averaged over different things|changed within a window"):
         accumulator.backward(entropy(model, second) + parts[1] * model["unused"](second["x"]).square().mean())
     accumulator.discard()
+
+
+REFUSED: dict[str, Function] = {
+    "one of two, by turns": lambda m, b: (
+        float(chosen(b).any()) * entropy(m, b)
+        + float(not chosen(b).any()) * F.cross_entropy(m["used"](b["x"]) - 1, b["label"])
+    ),
+    "beside a mean over all": selected(
+        lambda m, b: F.mse_loss(m["used"](b["x"]), b["value"]), lambda m, b: m["used"](b["x"]).sum() * 0
+    ),
+    "in some alone": lambda m, b: entropy(m, b) + (0 * m["unused"](b["x"]).sum() if chosen(b).any() else 0.0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_zero_in_the_place_of_something_is_refused(name: str) -> None:
+    """What is zero here and counts elsewhere would change what the others are averaged over."""
+    loss = case(REFUSED[name])
+    with pytest.raises(LossError):
+        accumulated(loss, some_without(loss), 3)
+
+
+def test_a_mean_of_zeros_counts() -> None:
+    """It is over as many samples as any."""
+
+    def value(model: Any, batch: Batch) -> Tensor:
+        out = model["used"](batch["x"])
+        return (out * (batch["scalar"] > 10)[:, None]).mean() if chosen(batch).any() else (out * 0).mean()
+
+    loss = case(value)
+    batches = some_without(loss)
+    assert_equal(accumulated(loss, batches, 3), big_batches(loss, batches, 3))

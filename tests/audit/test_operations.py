@@ -31,6 +31,7 @@ KNOWN = set(RULES) | set(MATMULS) | _PURE_OF_WEIGHTS | LOOKS_THROUGH
 SILENTLY_WRONG: dict[str, str] = {}  # accepted, and not the big batch's gradient: the worst there is
 _KEPT = "Add|Sub|Rsub|Pow|Lerp|Addcmul|Addcdiv|Hypot|Fmod|Remainder|Copysign|Clamp|Complex|Polar"
 FALSELY_REFUSED = {  # each sample is alone, and the graph could tell
+    "a scale of data for each sample may be that of others": r"LinalgSolveTriangular-distances of a normal with a scale of data",
     "a wider tensor without gradient that is not saved may be other samples": rf"({_KEPT})-wider-data(-row)?",
     "a wider tensor without gradient is not asked for its second dimension": r"(?!(MseLoss|SmoothL1Loss|HuberLoss|BinaryCross.*|SoftMarginLoss|PreluKernel)-).*-own-and-wide-data",
     "a tensor that was detached is not known to be the sample's own": r"(Fmod|Remainder|MaskedFill|Binary.*|SoftMarginLoss)-own-step.*",

@@ -161,9 +161,8 @@ def sample_axes(
     may be one sample, or all of them: `one_sample` is told how many were seen, and says which.
     """
     found: list[Axis] = []
-    apart = any(size > 1 and isinstance(tag, Axis) for dim in dims for size, tag in layout[dim])  # slivers say nothing
     for dim in dims:
-        parts = tuple((n, t) for n, t in layout[dim] if not (apart and isinstance(t, Axis) and n == 1 and is_sliver(t)))
+        parts = layout[dim]
         rows, lone = next(((size, tag.lone) for size, tag in parts if isinstance(tag, Axis)), (0, False))
         glued = rows > 0 and not found and sum(size > 1 for size, _ in parts) > (rows > 1)
         if glued and not one_sample(rows) and rows == 1 and lone:

@@ -48,6 +48,7 @@ class Sum:
     source: Node | None = None  # the node whose saved tensor holds the count
     about: float = 0.0  # about how large that is
     doubtful: bool = False  # parameters and a tensor without gradient alone: over data, or a constant
+    chosen: bool = False  # over rows that an index or a mask has taken: none of them may be left
     inside: tuple[Node, ...] = ()  # factors below a sum, `(x / n).sum()`
     sizes: "Sizes | None" = None  # of what was summed
 
@@ -210,7 +211,7 @@ class _Chain:
             # beside a term over data they must not be taken for one.
             if not samples.data and not samples.gradless:
                 return Sum("once", 1.0, name)
-            return Sum("mean", float(self.counts[level]), name, doubtful=samples.doubtful)
+            return Sum("mean", float(self.counts[level]), name, doubtful=samples.doubtful, chosen=samples.taken)
         if not samples.data and not samples.gradless:
             return Sum("once", 1.0, name)
         if all(parameters_alone(part, samples.surroundings.own, samples.trail) for part in parts):
@@ -337,9 +338,9 @@ def read_fused(  # noqa: C901 - one way per kind of loss
         rows = frozenset({1.0} if samples.unbatched else ())
         return Sum("sum", 1.0, name, sizes=sizes_of(samples, [part for dim in axes for part in dim], rows))
     if name not in NLL:
-        return Sum("mean", count, name)
+        return Sum("mean", count, name, chosen=samples.taken)
     positions = math.prod(sizes) / max(sizes[1 if len(sizes) > 1 else 0], 1)
-    return Sum("mean", count, name, source=node, about=positions)
+    return Sum("mean", count, name, source=node, about=positions, chosen=samples.taken)
 
 
 def targets(node: Node) -> Count:

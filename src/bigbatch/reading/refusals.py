@@ -13,6 +13,10 @@ and where it is one term of several, counted(term, n) in its place."""
 _NO_MEAN = """If there is no batch mean below it, say what the loss is over:
     accumulator.backward(loss, count=n)          # and a term of parameters alone: counted(term, 'once')"""
 
+_STEPS = (
+    "Where steps come before samples, as batch_first=False has them, take a step before the last layer:  head(h[-1])\n"
+)
+
 _WORDS = {
     "Mm": "a matrix product of samples with samples",
     "Bmm": "a matrix product of samples with samples",
@@ -49,7 +53,7 @@ def coupled(name: str, *, chosen: bool = False) -> CoupledLoss:
         "gradient.\n"
         "In a BigStep micro-batches can meet: have the loss set its own samples against all with across.gather, "
         f"across.sum or across.mean (docs/coupled.md).\n{fixed if chosen else ''}"
-        "If this operation really acts on each sample alone, say so:\n"
+        f"{_STEPS if name == 'Select' else ''}If this operation really acts on each sample alone, say so:\n"
         "    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over"
     )
 
@@ -143,6 +147,15 @@ def scaled_sum(name: str, by: str) -> UnreadableLoss:
         "a count, which differs from micro-batch to micro-batch, or a constant, which does not.\n"
         f"{line}{_COUNT}\n"
         "If it is a constant, say that this is a plain sum:  counted(term, 'sum')"
+    )
+
+
+def zero_beside_mean() -> UnreadableLoss:
+    """Explain that a loss of zero does not say how many samples the mean of the others leaves out."""
+    return UnreadableLoss(
+        "cannot tell what this loss was averaged over: in one micro-batch of this window it is 0 times something, in "
+        "another a mean over all samples, to which those of the first belong.\n"
+        "Write the mean of both as one, (x * mask).mean(), or say what the zero was averaged over:  counted(loss, n)"
     )
 
 

@@ -209,9 +209,7 @@ def matrices(node: Node, _output: int, layout: Layout) -> Inputs:
         apart = len(sizes) > batch and sizes[:batch] == shape(node)[:batch]
         below = (*layout[:batch], *mixed(sizes[batch:], name)) if apart else mixed(sizes, name)
         below = (*below[:-1], *last) if columns and place else below
-        result.append(
-            (edge, tuple(((1, PICKED),) if dim[:1] in {((1, name),), ((1, BY_CONSTANT),)} else dim for dim in below))
-        )
+        result.append((edge, below))
     return result
 
 

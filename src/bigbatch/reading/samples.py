@@ -31,7 +31,7 @@ from bigbatch.reading.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.reading.layout import PICKED, UNBOUND, Axis, Dim, Layout, Part, Tag, sample_axes, without_slivers
+from bigbatch.reading.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, is_sliver, sample_axes, without_slivers
 from bigbatch.reading.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.reading.parameters import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
 from bigbatch.reading.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
@@ -89,6 +89,11 @@ class Samples:
     def doubtful(self) -> bool:
         """Parameters alone, beside a tensor without gradient or chosen by one index: over data, or over constants."""
         return not self.data or (not self.outputs and not self.gradless and len(self.chosen) == 1)
+
+    @property
+    def taken(self) -> bool:
+        """Whether an index or a mask has taken the rows."""
+        return bool(self.axes and self.axes[0].order)
 
     def walk(self, edge: Edge, layout: Layout) -> None:
         """Follow one branch to the model; raises where samples are coupled or an operation is unknown."""
@@ -234,7 +239,7 @@ class Samples:
         self.trail.weights.append((node, which))
         self._model(layout, tuple(range(len(layout))))
 
-    def _model(  # noqa: C901 - what an edge may be
+    def _model(  # noqa: C901 - one way out per edge
         self, layout: Layout, dims: tuple[int, ...], result: Layout | None = None, *, chosen: bool = False
     ) -> None:
         """The model's edge: its samples lie along its outermost dimension; compare with the other branches."""
@@ -242,8 +247,6 @@ class Samples:
         self.outputs = self.outputs or not chosen
         if not layout:
             return
-        if self.surroundings.time_first and layout[dims[0]][:1] and layout[dims[0]][0][1] is PICKED:
-            layout = tuple(dim[1:] if place == dims[0] else dim for place, dim in enumerate(layout))  # a step
         found = sample_axes(layout, dims, self._one_sample)
         if isinstance(found, str):
             if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
@@ -269,6 +272,8 @@ class Samples:
         if self.axes is None:
             self.axes, self.parts = found, parts
             return
+        if not all(map(is_sliver, self.axes)) and not all(map(is_sliver, found)):  # slivers say nothing beside others
+            self.axes, found = (tuple(a for a in axes if not is_sliver(a)) for axes in (self.axes, found))
         mine = tuple(a for a in self.axes if any(a.matches(b) for b in found))
         theirs = tuple(b for b in found if any(a.matches(b) for a in self.axes))
         # The same samples outermost; or, where time comes first in one of them, all that the other has.

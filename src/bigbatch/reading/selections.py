@@ -153,7 +153,7 @@ def rows_index(node: Node) -> torch.Tensor | None:
 def _along_rows(node: Node, layout: Layout, sizes: tuple[int, ...]) -> Layout | None:
     """Return the layout of rows that an index takes, or of those that it puts, `sizes` in all; None of other things."""
     by, name, dim = rows_index(node), operation(node), saved_dim(node, "dim", len(sizes))
-    if by is None or (name not in PUTS and len(by) > sizes[dim]):
+    if by is None or (name not in PUTS and len(by) > sizes[dim]) or (name == "Gather" and len(sizes) == 1):
         return None
     rows = reordered(((sizes[dim], _tag(layout[dim], name)),), (name, key(by)))
     return (*layout[:dim], rows, *layout[dim + 1 :])

@@ -44,6 +44,7 @@ from bigbatch.reading.selections import results
 from bigbatch.reading.trail import Trail
 
 _ROOT = 0.5
+_ZERO = "zero"  # what a term is called that a factor of zero leaves out
 _ROUNDING = 1e-5  # of a sum of weights in float32
 _FEW, _MANY = 8, 1e6  # masks that are looked at, and features that one may be for
 _LIKELY = (
@@ -76,6 +77,7 @@ class Term:
     about: float = 0.0  # about how large a count in a tensor is, where the host can tell
     shared: bool = False  # its node serves other parts of the loss, too: it cannot carry a weight of this term's
     mask: int = 0  # which of the tensors below a sum its divisor has counted
+    chosen: bool = False  # over rows that an index or a mask has taken
 
 
 class _Counted(torch.autograd.Function):
@@ -136,6 +138,10 @@ def read(loss: Tensor, surroundings: Surroundings, trail: Trail) -> list[Term]:
             terms.append(below)
         else:
             stack.extend(reversed(below))
+    if any(term.name == _ZERO for term in terms):  # the others keep their places: what is zero here may not be there
+        for place, term in enumerate(terms, 1):
+            term.name = _ZERO if term.name == _ZERO else f"{term.name} ({place} of {len(terms)})"
+        terms = [term for term in terms if term.name != _ZERO]
     for unbind in trail.unbound:
         used = {place for other in trail.nodes for below, place in edges(other) if below is unbind}
         if len(used) < results(unbind):
@@ -160,7 +166,7 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
     trail.passed(node)
     name = operation(node)
     if _is_zero(node, trail):
-        return []
+        return Term(place.pinned or node, "once", 1.0, _ZERO)
     if is_shared_by_all(node):
         return Term(place.pinned or node, "once", 1.0, name)
     if is_custom(node):
@@ -186,8 +192,8 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
 
 
 def _is_zero(node: Node, trail: Trail) -> bool:
-    """Tell whether a factor of zero was written: `0 * out.sum()`, `(out * 0).mean()`."""
-    while operation(node) in LINEAR | {"Mean", "Sum"} and (below := edges(node)[0][0]) is not None:
+    """Tell whether a factor of zero was written: `0 * out.sum()`, `(out * 0).sum()`; a mean of zeros has a count."""
+    while operation(node) in LINEAR | {"Sum"} and (below := edges(node)[0][0]) is not None:
         node = below
         trail.passed(node)
     return operation(node) == "Mul" and _number(node) == 0.0
@@ -261,6 +267,7 @@ def _term(place: _Place, node: Node, found: Sum, surroundings: Surroundings, tra
             doubtful=found.doubtful,
             source=found.source,
             about=found.about,
+            chosen=found.chosen,
         )
     if found.kind == "once":
         return Term(at, "once", 1.0, found.name)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.errors import SeveralCounts, StateError
+from bigbatch.reading import refusals
 from bigbatch.reading.counts import Count, Kind
 from bigbatch.reading.terms import Term
 from bigbatch.windows.disagreements import listed, other_total, several
@@ -58,6 +59,10 @@ def _are(kind: Callable[[Any], bool], value: object) -> bool:
     return isinstance(value, list | tuple) and all(map(kind, value))
 
 
+def _is_whole(data: list[Term]) -> bool:
+    return any(term.kind == "mean" and not term.chosen for term in data)
+
+
 def _is_flag(value: object) -> bool:
     return isinstance(value, bool)
 
@@ -82,6 +87,7 @@ _SAVED_LATER: dict[str, Callable[[Any], bool]] = {
     "over": _are_words,
     "plain": _is_number,
     "zeros": _is_flag,
+    "whole": _is_flag,
 }  # not in the first states
 
 
@@ -118,6 +124,7 @@ class Ledger:
     sure: bool = False  # the totals are sums of what comes: nothing to compare
     over: tuple[str, ...] = ()  # names of the terms over data
     zeros: bool = False  # whether a micro-batch's loss was zero, by a factor
+    whole: bool = False  # whether a mean was over all samples
     in_common: bool = False  # whether other ranks' gradients are added to these before the window ends
     nothings: Count = 0.0  # micro-batches that a device has found to count nothing, when they were added; with ranks
     once: float = 1.0  # this rank's share of a term that counts once
@@ -134,10 +141,14 @@ class Ledger:
                 and (term.name,) == self.names
                 and not isinstance(term.count, Tensor)
                 and self.provisional is not None
+                and not self.zeros
             ):
                 return Weights(term.count / self.provisional)
         data = over_data(terms)
-        keep_factors(self.factors, data, zero=self.zeros or not terms)
+        zero = self.zeros or not terms
+        keep_factors(self.factors, data, zero=zero)
+        if zero and (self.whole or _is_whole(data)):
+            raise refusals.zero_beside_mean()
         first = not self.names and not self.kind  # of those that have any terms
         if self.totals is not None and terms:
             return self.known(terms, data, first=first)
@@ -179,6 +190,7 @@ class Ledger:
             self.zeros = True
             return
         data = over_data(terms)
+        self.whole = self.whole or _is_whole(data)
         self.names = self.names or names_of(terms)
         if self.factors is None and data:
             self.factors = [term.factors for term in data]
