@@ -189,6 +189,10 @@ class Ledger:
         if not terms:
             self.zeros = True
             return
+        value = _value(loss)
+        if self.whole and self.reference and self.totals is None and len(terms) == 1 and terms[0].kind == "mean":
+            self._enter_mean(value, terms[0].count)  # the usual case, on the shortest way
+            return
         data = over_data(terms)
         self.whole = self.whole or _is_whole(data)
         self.names = self.names or names_of(terms)
@@ -196,16 +200,9 @@ class Ledger:
             self.factors = [term.factors for term in data]
         if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
             self.reference = [term.count for term in data]
-        value = _value(loss)
         if self.totals is None and data and data[0].kind == "mean":
             self.kind = "mean"
-            count = data[0].count
-            if isinstance(value, Tensor):
-                self._put_off(value, count)
-            else:
-                self.total += count
-                if count:
-                    self.loss += value * count
+            self._enter_mean(value, data[0].count)
         else:
             if self.totals is not None:
                 self._enter_known(data)
@@ -217,6 +214,14 @@ class Ledger:
                 self._put_off(value, of_value)
             else:
                 self._enter_parts(terms, weights, value, factors)
+
+    def _enter_mean(self, value: Tensor | float, count: Count) -> None:
+        if isinstance(value, Tensor):
+            self._put_off(value, count)
+        else:
+            self.total += count
+            if count:
+                self.loss += value * count
 
     def _enter_known(self, data: list[Term]) -> None:
         self.kind = "known"
