@@ -381,6 +381,8 @@ def selections() -> Iterator[Row]:
         ("Unbind", "rows, one by one, and a mean of steps", lambda x, b, m: (torch.stack([row.softmax(-1) for row in x]) * b["d"]).mean(1), APART),
         ("Unbind", "rows one by one, then all softened", lambda x, b, m: torch.stack([row.softmax(-1) for row in x]).log_softmax(0), MIXED),
         ("Unbind", "rows one by one, against the first", lambda x, b, m: _against_first(torch.stack([row.softmax(-1) for row in x])), MIXED),
+        ("Unbind", "rows, one by one, rolled against themselves", lambda x, b, m: _against_rolled(torch.stack([row.softmax(-1) for row in x.unbind(0)])), MIXED),
+        ("Slice", "the first row against all, beside a dimension of one", lambda x, b, m: (y := x.reshape(len(x), 1, -1)) * y[:1].sin(), MIXED),
         ("Unbind", "rows, one by one", lambda x, b, m: torch.stack([row.softmax(-1) for row in x.unbind(0)]), APART),
         ("Select", "first step", lambda x, b, m: x[:, 0], APART),
         ("Select", "last step against all", lambda x, b, m: x * x[:, -1, None], APART),
@@ -429,6 +431,10 @@ def selections() -> Iterator[Row]:
 
 def _against_first(x: Tensor) -> Tensor:
     return x - x[:1]
+
+
+def _against_rolled(x: Tensor) -> Tensor:
+    return x.flatten(0, 1).roll(1, 0).view_as(x) * x
 
 
 def _gathered(x: Tensor, by: Tensor) -> Tensor:
