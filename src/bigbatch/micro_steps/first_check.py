@@ -47,7 +47,7 @@ from bigbatch.options import Options
 from bigbatch.pointing import outside
 from bigbatch.reading.terms import Term
 
-_AGAIN = (3, 15, 127)  # updates after which pieces are compared once more
+_AGAIN = (1, 3, 15, 127)  # updates after which pieces are compared once more
 _MEETING = 10  # times the rounding: statistics of a few samples amplify it
 _LITTLE = 1 << 25  # bytes that a piece may hold in any case
 _PARTS = 64  # of a piece, at most
@@ -109,7 +109,7 @@ class _Attempt(NamedTuple):
 
 
 class FirstCheck:
-    """Compares pieces of a batch with their parts, before updates 1, 4, 16 and 128.
+    """Compares pieces of a batch with their parts, before updates 1, 2, 4, 16 and 128.
 
     Not every batch is cut: the first that is, is looked at. Once more where other modules are in training mode than
     before, and now and then: a gate that begins at zero, or a teacher that begins as a copy, hides at first what
