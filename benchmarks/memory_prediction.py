@@ -22,7 +22,7 @@ from benchmarks.machine import this_machine
 from benchmarks.peak_memory import peak_bytes
 from benchmarks.report import RESULTS, Grid, Report, progress
 from bigbatch.memory.budget import human
-from bigbatch.planning.tracing import Prediction, predict
+from bigbatch.planner.trace import Prediction, predict
 
 Batch = tuple[Tensor, Tensor]
 BAR = 0.10

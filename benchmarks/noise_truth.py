@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bigbatch import Accumulator, GradientNoise
-from bigbatch.noise.report import NoiseReport
+from bigbatch.noise.noise_report import NoiseReport
 
 Batch = tuple[Tensor, Tensor]
 

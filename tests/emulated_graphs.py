@@ -15,14 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigbatch import BigStep
-from bigbatch.batches.splitting import leaves, mapped
-from bigbatch.lockstep.whole import WholeWindows
-from bigbatch.micro_steps.capturing import Recorder
-from bigbatch.micro_steps.cuda_graph import Captured, Graphs, Recipe
-from bigbatch.micro_steps.running import Runner
-from bigbatch.reading import reader, reductions
-from bigbatch.reading.terms import Term
-from bigbatch.windows import ledger
+from bigbatch.batch.tree import leaves, mapped
+from bigbatch.execute.graph_record import Recorder
+from bigbatch.execute.graph_replay import Captured, Graphs, Recipe
+from bigbatch.execute.micro_step import Runner
+from bigbatch.lockstep.window_graph import WholeWindows
+from bigbatch.loss import readings, reductions
+from bigbatch.loss.terms import Term
+from bigbatch.window import tally
 
 
 class Freed(Exception):
@@ -151,10 +151,10 @@ def whole_emulated(step: BigStep, patch: Any) -> WholeWindows:
     plain = getattr(Runner.read, "plain", Runner.read)
     read.plain = plain  # type: ignore[attr-defined]
     patch.setattr(Runner, "read", read)
-    patch.setattr(ledger, "_value", lambda loss: loss.detach().reshape(()).clone())  # not a number, as on a device
+    patch.setattr(tally, "_value", lambda loss: loss.detach().reshape(()).clone())  # not a number, as on a device
     patch.setattr(Recorder, "record", _record)
     patch.setattr(reductions, "targets", _counted_on_a_device)
-    patch.setattr(reader, "targets", _counted_on_a_device)
+    patch.setattr(readings, "targets", _counted_on_a_device)
     runner = step._runner
     whole = runner.whole = WholeWindows(runner._models, torch.device("cpu"), runner._stepper)
     return whole
@@ -164,7 +164,7 @@ def emulated(step: BigStep, patch: Any) -> Graphs:
     """Let a step on the CPU replay its micro-steps, as with Options(cuda_graph=True) on a GPU; returns its graphs."""
     patch.setattr(Graphs, "_capture", _capture)
     patch.setattr(reductions, "targets", _counted_on_a_device)
-    patch.setattr(reader, "targets", _counted_on_a_device)
+    patch.setattr(readings, "targets", _counted_on_a_device)
     graphs = step._runner._graphs = Graphs(torch.device("cpu"))
     step._options = step._divider._options = replace(step._options, cuda_graph=True)
     return graphs

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
-from bigbatch.lockstep import host_memory, offloading, together
-from bigbatch.lockstep.absence import Held, Holdings
-from bigbatch.lockstep.fetching import Homecoming
+from bigbatch.lockstep import offload_store, pinned_slabs, run
+from bigbatch.lockstep.offload_evict import Held, Holdings
+from bigbatch.lockstep.offload_fetch import Homecoming
 from tests.reference import distance, sgd, trained, weights
 from tests.test_offloading import (
     ACTIVATIONS,
@@ -33,7 +33,7 @@ Batch = tuple[Tensor, Tensor]
 @pytest.fixture(autouse=True)
 def _crowded(monkeypatch: pytest.MonkeyPatch, _offloaded: None) -> None:  # noqa: F811 - after that one
     """Have no room for anyone who waits."""
-    monkeypatch.setattr(together, "_WAITING", 0)
+    monkeypatch.setattr(run, "_WAITING", 0)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_big_batch_when_all_leave(name: str, size: int, seen: Counter[str]) 
 
 def test_where_some_stay_those_who_left_are_fetched_ahead(seen: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """While the micro-batches before them run: each comes back to memory that is there."""
-    monkeypatch.setattr(together, "_WAITING", 0.8)
+    monkeypatch.setattr(run, "_WAITING", 0.8)
     torch.manual_seed(0)
     model = Residual(nn.ReLU).double()
     step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=2, options=Options(check=False))
@@ -426,10 +426,10 @@ def test_derivatives_inside_of_a_loss() -> None:
 
 def test_a_host_without_room_leaves_nobody_without_memory(seen: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a micro-batch holds, one piece goes, and there is no room for the next."""
-    monkeypatch.setattr(offloading, "_IN_FLIGHT", 1)
-    like = host_memory.HostMemory.like
-    monkeypatch.setattr(host_memory.HostMemory, "like", lambda *given: like(*given) if given[2] < 512 else _full())
-    offload = offloading.Offload(torch.device("cpu"))
+    monkeypatch.setattr(offload_store, "_IN_FLIGHT", 1)
+    like = pinned_slabs.HostMemory.like
+    monkeypatch.setattr(pinned_slabs.HostMemory, "like", lambda *given: like(*given) if given[2] < 512 else _full())
+    offload = offload_store.Offload(torch.device("cpu"))
     worker: Any = _Worker(0, 2)
     pieces = [torch.ones(64), torch.ones(64), torch.ones(128)]
     with offload.window(0):

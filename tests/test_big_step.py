@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, Options, counted
-from bigbatch.batches.splitting import balanced
+from bigbatch.batch.tree import balanced
 from bigbatch.errors import (
     BatchError,
     BigBatchError,
@@ -678,7 +678,7 @@ def test_a_given_size_is_never_exceeded_by_a_remembered_one() -> None:
 
 
 def _signature(batch: Batch) -> str:
-    from bigbatch.batches.splitting import Batch as Cut
+    from bigbatch.batch.tree import Batch as Cut
 
     return Cut.of(batch).signature()
 

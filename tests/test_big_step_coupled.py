@@ -292,7 +292,7 @@ def test_batch_norm_is_refused_or_accepted_as_said() -> None:
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_check_runs_once_and_changes_nothing(size: int) -> None:
-    """The updates are the same without it, bit by bit, and once it has looked there are no forwards but the window's."""
+    """The updates are the same without it, bit by bit; once it has looked there are no forwards but the window's."""
     found = []
     for check in (True, False):
         seed()

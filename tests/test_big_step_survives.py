@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bigbatch import BigStep, Options
 from bigbatch.errors import ConfigurationError, OutOfMemory
-from bigbatch.micro_steps.survival import is_out_of_memory
+from bigbatch.state.oom import is_out_of_memory
 from tests.bombs import OTHER, OUT_OF_MEMORY, POINTS, Bomb, Restless, everything, restless_loss, seed, two_counts
 from tests.reference import sgd, trained, weights
 from tests.samples import Batch, mlp, rows, sequences
@@ -118,7 +118,7 @@ def test_each_point_at_each_micro_batch(point: str, loss: str) -> None:
 
 
 def _signature(batch: Batch) -> str:
-    from bigbatch.batches.splitting import Batch as Cut
+    from bigbatch.batch.tree import Batch as Cut
 
     return Cut.of(batch).signature()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted, errors
-from bigbatch.batches.packing import pack
+from bigbatch.batch.packing import pack
 from bigbatch.big_step_checks import refuse_for_shards
 
 

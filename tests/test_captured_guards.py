@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
-from bigbatch.lockstep.carrying import Carried
-from bigbatch.lockstep.crew import Crew, current
-from bigbatch.micro_steps.capturing import NotCapturable
-from bigbatch.micro_steps.casting import CastWeights
+from bigbatch.execute.graph_record import NotCapturable
+from bigbatch.execute.precast import CastWeights
+from bigbatch.lockstep.thread_state import Carried
+from bigbatch.lockstep.threads import Crew, current
 from tests.emulated_graphs import emulated, whole_emulated
 from tests.reference import distance, sgd, trained, weights
 from tests.samples import seeded

@@ -182,7 +182,7 @@ def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("bigbatch.pages.page.write", full)
+    monkeypatch.setattr("bigbatch.report.page.write", full)
     result = run(written(tmp_path), "--html", str(tmp_path / "page.html"))
     assert result.exit_code == 1
     assert "Exact: " in result.stdout

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, BigStep, Options, across, counted
-from bigbatch.batches.splitting import mapped
+from bigbatch.batch.tree import mapped
 from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, PathsDiffer
 from examples.coupled import barlow_twins, clip, correlation, dice, info_nce, moe, rmse, supcon, vicreg
 from tests.reference import FLOOR, TOLERANCE, close, distance, sgd, state, trained, weights

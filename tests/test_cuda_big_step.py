@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, errors
-from bigbatch.micro_steps import casting
+from bigbatch.execute import precast
 from tests.reference import trained
 from tests.samples import seeded
 from tests.test_cuda import (
@@ -55,8 +55,8 @@ pytestmark = pytest.mark.cuda
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Mixed precision the short way for layers of any size, or as it is for these small ones."""
     if request.param == "short":
-        monkeypatch.setattr(casting, "_LARGE_PRODUCT", 0)
-        monkeypatch.setattr(casting, "_LARGE_TABLE", 0)
+        monkeypatch.setattr(precast, "_LARGE_PRODUCT", 0)
+        monkeypatch.setattr(precast, "_LARGE_TABLE", 0)
     return str(request.param)
 
 

@@ -76,7 +76,7 @@ def apart(one: nn.Module, other: nn.Module) -> float:
 @pytest.mark.parametrize("size", [1, 4, 5])
 def test_batch_norm_is_the_big_batches(activations: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and running statistics after several updates, from uneven micro-batches."""
-    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
+    monkeypatch.setattr("bigbatch.lockstep.offload_store._WORTH_MOVING", 1024)
     mine, true = residual(), residual()
     step = BigStep(
         mine,
@@ -131,7 +131,7 @@ def test_checkpoints_inside_meet_again() -> None:
 @pytest.mark.parametrize("last", [False, True])
 def test_autocast_and_channels_last(activations: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half precision inside, channels behind: no further from float64 than the whole batch is."""
-    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
+    monkeypatch.setattr("bigbatch.lockstep.offload_store._WORTH_MOVING", 1024)
     batch = on_device(images(32, side=16))
     precise = residual(32)
     cross_entropy(precise, batch).backward()
@@ -191,7 +191,7 @@ def test_float32_rounds_no_more_than_the_big_batch(record_property: Callable[[st
 @pytest.mark.parametrize("activations", ["auto", "keep", "recompute", "offload"])
 def test_a_contrastive_loss_is_the_big_batches(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row against all, with a learned temperature."""
-    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 64)
+    monkeypatch.setattr("bigbatch.lockstep.offload_store._WORTH_MOVING", 64)
 
     class Pair(nn.Module):
         def __init__(self) -> None:
@@ -271,7 +271,7 @@ def without_waiting(network: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("last", [False, True])
 def test_a_window_is_replayed_whole(activations: Any, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward of all micro-batches are one graph, copies to the host and back included."""
-    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
+    monkeypatch.setattr("bigbatch.lockstep.offload_store._WORTH_MOVING", 1024)
     mine, true = without_waiting(residual()), without_waiting(residual())
     if last:
         mine, true = (each.to(memory_format=torch.channels_last) for each in (mine, true))  # type: ignore[call-overload]  # torch says not
@@ -418,7 +418,7 @@ def test_a_replayed_window_under_autocast() -> None:
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 def test_a_window_in_lock_step_waits_for_nothing(activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the first windows no operation makes the host wait for the device."""
-    monkeypatch.setattr("bigbatch.lockstep.offloading._WORTH_MOVING", 1024)
+    monkeypatch.setattr("bigbatch.lockstep.offload_store._WORTH_MOVING", 1024)
     network = without_waiting(residual(dtype=torch.float32))  # torch itself waits to know how many batches there were
     step = BigStep(
         network,

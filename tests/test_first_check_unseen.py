@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import CoupledLoss
-from bigbatch.micro_steps.first_check import _moved
+from bigbatch.first_step_check import _moved
 from tests.reference import sgd, trained
 
 Batch = tuple[Tensor, Tensor]

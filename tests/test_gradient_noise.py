@@ -13,9 +13,9 @@ from torch.amp.grad_scaler import GradScaler
 from benchmarks.noise_truth import Regression, holds, loss_of, measured
 from bigbatch import Accumulator, BigStep, GradientNoise, Options
 from bigbatch.errors import ConfigurationError, StateError
-from bigbatch.noise.estimating import LEAST, Estimate, Norms, Part, correlation_time, estimate, part, student
-from bigbatch.noise.gradient_noise import _norm
-from bigbatch.noise.report import NoiseReport, Verdict, _verdict, reported
+from bigbatch.noise.estimate import LEAST, Estimate, Norms, Part, correlation_time, estimate, part, student
+from bigbatch.noise.monitor import _norm
+from bigbatch.noise.noise_report import NoiseReport, Verdict, _verdict, reported
 from tests.emulated_graphs import emulated
 from tests.losses import READABLE, SEVERAL
 from tests.reference import OptimizerFactory, sgd, trained, windows

@@ -15,10 +15,10 @@ from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.errors import BatchNormError, StateError, WindowBroken
-from bigbatch.micro_steps.restoring import Buffers, Randomness, untouched
-from bigbatch.windows.ledger import Ledger
-from bigbatch.windows.stepping import Stepper
-from bigbatch.windows.window import Window
+from bigbatch.state.snapshot import Buffers, Randomness, untouched
+from bigbatch.window.stepper import Stepper
+from bigbatch.window.tally import Ledger
+from bigbatch.window.window import Window
 from tests.bombs import Bomb, Restless, restless_loss, seed
 from tests.ranks import run_on_ranks
 from tests.reference import sgd, trained, weights

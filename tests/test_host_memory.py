@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bigbatch.lockstep import host_memory
-from bigbatch.lockstep.host_memory import HostMemory
+from bigbatch.lockstep import pinned_slabs
+from bigbatch.lockstep.pinned_slabs import HostMemory
 
 _SLAB = 1 << 16
 
@@ -31,8 +31,8 @@ class _Torch:
 @pytest.fixture(autouse=True, scope="module")
 def _unpinned() -> Any:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(host_memory, "torch", _Torch())
-        patched.setattr(host_memory, "_SLAB", _SLAB)
+        patched.setattr(pinned_slabs, "torch", _Torch())
+        patched.setattr(pinned_slabs, "_SLAB", _SLAB)
         yield
 
 

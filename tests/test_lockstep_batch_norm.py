@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError, OutOfMemory
-from bigbatch.lockstep.crew import current
+from bigbatch.lockstep.threads import current
 from tests.bombs import OTHER, OUT_OF_MEMORY, Bomb, Fuse, everything, seed
 from tests.reference import FLOOR, TOLERANCE, OptimizerFactory, close, distance, sgd, told, trained, weights
 from tests.samples import CLASSES, Batch, images, rows, seeded
@@ -1159,7 +1159,7 @@ def test_a_sample_that_does_not_fit(point: str) -> None:
 
 def test_a_batch_whose_activations_do_not_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait in the host's memory, and there is none."""
-    monkeypatch.setattr("bigbatch.lockstep.together.host_available", lambda: 1000)
+    monkeypatch.setattr("bigbatch.lockstep.run.host_available", lambda: 1000)
     model = net()
     step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=3)
     before = weights(model)
@@ -1173,7 +1173,7 @@ def test_a_batch_whose_activations_do_not_fit_is_refused_before_it_starts(monkey
 
 def test_a_size_that_is_small_for_another_reason_is_no_lack_of_memory() -> None:
     """A size that was learned before, as the fastest: the batch fits, and is cut all the same."""
-    from bigbatch.batches.splitting import Batch as Cut
+    from bigbatch.batch.tree import Batch as Cut
 
     model = net()
     twin, batch = copy.deepcopy(model), rows(8, 0)

@@ -22,9 +22,9 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.errors import ConfigurationError, PathsDiffer
-from bigbatch.lockstep import crew as crew_module
-from bigbatch.lockstep.carrying import Carried
-from bigbatch.lockstep.crew import Crew, Worker, current
+from bigbatch.lockstep import threads as crew_module
+from bigbatch.lockstep.thread_state import Carried
+from bigbatch.lockstep.threads import Crew, Worker, current
 
 CPU = torch.device("cpu")
 LIMIT = 20.0  # seconds after which something hangs
@@ -964,8 +964,8 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
 _BEGINNING = """
 import _thread, faulthandler, os, signal, sys, threading, time
 import torch
-from bigbatch.lockstep.carrying import Carried
-from bigbatch.lockstep.crew import Crew, current
+from bigbatch.lockstep.thread_state import Carried
+from bigbatch.lockstep.threads import Crew, current
 faulthandler.dump_traceback_later(40, exit=True)
 crew, here = Crew(), Carried.here(torch.device("cpu"))
 
@@ -1030,7 +1030,7 @@ def test_an_interrupt_that_does_not_wake_the_caller_ends_all_soon() -> None:
 def test_an_interrupt_at_any_line_of_waiting_leaves_no_task_running() -> None:
     """Wherever in the caller's part of a round it comes: when it is out no task runs, and the crew can be used."""
     printed = in_a_process("""
-        import bigbatch.lockstep.crew as module
+        import bigbatch.lockstep.threads as module
         waiting = {code.__code__ for code in (module.Crew.run, module._Round.run, module._Round._wait)}
         outcomes = []
         for line in range(60):

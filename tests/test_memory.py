@@ -11,7 +11,7 @@ from torch import nn
 from bigbatch.errors import ConfigurationError
 from bigbatch.memory import host as host_memory
 from bigbatch.memory.budget import budget, human, room
-from bigbatch.memory.metering import Meter, OverLimit
+from bigbatch.memory.meter import Meter, OverLimit
 
 GIB = 1 << 30
 

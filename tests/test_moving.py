@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from bigbatch.batches import moving
-from bigbatch.batches.division import Division
-from bigbatch.batches.moving import Mover
-from bigbatch.batches.splitting import Batch
+from bigbatch.batch import transfer
+from bigbatch.batch.split import Division
+from bigbatch.batch.transfer import Mover
+from bigbatch.batch.tree import Batch
 
 
 def divided(number: int) -> Division:
@@ -51,7 +51,7 @@ def test_the_host_runs_eight_micro_batches_ahead_at_most(monkeypatch: pytest.Mon
     mover._stream = Stream()
     for _ in mover.micro_batches(divided(20)):
         pass
-    assert moving._AHEAD == 8
+    assert transfer._AHEAD == 8
     assert said[:8] == [f"{number} used" for number in range(1, 9)]
     waits = [f"wait for {number}" for number in range(1, 13)]
     assert said[8:] == [each for pair in zip(waits, [f"{n} used" for n in range(9, 21)], strict=True) for each in pair]

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options
 from bigbatch.errors import LossError, OutOfMemory
-from bigbatch.lockstep import fetching, host_memory, offloading, room, together
+from bigbatch.lockstep import offload_fetch, offload_store, pinned_slabs, room, run
 from tests.reference import distance, sgd, trained, weights
 
 Batch = tuple[Tensor, Tensor]
@@ -58,12 +58,12 @@ class _Torch:
 @pytest.fixture(autouse=True)
 def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offload on the host, in small pieces."""
-    for module in (offloading, fetching, host_memory):
+    for module in (offload_store, offload_fetch, pinned_slabs):
         monkeypatch.setattr(module, "torch", _Torch())
-    monkeypatch.setattr(offloading, "_WORTH_MOVING", 64)
-    monkeypatch.setattr(host_memory, "_SLAB", 1 << 14)
-    monkeypatch.setattr(offloading, "_IN_FLIGHT", 2)
-    monkeypatch.setattr(together.Together, "_activations", lambda _, number: "keep" if number == 1 else "offload")
+    monkeypatch.setattr(offload_store, "_WORTH_MOVING", 64)
+    monkeypatch.setattr(pinned_slabs, "_SLAB", 1 << 14)
+    monkeypatch.setattr(offload_store, "_IN_FLIGHT", 2)
+    monkeypatch.setattr(run.Together, "_activations", lambda _, number: "keep" if number == 1 else "offload")
 
 
 class Residual(nn.Module):
@@ -202,7 +202,7 @@ def test_a_batch_that_the_host_cannot_hold_is_refused(monkeypatch: pytest.Monkey
     model = Residual(nn.ReLU).double()
     step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=3)
     step(images(8, 0))
-    monkeypatch.setattr("bigbatch.lockstep.together.host_available", lambda: 0)
+    monkeypatch.setattr("bigbatch.lockstep.run.host_available", lambda: 0)
     offload = step._together._offload
     assert offload is not None
     held = offload.held

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bigbatch.lockstep import one_core
-from bigbatch.lockstep.carrying import Carried
-from bigbatch.lockstep.crew import Crew, current
+from bigbatch.lockstep.thread_state import Carried
+from bigbatch.lockstep.threads import Crew, current
 
 needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such calls")
 

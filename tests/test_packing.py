@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted
-from bigbatch.batches.packing import Padding, lengths_of, pack, pack_alike, rounded, width_of
-from bigbatch.batches.splitting import Batch as Cut
+from bigbatch.batch.packing import Padding, lengths_of, pack, pack_alike, rounded, width_of
+from bigbatch.batch.tree import Batch as Cut
 from bigbatch.errors import BatchError, CoupledLoss, LossError
 from tests.reference import distance, sgd, trained, weights
 from tests.samples import CLASSES, Batch, generator, seeded

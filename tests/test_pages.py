@@ -19,12 +19,12 @@ from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
 from bigbatch.errors import ConfigurationError
-from bigbatch.pages.markup import Html, element, table, together
-from bigbatch.pages.page import refuse_target
-from bigbatch.pages.plan_page import plan_page
-from bigbatch.pages.plots import require_matplotlib
-from bigbatch.pages.verify_page import verify_page
-from bigbatch.planning.report import Plan, Row
+from bigbatch.planner.plan_report import Plan, Row
+from bigbatch.report.markup import Html, element, table, together
+from bigbatch.report.page import refuse_target
+from bigbatch.report.plan_page import plan_page
+from bigbatch.report.plots import require_matplotlib
+from bigbatch.report.verify_page import verify_page
 from bigbatch.verifying.verification import Cause, Difference, Verification
 
 pytest.importorskip("matplotlib", reason="pages are drawn with matplotlib, which is not installed")

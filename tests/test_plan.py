@@ -14,9 +14,9 @@ from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
 from bigbatch.errors import BatchError, ConfigurationError
-from bigbatch.memory.sizing import Choice, Probe
-from bigbatch.planning.plan import make_plan, plan
-from bigbatch.planning.report import Plan, advice
+from bigbatch.memory.search import Choice, Probe
+from bigbatch.planner.measure import make_plan, plan
+from bigbatch.planner.plan_report import Plan, advice
 from tests.bombs import seed
 
 Batch = tuple[Tensor, Tensor]

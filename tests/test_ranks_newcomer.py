@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options, verify
+from bigbatch.distributed.fingerprint import rates_in_one, settings
 from bigbatch.errors import ConfigurationError
-from bigbatch.windows.settings import rates_in_one, settings
-from bigbatch.windows.stepping import Stepper
+from bigbatch.window.stepper import Stepper
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 from tests.test_ranks import OPTIMIZERS, mean, micro_batch, model

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.wire_counting import _BYTES as BYTES
 from bigbatch import Accumulator, BigStep
+from bigbatch.distributed.fsdp_internals import groups_of
+from bigbatch.distributed.fsdp_internals import sharded as parts_of
 from bigbatch.errors import LossError
-from bigbatch.ranks.groups import groups_of
-from bigbatch.ranks.groups import sharded as parts_of
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 from tests.test_ranks import LOSSES, OPTIMIZERS, assert_same, batches_of, micro_batch, truth

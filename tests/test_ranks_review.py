@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from bigbatch import Accumulator, BigStep, Options, counted, verify
 from bigbatch.errors import BatchError, BigBatchError, ConfigurationError, LossError, WindowError
-from bigbatch.windows.ledger import Ledger
+from bigbatch.window.tally import Ledger
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 from tests.test_ranks import (

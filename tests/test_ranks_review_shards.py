@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep
+from bigbatch.distributed import buckets
+from bigbatch.distributed.fsdp_internals import groups_of
+from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
-from bigbatch.ranks import buckets
-from bigbatch.ranks.groups import groups_of
-from bigbatch.ranks.ranks import Ranks
 from tests.ranks import RankFailed as Died
 from tests.ranks import run_on_ranks
 from tests.reference import distance

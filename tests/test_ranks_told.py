@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options
+from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import OutOfMemory, RankFailed, SeveralCounts, WindowBroken
-from bigbatch.ranks.ranks import Ranks
 from tests.ranks import run_on_ranks
 from tests.reference import distance
 from tests.test_ranks import OPTIMIZERS, batches_of, mean, micro_batch, model, truth, two_counts

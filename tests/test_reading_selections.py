@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, counted
-from bigbatch.admission import Admission
 from bigbatch.errors import UnreadableLoss
+from bigbatch.window.gate import Admission
 from tests.reference import accumulated, assert_equal, big_batches, distance
 from tests.samples import Batch, Loss, images, mlp, rows, seeded, sequences
 

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
-from bigbatch.batches.division import Division
-from bigbatch.batches.splitting import Batch as Cut
-from bigbatch.micro_steps import capturing, cuda_graph
-from bigbatch.micro_steps.cuda_graph import Graphs, Recipe
-from bigbatch.micro_steps.replaying import Replaying
-from bigbatch.reading.terms import Term
-from bigbatch.windows.ledger import Ledger
-from bigbatch.windows.stepping import Stepper
+from bigbatch.batch.split import Division
+from bigbatch.batch.tree import Batch as Cut
+from bigbatch.execute import graph_record, graph_replay
+from bigbatch.execute.graph_replay import Graphs, Recipe
+from bigbatch.execute.graph_window import Replaying
+from bigbatch.loss.terms import Term
+from bigbatch.window.stepper import Stepper
+from bigbatch.window.tally import Ledger
 from tests.emulated_graphs import emulated
 from tests.reference import distance, sgd, trained, weights
 from tests.samples import Batch, seeded
@@ -195,7 +195,7 @@ def test_a_capture_that_fails_leaves_no_table(monkeypatch: pytest.MonkeyPatch) -
         def forward(self, tokens: Tensor) -> Tensor:
             out = super().forward(tokens)
             if any(type(mode).__name__ == "Tape" for mode in modes()):
-                raise capturing.NotCapturable("it waits")
+                raise graph_record.NotCapturable("it waits")
             return out
 
     with pytest.warns(UserWarning, match="it waits"):
@@ -264,7 +264,7 @@ def test_captures_that_are_hardly_replayed_are_given_up(monkeypatch: pytest.Monk
 
 def test_captures_that_are_often_replayed_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are."""
-    monkeypatch.setattr(cuda_graph, "_CAPTURES", 2)
+    monkeypatch.setattr(graph_replay, "_CAPTURES", 2)
     step, graphs, _ = small_step(monkeypatch, micro_batch_size=1)
     for number in range(6):
         step({"x": samples(20), "step": number})

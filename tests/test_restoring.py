@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_of, untouched
+from bigbatch.state.snapshot import Buffers, Habits, Randomness, devices_of, untouched
 from tests.bombs import seed
 
 ON_CPU = frozenset({torch.device("cpu")})

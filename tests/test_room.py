@@ -35,7 +35,7 @@ def step_of() -> tuple[nn.Module, BigStep]:
 def test_longer_samples_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is too long is refused after short ones, and short ones are not after long ones."""
     model, step = step_of()
-    monkeypatch.setattr("bigbatch.lockstep.together.host_available", lambda: 1 << 20)
+    monkeypatch.setattr("bigbatch.lockstep.run.host_available", lambda: 1 << 20)
     step(sequences(16))
     before = weights(model)
     with pytest.raises(OutOfMemory, match=r"(?s)about .* MiB, wait in the host's memory.* there are 1 MiB"):

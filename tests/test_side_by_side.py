@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bigbatch.reading.terms import Term
-from bigbatch.windows.ledger import Ledger
-from bigbatch.windows.side_by_side import weigh_together
+from bigbatch.loss.terms import Term
+from bigbatch.window.all_at_once import weigh_together
+from bigbatch.window.tally import Ledger
 
 rows = st.lists(st.tuples(*[st.integers(0, 9)] * 2), min_size=2, max_size=6)
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch import BigStep, Options, errors
+from bigbatch.memory.search import Probe, choose
 from bigbatch.memory.sizes import Sizes
-from bigbatch.memory.sizing import Probe, choose
 
 
 def sizes(asked: list[int]) -> tuple[Sizes, object]:

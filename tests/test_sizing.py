@@ -8,9 +8,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bigbatch.batches.splitting import balanced
+from bigbatch.batch.tree import balanced
 from bigbatch.errors import OutOfMemory
-from bigbatch.memory.sizing import HALVINGS, MARGIN, PROBES, Choice, Probe, choose, even_sizes
+from bigbatch.memory.search import HALVINGS, MARGIN, PROBES, Choice, Probe, choose, even_sizes
 
 GIB = 1 << 30
 

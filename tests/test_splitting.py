@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bigbatch.batches.division import Division
-from bigbatch.batches.joining import detached, joined
-from bigbatch.batches.splitting import Batch, balanced, leaves, mapped
+from bigbatch.batch.extras import detached, joined
+from bigbatch.batch.split import Division
+from bigbatch.batch.tree import Batch, balanced, leaves, mapped
 from bigbatch.errors import BatchError, ConfigurationError
 from tests.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
 from tests.samples import rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bigbatch.errors import StateError, UnreadableLoss, WindowDisturbed, WindowOpen
-from bigbatch.windows.ledger import Ledger
+from bigbatch.window.tally import Ledger
 from tests.reference import big_batches, trained
 from tests.resumed import STOP, TRAININGS, first_half, second_half
 from tests.samples import mlp

@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from bigbatch import BigStep, Options
-from bigbatch.lockstep import fetching, host_memory, offloading, together
-from bigbatch.lockstep.absence import Held
-from bigbatch.lockstep.fetching import Homecoming, Out
+from bigbatch.lockstep import offload_fetch, offload_store, pinned_slabs, run
+from bigbatch.lockstep.offload_evict import Held
+from bigbatch.lockstep.offload_fetch import Homecoming, Out
 from tests.reference import distance, sgd, trained, weights
 from tests.test_offloading import ACTIVATIONS, Residual, cross_entropy, images
 
@@ -155,12 +155,12 @@ def _spoil(storage: torch.UntypedStorage) -> None:
 def _late(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offload on the host, in small pieces, as late as can be."""
     late = _Torch()
-    for module in (offloading, fetching, host_memory):
+    for module in (offload_store, offload_fetch, pinned_slabs):
         monkeypatch.setattr(module, "torch", late)
-    monkeypatch.setattr(offloading, "_WORTH_MOVING", 64)
-    monkeypatch.setattr(host_memory, "_SLAB", 1 << 14)
-    monkeypatch.setattr(offloading, "_IN_FLIGHT", 2)
-    monkeypatch.setattr(together.Together, "_activations", lambda _, number: "keep" if number == 1 else "offload")
+    monkeypatch.setattr(offload_store, "_WORTH_MOVING", 64)
+    monkeypatch.setattr(pinned_slabs, "_SLAB", 1 << 14)
+    monkeypatch.setattr(offload_store, "_IN_FLIGHT", 2)
+    monkeypatch.setattr(run.Together, "_activations", lambda _, number: "keep" if number == 1 else "offload")
     empty, room = Homecoming.empty, Homecoming._room_for
 
     def emptied(self: Homecoming, number: int, home: Held) -> None:
@@ -181,7 +181,7 @@ def _late(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["relu in place", "silu in place", "gelu"])
 def test_the_big_batch_however_late_copies_are_made(name: str, waiting: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows of sizes that come again and of others; what is fetched ahead is there when it is used."""
-    monkeypatch.setattr(together, "_WAITING", waiting)
+    monkeypatch.setattr(run, "_WAITING", waiting)
     torch.manual_seed(0)
     model = Residual(ACTIVATIONS[name]).double()
     twin = copy.deepcopy(model)
@@ -199,7 +199,7 @@ def test_the_big_batch_however_late_copies_are_made(name: str, waiting: float, m
 @pytest.mark.parametrize("waiting", [0, 0.8])
 def test_windows_that_ask_in_another_order(waiting: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was fetched for nothing is there before its memory is given out again."""
-    monkeypatch.setattr(together, "_WAITING", waiting)
+    monkeypatch.setattr(run, "_WAITING", waiting)
 
     class Skipping(Residual):
         uses = True
@@ -227,7 +227,7 @@ def test_windows_that_ask_in_another_order(waiting: float, monkeypatch: pytest.M
 
 def test_memory_that_is_copied_in_two_views(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not given up when all of it was copied, while a part of it still is."""
-    monkeypatch.setattr(together, "_WAITING", 0)
+    monkeypatch.setattr(run, "_WAITING", 0)
 
     class Parted(Residual):
         def forward(self, x: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def test_memory_that_is_copied_in_two_views(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_window_after_one_that_failed(where: str, waiting: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was on its way is through before its memory serves again, and nobody is left with another's."""
-    monkeypatch.setattr(together, "_WAITING", waiting)
+    monkeypatch.setattr(run, "_WAITING", waiting)
     found: list[tuple[Tensor, Tensor]] = []
 
     class Failing(Residual):

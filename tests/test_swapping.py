@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bigbatch.lockstep import swapping
 from bigbatch.lockstep.batch_norm import batch_norm_met
-from bigbatch.lockstep.swapping import Swap, swapped
-from bigbatch.planning.coupled import single_samples
+from bigbatch.planner.coupled import single_samples
+from bigbatch.state import patch
+from bigbatch.state.patch import Swap, swapped
 
 
 def place() -> Any:
@@ -88,12 +88,10 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
 
         def trace(frame: FrameType, event: str, argument: Any, at: list[int] = at, line: int = line) -> Any:
             del argument
-            if frame.f_code.co_filename != swapping.__file__:
+            if frame.f_code.co_filename != patch.__file__:
                 return None
             # Python itself lets none come between the end of a `with` and the call of its exit.
-            if event == "line" and not linecache.getline(swapping.__file__, frame.f_lineno).lstrip().startswith(
-                "with "
-            ):
+            if event == "line" and not linecache.getline(patch.__file__, frame.f_lineno).lstrip().startswith("with "):
                 at[0] += 1
                 if at[0] == line + 1:
                     raise KeyboardInterrupt

@@ -13,8 +13,8 @@ from benchmarks.models import perceptron, small_gpt
 from benchmarks.peak_memory import peak_bytes
 from bigbatch.errors import ConfigurationError
 from bigbatch.memory.live_bytes import LiveBytes
-from bigbatch.planning.cuda_manners import like_cuda
-from bigbatch.planning.tracing import optimizer_bytes, predict
+from bigbatch.planner.cuda_like import like_cuda
+from bigbatch.planner.trace import optimizer_bytes, predict
 
 Batch = tuple[Tensor, Tensor]
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import across
-from bigbatch.lockstep import offloading, together
-from bigbatch.memory.sizing import Choice, Probe
-from bigbatch.planning import coupled, waiting
-from bigbatch.planning import plan as planning
-from bigbatch.planning.plan import plan
-from bigbatch.planning.report import Plan, Row
-from bigbatch.planning.waiting import Saved, Waiting, saved
+from bigbatch.lockstep import offload_store, run
+from bigbatch.memory.search import Choice, Probe
+from bigbatch.planner import coupled, waiting
+from bigbatch.planner import measure as planning
+from bigbatch.planner.measure import plan
+from bigbatch.planner.plan_report import Plan, Row
+from bigbatch.planner.waiting import Saved, Waiting, saved
 
 KIB, MIB = 1 << 10, 1 << 20
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured")
@@ -204,8 +204,8 @@ def test_what_waits_by_hand(size: int, beside: int) -> None:
 
 def test_limits_are_those_of_lock_step() -> None:
     """The same numbers in both places."""
-    assert waiting._MOST == together._WAITING
-    assert waiting._WORTH_MOVING == offloading._WORTH_MOVING
+    assert waiting._MOST == run._WAITING
+    assert waiting._WORTH_MOVING == offload_store._WORTH_MOVING
 
 
 def test_what_is_held_at_a_meeting() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
 from bigbatch.lockstep import constants
-from bigbatch.lockstep.whole import WholeWindows
+from bigbatch.lockstep.window_graph import WholeWindows
 from tests.emulated_graphs import whole_emulated
 from tests.reference import distance
 
@@ -405,7 +405,7 @@ def test_a_scaler_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that counts its calls is another one every time; a warning says so."""
-    monkeypatch.setattr("bigbatch.lockstep.whole._PATIENCE", 2)
+    monkeypatch.setattr("bigbatch.lockstep.window_graph._PATIENCE", 2)
 
     class Counting(Norms):
         def __init__(self) -> None:
@@ -447,7 +447,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPat
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were used last."""
-    monkeypatch.setattr("bigbatch.lockstep.whole._KEEP", 2)
+    monkeypatch.setattr("bigbatch.lockstep.window_graph._KEEP", 2)
     twins = Twins(Norms(), classified, monkeypatch)
     twins.updates([4, 4, 5, 5, 6, 6, 4, 6, 5])
     assert len(twins.whole._captured) == 2

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from bigbatch.accumulator import Accumulator
     from bigbatch.big_step import BigStep
     from bigbatch.learning_rate import scale_lr, warmup
-    from bigbatch.noise.gradient_noise import GradientNoise
+    from bigbatch.loss.terms import counted
+    from bigbatch.noise.monitor import GradientNoise
     from bigbatch.options import Options
-    from bigbatch.planning.plan import plan
-    from bigbatch.reading.terms import counted
+    from bigbatch.planner.measure import plan
     from bigbatch.setup import Setup
     from bigbatch.update import Update
     from bigbatch.verifying.verification import Verification as Verification
@@ -44,13 +44,13 @@ __all__ = [
 _HOMES = {
     "Accumulator": "accumulator",
     "BigStep": "big_step",
-    "GradientNoise": "noise.gradient_noise",
+    "GradientNoise": "noise.monitor",
     "Options": "options",
     "Setup": "setup",
     "Update": "update",
     "Verification": "verifying.verification",  # what verify returns: for annotations
-    "counted": "reading.terms",
-    "plan": "planning.plan",
+    "counted": "loss.terms",
+    "plan": "planner.measure",
     "scale_lr": "learning_rate",
     "verify": "verifying.verify",
     "warmup": "learning_rate",

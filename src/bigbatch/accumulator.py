@@ -13,22 +13,22 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bigbatch import checks
-from bigbatch.admission import Admission
+from bigbatch import arguments
+from bigbatch.distributed.ranks import Ranks, serve
 from bigbatch.errors import BigBatchError, StateError, WindowDisturbed, WindowError, WindowOpen
-from bigbatch.forgotten import Forgotten
-from bigbatch.lockstep.needing import asked_anywhere, times_asked
-from bigbatch.over import Listener, Loop, Over, Source
-from bigbatch.ranks.ranks import Ranks, serve
-from bigbatch.reading import refusals
-from bigbatch.reading.counts import Count, GivenCount, checked_count
-from bigbatch.reading.terms import Term
+from bigbatch.loop import Listener, Loop, Over, Source
+from bigbatch.loss import refusals
+from bigbatch.loss.count import Count, GivenCount, checked_count
+from bigbatch.loss.terms import Term
+from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
-from bigbatch.windows import together
-from bigbatch.windows.gradients import all_parameters, setting_aside
-from bigbatch.windows.stepping import Stepper, refuse_copy
-from bigbatch.windows.window import CLOSED, OPEN, Window
-from bigbatch.windows.witness import Witness
+from bigbatch.window import ranks_glue
+from bigbatch.window.forgotten import Forgotten
+from bigbatch.window.gate import Admission
+from bigbatch.window.gradients import all_parameters, setting_aside
+from bigbatch.window.observer import Witness
+from bigbatch.window.stepper import Stepper, refuse_copy
+from bigbatch.window.window import CLOSED, OPEN, Window
 
 Batch = TypeVar("Batch")
 STATE_VERSION = 1
@@ -100,22 +100,22 @@ class Accumulator:
         overlap: bool = False,
     ) -> None:
         """Check every argument; nothing is changed yet."""
-        checks.mesh(mesh)
-        self._models = checks.models(model, ranks=True)
-        optimizers = checks.optimizers(optimizer, self._models)
-        self._steps = checks.steps(steps)
-        self._gradient_dtype = checks.gradient_dtype(gradient_dtype)
-        self._counts = checks.counts(counts)
+        arguments.mesh(mesh)
+        self._models = arguments.models(model, ranks=True)
+        optimizers = arguments.optimizers(optimizer, self._models)
+        self._steps = arguments.steps(steps)
+        self._gradient_dtype = arguments.gradient_dtype(gradient_dtype)
+        self._counts = arguments.counts(counts)
         self._stepper = Stepper(
             optimizers,
-            schedulers=checks.schedulers(scheduler, optimizers),
-            scaler=checks.scaler(scaler),
-            clip_norm=checks.clip_norm(clip_norm),
-            skip_nonfinite=checks.skip_nonfinite(skip_nonfinite),
-            ranks=Ranks.of(self._models, group, overlap=checks.overlap(overlap, self._models, optimizers)),
+            schedulers=arguments.schedulers(scheduler, optimizers),
+            scaler=arguments.scaler(scaler),
+            clip_norm=arguments.clip_norm(clip_norm),
+            skip_nonfinite=arguments.skip_nonfinite(skip_nonfinite),
+            ranks=Ranks.of(self._models, group, overlap=arguments.overlap(overlap, self._models, optimizers)),
         )
         accepting = 'Accumulator(..., batch_norm="micro")'
-        self._admission = Admission(self._models, optimizers, checks.batch_norm(batch_norm), accepting)
+        self._admission = Admission(self._models, optimizers, arguments.batch_norm(batch_norm), accepting)
         self._stepper.watch()
         serve(self, self._stepper.ranks, self._models)
         if self._stepper.ranks is not None:
@@ -141,7 +141,7 @@ class Accumulator:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        steps = checks.steps(steps)
+        steps = arguments.steps(steps)
         if self._window is not None and steps != self._steps:
             msg = (
                 f"steps cannot change from {self._steps} to {steps} inside a window: {self._window.micro_batches} "
@@ -165,7 +165,7 @@ class Accumulator:
         window ahead with `counts=`), and none is lost: an iterator that is left by `break` goes on where it was. One
         with a `state_dict` is not read ahead; its last window is closed when it ends.
         """
-        checks.loader(loader)
+        arguments.loader(loader)
         self._refuse_open_window()
         ranks = self._stepper.ranks
         listener = Listener(
@@ -189,7 +189,7 @@ class Accumulator:
         """
         loop, window, admission, added = self._loop, self._window, self._admission, None
         try:
-            checks.loss(loss, self._stepper.scaler)
+            arguments.loss(loss, self._stepper.scaler)
             if asked_anywhere[0] != self._asked_anywhere or loop.spent:
                 self._refuse_questions(loss)
                 self._refuse_second_backward()
@@ -257,7 +257,7 @@ class Accumulator:
             if self._stepper.ranks is None:
                 update = window.close(checked=checked, goes_on=self._promised)
             else:  # others wait for this rank's statement, and hear of what it refuses before
-                with together.telling_of_failure(self._stepper.ranks, window.gradients.device):
+                with ranks_glue.telling_of_failure(self._stepper.ranks, window.gradients.device):
                     update = window.close(checked=checked, goes_on=self._promised)
             self._others_go_on, self._loop.last = window.others_go_on, False
             self._forget()
@@ -346,7 +346,7 @@ class Accumulator:
             raise StateError(msg)
         if state["window"] is not None and self._stepper.ranks is not None:
             raise StateError(_WINDOW_OF_ONE)
-        steps = checks.steps(state["steps"])
+        steps = arguments.steps(state["steps"])
         if state["window"] is None:
             self.discard()
         else:
@@ -375,7 +375,7 @@ class Accumulator:
         terms = reader.read(loss)
         if reader.fresh and not self._warned:
             ranks = 1 if self._stepper.ranks is None else self._stepper.ranks.size
-            divided = checks.divided_message(loss, terms, self._steps, ranks)
+            divided = arguments.divided_message(loss, terms, self._steps, ranks)
             if divided is not None:
                 self._warned = True
                 warnings.warn(divided, stacklevel=3)
@@ -407,7 +407,9 @@ class Accumulator:
 
     def _warn_of_moving(self) -> None:
         """Name the layers that move once per micro-batch, at the first backward of several."""
-        moving = checks.spectral_norms(self._admission.models) if self._steps > 1 and not self._warned_of_moving else []
+        moving = (
+            arguments.spectral_norms(self._admission.models) if self._steps > 1 and not self._warned_of_moving else []
+        )
         self._warned_of_moving = True
         if moving:
             warnings.warn(
@@ -429,7 +431,7 @@ class Accumulator:
         elif times_asked(in_training=True) != self._asked_in_training or (self._refused and self._refused() is loss):
             self._asked_in_training, self._asked_anywhere = times_asked(in_training=True), -1  # look again
             self._refused = weakref.ref(loss)
-            raise refusals.alone() if checks.scan(loss).alone else refusals.asked_since()
+            raise refusals.alone() if arguments.scan(loss).alone else refusals.asked_since()
         self._asked_anywhere, self._refused = asked_anywhere[0], None
 
     def _refuse_second_backward(self) -> None:
@@ -471,7 +473,7 @@ class Accumulator:
         """At the first batch of an `over`, or where there is none, hear of other ranks whether theirs begins, too."""
         ranks = self._stepper.ranks
         if ranks is not None and ranks.overlap and not ranks.sharded:
-            together.begin(ranks, all_parameters(self._stepper.optimizers)[0].device, has_batches=has_batches)
+            ranks_glue.begin(ranks, all_parameters(self._stepper.optimizers)[0].device, has_batches=has_batches)
         loop.begun = True
 
     def _refuse_backward_by_hand(self) -> None:
@@ -496,7 +498,7 @@ class Accumulator:
         if not loop.spent:
             self._refuse_backward_by_hand()
             if ranks is not None and ranks.overlap and not ranks.sharded:
-                raise WindowError(together.LAST_LEFT_OUT)
+                raise WindowError(ranks_glue.LAST_LEFT_OUT)
         loop.last = True
         self.flush()
         while ranks is not None and not ranks.sharded and (self._promised or self._others_go_on):

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
-from bigbatch.lockstep.crew import current
-from bigbatch.lockstep.meeting import meet_in_forward
-from bigbatch.lockstep.needing import refuse_alone
-from bigbatch.lockstep.sharing import gathered, summed
-from bigbatch.reading.counts import LOW_PRECISION
-from bigbatch.reading.terms import counted
+from bigbatch.lockstep.barrier import meet_in_forward
+from bigbatch.lockstep.collectives import gathered, summed
+from bigbatch.lockstep.threads import current
+from bigbatch.loss.count import LOW_PRECISION
+from bigbatch.loss.terms import counted
+from bigbatch.state.scope import refuse_alone
 
 __all__ = ["gather", "mean", "offset", "once", "sum"]
 

@@ -11,14 +11,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bigbatch import checks
-from bigbatch.admission import Admission
-from bigbatch.batches.division import Division
-from bigbatch.batches.joining import joined
-from bigbatch.batches.moving import Mover
-from bigbatch.batches.packing import Padding
-from bigbatch.batches.splitting import Batch
+from bigbatch import arguments
+from bigbatch.batch.extras import joined
+from bigbatch.batch.packing import Padding
+from bigbatch.batch.split import Division
+from bigbatch.batch.transfer import Mover
+from bigbatch.batch.tree import Batch
 from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
+from bigbatch.distributed.launcher import is_of_the_wire
+from bigbatch.distributed.ranks import OthersTryAgain, Ranks, serve
 from bigbatch.errors import (
     BatchError,
     ConfigurationError,
@@ -28,26 +29,25 @@ from bigbatch.errors import (
     WindowBroken,
     WindowError,
 )
-from bigbatch.lockstep.crew import current
+from bigbatch.execute import count_ahead
+from bigbatch.execute.choose_split import Divider
+from bigbatch.execute.micro_step import Runner
+from bigbatch.first_step_check import FirstCheck
 from bigbatch.lockstep.explaining import explained
-from bigbatch.lockstep.needing import NeedsLockStep
-from bigbatch.lockstep.together import Together
+from bigbatch.lockstep.run import Together
+from bigbatch.lockstep.threads import current
+from bigbatch.loss.count import Count
 from bigbatch.memory.sizes import Sizes
-from bigbatch.micro_steps import counting_ahead
-from bigbatch.micro_steps.dividing import Divider
-from bigbatch.micro_steps.first_check import FirstCheck
-from bigbatch.micro_steps.restoring import Buffers, Habits, Randomness, devices_of, restore, untouched, warn_of_written
-from bigbatch.micro_steps.running import Runner
-from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
-from bigbatch.ranks.launcher import is_of_the_wire
-from bigbatch.ranks.ranks import OthersTryAgain, Ranks, serve
-from bigbatch.reading.counts import Count
+from bigbatch.state.oom import is_out_of_memory, let_go, missing
+from bigbatch.state.scope import NeedsLockStep
+from bigbatch.state.snapshot import Buffers, Habits, Randomness, devices_of, restore, untouched, warn_of_written
 from bigbatch.update import Update
-from bigbatch.windows.stepping import Stepper, refuse_copy
-from bigbatch.windows.together import tell_of_several, telling_of_failure
-from bigbatch.windows.window import OPEN, Window
-from bigbatch.windows.witness import Witness
+from bigbatch.window.gate import Admission
+from bigbatch.window.observer import Witness
+from bigbatch.window.ranks_glue import tell_of_several, telling_of_failure
+from bigbatch.window.stepper import Stepper, refuse_copy
+from bigbatch.window.window import OPEN, Window
 from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
@@ -134,14 +134,14 @@ class BigStep:
         """Check every argument; nothing is changed yet."""
         self._options = checked_options(options)
         with speaking_of("BigStep"):
-            self._models = checks.models(model, ranks=True)
+            self._models = arguments.models(model, ranks=True)
             refuse_lazy(self._models)
-            optimizers = checks.optimizers(optimizer, self._models)
+            optimizers = arguments.optimizers(optimizer, self._models)
             self._stepper = Stepper(
                 optimizers,
-                schedulers=checks.schedulers(scheduler, optimizers),
-                scaler=checks.scaler(scaler),
-                clip_norm=checks.clip_norm(clip_norm),
+                schedulers=arguments.schedulers(scheduler, optimizers),
+                scaler=arguments.scaler(scaler),
+                clip_norm=arguments.clip_norm(clip_norm),
                 skip_nonfinite=self._options.skip_nonfinite,
                 ranks=Ranks.of(self._models, self._options.group),
             )
@@ -421,7 +421,7 @@ class BigStep:
 
     def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
         with untouched(self._models, habits=self._habits):
-            return counting_ahead.totals(self._runner, self._mover.micro_batches(division))
+            return count_ahead.totals(self._runner, self._mover.micro_batches(division))
 
     def _passes(self, division: Division) -> int:
         """Return how many passes through the model this window takes: as many as the rank makes that has most."""

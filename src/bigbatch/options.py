@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch.distributed import ProcessGroup
 
-from bigbatch import checks
+from bigbatch import arguments
 from bigbatch.errors import ConfigurationError
 
 
@@ -33,9 +33,9 @@ class Options:
             Falls back, saying so once, where a model cannot be captured.
         gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
-        check: before updates 1, 2, 4, 16 and 128, compare the loss of some micro-batches together with that of each: see
-            that samples are not coupled, and, with `lengths`, that padding does not change it. False leaves both out,
-            but for padding that counts, and asks what a sum is over that is divided by a tensor.
+        check: before updates 1, 2, 4, 16 and 128, compare the loss of some micro-batches together with that of each:
+            see that samples are not coupled, and, with `lengths`, that padding does not change it. False leaves both
+            out, but for padding that counts, and asks what a sum is over that is divided by a tensor.
         group: the processes that make a big batch together; by default those that the model's DistributedDataParallel
             was made for.
         mesh: gone: use `group`.
@@ -55,7 +55,7 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse what cannot work, when it is written."""
-        checks.mesh(self.mesh)
+        arguments.mesh(self.mesh)
         lengths: object = self.lengths
         if lengths is not None and not isinstance(lengths, str) and not callable(lengths):
             msg = f"lengths must be the name of a mask or a function from a batch; found {lengths!r}"
@@ -88,5 +88,5 @@ class Options:
         if self.activations not in {"auto", "keep", "recompute", "offload"}:
             msg = f'activations must be "auto", "keep", "recompute" or "offload"; found {self.activations!r}'
             raise ConfigurationError(msg)
-        checks.gradient_dtype(self.gradient_dtype)
-        checks.skip_nonfinite(self.skip_nonfinite)
+        arguments.gradient_dtype(self.gradient_dtype)
+        arguments.skip_nonfinite(self.skip_nonfinite)

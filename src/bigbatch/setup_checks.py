@@ -9,10 +9,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from bigbatch import checks
+from bigbatch import arguments
+from bigbatch.distributed.fsdp_internals import sharded
+from bigbatch.distributed.launcher import started
 from bigbatch.errors import ConfigurationError, LossError
-from bigbatch.ranks.groups import sharded
-from bigbatch.ranks.launcher import started
 
 LOSS_FN = "    loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 _CALLS = {"loss_fn": "model, batch", "collate": "samples", "evaluate": "model", "counts": "batch"}
@@ -40,7 +40,7 @@ def model(found: object) -> None:
             "several (DDP, fully_shard).\n"
             "Give the plain model. Over several devices, train in a loop of your own, as examples/ranks/ddp.py does."
         )
-    checks.models(found, ranks=True)
+    arguments.models(found, ranks=True)
 
 
 def refuse_launcher(command: str) -> None:
@@ -66,7 +66,7 @@ def optimizer(found: object, trained: nn.Module) -> None:
                 f"Setup(optimizer={_shown(each)}): optimizer is a torch.optim.Optimizer, or a list of them; this is "
                 f"{_kind(each)}.\nFor example:  optimizer=torch.optim.SGD(model.parameters(), lr=0.1)"
             )
-    checks.optimizers(found, (trained,))
+    arguments.optimizers(found, (trained,))
 
 
 def sizes(batch: object, micro: object, epochs: object) -> None:
@@ -176,14 +176,14 @@ def accumulation(
     skip_nonfinite: object,
 ) -> None:
     """Accept what an `Accumulator` accepts, now, and not after the first batch was made."""
-    checks.clip_norm(clip_norm)
-    checks.schedulers(scheduler, optimizers if isinstance(optimizers, list | tuple) else (optimizers,))
-    checks.scaler(scaler)
-    checks.gradient_dtype(gradient_dtype)
+    arguments.clip_norm(clip_norm)
+    arguments.schedulers(scheduler, optimizers if isinstance(optimizers, list | tuple) else (optimizers,))
+    arguments.scaler(scaler)
+    arguments.gradient_dtype(gradient_dtype)
     if batch_norm not in {"exact", "refuse", "micro"}:
         msg = f'batch_norm must be "exact", "refuse" or "micro"; found {batch_norm!r}'
         raise ConfigurationError(msg)
-    checks.skip_nonfinite(skip_nonfinite)
+    arguments.skip_nonfinite(skip_nonfinite)
 
 
 def loss(name: str, value: Any) -> Tensor:

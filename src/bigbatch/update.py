@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.reading.counts import Count
+from bigbatch.loss.count import Count
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bigbatch.reading.graph import LOOKS_THROUGH, operation
-from bigbatch.reading.operations import RULES
-from bigbatch.reading.parameters import _PURE_OF_WEIGHTS
-from bigbatch.reading.rules import MATMULS
+from bigbatch.loss.graph import LOOKS_THROUGH, operation
+from bigbatch.loss.operations import RULES
+from bigbatch.loss.origin import _PURE_OF_WEIGHTS
+from bigbatch.loss.rules import MATMULS
 from tests.audit.judge import Batch, LossFunction, Verdict, adds_up, judge, judge_big_step
 from tests.audit.recipes import APART, CLOSED, ELSEWHERE, MIXED, UNSEEN, Net, Row, batches, rows
 

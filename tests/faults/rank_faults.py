@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options, across
+from bigbatch.distributed.fsdp_internals import local, parameters_of, sharded
+from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import BigBatchError, RankFailed
-from bigbatch.ranks.groups import local, parameters_of, sharded
-from bigbatch.ranks.ranks import Ranks
 from tests.faults.outcomes import Case, Outcome
 
 RANKS, UPDATES, CLASSES = 2, 3, 4

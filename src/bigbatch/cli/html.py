@@ -10,8 +10,8 @@ from bigbatch.cli.terminal import escaped
 
 def prepare(page: Path) -> None:
     """Raise where no page can be drawn or written."""
-    from bigbatch.pages.page import refuse_target
-    from bigbatch.pages.plots import require_matplotlib
+    from bigbatch.report.page import refuse_target
+    from bigbatch.report.plots import require_matplotlib
 
     refuse_target(page)
     require_matplotlib()
@@ -19,7 +19,7 @@ def prepare(page: Path) -> None:
 
 def wrote(text: str, page: Path) -> None:
     """Write a page, and say so where it does not mix with results."""
-    from bigbatch.pages.page import write
+    from bigbatch.report.page import write
 
     try:
         write(text, page)

@@ -15,7 +15,7 @@ from bigbatch.cli.html import prepare, wrote
 from bigbatch.cli.terminal import escaped, next_step, paragraph, progress, results
 
 if TYPE_CHECKING:
-    from bigbatch.planning.report import Plan
+    from bigbatch.planner.plan_report import Plan
 
 
 def plan(
@@ -54,7 +54,7 @@ def plan(
     else:
         _print(found, file)
     if html is not None:
-        from bigbatch.pages.plan_page import plan_page
+        from bigbatch.report.plan_page import plan_page
 
         command, why = _next(found, Path(file.name))  # a page may be read elsewhere
         wrote(plan_page(found, name=file.name, next_step=(f"bigbatch {command}", why)), html)
@@ -65,8 +65,8 @@ def plan(
 def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
     """Plan the first batch of the file's data, under a progress bar."""
     from bigbatch.cli.setup_file import read_setup
-    from bigbatch.memory.sizing import PROBES
-    from bigbatch.planning.plan import make_plan
+    from bigbatch.memory.search import PROBES
+    from bigbatch.planner.measure import make_plan
     from bigbatch.recipes.user_code import calling
 
     setup = read_setup(file, "plan")
@@ -106,7 +106,7 @@ def _fraction(memory: str | None) -> float | None:
 
 
 def _print(found: "Plan", file: Path) -> None:
-    from bigbatch.planning.report import table
+    from bigbatch.planner.plan_report import table
 
     console = results()
     paragraph(console, f"{file.name}: {found.headline()}")

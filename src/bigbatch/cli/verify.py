@@ -66,7 +66,7 @@ def verify(  # noqa: PLR0917 - each is an option of the command
     else:
         _print(found, file)
     if html is not None:
-        from bigbatch.pages.verify_page import verify_page
+        from bigbatch.report.verify_page import verify_page
 
         wrote(verify_page(found, name=file.name), html)
     if not found.accepted(allow or ()):

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.lockstep.checkpointed import Checkpointed
-from bigbatch.lockstep.crew import Worker, current
+from bigbatch.lockstep.threads import Worker, current
 
 
 class MeetsInside(ConfigurationError):

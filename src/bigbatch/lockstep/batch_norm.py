@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bigbatch.distributed import rank_collectives
+from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import BatchNormError
+from bigbatch.lockstep.barrier import meet_in_forward, refuse_second_derivative
 from bigbatch.lockstep.constants import constant
-from bigbatch.lockstep.crew import Worker, current
 from bigbatch.lockstep.inner import refuse_inner_mean
-from bigbatch.lockstep.meeting import meet_in_forward, refuse_second_derivative
-from bigbatch.lockstep.normalising import Moments, Pooled, below, dense, moments, normalised, sums_of
-from bigbatch.lockstep.offloading import Offload
-from bigbatch.lockstep.renewing import Recipe, Recipes
-from bigbatch.lockstep.swapping import Swap, swapped
-from bigbatch.ranks import meeting
-from bigbatch.ranks.ranks import Ranks
+from bigbatch.lockstep.norm_kernels import Moments, Pooled, below, dense, moments, normalised, sums_of
+from bigbatch.lockstep.offload_remake import Recipe, Recipes
+from bigbatch.lockstep.offload_store import Offload
+from bigbatch.lockstep.threads import Worker, current
+from bigbatch.state.patch import Swap, swapped
 
 Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of its running mean or its weight
 
@@ -245,11 +245,11 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
 
 def _pool_ranks(ranks: Ranks, number: int, mean: Tensor, variance: Tensor) -> tuple[int, Tensor, Tensor]:
     """Make one of all ranks' statistics."""
-    numbers = meeting.numbers(ranks, number, mean.device)
+    numbers = rank_collectives.numbers(ranks, number, mean.device)
     if sum(numbers) <= 1:
         msg = f"BatchNorm needs more than one value per channel to train on; all ranks together have {sum(numbers)}"
         raise ValueError(msg)
-    every = meeting.each(ranks, torch.stack([mean, variance]))
+    every = rank_collectives.each(ranks, torch.stack([mean, variance]))
     shares = _shares(tuple(numbers), mean.device)
     pooled = (shares * every[:, 0]).sum(0)
     return sum(numbers), pooled, (shares * (every[:, 1] + (every[:, 0] - pooled).square())).sum(0)
@@ -279,7 +279,7 @@ def _added(values: list[tuple[Tensor, Tensor]], ranks: Ranks | None) -> tuple[Te
     """Add up all at once: a few kernels for a meeting, instead of some for each micro-batch."""
     first, second = (torch.stack(column).sum(0) for column in zip(*values, strict=True))
     if ranks is not None:
-        first, second = meeting.summed(ranks, torch.stack([first, second])).unbind()
+        first, second = rank_collectives.summed(ranks, torch.stack([first, second])).unbind()
     return first, second
 
 

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from bigbatch.batches.writing import apart
-from bigbatch.lockstep.crew import Worker
+from bigbatch.batch.copies import apart
 from bigbatch.lockstep.differing import RunsDiffer, refuse_other_values
 from bigbatch.lockstep.found_before import FoundBefore, version_of
 from bigbatch.lockstep.holdings import Picture, holds
-from bigbatch.lockstep.numbers import Draws
-from bigbatch.reading.counts import LOW_PRECISION
+from bigbatch.lockstep.threads import Worker
+from bigbatch.loss.count import LOW_PRECISION
+from bigbatch.state.rng import Draws
 
 _DEEP = 4  # structures in structures
 

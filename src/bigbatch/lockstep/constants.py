@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bigbatch.micro_steps.capturing import NotCapturable
+from bigbatch.execute.graph_record import NotCapturable
 
 _MOST = 512
 _made: dict[tuple[object, ...], Tensor] = {}

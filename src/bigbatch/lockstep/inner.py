@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bigbatch.errors import LossError
-from bigbatch.lockstep.crew import Worker, current
-from bigbatch.lockstep.swapping import Swap, swapped
+from bigbatch.lockstep.threads import Worker, current
+from bigbatch.state.patch import Swap, swapped
 
 
 @contextmanager

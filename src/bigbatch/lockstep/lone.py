@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
-from bigbatch.lockstep.carrying import Carried
-from bigbatch.lockstep.crew import Crew
+from bigbatch.lockstep.thread_state import Carried
+from bigbatch.lockstep.threads import Crew
 
 
 class Lone:

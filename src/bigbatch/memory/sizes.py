@@ -7,11 +7,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bigbatch.batches.packing import expected_seconds
+from bigbatch.batch.packing import expected_seconds
 from bigbatch.errors import OutOfMemory, StateError
 from bigbatch.memory.budget import budget, human
 from bigbatch.memory.host import resident
-from bigbatch.memory.sizing import Choice, Probe, choose
+from bigbatch.memory.search import Choice, Probe, choose
 
 TOKENS = "tokens"  # under this name: how many of them a packed micro-batch may have, where more have failed
 _TOKENS_OF = re.compile(rf"{TOKENS} \[(\d+)\]")  # under these: how many were found with samples of this length

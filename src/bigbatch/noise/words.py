@@ -3,10 +3,10 @@
 import math
 from typing import TYPE_CHECKING
 
-from bigbatch.noise.estimating import LEAST
+from bigbatch.noise.estimate import LEAST
 
 if TYPE_CHECKING:
-    from bigbatch.noise.report import NoiseReport, Reason
+    from bigbatch.noise.noise_report import NoiseReport, Reason
 
 _FEW = 0.1  # of the windows that told something: so many may be left out, as at the end of each epoch, without a word
 

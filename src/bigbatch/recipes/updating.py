@@ -10,16 +10,16 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from bigbatch import checks
+from bigbatch import arguments
 from bigbatch.accumulator import Accumulator
 from bigbatch.big_step import BigStep
 from bigbatch.errors import CoupledLoss
-from bigbatch.lockstep.needing import times_asked
-from bigbatch.micro_steps.restoring import Buffers, Randomness, devices_of
 from bigbatch.options import Options
 from bigbatch.recipes.feeding import Feed
 from bigbatch.recipes.user_code import calling, in_a_setups_words
 from bigbatch.setup import Setup
+from bigbatch.state.scope import times_asked
+from bigbatch.state.snapshot import Buffers, Randomness, devices_of
 from bigbatch.update import Update
 
 _LATE = (
@@ -49,8 +49,8 @@ class Way(Protocol):
 
 def way_of(setup: Setup) -> Way:
     """Take the way that a model asks for; a loss may ask for another one (`LossAsks`)."""
-    norms = checks.batch_norms([setup.model])
-    if setup.batch_norm == "exact" and any(checks.is_awake(module) for _, module in norms):
+    norms = arguments.batch_norms([setup.model])
+    if setup.batch_norm == "exact" and any(arguments.is_awake(module) for _, module in norms):
         return InLockStep(setup)
     return OneByOne(setup)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.batches.writing import PLAIN
+from bigbatch.batch.copies import PLAIN
 
 Dims = tuple[int | None, ...]  # of each tensor, the dimension along which its samples lie; None where it has none
 

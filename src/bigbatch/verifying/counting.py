@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bigbatch.batches.splitting import leaves
+from bigbatch.batch.tree import leaves
 from bigbatch.verifying.samples import Samples
 
 _IGNORED = -100

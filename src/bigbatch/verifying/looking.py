@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 
-from bigbatch.micro_steps.restoring import Buffers, Randomness
-from bigbatch.micro_steps.survival import is_out_of_memory
+from bigbatch.state.oom import is_out_of_memory
+from bigbatch.state.snapshot import Buffers, Randomness
 from bigbatch.verifying.apart import Apart, divided, guessed, mapped_tensors, own_copy, put_together, seen, tensors
 from bigbatch.verifying.attributes import attributes, copied, of_module, put_back
 from bigbatch.verifying.drawing import Draws

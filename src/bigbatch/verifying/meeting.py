@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bigbatch import across
-from bigbatch.lockstep.crew import current
-from bigbatch.micro_steps.coupling import shared_state
+from bigbatch.first_step_coupling import shared_state
+from bigbatch.lockstep.threads import current
 from bigbatch.verifying.attributes import of_module
 from bigbatch.verifying.samples import Samples
 from bigbatch.verifying.subject import Standing

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from bigbatch.reading.counts import LOW_PRECISION
+from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.verifying.evidence import cause
 from bigbatch.verifying.gradients import Gradients, overall, relative
 from bigbatch.verifying.places import Places

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from bigbatch.errors import BatchNormError, BigBatchError, CoupledLoss
-from bigbatch.micro_steps.survival import is_out_of_memory, let_go
+from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.verifying.counting import Counts
 from bigbatch.verifying.evidence import cause
 from bigbatch.verifying.gradients import overall, relative

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bigbatch.micro_steps.survival import is_out_of_memory
+from bigbatch.state.oom import is_out_of_memory
 from bigbatch.verifying.apart import tensors
 from bigbatch.verifying.evidence import cause
 from bigbatch.verifying.gradients import overall, relative

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bigbatch import checks
-from bigbatch.lockstep.needing import times_asked
-from bigbatch.own_loss import own_loss
-from bigbatch.reading.graph import edges
+from bigbatch import arguments
+from bigbatch.default_loss import own_loss
+from bigbatch.loss.graph import edges
+from bigbatch.state.scope import times_asked
 from bigbatch.verifying.gradients import Gradients, taken
 from bigbatch.verifying.places import Places
 from bigbatch.verifying.samples import Samples
@@ -147,7 +147,7 @@ class Runs:
         loss: Tensor
         loss, _ = self._called(model, batch)
         with speaking_of("verify"):
-            checks.loss(loss, None)
+            arguments.loss(loss, None)
         return loss
 
     @contextmanager

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.batches.moving import Mover
-from bigbatch.batches.splitting import Batch, mapped
+from bigbatch.batch.transfer import Mover
+from bigbatch.batch.tree import Batch, mapped
 
 
 @dataclass(frozen=True)

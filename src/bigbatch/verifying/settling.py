@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError, CoupledLoss, LossError
-from bigbatch.micro_steps.survival import is_out_of_memory, let_go
+from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.verifying.gradients import Gradients, is_finite
 from bigbatch.verifying.loops import Watched
 from bigbatch.verifying.runs import Runs, Whole

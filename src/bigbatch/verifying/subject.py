@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.micro_steps.restoring import Buffers, Randomness, devices_of, untouched
-from bigbatch.micro_steps.survival import is_out_of_memory, let_go
+from bigbatch.state.oom import is_out_of_memory, let_go
+from bigbatch.state.snapshot import Buffers, Randomness, devices_of, untouched
 from bigbatch.verifying.attributes import attributes, put_back
 
 

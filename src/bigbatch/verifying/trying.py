@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from bigbatch.micro_steps.survival import is_out_of_memory, let_go
+from bigbatch.state.oom import is_out_of_memory, let_go
 
 Found = TypeVar("Found")
 

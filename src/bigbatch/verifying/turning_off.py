@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 
-from bigbatch.micro_steps.restoring import Randomness, devices_of
+from bigbatch.state.snapshot import Randomness, devices_of
 from bigbatch.verifying.apart import Apart, running_apart
 from bigbatch.verifying.attributes import Written, copied, of_module, put_back
 from bigbatch.verifying.drawing import Draws

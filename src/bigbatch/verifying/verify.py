@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch import checks
-from bigbatch.batches.splitting import Batch, balanced
+from bigbatch import arguments
+from bigbatch.batch.tree import Batch, balanced
+from bigbatch.default_loss import own_loss
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
-from bigbatch.lockstep.needing import asked_aside
-from bigbatch.micro_steps.survival import is_out_of_memory, let_go, missing
 from bigbatch.options import Options
-from bigbatch.own_loss import own_loss
 from bigbatch.setup_checks import takes
+from bigbatch.state.oom import is_out_of_memory, let_go, missing
+from bigbatch.state.scope import asked_aside
 from bigbatch.verifying.loops import TrainWindow
 from bigbatch.verifying.proof import Proof
 from bigbatch.verifying.runs import Runs
@@ -77,7 +77,7 @@ def make_verification(
 ) -> Verification:
     """Verify, and tell `on_run` what each run is of before it is made."""
     with speaking_of("verify"):
-        models = checks.models(model)
+        models = arguments.models(model)
     _check(loss_fn, train_window, options)
     options = options or Options()
     whole = Batch.of(batch, collate=options.collate)

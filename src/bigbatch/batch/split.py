@@ -1,0 +1,96 @@
+"""Where a big batch is cut: which samples go through the model together, and how wide."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from bigbatch.batch.packing import Padding, pack, pack_alike, trimmed, width_of
+from bigbatch.batch.tree import Batch, Indices, balanced
+
+_FEW = 16  # shapes that a left-over group may have: worth to be captured, each
+
+
+@dataclass(frozen=True)
+class Division:
+    """A big batch and its groups of samples, each a micro-batch."""
+
+    batch: Batch
+    groups: tuple[Indices, ...]
+    sizes: tuple[int, ...]
+    longest: tuple[int, ...] | None = None  # of each group, where samples have lengths
+    width: int = 0  # to which the batch was padded
+    odd: int | None = None  # the group whose shape other batches will hardly have, where there is one
+    padding: Padding | None = None
+
+    @classmethod
+    def even(cls, batch: Batch, size: int) -> "Division":
+        """Cut into micro-batches of at most `size` samples, as they come, of at most two sizes."""
+        sizes = balanced(batch.size, size)
+        groups = tuple(slice(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
+        return cls(batch, groups, tuple(sizes))
+
+    @classmethod
+    def packed(
+        cls, batch: Batch, lengths: Sequence[int], budget: int, most: int | None = None, *, alike: bool = False
+    ) -> "Division":
+        """Cut into micro-batches of samples of like length, of at most `budget` padded tokens and `most` samples.
+
+        Each is trimmed to its longest sample, or, where they should be `alike`, to one of a few widths.
+        """
+        width, odd = width_of(batch, max(*lengths, 1)), None
+        if alike:
+            packed = pack_alike(lengths, budget, width, most)
+            last, wide = packed[-1]
+            full = min(max(budget // wide, 1), most or batch.size)
+            if len(packed) > 1 and len(last) < full:
+                # If it is new, it takes the host a while: in the middle the device has enough to do meanwhile.
+                place = (len(packed) - 1) // 2
+                packed.insert(place, packed.pop())
+                odd = place if full > _FEW else None
+            groups, longest = map(list, zip(*packed, strict=True))
+        else:
+            groups = pack(lengths, budget, most)
+            longest = [max(1, *(lengths[i] for i in group)) for group in groups]
+        padding = Padding(
+            real=sum(lengths),
+            padded=sum(len(group) * wide for group, wide in zip(groups, longest, strict=True)),
+            given=batch.size * width,
+        )
+        sizes = tuple(len(group) for group in groups)
+        return cls(batch, tuple(groups), sizes, tuple(longest), width, odd, padding)
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches."""
+        return len(self.groups)
+
+    @property
+    def order(self) -> list[int] | None:
+        """Which sample each row of the joined micro-batches is; None where they are in order."""
+        if all(isinstance(group, slice) for group in self.groups):
+            return None
+        return [i for group in self.groups for i in self.indices(group)]
+
+    def comes_again(self, number: int) -> bool:
+        """Whether other batches, too, are expected to have a micro-batch of this one's shape."""
+        return number != self.odd
+
+    def indices(self, group: Indices) -> list[int]:
+        """Return the numbers of a group's samples."""
+        return list(range(self.batch.size))[group] if isinstance(group, slice) else list(group)
+
+    def micro_batch(self, number: int) -> Any:
+        """Return one micro-batch, where the batch is."""
+        return self.part(self.groups[number], None if self.longest is None else self.longest[number])
+
+    def part(self, group: Indices, longest: int | None) -> Any:
+        """Return some samples, trimmed to a length."""
+        if longest is None or self.batch.collate is not None:
+            return self.batch.take(group)
+        # Trimmed first: less is copied. By numbers, not as a slice: models call view(-1) on what they are given.
+        return trimmed(self.batch, self.width, longest).take(self.indices(group))
+
+    def micro_batches(self) -> Iterator[Any]:
+        """Yield the micro-batches one after the other, each made when it is asked for."""
+        for number in range(len(self)):
+            yield self.micro_batch(number)

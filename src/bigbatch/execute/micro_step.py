@@ -1,0 +1,228 @@
+"""Run the micro-batches of a window: forward, read, backward; launched one by one, or replayed."""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from bigbatch import arguments
+from bigbatch.batch.extras import detached
+from bigbatch.batch.split import Division
+from bigbatch.caller import outside
+from bigbatch.default_loss import own_loss
+from bigbatch.errors import ConfigurationError
+from bigbatch.execute.graph_guard import keeping_tables, state_of
+from bigbatch.execute.graph_record import NotCapturable
+from bigbatch.execute.graph_replay import Graphs, Recipe
+from bigbatch.execute.graph_window import Replaying
+from bigbatch.execute.precast import CastWeights, ForeignBackward
+from bigbatch.lockstep.threads import current
+from bigbatch.lockstep.window_graph import WholeWindows
+from bigbatch.loss.terms import Term
+from bigbatch.state.scope import NeedsLockStep, one_after_the_other
+from bigbatch.window.backward import run_backward
+from bigbatch.window.gate import Admission
+from bigbatch.window.gradients import Gradients
+from bigbatch.window.stepper import Stepper
+from bigbatch.window.window import OPEN, Window
+
+LossFunction = Callable[[Any, Any], Any]
+_ONE_VALUE = "more than 1 value per channel"  # torch's word for BatchNorm on a single sample
+
+
+class Runner:
+    """Runs micro-batches of one model with one loss."""
+
+    def __init__(
+        self, model: Any, loss_fn: LossFunction | None, admission: Admission, stepper: Stepper, *, cuda_graph: bool
+    ) -> None:
+        """Know what to run; how is found on the way."""
+        self._model, self._loss_fn = model, loss_fn or own_loss
+        self._models: Sequence[nn.Module] = model if isinstance(model, list | tuple) else (model,)
+        self._admission, self._stepper = admission, stepper
+        device = next(p.device for o in stepper.optimizers for g in o.param_groups for p in g["params"])
+        serves = CastWeights.serves(self._models, device)
+        self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
+        self._graphs = Graphs(device) if cuda_graph else None
+        self.whole = WholeWindows(self._models, device, stepper) if cuda_graph else None
+        # Which parameters, by their ids, got a gradient in a window that was launched.
+        self._reached: dict[int, bool] = {}
+        self._ragged = False
+
+    def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
+        """Call the user's function: a loss, perhaps with extras."""
+        alone = current() is None  # of a window that runs one after the other, for all that the loss may ask
+        with one_after_the_other() if alone else nullcontext():
+            try:
+                found = self._loss_fn(self._model, micro_batch)
+            except ValueError as error:
+                if alone and self._admission.exact and _ONE_VALUE in str(error):
+                    raise NeedsLockStep(_ONE_VALUE) from error  # there are more beside it
+                raise
+        if isinstance(found, tuple):
+            if len(found) != 2:  # noqa: PLR2004 - a loss and extras
+                msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
+                raise ConfigurationError(msg)
+            return found[0], detached(found[1])
+        return found, None
+
+    def read(self, loss: Tensor) -> list[Term]:
+        """Return what the loss was averaged over, or refuse it."""
+        arguments.loss(loss, self._stepper.scaler)
+        self._admission.look()
+        terms = self._admission.read(loss)
+        self._admission.scan(loss)
+        return terms
+
+    def kinds(self, loss: Tensor) -> set[str]:
+        """Return what a loss inside of another is: means, sums over samples, what is the same in every micro-batch."""
+        return {term.kind for term in self._admission.reader.read(loss)}
+
+    @contextmanager
+    def window(self, *, ragged: bool, side_by_side: bool = False) -> Iterator[None]:
+        """Between two updates: weights do not change inside, so what is made of them once serves all micro-batches.
+
+        Where micro-batches are `ragged`, each has a shape of its own. Where they run side by side, several backwards
+        are under way at once, and gradients take the usual way.
+        """
+        self._ragged = ragged
+        try:
+            with (None if side_by_side else self._casting) or nullcontext():
+                yield
+        finally:
+            # An autocast around several steps would go on with copies of weights from before the update.
+            torch.clear_autocast_cache()
+
+    def run(self, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
+        """Add all micro-batches of a division, wherever they lie by now, to the window; returns their extras."""
+        parameters = window.gradients.parameters
+        if self._graphs is not None:
+            self._graphs.settle(self.state(window.gradients))
+            if self._reached.keys() == {id(p) for p in parameters}:
+                return self._replayed(self._graphs, window, micro_batches, division)
+        extras = []
+        for micro_batch in micro_batches:
+            with self._launching():
+                extras.append(self._add(window, micro_batch))
+            if self._graphs is not None and division.comes_again(len(extras) - 1):
+                self._graphs.is_new(micro_batch)
+        self._reached = {id(p): p.grad is not None for p in parameters}
+        if self._graphs is not None:
+            self._graphs.renew(self.state(window.gradients))
+        return extras
+
+    def weighed(self, window: Window, found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
+        """Weigh the losses of micro-batches that run side by side; returns each one's backward."""
+        window.check()
+        return window.add_together(found, only_own=self._admission.only_own)
+
+    def wanted(self, window: Window) -> tuple[Tensor, ...] | None:
+        """Return whose gradients a backward is for; None where it cannot choose."""
+        return window.gradients.leaves if self._admission.only_own else None
+
+    def sparing_others(self) -> AbstractContextManager[None]:
+        """Leave parameters alone that are not the optimizers'."""
+        return self._admission.sparing_others()
+
+    def try_once(self, micro_batch: Any, *, ragged: bool, side_by_side: bool = False) -> None:
+        """Run one micro-step as a window would, for whoever wants to know what it takes."""
+        with self.window(ragged=ragged, side_by_side=side_by_side), self._launching():
+            loss, _ = self.loss(micro_batch)
+            with _disable_current_modes():  # a meter would see the numbers in a graph as tensors, and stumble
+                self.read(loss)
+            self._backward(loss, torch.ones_like(loss), short=not side_by_side)
+
+    def fall_back(self, error: BaseException) -> bool:
+        """Give up a short cut that failed; returns whether it was one, and the window can be run again."""
+        if isinstance(error, ForeignBackward) and self._casting is not None:
+            self._casting = None
+            self.forget()  # graphs read its copies
+            return True
+        if isinstance(error, NotCapturable) and (self._graphs is not None or self.whole is not None):
+            self.forget()
+            self._graphs = self.whole = None
+            if self._casting is not None:
+                self._casting.captured = False
+            warnings.warn(
+                f"this model cannot be captured as a CUDA graph: {error}. It is launched kernel by kernel, which gives "
+                "the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
+                stacklevel=outside(),
+            )
+            return True
+        return False
+
+    def forget(self) -> None:
+        """Give memory back that short cuts hold: it has run out."""
+        if self._graphs is not None:
+            self._graphs.forget()
+        if self.whole is not None:
+            self.whole.forget()
+
+    def forget_windows(self) -> bool:
+        """Give the memory of captured windows back; returns whether there were any."""
+        return self.whole is not None and self.whole.forget()
+
+    def _launching(self) -> AbstractContextManager[None]:
+        """Run a micro-step that is not captured: of a shape that may never come again, where samples have lengths."""
+        return _without_plans() if self._ragged else nullcontext()
+
+    def _add(self, window: Window, micro_batch: Any) -> Any:
+        loss, extra = self.loss(micro_batch)
+        window.check()  # loss_fn is the user's: it may have run a backward of its own
+        terms = self.read(loss)
+        adding_up = self._casting.adding_up(loss) if self._casting is not None else nullcontext()
+        with adding_up, self._admission.sparing_others():
+            window.add(loss, terms, only_own=self._admission.only_own)
+        window.state = OPEN
+        return extra
+
+    def _backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:
+        leaves = tuple(p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"])
+        own = tuple(p for p in leaves if p.requires_grad) if self._admission.only_own else None
+        adding_up = self._casting.adding_up(loss) if short and self._casting is not None else nullcontext()
+        with adding_up, self._admission.sparing_others():
+            run_backward(loss, start, own)
+
+    def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
+        """Replay a captured micro-step for each micro-batch; shapes that come again are captured on the way."""
+        gradients = window.gradients
+        if self._casting is not None:
+            self._casting.renew()
+        graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters])
+        recipe = Recipe(self.loss, self.read, self._backward, lambda: keeping_tables(self._models))
+        replaying = Replaying(graphs, recipe, gradients.parameters, self._stepper, len(division))
+        extras: list[Any] = []
+        for micro_batch in micro_batches:
+            if division.comes_again(len(extras)) and not graphs.is_new(micro_batch):
+                extras.append(replaying.replay(micro_batch))
+            else:
+                with self._launching():
+                    extras.append(replaying.launch(micro_batch))
+                graphs.renew(self.state(gradients))  # a table may have been made anew, for a longer micro-batch
+            if len(extras) == 1 and window.attended:
+                window.show(graphs.totals.count * graphs.totals.unit, graphs.totals.count.clone())
+        window.adopt(replaying.tally(len(extras)), graphs.loss_dtype)
+        return extras
+
+    def state(self, gradients: Gradients) -> object:
+        """What a captured graph depends on beside the shape of its inputs."""
+        autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
+        return state_of(self._models, gradients.parameters), autocast, self._admission.only_own
+
+
+@contextmanager
+def _without_plans() -> Iterator[None]:
+    """Attend without cuDNN, which plans anew for every shape: 0.1 s or more, where a whole micro-step takes 0.02 s."""
+    others = torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()
+    if not torch.backends.cuda.cudnn_sdp_enabled() or not others:
+        yield
+        return
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled=True)

@@ -1,0 +1,244 @@
+"""Mixed precision with less work: weights cast once per window, their gradients added up in float32 as they are made.
+
+Under autocast a float32 weight is cast for every micro-batch, and its gradient is made in bfloat16, rounded, cast back
+and added to the float32 sum. All but the first cast are for nothing, and a matrix product can add to a float32
+matrix by itself. Inside `with weights:` linear layers and embeddings whose weights are ours do so. What they compute
+is the same, but for one rounding of each weight gradient that is left out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from bigbatch.loss.graph import stands_for
+from bigbatch.window.gradients import all_parameters
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.10 has none of its own
+
+
+_LARGE_PRODUCT = 2**33  # multiplications, above which a GPU takes longer than its host
+_LARGE_TABLE = 2**20  # elements of an embedding; a smaller one is quickly filled with zeros
+
+
+class ForeignBackward(RuntimeError):
+    """A backward that is not the window's own met one of our functions, as in a gradient penalty."""
+
+
+class CastWeights:
+    """The weights of some models in low precision, renewed once per window."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], *, captured: bool) -> None:
+        """Find the parameters that may take the short way; nothing is cast yet.
+
+        Where micro-steps are launched one by one and not `captured`, it is short for large products only: for small
+        ones the host takes longer to go it than the device saves.
+        """
+        self.captured = captured
+        self._parameters = {id(p): p for p in all_parameters(optimizers)}
+        self._own: frozenset[int] = frozenset()  # of them those that qualify, in the window that is open
+        self._low: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._fresh: set[tuple[int, torch.dtype]] = set()
+        self._plain: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
+        self._task: int | None = None  # the number of the window's own backward, while it runs
+
+    @staticmethod
+    def serves(models: Sequence[nn.Module], device: torch.device) -> bool:
+        """Whether the short way is open: not for compiled code, nor for wrappers that wait for gradient hooks."""
+        if device.type != "cuda" or not _adds_to_float32(device):
+            return False
+        return not any(
+            isinstance(module, DistributedDataParallel)
+            or type(module).__name__ == "OptimizedModule"
+            or getattr(module, "_compiled_call_impl", None) is not None
+            for model in models
+            for module in model.modules()
+        )
+
+    def __enter__(self) -> "Self":
+        """Take the place of `F.linear` and `F.embedding`, for weights of ours, on whatever thread recomputes them."""
+        self._own = frozenset(number for number, p in self._parameters.items() if _qualifies(p))
+        self._fresh.clear()  # the optimizer has stepped since
+        plain_linear, plain_embedding = F.linear, F.embedding
+
+        def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
+            if id(weight) in self._own and input.is_cuda and _lowered() and self._is_worth(input, weight):
+                return self._linear(input, weight, bias)
+            return plain_linear(input, weight, bias)
+
+        def embedding(  # noqa: PLR0917 - torch's own signature
+            input: Tensor,  # noqa: A002
+            weight: Tensor,
+            padding_idx: int | None = None,
+            max_norm: float | None = None,
+            norm_type: float = 2.0,
+            scale_grad_by_freq: bool = False,  # noqa: FBT001, FBT002
+            sparse: bool = False,  # noqa: FBT001, FBT002
+        ) -> Tensor:
+            usual = padding_idx is None and max_norm is None and not scale_grad_by_freq and not sparse
+            if usual and id(weight) in self._own and self._is_worth_adding(weight) and _is_plain_training():
+                found: Tensor = _Embedding.apply(input, weight, self)  # type: ignore[no-untyped-call]
+                return found
+            return plain_embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+
+        self._plain = (plain_linear, plain_embedding)
+        F.linear, F.embedding = linear, embedding
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave everything as it was; the copies stay for the next window."""
+        assert self._plain is not None  # noqa: S101 - entered
+        F.linear, F.embedding = self._plain
+        self._own, self._plain = frozenset(), None
+
+    @contextmanager
+    def adding_up(self, loss: Tensor) -> Iterator[None]:
+        """Say that the backward of `loss` inside is the window's own, whose gradients are to be added up."""
+        assert loss.grad_fn is not None  # noqa: S101 - checked when it was read
+        handle = loss.grad_fn.register_prehook(self._begin)
+        try:
+            yield
+        finally:
+            handle.remove()
+            self._task = None
+
+    def _begin(self, _gradients: tuple[Tensor, ...]) -> None:
+        # A backward inside of it, as a hook may run one, has a number of its own.
+        self._task = torch._C._current_graph_task_id()  # noqa: SLF001 - no public name
+
+    def refuse_foreign(self) -> None:
+        """Raise in a backward that is not the window's own: its gradients must not be added up."""
+        if self._task is None or self._task != torch._C._current_graph_task_id():  # noqa: SLF001
+            raise ForeignBackward
+
+    def renew(self) -> None:
+        """Cast all weights that were cast before, at once: what a captured graph reads."""
+        stale = [key for key in self._low if key not in self._fresh]
+        if stale:
+            weights = [self._parameters[number].detach() for number, _ in stale]
+            torch._foreach_copy_([self._low[key] for key in stale], weights)
+            self._fresh.update(stale)
+
+    def add_product(self, weight: Tensor, left: Tensor, right: Tensor) -> None:
+        """Add a matrix product of low precision to the gradient of a weight, in float32."""
+        if weight.grad is None:
+            weight.grad = torch.mm(left, right, out_dtype=torch.float32)
+        else:
+            torch.addmm(weight.grad, left, right, out_dtype=torch.float32, out=weight.grad)
+
+    def _is_worth(self, given: Tensor, weight: Tensor) -> bool:
+        return self.captured or given.numel() * weight.shape[0] >= _LARGE_PRODUCT
+
+    @staticmethod
+    def _is_worth_adding(weight: Tensor) -> bool:
+        return weight.numel() >= _LARGE_TABLE and not torch.are_deterministic_algorithms_enabled()
+
+    def _linear(self, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = torch.get_autocast_dtype("cuda")
+        low = self._cast(weight, dtype)
+        low_bias = bias if bias is None else self._cast(bias, dtype) if id(bias) in self._own else bias.to(dtype)
+        found: Tensor = _Linear.apply(given.to(dtype), weight, bias, _Cast(low, low_bias, self))  # type: ignore[no-untyped-call]
+        return found
+
+    def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        key = (id(weight), dtype)
+        if key not in self._fresh and torch.cuda.is_current_stream_capturing():
+            msg = "a weight was not cast before the capture"  # it would be cast in every replay
+            raise RuntimeError(msg)
+        if key not in self._low:
+            self._low[key] = weight.detach().to(dtype)
+        elif key not in self._fresh:
+            self._low[key].copy_(weight.detach())  # the same memory: a captured graph knows it
+        self._fresh.add(key)
+        return self._low[key]
+
+
+@cache
+def _adds_to_float32(device: torch.device) -> bool:
+    """Whether this torch can add a product of low precision to a float32 matrix."""
+    low = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+    try:
+        torch.addmm(low.float(), low, low, out_dtype=torch.float32, out=low.float())
+    except (TypeError, RuntimeError):
+        return False
+    return True
+
+
+def _qualifies(parameter: Tensor) -> bool:
+    """Whether nobody else waits for the gradient of a parameter: hooks would see nothing."""
+    hooked = getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    plain = type(parameter.data) is Tensor  # no DTensor, nor another tensor with ways of its own
+    return plain and parameter.requires_grad and parameter.dtype == torch.float32 and parameter.is_cuda and not hooked
+
+
+def _lowered() -> bool:
+    """Whether autocast would cast a linear layer here, in a forward that a backward will follow."""
+    return torch.is_autocast_enabled("cuda") and _is_plain_training()
+
+
+def _is_plain_training() -> bool:
+    """Whether a backward will follow, and no transform of torch.func, which our functions do not know."""
+    return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public name
+
+
+class _Cast(NamedTuple):
+    """What goes into a linear layer beside what the graph should know of."""
+
+    weight: Tensor
+    bias: Tensor | None
+    owner: CastWeights
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer in low precision whose weight gradient is added to a float32 sum as it is made."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, cast: _Cast) -> Tensor:
+        ctx.save_for_backward(given, cast.weight)
+        ctx.weight, ctx.biased, ctx.owner = weight, bias is not None and bias.requires_grad, cast.owner
+        product: Tensor = torch._C._nn.linear(given, cast.weight, cast.bias)  # noqa: SLF001 - F.linear is ourselves here
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.owner.refuse_foreign()
+        (above,) = gradients
+        given, low = ctx.saved_tensors
+        rows = above.reshape(-1, above.shape[-1])
+        ctx.owner.add_product(ctx.weight, rows.t(), given.reshape(-1, given.shape[-1]))
+        below = above @ low if ctx.needs_input_grad[0] else None
+        bias = rows.sum(0, dtype=torch.float32) if ctx.biased else None
+        return below, None, bias, None
+
+
+class _Embedding(torch.autograd.Function):
+    """An embedding whose gradient is added row by row, without a table of zeros for every micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, owner: CastWeights) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.weight, ctx.owner = weight, owner
+        return torch.embedding(weight, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.owner.refuse_foreign()
+        (above,) = gradients
+        (rows,) = ctx.saved_tensors
+        weight = ctx.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad.index_add_(0, rows.reshape(-1), above.reshape(-1, above.shape[-1]).to(weight.dtype))
+        return None, None, None
+
+
+# The reader sees through ours: a graph with them reads as one without.
+stands_for(_Linear, "Linear")
+stands_for(_Embedding, "Embedding")

@@ -1,0 +1,156 @@
+"""Tensors in host memory that are fetched before they are asked for, since one window asks as the other did."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bigbatch.lockstep.offload_evict import Held
+
+_FAR = 256  # how many questions ahead are looked at
+
+
+class Out(NamedTuple):
+    """A tensor that was copied to the host."""
+
+    host: Tensor
+    bytes: int
+    copied: torch.cuda.Event
+
+
+class Fetcher:
+    """What comes back from the host while one forward or one backward runs.
+
+    Questions come in an order that is the same in every window of the same tensors. The first is written down; in those
+    after it, what comes next is fetched while the present one is used, and kept where it is needed once more before
+    long.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, outs: list[Out], room: int) -> None:
+        """Copy on a stream of its own; `room` is how many bytes may be fetched ahead."""
+        self._device, self._stream, self._outs, self.room = device, stream, outs, room
+        self.there: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
+        self.order: list[int] | None = None  # in which questions will come
+        self.asked: list[int] = []  # so far
+        self._looked = 0  # how far ahead in that order everything is there
+        self._soon: dict[int, int] = {}  # what is asked for until then, and how often
+        self._ahead = 0  # bytes of it
+
+    def ask(self, number: int) -> Tensor:
+        """Return a tensor, for use on the present stream."""
+        here = torch.cuda.current_stream(self._device)
+        at = len(self.asked)
+        self.asked.append(number)
+        found, event = self._fetched(number, here)
+        here.wait_event(event)
+        if self.order is not None and (at >= len(self.order) or self.order[at] != number):
+            self.order = None  # another way this time: one after the other, and nothing ahead
+            for _, fetched in self.there.values():
+                here.wait_event(fetched)  # their memory is given out again: not before it was filled
+            self.there.clear()
+            self._soon.clear()
+        if self.order is not None:
+            self._passed(at, number)
+            self.fetch_ahead(here)
+        if number not in self._soon:
+            self.there.pop(number, None)
+        return found
+
+    def fetch_ahead(self, here: torch.cuda.Stream | None = None) -> None:
+        """Fetch what is asked for next, if that is known, up to a limit; what was fetched for it is not looked at."""
+        if self.order is None:
+            return
+        last = min(len(self.order), len(self.asked) + _FAR)
+        while self._looked < last:
+            number = self.order[self._looked]
+            if number not in self._soon:
+                if not self._is_away(number) or self._ahead + self._outs[number].bytes > self.room:
+                    return
+                here = here or torch.cuda.current_stream(self._device)
+                self._fetched(number, here)
+                self._ahead += self._outs[number].bytes
+                self._soon[number] = 0
+            self._soon[number] += 1
+            self._looked += 1
+
+    def _passed(self, at: int, number: int) -> None:
+        """One question that was expected has come: it is no longer ahead."""
+        if at >= self._looked:
+            self._looked = at + 1
+            return
+        self._soon[number] -= 1
+        if not self._soon[number]:
+            del self._soon[number]
+            self._ahead -= self._outs[number].bytes
+
+    def _fetched(self, number: int, here: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
+        """Bring a tensor back, if it is not there."""
+        if number in self.there:
+            return self.there[number]
+        out = self._outs[number]
+        there = self._room_for(number, out)
+        self._stream.wait_stream(here)  # which may still use that memory
+        self._stream.wait_event(out.copied)
+        with torch.cuda.stream(self._stream):
+            there.copy_(out.host, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self.there[number] = there, event
+        return there, event
+
+    def _is_away(self, number: int) -> bool:
+        return number < len(self._outs)
+
+    def _room_for(self, number: int, out: Out) -> Tensor:
+        del number
+        host = out.host
+        return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
+
+
+class Homecoming(Fetcher):
+    """Tensors that live on without their memory, and get it back: whoever holds one finds it as it was."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream, outs: list[Out], room: int) -> None:
+        """Have nobody away."""
+        super().__init__(device, stream, outs, room)
+        self._homes: dict[int, Held] = {}
+
+    def empty(self, number: int, home: Held) -> None:
+        """Give up the memory of a tensor that has been copied out, if there still is one."""
+        storage = home.taken()
+        if storage is not None:
+            self._homes[number] = home
+            storage.resize_(0)
+
+    def come_home(self, number: int) -> torch.cuda.Event | None:
+        """Have a tensor's memory back, for use on the present stream; returns when its copy was read."""
+        event = None
+        if self._is_away(number):
+            event = self._fetched(number, torch.cuda.current_stream(self._device))[1]
+            self.ask(number)
+            self.there.pop(number, None)
+            self._look_again(number)
+        self._homes.pop(number, None)
+        return event
+
+    def _look_again(self, number: int) -> None:
+        """It may leave once more before it is asked for again: then it is to be fetched again, too."""
+        if self.order is None or number not in self._soon:
+            return
+        at = self.order.index(number, len(self.asked))
+        for each in self.order[at : self._looked]:
+            self._soon[each] -= 1
+            if not self._soon[each]:
+                del self._soon[each]
+                self._ahead -= self._outs[each].bytes
+        self._looked = at
+
+    def _is_away(self, number: int) -> bool:
+        return number in self._homes and not self._homes[number].reference.expired()
+
+    def _room_for(self, number: int, out: Out) -> Tensor:
+        home = self._homes[number].taken()
+        assert home is not None  # noqa: S101 - it was seen to live
+        home.resize_(out.bytes)
+        host = out.host
+        return torch.empty(0, dtype=host.dtype, device=self._device).set_(home, 0, host.shape, host.stride())

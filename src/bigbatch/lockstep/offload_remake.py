@@ -1,0 +1,169 @@
+"""What is cheaper to compute again than to store: a normalised activation, of the input that BatchNorm keeps anyway.
+
+Of a convolution, a BatchNorm and a ReLU autograd saves two large tensors: the convolution's output, which the norm
+needs in backward, and the ReLU's, which the next convolution needs. The second is a function of the first, value by
+value.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
+
+from bigbatch.lockstep.barrier import refuse_second_derivative
+from bigbatch.lockstep.threads import current
+from bigbatch.loss.graph import stands_for
+from bigbatch.state.patch import Swap, swapped
+
+# Of one tensor, value by value, with `inplace` as their only other way.
+_ACTIVATIONS = ("relu", "relu6", "silu", "hardswish", "leaky_relu", "elu", "mish")
+Function = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make a tensor of another that is kept."""
+
+    source: Any  # the norm's input, as it is kept
+    normalise: Function
+    activate: Function | None = None
+
+    def make(self, source: Tensor) -> Tensor:
+        """Make it again."""
+        normalised = self.normalise(source)
+        return normalised if self.activate is None else self.activate(normalised)
+
+
+class Recipes:
+    """How the tensors of a window were made, as long as they live; `store` and `load` keep what they were made of."""
+
+    def __init__(self, store: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -> None:
+        """Know of none."""
+        self.store, self.load = store, load
+        self._known: dict[int, tuple[StorageWeakRef, tuple[Any, ...], Recipe]] = {}
+        self._latest: tuple[Recipe, Tensor] | None = None
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Have what autograd saves inside stored, or made again where there is a recipe."""
+        with saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    @property
+    def in_force(self) -> bool:
+        """Whether it is these hooks that take what is saved, and not those of a checkpoint inside."""
+        autograd: Any = torch._C._autograd  # noqa: SLF001 - no public name
+        top = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
+        return top is not None and top[0] == self._pack
+
+    def _pack(self, tensor: Tensor) -> Any:
+        recipe = self.of(tensor)
+        return self.store(tensor) if recipe is None else recipe
+
+    def _unpack(self, packed: Any) -> Tensor:
+        return self.made(packed) if isinstance(packed, Recipe) else self.load(packed)
+
+    _unpack.shows = True  # type: ignore[attr-defined]  # a loss's small tensors are where they were: the reader may look
+
+    def made(self, recipe: Recipe) -> Tensor:
+        """Make a tensor again; the latest is still there: a convolution and the activation below both ask for it."""
+        if self._latest is None or self._latest[0] is not recipe:
+            self._latest = None  # its memory may serve
+            self._latest = recipe, recipe.make(self.load(recipe.source))
+        return self._latest[1]
+
+    def add(self, result: Tensor, recipe: Recipe) -> None:
+        """Remember how a tensor was made."""
+        storage = result.untyped_storage()
+        self._known[storage._cdata] = (StorageWeakRef(storage), view_of(result), recipe)  # noqa: SLF001 - as multiprocessing
+
+    def of(self, tensor: Tensor) -> Recipe | None:
+        """Return how a tensor was made, if it is as it was then."""
+        if type(tensor) is not Tensor or tensor.layout != torch.strided:  # others may have no memory of their own
+            return None
+        known = self._known.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
+        if known is None or known[0].expired() or known[1] != view_of(tensor):
+            return None
+        return known[2]
+
+    def forget(self) -> None:
+        """Forget all: forward is over, or the window."""
+        self._known.clear()
+        self._latest = None
+
+
+@contextmanager
+def activations_known() -> Iterator[None]:
+    """Have the activations of normalised values known as such, on workers that have recipes."""
+    with swapped(*_swaps):
+        yield
+
+
+def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def activation(input: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: A002 - torch's name
+        worker = current()
+        recipes: Recipes | None = worker.notes.get("recipes") if worker is not None else None
+        # Not inside of a checkpoint: there it would be another operation when it runs again.
+        known = recipes is not None and recipes.in_force and torch.is_grad_enabled() and input.requires_grad
+        recipe = recipes.of(input) if recipes is not None and known else None
+        if recipes is None or recipe is None or recipe.activate is not None or arguments:
+            return plain(input, *arguments, **named)
+        inplace = bool(named.pop("inplace", False))
+        own = replace(recipe, activate=partial(plain, **named))
+        found: Tensor = _Activated.apply(input, inplace, recipes, recipe, own)  # type: ignore[no-untyped-call]
+        recipes.add(found, own)
+        return found
+
+    return activation
+
+
+class _Activated(torch.autograd.Function):
+    """An activation whose backward makes its input again."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - `apply` takes no names
+        ctx: Any,
+        x: Tensor,
+        inplace: bool,  # noqa: FBT001
+        recipes: Recipes,
+        recipe: Recipe,
+        own: Recipe,
+    ) -> Tensor:
+        ctx.recipes, ctx.recipe, ctx.own = recipes, recipe, own
+        function: Any = own.activate
+        if not inplace:
+            return function(x)  # type: ignore[no-any-return]
+        ctx.mark_dirty(x)
+        return function(x, inplace=True)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("an activation after BatchNorm")
+        recipes: Recipes = ctx.recipes
+        function: Any = ctx.own.activate
+        if function.func is _relu:  # the gradient goes where the result is above zero: that is there already
+            below = torch.ops.aten.threshold_backward(gradients[0], recipes.made(ctx.own), 0)
+        else:
+            with torch.enable_grad():
+                x = recipes.made(ctx.recipe).detach().requires_grad_()
+                (below,) = torch.autograd.grad(function(x), x, gradients[0])
+        return below, None, None, None, None
+
+
+def view_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Return how a tensor sees its memory, and as of which change: two of one memory that agree hold the same."""
+    seen = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    turned = (tensor.is_conj(), tensor.is_neg())  # a conjugate is a view that looks like what it is of
+    return *seen, *turned, tensor._version  # noqa: SLF001 - torch's counter of changes
+
+
+_relu = F.relu
+stands_for(_Activated, "Relu")  # pointwise, as that is
+_swaps = [Swap(F, name, _knowing) for name in _ACTIVATIONS]

@@ -1,0 +1,270 @@
+"""Activations in pinned host memory: copied out beside the computation, fetched ahead of it in backward."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bigbatch.lockstep.offload_evict import Held, Holdings
+from bigbatch.lockstep.offload_fetch import Fetcher, Homecoming, Out
+from bigbatch.lockstep.offload_remake import Recipes, view_of
+from bigbatch.lockstep.pinned_slabs import HostMemory
+from bigbatch.lockstep.threads import Worker, current
+
+_WORTH_MOVING = 1 << 16  # bytes; smaller tensors cost more to copy than to keep
+_IN_FLIGHT = 4  # times the largest tensor: what waits to be copied out, or is fetched ahead
+_IN_FLIGHT_SPARING = 2
+_COMING_HOME = 2  # likewise: what comes back before its micro-batch goes on
+_ORDERS = 24  # kinds of forwards and backwards that are remembered
+
+
+class _Away(NamedTuple):
+    """A saved tensor in host memory."""
+
+    number: int
+
+
+class _Kept(NamedTuple):
+    """A saved tensor that is too small to move."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Saved(NamedTuple):
+    source: Tensor  # without its memory: it knows whether that was changed in place
+    version: int
+
+
+class Offload:
+    """The saved tensors of one window after the other, and what micro-batches leave behind while they wait."""
+
+    def __init__(self, device: torch.device, *, sparing: bool = False) -> None:
+        """Have nothing yet; `sparing` less is under way at once."""
+        self._device = device
+        self._under_way = _IN_FLIGHT_SPARING if sparing else _IN_FLIGHT
+        self._memory = HostMemory()
+        self.recipes = Recipes(self._stored, self._unpacked)
+        # Each one for all windows: host memory is read before it is written again.
+        self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._orders: dict[Any, list[int]] = {}
+        self._begin(None, tuple, 0)
+
+    def _begin(self, limit: int | None, kept: Callable[[], Iterable[Tensor]], kind: Any) -> None:
+        self._outs: list[Out] = []
+        self._saved: dict[int, _Saved] = {}  # by the number of the copy: gradients have some, too
+        self._largest = 0
+        self._known: dict[int, tuple[StorageWeakRef, dict[tuple[Any, ...], int]]] = {}
+        self._leaving: deque[tuple[int, Tensor]] = deque()
+        self._leaving_bytes = 0
+        self._holdings = Holdings(limit, kept)
+        self._absent: dict[int, tuple[int, Held]] = {}  # memory that may go when all of it was copied, and its copy
+        self._free: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}  # where gradients have been, and read when
+        self._kinds: list[tuple[Any, Fetcher]] = []
+        self._coming_home = self._homecoming(kind)
+        # A loss may be looked at before it goes back.
+        self._fetcher = Fetcher(self._device, self._inward, self._outs, 0)
+
+    @contextmanager
+    def window(
+        self, limit: int | None = None, kept: Callable[[], Iterable[Tensor]] = tuple, kind: Any = 0
+    ) -> Iterator[None]:
+        """Begin with nothing, and leave nothing behind.
+
+        Beyond `limit` bytes micro-batches wait without what they hold, but for the memory of what is `kept`. Windows of
+        one `kind` are alike.
+        """
+        self._outward.wait_stream(self._inward)
+        here = torch.cuda.current_stream(self._device)
+        for stream in (self._outward, self._inward):
+            stream.wait_stream(here)  # a part of what is captured, where this is
+        self._memory.begin_anew()
+        self._begin(limit, kept, kind)
+        try:
+            yield
+            self._learn()
+        finally:
+            for stream in (self._outward, self._inward):
+                here.wait_stream(stream)  # what was fetched for nothing is given back after its copy
+            self.recipes.forget()
+            self._begin(None, tuple, 0)
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory that are there for it."""
+        return self._memory.held
+
+    def turn(self) -> None:
+        """Say that forward is over, and backward begins."""
+        kind = tuple([out.bytes for out in self._outs])
+        self._fetcher = Fetcher(self._device, self._inward, self._outs, self._under_way * self._largest)
+        self._fetcher.order = self._orders.get(kind)
+        self._kinds.append((kind, self._fetcher))
+        # What was saved last is asked for first: it need not come back.
+        self._fetcher.there = {number: (tensor, self._outs[number].copied) for number, tensor in self._leaving}
+        self._leaving.clear()
+        self._leaving_bytes = 0
+        self._holdings.forget()
+        self._coming_home = self._homecoming(("back", *kind))
+        self._known.clear()
+        self.recipes.forget()
+
+    def _homecoming(self, kind: Any) -> Homecoming:
+        found = Homecoming(self._device, self._inward, self._outs, _COMING_HOME * self._largest)
+        found.order = self._orders.get(kind)
+        self._kinds.append((kind, found))
+        return found
+
+    def _learn(self) -> None:
+        """Remember in which order this window has asked, if that was not known."""
+        for kind, fetcher in self._kinds:
+            if fetcher.asked and fetcher.asked != fetcher.order:
+                self._orders[kind] = fetcher.asked
+        while len(self._orders) > _ORDERS:
+            del self._orders[next(iter(self._orders))]
+
+    def _stored(self, tensor: Tensor) -> Any:
+        """Put a tensor away that the micro-batch at hand has saved."""
+        size = tensor.numel() * tensor.element_size()
+        if size < _WORTH_MOVING or tensor.device != self._device or _is_weight(tensor) or not _is_dense(tensor):
+            # Without its graph: an operation that held its own result would not go before its backward.
+            return _Kept(tensor.detach(), tensor._version)  # noqa: SLF001 - torch looks at it itself without hooks
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)  # noqa: SLF001 - as torch.multiprocessing has it
+        if known is None or known[0].expired():
+            known = self._known[storage._cdata] = (StorageWeakRef(storage), {})  # noqa: SLF001
+        copies = known[1]
+        view = view_of(tensor)
+        if view not in copies:  # two operations may save the same tensor
+            copies[view] = self._copied_out(tensor, self._memory.like(tensor, size), size)
+            witness = tensor.detach()
+            witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            self._saved[copies[view]] = _Saved(witness, tensor._version)  # noqa: SLF001
+        worker = current()
+        if worker is not None and not tensor.is_leaf:  # a leaf may be everybody's
+            self._holdings.add(worker, tensor, copies[view])
+        return _Away(copies[view])
+
+    def _copied_out(self, tensor: Tensor, host: Tensor, size: int) -> int:
+        here = torch.cuda.current_stream(self._device)
+        self._outward.wait_stream(here)
+        with torch.cuda.stream(self._outward):
+            host.copy_(tensor.detach(), non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(self._outward)
+        number = len(self._outs)
+        self._outs.append(Out(host, size, event))
+        self._leaving.append((number, tensor.detach()))
+        self._leaving_bytes += size
+        if size > self._largest:
+            self._largest = size
+            self._coming_home.room = _COMING_HOME * size
+        while self._leaving_bytes > self._under_way * self._largest:
+            self._let_go(here)
+        return number
+
+    def _let_go(self, here: torch.cuda.Stream) -> None:
+        """Give up the oldest tensor that was copied: whoever gets its memory on this stream waits for the copy."""
+        number, tensor = self._leaving.popleft()
+        self._leaving_bytes -= self._outs[number].bytes
+        here.wait_event(self._outs[number].copied)
+        self._empty(tensor.untyped_storage()._cdata)  # noqa: SLF001
+
+    def _empty(self, name: int) -> None:
+        """Give up a piece of memory whose holder is absent, unless it is still copied: two views of it may be saved."""
+        if name not in self._absent or any(each.untyped_storage()._cdata == name for _, each in self._leaving):  # noqa: SLF001
+            return
+        number, held = self._absent[name]
+        if self._holdings.may_go(held):
+            self._coming_home.empty(number, held)
+
+    def _unpacked(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Kept):
+            _refuse_changed(packed.tensor, packed.version)
+            return packed.tensor
+        _refuse_changed(*self._saved[packed.number])
+        return self._fetcher.ask(packed.number)
+
+    @contextmanager
+    def waiting(self, worker: Worker, gradient: Tensor | None = None, beside: int = 0) -> Iterator[bool]:
+        """Have a micro-batch wait inside of this, without the memory of what it holds where others need that.
+
+        Yields whether it does; then it need not hold the `beside` bytes either that it can ask for again. A `gradient`
+        that it has come with must not be another's. Nobody may look at what it has meanwhile.
+        """
+        if gradient is not None and gradient.numel() * gradient.element_size() >= _WORTH_MOVING:
+            self._holdings.add(worker, gradient)
+        left = [each for each in self._holdings.leaving(worker, beside) if self._is_as_copied(each)]
+        numbers: list[int] = []
+        try:
+            for each in left:
+                numbers.append(self._left(each))  # noqa: PERF401 - where the host has no more room, the others come back
+            yield bool(left)
+        finally:
+            for each, number in zip(left, numbers, strict=False):
+                del self._absent[each.reference.cdata]
+                read = self._coming_home.come_home(number)
+                if each.number is None and read is not None:
+                    out = self._outs[number]
+                    self._free.setdefault(out.bytes, []).append((out.host, read))
+            self._coming_home.fetch_ahead()  # also for the first one who was away, when those before it go on
+
+    def _is_as_copied(self, held: Held) -> bool:
+        """Whether the copy of a piece of memory, if there is one, is of what it holds now."""
+        if held.number is None:
+            return True
+        source, version = self._saved[held.number]
+        return source._version == version  # noqa: SLF001
+
+    def _left(self, held: Held) -> int:
+        """Give up a piece of memory when it has been copied out; returns the number of the copy."""
+        number = self._gradient_copied_out(held) if held.number is None else held.number
+        self._absent[held.reference.cdata] = number, held
+        self._empty(held.reference.cdata)
+        return number
+
+    def _gradient_copied_out(self, held: Held) -> int:
+        """Copy a gradient, now: the next time it may have another added to it."""
+        storage = held.taken()
+        assert storage is not None  # noqa: S101 - it was seen to live
+        tensor = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+        size = storage.nbytes()
+        if self._free.get(size):
+            host, read = self._free[size].pop()
+            self._outward.wait_event(read)
+        else:
+            host = self._memory.like(tensor, size)
+        return self._copied_out(tensor, host, size)
+
+
+def _refuse_changed(tensor: Tensor, version: int) -> None:
+    if tensor._version != version:  # noqa: SLF001
+        msg = (
+            "one of the variables needed for gradient computation has been modified by an inplace operation: it was "
+            f"saved at version {version} and is now at {tensor._version}"  # noqa: SLF001
+        )
+        raise RuntimeError(msg)
+
+
+def _is_weight(tensor: Tensor) -> bool:
+    """Whether a tensor is a leaf with a gradient, or a view of one, as weight.t() is."""
+    whose = tensor._base if tensor._is_view() and tensor._base is not None else tensor  # noqa: SLF001
+    return whose.is_leaf and (whose.requires_grad or isinstance(whose, nn.Parameter))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a copy with the same strides holds what it holds, and nothing else."""
+    if tensor.layout != torch.strided or type(tensor) is not Tensor:
+        return False
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,449 @@
+"""Below a reduction: along which axis do the samples lie, and are they still apart?
+
+The walk goes from the reduction down to the first operation that holds a parameter (or is compiled): what lies below
+is the model. Every operation on the way must keep the samples apart, and all its branches must hold the same samples
+side by side; otherwise the loss is coupled and no weights make micro-batches add up to the big batch.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bigbatch.errors import LossError
+from bigbatch.loss import refusals
+from bigbatch.loss.graph import (
+    Edge,
+    Shape,
+    edges,
+    is_custom,
+    is_leaf,
+    is_parameter,
+    is_placement,
+    is_shared_by_all,
+    operation,
+    saved,
+    saved_dim,
+    saved_indices,
+    saved_tensor,
+    shape,
+)
+from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, is_sliver, sample_axes, without_slivers
+from bigbatch.loss.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
+from bigbatch.loss.origin import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
+from bigbatch.loss.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
+from bigbatch.loss.selections import PUTS, Place, copy_slices, key, reordered, results, rows_put_back
+from bigbatch.loss.trail import Trail
+
+_LAYERS = 32  # operations from rows that an index has taken to where it puts them back
+_CHOOSING = frozenset("Index IndexSelect Gather".split())
+_MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
+_RECURRENT = frozenset("CudnnRnn MiopenRnn MkldnnRnnLayer LstmMps".split())
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the reader knows beside the graph: whose parameters these are, and which tensors are the model's."""
+
+    own: frozenset[int] = frozenset()  # ids of the optimizers' parameters: a plain tensor may be one
+    is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
+    micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
+    time_first: bool = False  # a layer takes (time, batch, ...), so that samples may lie second
+    # A tensor that divides a sum is taken for its count, and what is set against samples for theirs: it is checked.
+    divisors: bool = False
+    # How a kind of graph was read where it could be read in one way only: that holds where it might be two.
+    readings: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+
+@dataclass
+class Samples:
+    """What the walk below one reduction found."""
+
+    surroundings: Surroundings
+    trail: Trail
+    unbatched: bool = False  # the loss of one sample, given without a batch dimension
+    axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
+    data: bool = False  # the model's output was met
+    gradless: bool = False  # a tensor without gradient was met: data, or a constant
+    shared: bool = False  # a value of all micro-batches was met
+    chosen: set[object] = field(default_factory=set)  # indices that have chosen rows of a parameter
+    outputs: bool = False  # the model's output was met beside those
+    parts: tuple[Part, ...] = ()  # of the first output that was met: its dimensions, as a sum may be divided by them
+    batched: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)  # where each sample must have its own
+    placed: bool = False  # a recurrent layer has told where they lie
+    one_by_one: bool = False  # samples came in a stack that is not followed to their rows
+    _stacked: bool = False  # a stack was met
+    _outermost: set[Tag] = field(default_factory=set)  # of outputs
+    _crossed: bool = False  # one with several results of an unbind in one row
+    _rows: dict[Node, Dim] = field(default_factory=dict)  # of unbinds whose results were stacked again
+    _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
+    _held: list[Part] = field(default_factory=list)  # axes that an output has, of whatever it is
+    _broadcast: list[Part] = field(default_factory=list)  # axes along which an operand with gradient was repeated
+    _spread: list[tuple[str, Dim, Layout, bool]] = field(default_factory=list)  # see `note_spread`
+    _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
+
+    @property
+    def doubtful(self) -> bool:
+        """Parameters alone, beside a tensor without gradient or chosen by one index: over data, or over constants."""
+        return not self.data or (not self.outputs and not self.gradless and len(self.chosen) == 1)
+
+    @property
+    def taken(self) -> bool:
+        """Whether an index or a mask has taken the rows."""
+        return bool(self.axes and self.axes[0].order)
+
+    def walk(self, edge: Edge, layout: Layout) -> None:
+        """Follow one branch to the model; raises where samples are coupled or an operation is unknown."""
+        stack: Inputs = [(edge, layout)]
+        while stack:
+            (node, output), layout = stack.pop()
+            if node is None or (node, output, layout) in self._seen:
+                continue
+            self._seen[node, output, layout] = None
+            self.trail.passed(node)
+            stack.extend(self._below(node, output, layout))
+
+    def _below(  # noqa: C901, PLR0911, PLR0912 - one way per kind of operation
+        self, node: Node, output: int, layout: Layout
+    ) -> Inputs:
+        name = operation(node)
+        if is_shared_by_all(node):
+            self.shared = True  # the same for all samples, wherever they are
+            return []
+        if is_leaf(node):
+            if not is_parameter(node, self.surroundings.own):
+                self._model(layout, (0,))
+            return []
+        if name in _CHOOSING and is_parameter(edges(node)[0][0], self.surroundings.own):
+            return self._chosen_rows(node, name, layout)
+        rule = rule_of(name)
+        if name == "_Alone":
+            raise refusals.alone()
+        if is_placement(node, output):  # from ranks that hold parts of one model: the samples are where they were
+            rule = pointwise
+        elif rule is None or is_custom(node):
+            if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.surroundings.own) for n, _ in edges(node)):
+                raise refusals.unknown(name)
+            self.placed = _is_time_first(node, name, output, len(layout))
+            self._model(layout, (int(self.placed),))
+            self._refuse_slopes(node)
+            return []
+        if name in NORMS and self.surroundings.micro_batch_norm and "BatchNorm" in name:
+            if not parameters_alone(edges(node)[0], self.surroundings.own, self.trail):  # or a weight is standardised
+                self._model(layout, (0,))
+            return []
+        if name in MATMULS or name in NORMS or name == "Convolution":
+            return self._layer(node, name, layout, rule(node, output, layout))
+        written = rule is copy_slices
+        inputs = copy_slices(node, output, layout, self._written) if written else rule(node, output, layout)
+        if name == "Stack":
+            (unbinds, crossed), rows = rows_put_back(node), layout[saved_dim(node, "dim", len(layout))]
+            self._stacked, self._crossed = True, self._crossed or crossed
+            for unbind in unbinds:
+                if not _same_rows(self._rows.setdefault(unbind, rows), rows):  # rows that met others on one way
+                    self._rows[unbind] = ((results(unbind), name),)
+                    inputs = [*inputs, *(self._unbound(each, below) for each, _, below in self._seen if each is unbind)]
+        elif node in self._rows:
+            inputs = [self._unbound(node, layout)]
+        if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
+            self.gradless = self.gradless or not by_number(node, name)
+        if rule is pointwise or (rule is fused_loss and saved(node, "reduction") == NONE):
+            self.note_spread(node, name, shape(node, output), layout)
+        return inputs
+
+    def _unbound(self, node: Node, layout: Layout) -> tuple[Edge, Layout]:
+        """Give the layout before an unbind whose results were stacked again."""
+        dim = saved_dim(node, "dim", len(layout) + 1)
+        return edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:])
+
+    def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:  # noqa: C901 - one way per kind
+        """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
+        own = self.surroundings.own
+        data, weight = MATMULS.get(name, (0, 1))
+        matrix = name in MATMULS
+        if matrix:
+            shared = [made_of_shared(inputs[which][0], own, self.trail) for which in (data, weight)]
+            if any(shared):
+                return self._beside_shared(inputs, (data, weight), shared, layout)
+        held = [is_parameter(edge[0], own) for edge, _ in inputs]
+        if matrix and not held[data]:
+            held[data] = computed_weight(inputs[data][0], own, self.surroundings.is_weight, self.trail)
+        if name not in NORMS and not held[data] and not held[weight]:
+            held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail, beside=True)
+        # A bias, too, may have been computed, and of samples: it is followed, down to its parameter mostly.
+        beside = [
+            each
+            for place, each in enumerate(inputs)
+            if place not in {data, weight} and each[0][0] is not None and not held[place] and name not in NORMS
+        ]
+        if held[data] and held[weight]:
+            return beside
+        if held[weight]:
+            self._refuse_slopes(inputs[data][0][0])
+            mine = _put_back(inputs[data][1] or layout, inputs[data][0][0])
+            self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))), layout)
+            return beside
+        if held[data] and matrix:
+            self._model(layout, (*range(len(layout) - 2), len(layout) - 1))
+            return beside
+        if matrix:
+            for place, which in ((0, data), (1, weight)):
+                if inputs[which][0][0] is None and not self._is_batched(node, name, place, layout):
+                    self._factor_without_gradient(node, name, place, layout)
+                    return []  # a frozen layer is the model's edge as a trained one is
+        if inputs[data][0][0] is None:
+            self.gradless = True  # samples, which a weight that was computed on the way is applied to
+        return [(edge, below) for edge, below in inputs if edge[0] is not None]
+
+    def _chosen_rows(self, node: Node, name: str, layout: Layout) -> Inputs:
+        """Rows of a parameter that an index has chosen: of the model's own, a parameter; else one for each sample."""
+        given = saved_indices(node) if name == "Index" else (saved_tensor(node, "index"),)
+        by = {place: each for place, each in enumerate(given) if each is not None}
+        if by and all(map(self.surroundings.is_weight, by.values())):
+            return []
+        self.chosen.update(each.data_ptr() for each in by.values())
+        below = edges(node)[0][0]
+        dim = min(by, default=0) if name == "Index" else saved_dim(node, "dim", len(layout))
+        self._model(layout, (0 if below is not None and operation(below) == "Expand" else dim,), chosen=True)
+        return []
+
+    def _beside_shared(self, inputs: Inputs, places: tuple[int, int], shared: list[bool], layout: Layout) -> Inputs:
+        """A product of samples with what all micro-batches have in common: each sample against the same."""
+        self.shared = True
+        own_side = [which for which, is_shared in zip(places, shared, strict=True) if not is_shared]
+        if own_side and inputs[own_side[0]][0][0] is None:  # own samples, from a part that is not trained
+            last = len(layout) - 1
+            self._model(layout, tuple(range(last)) if own_side[0] == places[0] else (*range(last - 1), last))
+            return []
+        return [inputs[which] for which in own_side]
+
+    def _is_batched(self, node: Node, name: str, place: int, layout: Layout) -> bool:
+        """Whether a factor without gradient is one matrix per sample: then each meets its own, if samples lie there."""
+        tensor = saved_tensor(node, saved_factor(name, place))
+        if not layout[:-2] or tensor is None or tensor.stride(0) == 0 or self.surroundings.is_weight(tensor):
+            return False
+        self.gradless = self.trail.passing = True
+        apart = (part for dim in without_slivers(layout[:-2]) for part in dim)
+        self.batched.append((name, tuple(tag for _, tag in apart if isinstance(tag, Axis))))
+        return True
+
+    def _factor_without_gradient(self, node: Node, name: str, place: int, layout: Layout) -> None:
+        """A frozen weight or batch data? Only the first leaves the rows apart."""
+        which = saved_factor(name, place)
+        tensor = saved_tensor(node, which)
+        if tensor is None or not self.surroundings.is_weight(tensor):
+            raise refusals.gradless_factor(name)
+        self.trail.weights.append((node, which))
+        self._model(layout, tuple(range(len(layout))))
+
+    def _model(  # noqa: C901 - one way out per edge
+        self, layout: Layout, dims: tuple[int, ...], result: Layout | None = None, *, chosen: bool = False
+    ) -> None:
+        """The model's edge: its samples lie along its outermost dimension; compare with the other branches."""
+        self.data = True
+        self.outputs = self.outputs or not chosen
+        if not layout:
+            return
+        found = sample_axes(layout, dims, self._one_sample)
+        if isinstance(found, str):
+            if self.unbatched and all(size == 1 for dim in dims for size, _ in layout[dim]):
+                return
+            raise _refusal(found, chosen=bool(self.chosen))
+        self._outermost.update(tag for _, tag in layout[dims[0]][:1])
+        result = layout if result is None else result
+        order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
+        parts = tuple(part for dim in order for part in result[dim])
+        whole: dict[Axis, int] = {}  # axes as they were before a reshape cut them
+        for size, tag in parts:
+            if isinstance(tag, Axis) and size > 1:
+                base = replace(tag, path=(), lone=False)
+                whole[base] = whole.get(base, 1) * size
+                self._held.append((size, tag))
+        self._held.extend((size, tag) for tag, size in whole.items())
+        if not found:
+            return
+        puts = {axis: by for axis in found for by, _ in axis.order if by in PUTS}  # where they were not taken from
+        if found[0] in puts or "IndexPut" in puts.values():
+            raise refusals.pooled(puts.get(found[0], "IndexPut"))
+        found = tuple(axis for axis in found if axis not in puts)
+        if self.axes is None:
+            self.axes, self.parts = found, parts
+            return
+        if not all(map(is_sliver, self.axes)) and not all(map(is_sliver, found)):  # slivers say nothing beside others
+            self.axes, found = (tuple(a for a in axes if not is_sliver(a)) for axes in (self.axes, found))
+        mine = tuple(a for a in self.axes if any(a.matches(b) for b in found))
+        theirs = tuple(b for b in found if any(a.matches(b) for a in self.axes))
+        # The same samples outermost; or, where time comes first in one of them, all that the other has.
+        if not self.axes[0].matches(found[0]) and len(mine) < len(self.axes) and len(theirs) < len(found):
+            raise refusals.coupled(self._where_rows_meet((*found, *self.axes)), chosen=bool(self.chosen))
+        self.axes = mine
+
+    def _refuse_slopes(self, node: Node | None) -> None:
+        """Refuse a derivative of a mean, made with `create_graph=True`: it holds 1 / n of the micro-batch.
+
+        All that such a derivative went through leads to torch's own backward of the loss.
+        """
+        while node is not None and node not in self._models:
+            self._models.add(node)
+            name, inputs = operation(node), edges(node)
+            loss = name.removesuffix("Backward")
+            if loss != name and loss in NLL | POINTWISE_LOSSES and saved(node, "reduction") == MEAN:
+                raise refusals.slope(loss)
+            after = inputs[MATMULS[name][0] :] if name in MATMULS else inputs
+            node = next((below for below, _ in after if below is not None), None)
+
+    def _one_sample(self, size: int) -> bool:
+        """Whether what was seen as one row is one sample, as `x.view(1, k)` of k parts: if it was for several."""
+        key = ("rows", *map(type, self.trail.nodes))
+        if size > 1:
+            self.surroundings.readings[key] = True
+        return key in self.surroundings.readings
+
+    def _written(self, fits: list[Place]) -> Place | None:
+        """Choose where a part was written over: in the only place that fits, or in that of a graph of this kind."""
+        key = ("written", *map(type, self.trail.nodes))
+        number = {sum(1 << dim for dim in dims): dims for dims in fits}
+        if len(fits) == 1:
+            self.surroundings.readings[key] = next(iter(number))
+        return number.get(self.surroundings.readings.get(key, 0))
+
+    def note_spread(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
+        """Take note of what was broadcast, `(n, 1) - (n,)`, and along which dimensions operands without gradient lie.
+
+        Whether they set samples against each other is told when all is walked.
+        """
+        own = [size_of(edge) for edge in edges(node) if edge[0] is not None]
+        wide = [
+            max(len(each) + dim >= len(sizes) and each[dim - len(sizes)] for each in own) for dim in range(len(sizes))
+        ]
+        narrow = [dim for dim, size in enumerate(sizes) if wide[dim] != size]
+        self._broadcast.extend((size, tag) for dim in narrow for size, tag in layout[dim] if size > 1)
+        hidden = name in MASKED_POINTWISE or rule_of(name) is fused_loss
+        if not hidden and all(below is not None for below, _ in edges(node)):
+            return
+        known = _dims_beside(node, name, sizes)
+        beside = tuple(layout[dim] for dim in known or ())
+        places = range(len(sizes)) if known is None else known
+        self._spread.extend((name, layout[dim], beside, dim in narrow) for dim in places if sizes[dim] > 1)
+
+    def spread(self) -> str:
+        """Name an operation that may have set samples against others, which have no gradient; "" where none has.
+
+        A dimension that some output of the model has is that output's. Else what spread it must have the samples' own
+        dimension, too, as a target (n, T) for an output (n, 1); and be of another size, for (n, n) may be all pairs,
+        unless it was seen before.
+        """
+        # Where samples lie outermost in another output, what was unbound are steps, as inside of an LSTM.
+        if UNBOUND in self._outermost and not any(isinstance(tag, Axis) for tag in self._outermost):
+            if self._crossed:
+                raise refusals.coupled("Unbind")
+            self.one_by_one = self._stacked
+            self.trail.unbound.update(node for node, _, _ in self._seen if operation(node) == "Unbind")
+        for name, axes in self.batched:
+            if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
+                raise refusals.gradless_factor(name)
+        size = next(
+            (n for n, tag in self.parts if self.axes and isinstance(tag, Axis) and tag.matches(self.axes[0])), 0
+        )
+        for name, dim, beside, direct in self._spread:
+            for parts in [dim] if direct else self._copies(dim):
+                if any(map(self._holds, parts)):
+                    continue
+                many, key = math.prod(n for n, _ in parts), ("spread", name, *map(type, self.trail.nodes))
+                self.trail.passing = True  # it hangs on the shape of a tensor that is in no graph
+                own = [tag for each in beside for _, tag in each if isinstance(tag, Axis)]
+                apart = bool(self.axes) and all(any(axis.matches(tag) for tag in own) for axis in self.axes or ())
+                pairs = size > 1 and (many == size if direct or apart else many % size == 0)
+                if (pairs and not self.surroundings.readings.get(key)) or (
+                    direct and not apart and not self.surroundings.divisors
+                ):
+                    return name
+                if size > 1:
+                    self.surroundings.readings[key] = True
+        return ""
+
+    def _copies(self, dim: Dim) -> list[Dim]:
+        """Return the parts of a dimension that were broadcast further down, but those beside a sample's own parts."""
+        sizes = math.prod(size for size, _ in dim)
+        found = [part for part in self._broadcast if part in dim or any(_matches(part[1], tag) for _, tag in dim)]
+        samples = any(_matches(tag, axis) for _, tag in dim for axis in self.axes or ())
+        return [(part,) for part in found if samples or part[0] == sizes]
+
+    def _holds(self, part: Part) -> bool:
+        """Whether some output has a part, or a piece of it; one of another size was put behind it by a `cat`."""
+        size, tag = part
+        if size == 1 or not isinstance(tag, Axis):
+            return False
+        whole = math.prod(tag.path[0][:2]) if tag.path else size
+        return any(
+            isinstance(held, Axis) and tag.matches(held) and (bool(tag.path) if held.path else n == whole)
+            for n, held in self._held
+        )
+
+    def _where_rows_meet(self, axes: tuple[Axis, ...]) -> str:
+        """Name the operation that put rows beside other rows; slow, for the error alone."""
+        for node, output, layout in self._seen:
+            rule = rule_of(operation(node))
+            walked = rule(node, output, layout) if rule else []
+            inputs = [below for (n, place), below in walked if n is not None and (n, place, below) in self._seen]
+            held = [
+                {(tag.reduction, tag.dim) for dim in below for _, tag in dim if isinstance(tag, Axis)}
+                for below in inputs
+            ]
+            if any(a - b and b - a for a in held for b in held):
+                return operation(node)
+        return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")
+
+
+def _refusal(name: str, *, chosen: bool) -> LossError:
+    if name == BY_CONSTANT:
+        return refusals.gradless_factor("LinalgSolveTriangular")
+    return refusals.pooled(name) if name in POOLING else refusals.coupled(name, chosen=chosen)
+
+
+def _put_back(layout: Layout, node: Node | None) -> Layout:
+    """Rows that an index puts back where it has taken them, a layer in between: `out[index] = expert(x[index])`."""
+    puts = {tag.order[-1][1] for dim in layout for _, tag in dim if isinstance(tag, Axis) and tag.order[-1:]}
+    for _ in range(_LAYERS if puts else 0):
+        if node is None:
+            break
+        taken = saved_indices(node) if operation(node) == "Index" else (saved_tensor(node, "index"),)
+        by = next((by for each in taken if each is not None and (by := key(each)) in puts), None)
+        if by is not None:
+            return tuple(reordered(dim, (operation(node), by)) for dim in layout)
+        node = edges(node)[MATMULS.get(operation(node), (0,))[0]][0] if edges(node) else None
+    return layout
+
+
+def _same_rows(one: Dim, other: Dim) -> bool:
+    return one == other or all(_matches(a, b) for _, a in one for _, b in other)
+
+
+def _matches(tag: Tag, other: Tag) -> bool:
+    return isinstance(tag, Axis) and isinstance(other, Axis) and tag.matches(other)
+
+
+def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:
+    """Return the dimensions that an operand without gradient has of its own; None where it is not known."""
+    place = next((place for place, (below, _) in enumerate(edges(node)) if below is None), 0)
+    which = _HIDDEN.get(name) or ("target" if rule_of(name) is fused_loss else ("self", "other")[min(place, 1)])
+    tensor = saved_tensor(node, which)
+    if tensor is None:
+        return None
+    skip = len(sizes) - tensor.dim()
+    own = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return [skip + dim for dim, size in enumerate(own) if size == sizes[skip + dim]]
+
+
+_HIDDEN = {"Where": "condition", "MaskedFill": "mask"}
+
+
+def _is_time_first(node: Node, name: str, output: int, dims: int) -> bool:
+    """Tell recurrent layers, whose steps or states come before the samples: `(time, batch, ...)`."""
+    if name not in _RECURRENT or dims != 3:  # noqa: PLR2004
+        return False
+    # oneDNN's layer is told of batches that come first, and has them second all the same.
+    return bool(output) or name == "MkldnnRnnLayer" or not saved(node, "batch_first")

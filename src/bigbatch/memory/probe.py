@@ -1,0 +1,115 @@
+"""Rehearse a micro-step: run it as a step would, beside gradients and optimizer state, and leave no trace."""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from bigbatch.distributed.fsdp_internals import local
+from bigbatch.loss.count import LOW_PRECISION
+from bigbatch.memory.meter import Meter
+from bigbatch.memory.search import Probe
+from bigbatch.state.oom import is_out_of_memory, let_go
+from bigbatch.state.snapshot import untouched
+from bigbatch.window.gradients import all_parameters
+
+_SHORT, _REPEATS = 0.2, 2  # seconds of a micro-step that is timed once more, and how often
+_SIDE = 64  # of a small square parameter that stands in for the real ones
+_USUAL_STATES = 2  # of an optimizer that cannot be tried on a small one: as Adam has
+
+
+class Stage:
+    """Where rehearsals of one model are held, one after the other."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        gradient_dtype: torch.dtype | None,
+        device: torch.device,
+        limit: int | None,
+    ) -> None:
+        """Set it up; `limit` is what may be held, in bytes."""
+        self._models, self._optimizers, self._gradient_dtype, self._device = models, optimizers, gradient_dtype, device
+        # A host hands out memory that is only taken when it is written to: state to come is added, not made.
+        awaited = 0
+        if device.type != "cuda":
+            with untouched(models, optimizers):  # a step may draw random numbers
+                awaited = sum(number for _, _, number in awaited_state(optimizers))
+        self._meter = Meter(device, limit, awaited)
+
+    def rehearse(self, size: int, run: Callable[[], object]) -> Probe:
+        """Run a micro-step of `size` samples and return what it took; running out of memory is an answer, too."""
+        with untouched(self._models, self._optimizers):
+            try:
+                return self._measured(size, run)
+            except BaseException as error:
+                if not is_out_of_memory(error):
+                    raise
+                let_go(error)
+        return Probe(size, None, 0.0)
+
+    def _measured(self, size: int, run: Callable[[], object]) -> Probe:
+        company: list[Tensor] = []
+        if self._device.type == "cuda":
+            company += empty_gradients(self._optimizers, self._gradient_dtype)
+            company += [torch.empty_like(p, dtype=dtype) for p, dtype, _ in awaited_state(self._optimizers)]
+        gc.collect()  # what lies in reference cycles is nobody's, and would be measured
+        _, peak = self._meter(run)
+        # Timed apart: the first time of a shape is slow, and so is a CPU under the meter.
+        seconds = self._timed(run)
+        for _ in range(_REPEATS if seconds < _SHORT else 0):
+            seconds = min(seconds, self._timed(run))
+        del company
+        return Probe(size, peak.reserved, seconds)
+
+    def _timed(self, run: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter() - started
+
+
+def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> list[Tensor]:
+    """Give every parameter a gradient, as it has in every micro-batch but the first."""
+    made = []
+    for p in all_parameters(optimizers):
+        if p.requires_grad:
+            wide = dtype if dtype is not None and p.dtype in LOW_PRECISION else p.dtype
+            made.append(torch.zeros_like(p, dtype=wide, requires_grad=False))
+            if wide == p.dtype:
+                p.grad = made[-1]
+    return made
+
+
+def awaited_state(optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, torch.dtype, int]]:
+    """Return the state that optimizers will have after their first step: like what, in which type, how many bytes.
+
+    Small twins of them step: to be called where random generators are put back.
+    """
+    found = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
+            if waiting:
+                dtypes = _state_dtypes(optimizer, group, waiting[0])
+                found += [(p.detach(), dtype, local(p).numel() * dtype.itemsize) for p in waiting for dtype in dtypes]
+    return found
+
+
+def _state_dtypes(optimizer: Optimizer, group: dict[str, object], like: Tensor) -> list[torch.dtype]:
+    """Return what an optimizer keeps of each element of a parameter, seen on a small one."""
+    small = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=like.dtype, device=like.device))
+    small.grad = torch.zeros_like(small)
+    options = {name: value for name, value in group.items() if name != "params"}
+    try:
+        twin = type(optimizer)([{**options, "params": [small]}], **optimizer.defaults)
+        twin.step()
+    except Exception:  # noqa: BLE001 - whatever an unknown optimizer wants
+        return [like.dtype] * _USUAL_STATES
+    kept = [value for value in twin.state[small].values() if isinstance(value, Tensor)]
+    return [value.dtype for value in kept if value.numel() == small.numel()]

@@ -1,0 +1,218 @@
+"""What a loss must pass before its gradient is added: no BatchNorm by the micro-batch, terms that can be read."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # no public name
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.optim import Optimizer
+
+from bigbatch import arguments
+from bigbatch.distributed.fsdp_internals import parameters_of, sharded, tensors_of, whole_weights
+from bigbatch.distributed.shards import leaving_alone
+from bigbatch.errors import BatchNormError, ConfigurationError, LossError, WindowDisturbed
+from bigbatch.loss import refusals
+from bigbatch.loss.own_tensors import FrozenWeights
+from bigbatch.loss.readings import Reader
+from bigbatch.loss.samples import Surroundings
+from bigbatch.loss.terms import Term
+from bigbatch.state.scope import NeedsLockStep
+from bigbatch.window.gradients import all_parameters, sparing
+
+_present: "weakref.WeakSet[Admission]" = weakref.WeakSet()  # of everyone that trains a model in this process
+
+
+class Admission:
+    """Looks at the losses of some models before they are used."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        batch_norm: Literal["exact", "refuse", "micro"],
+        accepting: str,
+        *,
+        divisors: bool = False,
+    ) -> None:
+        """Know the models' parameters and frozen weights; `accepting` is what to type to accept micro-batch norms.
+
+        `divisors`: a tensor that divides a sum is its count, as in `(loss * mask).sum() / mask.sum()`; to be checked.
+        """
+        self.exact = batch_norm == "exact"
+        self.side_by_side = 0  # how many micro-batches run in lock-step, where they do
+        self.models, self._optimizers = tuple(models), optimizers
+        self._refuses, self._accepting = batch_norm == "refuse", accepting
+        self.batch_norms: list[tuple[str, BatchNorm]] = []
+        parts = sharded(models)
+        surroundings = Surroundings(
+            time_first=any(getattr(each, "batch_first", True) is False for model in models for each in model.modules()),
+            own=frozenset(id(p) for p in all_parameters(optimizers)),
+            is_weight=FrozenWeights(self.models, partial(whole_weights, parts)),
+            micro_batch_norm=not self._refuses,  # where it is met exactly, it is the model's edge as well
+            divisors=divisors,
+        )
+        self.reader = Reader(surroundings)
+        self._scanned: set[int] = set()  # kinds of graphs that were looked through as a whole
+        self.may_wake = False  # a BatchNorm of a model that we do not know rests: only its graph shows if it still does
+        # Gradients go to our optimizers' parameters alone. The graph of a sharded model ends at parameters of its own.
+        self.only_own = not parts
+        self._own = surroundings.own
+        self._shards = None if self.only_own else self._own
+        self._walked: tuple[list[Any], list[Any], list[Tensor]] | None = None  # in the window at hand
+        self._opened, self._latest, self._apart = True, 0, 0  # see `skip_reading`
+        self._looked_for_hooks = False
+        self.others: dict[int, weakref.ref[Tensor]] = {}  # parameters that losses run through, and that are not ours
+        self._versions: dict[int, int] = {}  # of those, at the first micro-batch of the window
+        self._stepped: tuple[int, dict[int, int]] = 0, {}  # see `note_step`
+        _present.add(self)
+
+    def open(self) -> None:
+        """Look up the BatchNorm layers, at the start of a window."""
+        self._walked, self._opened = None, True
+        self._versions.clear()
+        if self._refuses or self.exact:
+            self.batch_norms = arguments.batch_norms(self.models)
+
+    def warn_of_hooks(self, *, several: bool) -> None:
+        """Tell of gradient hooks, once, where several gradients are added up."""
+        if several and not self._looked_for_hooks:
+            self._looked_for_hooks = True
+            arguments.warn_of_gradient_hooks(self.models, all_parameters(self._optimizers))
+
+    def run_side_by_side(self, wanted: bool) -> None:  # noqa: FBT001 - a mode
+        """Say how micro-batches run from now on; graphs are looked through again where that is new."""
+        if wanted != bool(self.side_by_side):
+            self.reader.forget()
+            self._scanned.clear()
+        self.side_by_side = int(wanted)
+
+    def needs_lock_step(self) -> bool:
+        """Whether a BatchNorm is in training mode, which should normalise by the big batch."""
+        return self.exact and any(arguments.is_awake(module) for _, module in self.batch_norms)
+
+    def sparing_others(self) -> AbstractContextManager[None]:
+        """Leave all parameters alone that no optimizer of ours has, where a backward cannot choose."""
+        return nullcontext() if self.only_own else self._sparing()
+
+    @contextmanager
+    def _sparing(self) -> Iterator[None]:
+        ours = all_parameters(self._optimizers)
+        if self._walked is None:
+            # A loss may run through models that others train, as a generator's through its discriminator.
+            every = {id(model): model for each in _present for model in each.models}.values()
+            parts = sharded([*every])
+            self._walked = parts, [*parameters_of(parts)], [p for model in every for p in model.parameters()]
+        parts, shards, parameters = self._walked
+        # The outermost of sharded modules has whole parameters until its backward, whose gradients may wait for more.
+        own = {id(p) for p in ours}
+        own |= {id(p) for each in shards if id(each.sharded_param) in own for p in tensors_of(each)}
+        found = chain(*map(tensors_of, shards), parameters)
+        others = {id(p): p for p in found if id(p) not in own and p.requires_grad}
+        with leaving_alone(parts, ours), sparing(others.values()):
+            yield
+
+    def look(self) -> None:
+        """Refuse BatchNorm in training mode, before each micro-batch is used."""
+        if self._refuses and self.batch_norms:
+            arguments.batch_norms_rest(self.batch_norms, self._accepting)
+        elif not self.side_by_side and self.needs_lock_step():
+            raise NeedsLockStep("BatchNorm in training mode")
+
+    def look_at_compiled(self) -> None:
+        """Refuse BatchNorm in training mode inside of compiled code, before any is compiled."""
+        if self.exact and self.batch_norms:
+            arguments.refuse_compiled(self.models)
+
+    def read(self, loss: Tensor) -> list[Term]:
+        """Return the terms of a loss, or raise a LossError that says what to type."""
+        return self.reader.read(loss)
+
+    def skip_reading(self, loss: Tensor) -> None:
+        """Have the graph of a loss that comes with a count looked through, where a window opens or it is a new one.
+
+        A graph of another number of nodes than the latest is. Torch numbers them as they are made.
+        """
+        root: Any = loss.grad_fn
+        latest, self._latest = self._latest, 0 if root is None else root._sequence_nr()  # noqa: SLF001 - no public name
+        apart, self._apart = self._apart, self._latest - latest
+        self.reader.fresh, self._opened = self._opened or self._apart != apart, False
+
+    def scan(self, loss: Tensor) -> None:
+        """Look through a whole new graph for what the walk to the model's edge does not meet; some milliseconds."""
+        kind = arguments.kind_of_graph(loss) if self.reader.fresh else 0
+        if not self.may_wake and (not self.reader.fresh or kind in self._scanned):
+            return
+        try:
+            self._scan(loss)
+        except BaseException:
+            self.reader.forget()  # a graph that looks the same is to be looked through again
+            self._opened = True
+            raise
+        self._scanned.add(kind)
+
+    def _scan(self, loss: Tensor) -> None:
+        if self._shards is None and self.reader.fresh:
+            self._refuse_sharded_since()
+        found = arguments.scan(loss)
+        if found.reentrant_checkpoint:
+            self.only_own = False  # it cannot run a backward with a chosen set of parameters
+        if found.alone:
+            raise refusals.alone()
+        if self._shards is None:
+            others = (p for key, p in found.leaves.items() if key not in self._own and isinstance(p, nn.Parameter))
+            self.others.update((id(p), weakref.ref(p)) for p in others)
+        elif found.leaves.keys() & self._shards:
+            used = [p for p in all_parameters(self._optimizers) if id(p) in found.leaves]
+            in_parts = all(hasattr(p, "device_mesh") for p in used)
+            raise LossError(arguments.SHARDS_IN_A_LOSS if in_parts else arguments.BESIDE_SHARDS)
+        if self.exact and found.batch_norm:
+            self._refuse_escaped()
+        if self._refuses and found.batch_norm:
+            raise BatchNormError(arguments.foreign_batch_norm(self._accepting))
+        if (self._refuses or self.exact) and found.resting and not self.may_wake:
+            own = {m.running_mean.data_ptr() for _, m in self.batch_norms if m.running_mean is not None}
+            self.may_wake = not found.resting <= (own | {0} if own else own)
+
+    def note_step(self) -> None:
+        """Note when our optimizers are about to step, and what versions losses from before then were computed with."""
+        if len(_present) > 1:
+            self._stepped = _get_sequence_nr(), {id(p): p._version for p in all_parameters(self._optimizers)}  # noqa: SLF001
+
+    def refuse_changed(self, loss: Tensor) -> None:
+        """Refuse a loss that was computed with parameters of others which have changed since the window began."""
+        used = {key: p._version for key, ref in self.others.items() if (p := ref()) is not None}  # noqa: SLF001
+        root: Any = loss.grad_fn
+        if root is None or all(self._versions.setdefault(key, version) == version for key, version in used.items()):
+            return
+        for when, before in (each._stepped for each in _present):  # noqa: SLF001 - others of this class
+            if root._sequence_nr() < when:  # noqa: SLF001 - no public name
+                used.update((key, before[key]) for key in used.keys() & before.keys())
+        changed = {key for key, version in used.items() if self._versions[key] != version}
+        if changed and (changed := changed & arguments.scan(loss).leaves.keys()):  # the rest is of other losses
+            raise WindowDisturbed(arguments.OTHERS_CHANGED.format(len(changed)))
+
+    def _refuse_sharded_since(self) -> None:
+        """What fully_shard puts in the place of parameters is in no optimizer that was made before."""
+        trained = [each.sharded_param for each in parameters_of(sharded(self.models))]
+        if any(p.requires_grad and id(p) not in self._own for p in trained):
+            raise ConfigurationError(arguments.SHARDED_SINCE)
+
+    def _refuse_escaped(self) -> None:
+        """BatchNorm in training mode stands in a graph: it was not met by all micro-batches."""
+        if not self.side_by_side:
+            raise NeedsLockStep("BatchNorm in training mode")
+        if self.side_by_side > 1:
+            msg = (
+                "this loss went through BatchNorm in training mode that micro-batches did not meet at, so it has "
+                "normalised by the micro-batch: it was called on a thread of the model's own, or does not call "
+                "torch.nn.functional.batch_norm.\n"
+                "Call it on the thread that the model is called on, write the layer with F.batch_norm or nn.BatchNorm, "
+                "freeze it, or accept the difference:\n"
+                f"    {self._accepting}"
+            )
+            raise BatchNormError(msg)

@@ -1,0 +1,284 @@
+"""The `.grad` of a window's parameters, from its first backward to the step.
+
+In mid-window `.grad` holds a provisional sum. It is ours: whoever else steps, zeroes or adds in between is noticed.
+"""
+
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from bigbatch.distributed.fsdp_internals import local
+from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
+from bigbatch.loss.count import LOW_PRECISION, Count
+
+
+def _hand(parameter: Tensor, gradient: Tensor | None) -> None:
+    """Give a parameter a gradient, perhaps of a wider type than its own.
+
+    `Tensor.grad_dtype` would allow it, too, but once set it stays: a model that is cast later would go on to round its
+    gradients to what they were. And torch 2.9 has none.
+    """
+    if gradient is None or gradient.dtype == parameter.dtype:
+        parameter.grad = gradient
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter, requires_grad=False)
+    parameter.grad.data = gradient  # what an assignment would refuse
+    if hasattr(gradient, "to_local"):  # one in parts has its numbers elsewhere
+        held: Any = parameter.grad
+        new: Any = gradient
+        held._local_tensor, held._spec = new._local_tensor, new._spec  # noqa: SLF001 - no public way
+
+
+class Gradients:
+    """The gradients of several optimizers' parameters during one window."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
+        """Take hold of the parameters; `dtype` is what low-precision ones add up in."""
+        self.dtype = dtype
+        self._every = all_parameters(optimizers)
+        self.parameters = [p for p in self._every if p.requires_grad]
+        self.leaves = tuple(self.parameters)
+        if not self.leaves:
+            msg = (
+                "no parameter of the optimizer requires a gradient: there is nothing to train.\n"
+                "Unfreeze some:  parameter.requires_grad_(True)"
+            )
+            raise ConfigurationError(msg)
+        present = [p for p in self.parameters if p.grad is not None]
+        if present:
+            msg = (
+                f"{len(present)} of {len(self.parameters)} parameters have a gradient before the window's first "
+                "backward, left by a backward() of your own or of another loss.\n"
+                "Clear it before you start:  optimizer.zero_grad()"
+            )
+            raise WindowDisturbed(msg)
+        self._dtypes = [p.dtype for p in self.parameters]
+        pairs = zip(self.parameters, self._dtypes) if dtype is not None else ()  # noqa: B905 - hot, and of one length
+        self._wide = [p for p, own in pairs if own in LOW_PRECISION]
+        self._narrow = self._wide  # those whose gradient has not been widened yet
+        # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
+        self._held: list[Tensor | None] = [None] * len(self.parameters)
+        self._versions: list[int] = [0] * len(self.parameters)
+        self._zeros: dict[int, int] = {}  # versions of gradients that began as zero
+
+    def dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """Return what the gradient of a parameter is added up in."""
+        wide = self.dtype is not None and parameter.dtype in LOW_PRECISION
+        return self.dtype if wide and self.dtype is not None else parameter.dtype
+
+    def preset(self, gradients: Sequence[Tensor | None]) -> None:
+        """Start from gradients at addresses of someone's choice, instead of from none."""
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            _hand(p, gradient)
+        self._narrow = [p for p in self._wide if p.grad is None]
+        self._hold()
+
+    def widen(self) -> None:
+        """Give low-precision parameters a gradient of zero to add to, where several backwards are under way at once."""
+        new = [p for p in self._wide if p.grad is None]
+        for p in new:
+            _hand(p, torch.zeros_like(p, dtype=self.dtype, requires_grad=False))
+        self._narrow = []
+        self._hold()
+        self._zeros = {id(p): p.grad._version for p in new if p.grad is not None}  # noqa: SLF001 - torch's counter
+
+    def fill(self, wanted: Sequence[bool]) -> None:
+        """Give those that have no gradient one of zero, where it is wanted."""
+        for p, flag in zip(self.parameters, wanted, strict=True):
+            if flag and p.grad is None:
+                _hand(p, torch.zeros_like(p, dtype=self.dtype_of(p), requires_grad=False))
+
+    def drop_unused(self) -> None:
+        """Take back gradients of zero that nothing was added to: an optimizer would step with them."""
+        for p in self._wide if self._zeros else ():
+            if p.grad is not None and p.grad._version == self._zeros.get(id(p)):  # noqa: SLF001
+                p.grad = None
+        self._zeros = {}
+        self._hold()
+
+    def remember(self) -> None:
+        """Take note of every gradient after our own backward, widening those of low precision that are new."""
+        if self._narrow:
+            waiting = []
+            for p in self._narrow:
+                if p.grad is None:
+                    waiting.append(p)
+                else:
+                    _hand(p, p.grad.to(self.dtype))
+            self._narrow = waiting
+        self._hold()
+
+    def unchanged(self) -> int:
+        """Return how many gradients are as we last saw them."""
+        every = zip(self.parameters, self._held, self._versions, strict=True)
+        return sum(g is not None and p.grad is g and g._version == version for p, g, version in every)  # noqa: SLF001
+
+    def came(self) -> bool:
+        """Whether any gradient was there when we last looked."""
+        for gradient in self._held:  # noqa: SIM110 - on the way of every window, and a generator takes twice as long
+            if gradient is not None:
+                return True
+        return False
+
+    def check(self) -> None:
+        """Raise where a gradient is not as we left it."""
+        for p, g, version, dtype in zip(self.parameters, self._held, self._versions, self._dtypes, strict=True):
+            if not p.requires_grad or p.dtype is not dtype:
+                how = f"cast from {dtype} to {p.dtype}" if p.requires_grad else "frozen"
+                msg = (
+                    f"a parameter was {how} inside a window, which has its gradient already.\n"
+                    "Freeze, unfreeze and cast between windows, after accumulator.flush() or accumulator.discard()."
+                )
+                raise WindowDisturbed(msg)
+            if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
+                break
+        else:
+            return
+        zeroed = sum(p.grad is None and g is not None for p, g in zip(self.parameters, self._held, strict=True))
+        found = f"{zeroed} were set to None" if zeroed else "they were changed in place"
+        msg = (
+            "gradients changed inside a window, and not by this accumulator: "
+            f"{found}, as by zero_grad(), loss.backward() or clip_grad_norm_() (clip with clip_norm=).\n"
+            "Inside `over` call accumulator.backward(loss) alone: it adds up, steps and clears.\n"
+            "This window cannot be trusted any more: accumulator.discard() drops it."
+        )
+        raise WindowDisturbed(msg)
+
+    def _hold(self) -> None:
+        self._held = [p.grad for p in self.parameters]
+        self._versions = [0 if g is None else g._version for g in self._held]  # noqa: SLF001 - torch's own counter
+
+    def scale(self, factor: Count) -> None:
+        """Multiply all gradients."""
+        if isinstance(factor, float) and factor == 1.0:
+            return
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in self.dense():
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        for (device, dtype), gradients in groups.items():
+            if isinstance(factor, float):
+                torch._foreach_mul_(gradients, factor)
+            elif dtype in LOW_PRECISION:  # a 0-d tensor would be rounded to bf16 first
+                for gradient in gradients:
+                    gradient.copy_(gradient.float() * factor)
+            else:
+                torch._foreach_mul_(gradients, factor.to(device, dtype))
+
+    def norm(self) -> Tensor:
+        """Return the norm over all gradients, of all optimizers."""
+        return torch.nn.utils.get_total_norm(self.dense())
+
+    def which(self) -> int:
+        """Return one number of which parameters are trained, by their places in the optimizers and their sizes."""
+        sizes = array("q", [p.numel() if p.requires_grad else -1 for p in self._every])
+        return zlib.crc32(sizes.tobytes())
+
+    def sum_of_weights(self, frozen: Sequence[Tensor]) -> float:
+        """Return one number of all parameters' values, by which other ones are told; this waits for a device."""
+        # Each parameter counts by its place, so that another order is told, too. bf16 would round the sums of other
+        # weights to the same, and fp16 has none so large.
+        norms = [
+            torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
+            for p in [*self.parameters, *frozen]
+        ]
+        sums: list[float] = torch.stack([each.to(self.device, torch.float32) for each in norms]).tolist()
+        return sum(place * each for place, each in enumerate(sums, 1))
+
+    def dense(self) -> list[Tensor]:
+        """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""
+        found = []
+        for p in self.parameters:
+            if p.grad is not None and p.grad.is_sparse:
+                if not p.grad.is_coalesced():
+                    p.grad = p.grad.coalesce()
+                found.append(p.grad._values())  # noqa: SLF001 - values() would copy
+            elif p.grad is not None:
+                found.append(local(p.grad))
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradients are, or most of them."""
+        return self.parameters[0].device
+
+    def narrow(self) -> None:
+        """Round widened gradients, once, to what the optimizer expects."""
+        for p in self._wide:
+            if p.grad is not None:
+                p.grad = p.grad.to(p.dtype)
+
+    def release(self) -> None:
+        """Clear all gradients and leave the parameters as they were before the window."""
+        for p in self.parameters:
+            p.grad = None
+        self._held, self._versions = [None] * len(self.parameters), [0] * len(self.parameters)
+
+    def snapshot(self) -> list[Tensor | None]:
+        """Return copies of the gradients, for a checkpoint."""
+        return [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
+
+    def restore(self, saved: Iterable[object]) -> None:
+        """Put gradients back that `snapshot` returned."""
+        gradients = list(saved)
+        if len(gradients) != len(self.parameters):
+            msg = (
+                f"this window was saved with {len(gradients)} trainable parameters, and the optimizer has "
+                f"{len(self.parameters)} now. Load it into the same model and optimizer."
+            )
+            raise StateError(msg)
+        for number, (p, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
+            if gradient is not None and (not isinstance(gradient, Tensor) or gradient.shape != p.shape):
+                found = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+                msg = f"gradient {number} of this window is {found}, and its parameter has shape {tuple(p.shape)}"
+                raise StateError(msg)
+            wide = self.dtype if p.dtype in LOW_PRECISION else None
+            allowed = (p.dtype, wide or p.dtype)
+            if isinstance(gradient, Tensor) and gradient.dtype not in allowed:
+                msg = (
+                    f"gradient {number} of this window is {gradient.dtype}, and its parameter {p.dtype} adds up in "
+                    f"{allowed[-1]}. Use the gradient_dtype it was saved with."
+                )
+                raise StateError(msg)
+        for p, gradient in zip(self.parameters, gradients, strict=True):
+            _hand(p, gradient.to(p.device, copy=True) if isinstance(gradient, Tensor) else None)
+        self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self.dtype]
+        self._hold()
+
+
+@contextmanager
+def setting_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, the parameters have no gradients to begin with; where it fails they have those from before again."""
+    held = [(p, p.grad) for p in parameters]
+    for p, _ in held:
+        p.grad = None
+    try:
+        yield
+    except BaseException:
+        for p, gradient in held:
+            _hand(p, gradient)
+        raise
+
+
+@contextmanager
+def sparing(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Let a backward inside add to whatever it reaches: these parameters have the gradients they had, afterwards."""
+    held = [(p, p.grad) for p in parameters]
+    for p, _ in held:  # put aside, or it would be added to in place
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in held:
+            _hand(p, gradient)
+
+
+def all_parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Return each parameter of the optimizers once, in order."""
+    return list({id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values())

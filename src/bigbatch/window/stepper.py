@@ -1,0 +1,313 @@
+"""From a window's summed gradient to the step: correct, show, clip, step, each once."""
+
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from bigbatch.caller import outside
+from bigbatch.distributed.ranks import Ranks
+from bigbatch.errors import ConfigurationError, RankFailed, StateError, WindowDisturbed
+from bigbatch.loss.arrival import Arrival
+from bigbatch.loss.count import Count
+from bigbatch.window.gradients import Gradients
+from bigbatch.window.observer import Witness
+
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+@dataclass
+class Stepper:
+    """The optimizers of a window and what is to happen when it closes."""
+
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[LRScheduler] = ()
+    scaler: GradScaler | None = None
+    clip_norm: float | None = None
+    skip_nonfinite: bool = False
+    hooks: dict[object, Callable[[], None]] = field(default_factory=dict)
+    witness: Witness | None = None  # sees the first gradient of a window and its last
+    ranks: Ranks | None = None  # who makes the big batch together with this process
+    arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
+    start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
+    window: "weakref.ref[object] | None" = None  # an optimizer stepped by hand while one is open raises
+    by_hand: bool = False  # whether someone else has stepped since a batch was given out
+    _doing: Optimizer | LRScheduler | Literal["hook", "made", ""] = ""  # what a failure would be that of
+    _moves: list[int] = field(default_factory=list)  # how far the schedulers were when we last left them
+    _warned: bool = False
+    _stepping: bool = False
+    _stepped: bool = False
+
+    def watch(self) -> None:
+        """Notice each step of the optimizers, whoever calls it."""
+        me = weakref.ref(self)
+
+        def noticed(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+            stepper = me()
+            if stepper is not None:
+                stepper.notice()
+
+        for optimizer in self.optimizers:
+            weakref.finalize(self, optimizer.register_step_pre_hook(noticed).remove)
+
+    def observe(self, witness: Witness) -> Callable[[], None]:
+        """Show the windows to a witness; returns a function that ends it."""
+        if self.ranks is not None:
+            msg = (
+                "GradientNoise measures one process: the first micro-batch of one rank beside the gradient of all "
+                "ranks tells another thing.\n"
+                "Measure the noise on one device, before you spread the training."
+            )
+            raise ConfigurationError(msg)
+        if self.witness is not None:
+            msg = (
+                "another GradientNoise measures this already, and one is enough.\n"
+                "Read that one, or end it first:  noise.stop()"
+            )
+            raise ConfigurationError(msg)
+        self.witness = witness
+
+        def end() -> None:
+            if self.witness is witness:
+                self.witness = None
+
+        return end
+
+    def open(self, window: object) -> Witness | None:
+        """Begin with a window, of which nothing is stepped yet; returns who wants to see it."""
+        self.window, self._doing = weakref.ref(window), ""
+        return self.witness if self.witness is not None and self.witness.attends() else None
+
+    def notice(self) -> None:
+        """Hear of a step; raise where it is not ours and a window is open."""
+        if self.window is not None and self.window() is not None and not self._stepping:
+            msg = (
+                "optimizer.step() was called inside a window. Nothing was stepped, and the window is as it was.\n"
+                "Take the call out: accumulator.backward(loss) steps when the window is full.\n"
+                "To end a window early:  accumulator.flush()"
+            )
+            raise WindowDisturbed(msg)
+        self._stepped, self.by_hand = True, not self._stepping
+
+    def step(
+        self, gradients: Gradients, correction: Count, *, hooks_elsewhere: bool = False
+    ) -> tuple[Tensor | None, bool | Tensor]:
+        """Make the update; returns the gradient's norm before clipping, and whether the step was skipped.
+
+        `hooks_elsewhere`: this rank or another has hooks, which may fail.
+        """
+        active = self._active(self.optimizers)
+        if self.scaler is not None:
+            self._unscale(active)
+        measured = self.clip_norm is not None or self.skip_nonfinite
+        if self.hooks:
+            gradients.scale(correction)
+            correction = 1.0
+        if self.hooks or hooks_elsewhere:
+            self._call_hooks(self.ranks if measured and hooks_elsewhere else None, gradients.device)
+        norm = self._norm(gradients) if measured else None
+        factor = correction
+        if norm is not None:
+            if isinstance(correction, Tensor) or correction != 1.0:
+                norm = norm * (correction.to(norm) if isinstance(correction, Tensor) else correction)
+            if self.clip_norm is not None and self.clip_norm != float("inf"):
+                clip = torch.clamp(self.clip_norm / (norm + _CLIP_EPSILON), max=1.0)
+                factor = clip if not isinstance(factor, Tensor) and factor == 1.0 else factor * clip
+        watched = norm is not None and self.skip_nonfinite and self.scaler is None  # a scaler skips by itself
+        nonfinite = ~torch.isfinite(norm) if watched and norm is not None else None
+        skipped = self._apply(gradients, factor, active, nonfinite)
+        if self.schedulers:
+            self._schedule(skipped=bool(skipped))
+        self._doing = "made"
+        return (norm if self.clip_norm is not None else None), skipped
+
+    def _call_hooks(self, ranks: Ranks | None, device: torch.device) -> None:
+        """Call the hooks; where ranks have a norm to find together, none begins before the hooks of all have passed."""
+        waiting = ranks if ranks is not None and ranks.sharded else None
+        self._doing = "hook"
+        try:
+            for hook in list(self.hooks.values()):
+                hook()
+        except Exception:
+            if waiting is not None:
+                with suppress(Exception):  # they may be gone; what happened here is what is raised
+                    waiting.failed_anywhere(here=True, device=device)
+            raise
+        self._doing = ""
+        if waiting is not None and waiting.failed_anywhere(here=False, device=device):
+            msg = (
+                "a before_step hook failed on another rank, and the norm of the gradient needs all of them. Nothing "
+                "was stepped on any. The error is in that rank's own output."
+            )
+            raise RankFailed(msg)
+
+    def _norm(self, gradients: Gradients) -> Tensor:
+        if self.ranks is not None and self.ranks.sharded:
+            return self.ranks.norm(gradients.parameters, gradients.device)
+        return gradients.norm()
+
+    @property
+    def began(self) -> bool:
+        """Whether the latest window's step has begun to change parameters: it cannot be made again."""
+        return self._doing not in ("", "hook")
+
+    def _schedule(self, *, skipped: bool) -> None:
+        """Step the schedulers, and warn where someone else has stepped them since we did."""
+        found = [_moves(scheduler) for scheduler in self.schedulers]
+        if not self._warned and any(now > then for now, then in zip(found, self._moves, strict=bool(self._moves))):
+            self._warned = True
+            warnings.warn(
+                "scheduler.step() was called by hand, and the accumulator steps the scheduler it was given, too: the "
+                "learning rate runs through its schedule too fast. Take the call out, or the argument scheduler=.",
+                stacklevel=outside(),
+            )
+        for scheduler in () if skipped else self.schedulers:
+            self._doing = scheduler
+            scheduler.step()
+        self._moves = [_moves(scheduler) for scheduler in self.schedulers]
+
+    def rest(self) -> None:
+        """Begin with something new, of which nothing is stepped yet."""
+        self._doing = ""
+
+    def give_up(self, error: BaseException) -> str:
+        """Say what of a step failed and what is true since; the error carries it where the step had begun.
+
+        The scaler is ready for the next window.
+        """
+        told = self._told(error)
+        if self.began and hasattr(error, "add_note"):
+            if told not in getattr(error, "__notes__", ()):
+                error.add_note(told)
+        elif self.began and told not in str(error):  # Python 3.10 has no notes
+            error.args = (f"{error}\n{told}", *error.args[1:])
+        if self.scaler is not None:
+            for optimizer in self.optimizers:  # or it would refuse to unscale a second time
+                self.scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001
+        return told
+
+    def _told(self, error: BaseException) -> str:
+        doing, reason = self._doing, str(error).partition("\n")[0]
+        failed = f"failed with {type(error).__name__}" + (f": {reason}" if reason else "")
+        if doing == "made":
+            return f"the optimizer has stepped, and then something {failed}. The update was made."
+        if doing == "hook":
+            return (
+                f"a before_step hook {failed}. Nothing was stepped; the gradients were corrected already, and hooks "
+                "may have changed them."
+            )
+        if isinstance(doing, Optimizer):
+            done = self._active(self.optimizers[: self.optimizers.index(doing)])
+            before = " and ".join(type(optimizer).__name__ for optimizer in done)
+            told = f" {before} {'have' if len(done) > 1 else 'has'} stepped before it." if done else ""
+            return f"{type(doing).__name__}.step() {failed}. It may have changed some parameters.{told}"
+        if isinstance(doing, LRScheduler):
+            return f"{type(doing).__name__}.step() {failed}. The optimizer has stepped; a scheduler has not."
+        return f"correcting and clipping the gradients {failed}. Nothing was stepped; some may be corrected already."
+
+    @staticmethod
+    def _active(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Return those that have anything to step with."""
+        return [o for o in optimizers if any(p.grad is not None for g in o.param_groups for p in g["params"])]
+
+    def _unscale(self, active: Sequence[Optimizer]) -> None:
+        """Divide the loss scale out, once; an inf anywhere skips all optimizers of the window."""
+        assert self.scaler is not None  # noqa: S101 - the caller has looked
+        for optimizer in active:
+            self.scaler.unscale_(optimizer)
+        if len(active) > 1 and self.scaler.is_enabled():
+            flags = [flag for o in active for flag in self.scaler._found_inf_per_device(o).values()]  # noqa: SLF001
+            anywhere = torch.stack([flag.to(flags[0].device) for flag in flags]).sum()
+            for flag in flags:
+                flag.copy_(anywhere)
+
+    def _apply(
+        self, gradients: Gradients, factor: Count, active: Sequence[Optimizer], nonfinite: Tensor | None
+    ) -> bool | Tensor:
+        """Step every optimizer, or none."""
+        fused = bool(active) and self.scaler is None and all(_is_fused(o) for o in active)
+        if nonfinite is not None and (self.schedulers or not fused or not all(_has_state(o) for o in active)):
+            if bool(nonfinite):  # the one host synchronisation
+                return True
+            nonfinite = None
+        handed: dict[str, Tensor] = {}
+        corrected = isinstance(factor, Tensor) or factor != 1.0
+        sharded = self.ranks is not None and self.ranks.sharded  # a kernel over shards takes no plain number
+        if fused and corrected and not sharded and _all_float32(gradients):  # the kernel divides by it on its way
+            scale = 1.0 / factor
+            handed["grad_scale"] = (
+                scale.to(gradients.device, torch.float32)
+                if isinstance(scale, Tensor)
+                else torch.full((), scale, device=gradients.device, dtype=torch.float32)
+            )
+        else:
+            gradients.scale(factor)
+        if fused and nonfinite is not None:
+            handed["found_inf"] = nonfinite.float()
+        gradients.narrow()
+        self._step_all(active, handed)
+        if self.scaler is not None and active:
+            self.scaler.update()
+        if nonfinite is not None:
+            return nonfinite
+        return bool(active) and not self._stepped
+
+    def _step_all(self, active: Sequence[Optimizer], handed: dict[str, Tensor]) -> None:
+        """Step with our own mark on it, and with what fused kernels take as attributes."""
+        self._stepped, self._stepping = False, True
+        for optimizer in active if handed else ():
+            vars(optimizer).update(handed)
+        try:
+            for optimizer in active:
+                self._doing = optimizer
+                if self.scaler is not None:
+                    self.scaler.step(optimizer)
+                else:
+                    optimizer.step()
+                if _is_fused(optimizer):  # torch 2.13 does not count what its fused kernels change
+                    increment_version([p for group in optimizer.param_groups for p in group["params"]])
+        finally:
+            self._stepping = False
+            for optimizer in active if handed else ():
+                for name in handed:
+                    vars(optimizer).pop(name, None)
+
+
+def refuse_copy(owner: object, _protocol: object) -> NoReturn:
+    """Raise, for copy and pickle: the copy would go on to watch the optimizers of the first."""
+    name = type(owner).__name__
+    msg = (
+        f"a {name} cannot be copied or pickled: it watches the optimizer that it was made with.\n"
+        f"Copy the model and the optimizer, make another {name} of them, and load_state_dict() into it what "
+        "state_dict() of this one returns."
+    )
+    raise StateError(msg)
+
+
+def _moves(scheduler: LRScheduler) -> int:
+    """Return how often a scheduler was stepped; a chained one keeps no number of its own."""
+    inner = () if hasattr(scheduler, "last_epoch") else getattr(scheduler, "_schedulers", ())
+    return sum(_moves(each) for each in inner) if inner else int(getattr(scheduler, "last_epoch", 0))
+
+
+def _is_fused(optimizer: Optimizer) -> bool:
+    supports: Any = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(supports) and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def _has_state(optimizer: Optimizer) -> bool:
+    """Whether a skipped step has state to leave alone: fused SGD's first step would start its momentum from garbage."""
+    return all(optimizer.state.get(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None)
+
+
+def _all_float32(gradients: Gradients) -> bool:
+    return all(g.dtype == torch.float32 for g in gradients.dense())
