@@ -8,6 +8,8 @@ import hypothesis
 import pytest
 import torch
 
+from tests.support import messages
+
 # A first backward or a cold cache takes longer than any deadline worth setting.
 hypothesis.settings.register_profile("default", deadline=None)
 # A red run in CI must be red again when a person repeats it.
@@ -20,11 +22,13 @@ torch.set_num_threads(1)
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a night draw other chains of operations, and more of them, than every run does (tests/audit)."""
     parser.addoption("--chains", type=int, default=300, help="how many chains of operations are tried")
+    parser.addoption("--approve", action="store_true", help="write the texts of errors to tests/messages")
     parser.addoption("--chain-seed", type=int, default=0, help="the seed that they are drawn from")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests end in mid-window: that is what many of them are about, and test_forgotten.py looks at the warning."""
+    messages.writing = config.getoption("--approve")
     config.addinivalue_line("filterwarnings", "ignore:a window was left open:UserWarning")
     config.addinivalue_line("filterwarnings", "ignore:this loss draws random numbers:UserWarning")
 

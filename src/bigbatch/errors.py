@@ -18,12 +18,30 @@ BigBatchError
  ├── StateError             a state_dict that does not fit                                   (also a ValueError)
  └── GradientsDiffer        verify found another gradient than the big batch's           (also an AssertionError)
 
-Every message says what happened, what was found and what to type instead.
+Every message says what happened, what was found and what to type instead. Code decides by type and field, not by text.
 """
 
 
 class BigBatchError(Exception):
-    """Base of every error that bigbatch raises on purpose."""
+    """Base of every error that bigbatch raises on purpose.
+
+    `problem` is a sentence on what is wrong and `found` is what was passed. `fix` is what to type instead in a loop
+    with an `Accumulator`, and `fix_in_step` what to type where a `BigStep` runs the loop; None: the same.
+    """
+
+    def __init__(self, problem: str = "", *, found: str = "", fix: str = "", fix_in_step: str | None = None) -> None:
+        """Keep the fields and render the text once, for a loop with an `Accumulator`."""
+        self.problem, self.found, self.fix = problem, found, fix
+        self.fix_in_step = fix if fix_in_step is None else fix_in_step
+        super().__init__(self._rendered(fix))
+
+    def speak_to_step(self) -> None:
+        """Render the text for someone who uses a `BigStep`, and has no accumulator to call."""
+        self.args = (self._rendered(self.fix_in_step),)
+
+    def _rendered(self, fix: str) -> str:
+        found = f" Got {self.found}." if self.found else ""
+        return f"{self.problem}{found}" + (f"\nUse: {fix}" if fix else "")
 
 
 class ConfigurationError(BigBatchError, ValueError):
