@@ -217,8 +217,9 @@ def test_probing_takes_failures_for_an_answer() -> None:
     found, true = session.all, Session(size=learned(session.step))
     true.step(rows(9, 0))
     assert found == true.all
+    session.step(rows(9, 1))  # samples are compared once more
     seen = len(bomb.seen)
-    session.step(rows(9, 1))
+    session.step(rows(9, 2))
     assert len(bomb.seen) - seen == -(-9 // learned(session.step))  # no further probes
 
 

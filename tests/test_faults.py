@@ -30,7 +30,7 @@ def test_a_fault_anywhere_is_survived(outcomes: list[tuple[Case, Outcome]], entr
 
 def test_a_batch_is_not_lost_where_over_is_interrupted_before_it() -> None:
     """The next `over` of the iterator begins with it."""
-    where = ("iterator over", "call lockstep.needing:times_asked #1, discard")
+    where = ("iterator over", "call state.scope:times_asked #1, discard")
     assert [each.kind for each in single_faults.run([Case("single", 0, 0, "Accumulator", *where, "CUDA error")])] == [
         "fine"
     ]

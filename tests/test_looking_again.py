@@ -42,10 +42,9 @@ def test_a_gate_that_begins_at_zero() -> None:
     """The second look sees behind it."""
     model = Gated().double()
     step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), classified, micro_batch_size=4)
-    for seed in range(3):
-        step(batch(seed))
-    with pytest.raises(CoupledLoss, match=r"are coupled[\s\S]*did not show at first[\s\S]*3 by now"):
-        step(batch(3))
+    step(batch(0))
+    with pytest.raises(CoupledLoss, match=r"are coupled[\s\S]*did not show at first[\s\S]*1 by now"):
+        step(batch(1))
 
 
 def test_a_second_look_that_fails_accuses_nobody() -> None:
@@ -108,18 +107,16 @@ def test_a_look_that_was_not_to_be_had_is_overdue() -> None:
     model = Gated().double()
     options = Options(skip_nonfinite=True)
     step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), classified, micro_batch_size=4, options=options)
-    for seed in range(2):
-        step(batch(seed))
+    step(batch(0))
     bad = batch(2)
     bad["x"][0, 0] = torch.inf
     assert step(bad).skipped
-    step(batch(3))
     step({name: values[:1] for name, values in batch(4).items()})
-    with pytest.raises(CoupledLoss, match="4 by now"):
+    with pytest.raises(CoupledLoss, match="2 by now"):
         step(batch(5))
 
 
-def test_it_looks_three_times_more_and_leaves_no_trace() -> None:
+def test_it_looks_four_times_more_and_leaves_no_trace() -> None:
     """Where it was told not to, never."""
     for check, looks in ((True, 4), (False, 0)):
         model = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.0), nn.Linear(4, 3)).double()
@@ -137,4 +134,4 @@ def test_it_looks_three_times_more_and_leaves_no_trace() -> None:
             before = calls[0]
             step(batch(seed))
             found.append(calls[0] - before)
-        assert [number for number, each in enumerate(found) if each > 3] == ([0, 3, 15, 127] if looks else [])
+        assert [number for number, each in enumerate(found) if each > 3] == ([0, 1, 3, 15, 127] if looks else [])

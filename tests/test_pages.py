@@ -206,7 +206,7 @@ def luminance(color: str) -> float:
 @pytest.mark.parametrize("name", ["muted", "good", "bad"])
 def test_words_stand_out(scheme: int, name: str) -> None:
     """4.5 to 1 at least, for every color that words have, on a card and on the page itself."""
-    style = (Path(__file__).parent.parent / "src/bigbatch/pages/style.css").read_text()
+    style = (Path(__file__).parent.parent / "src/bigbatch/report/style.css").read_text()
     color, card = (re.findall(rf"--{each}: (#[0-9a-f]{{6}})", style)[scheme] for each in (name, "card"))
     for ground in (card, ["#ffffff", "#121212"][scheme]):  # Chromium's own
         light, dark = sorted((luminance(color), luminance(ground)), reverse=True)
