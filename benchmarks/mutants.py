@@ -14,13 +14,17 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[1]
 TRIED = 12  # tests of each mutant, at most
@@ -120,9 +124,9 @@ def tests_by_line(coverage: Path) -> tuple[dict[tuple[str, int], set[str]], Coun
 
 
 @contextlib.contextmanager
-def applied(mutant: Mutant) -> Iterator[None]:
+def applied(mutant: Mutant, root: Path) -> Iterator[None]:
     """Write the changed file, and the old one again afterwards."""
-    path = ROOT / mutant.path
+    path = root / mutant.path
     before = path.read_text()
     tree = ast.parse(before)
     for number, (_, _, change) in enumerate(changes(tree)):
@@ -136,18 +140,32 @@ def applied(mutant: Mutant) -> Iterator[None]:
         path.write_text(before)
 
 
-def outcome(mutant: Mutant, tests: list[str]) -> str:
+def outcome(mutant: Mutant, tests: list[str], root: Path) -> str:
     """Run the tests on the changed code."""
     if not tests:
         return "no test runs it"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CI": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    with applied(mutant):
+    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", "CI": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:benchmark", *tests]
+    with applied(mutant, root):
         try:
-            done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=LIMIT, check=False)  # noqa: S603
+            done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=LIMIT, check=False)  # noqa: S603
         except subprocess.TimeoutExpired:
             return "killed"
     return "lives" if done.returncode == 0 else "killed"
+
+
+def copies(count: int, folder: Path) -> "SimpleQueue[Path]":
+    """Copy the tree as often as there are jobs: each changes its own."""
+    found: SimpleQueue[Path] = SimpleQueue()
+    for number in range(count):
+        target = folder / str(number)
+        for each in ("src", "tests", "benchmarks", "examples", "docs"):
+            shutil.copytree(ROOT / each, target / each, ignore=shutil.ignore_patterns("__pycache__"))
+        for path in ROOT.iterdir():
+            if path.is_file():
+                shutil.copy(path, target)
+        found.put(target)
+    return found
 
 
 def main() -> None:
@@ -157,24 +175,40 @@ def main() -> None:
     parser.add_argument("--packages", nargs="+", default=["loss", "window", "distributed", "lockstep"])
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=15)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--failing", type=Path, help="a log of pytest: tests that fail without mutants are left out")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/mutants.json")
     chosen = parser.parse_args()
     by_line, lines = tests_by_line(chosen.coverage)
+    log = chosen.failing.read_text().splitlines() if chosen.failing else []
+    failing = {line.split()[1] for line in log if line.startswith(("FAILED", "ERROR"))}
     done: dict[str, str] = json.loads(chosen.out.read_text())["mutants"] if chosen.out.exists() else {}
-    for mutant in drawn(chosen.packages, chosen.count, chosen.seed):
-        name = f"{mutant.path}:{mutant.line} {mutant.what} #{mutant.number}"
-        if name not in done:
-            tests = sorted(by_line.get((mutant.path, mutant.line), ()), key=lambda test: (lines[test], test))[:TRIED]
-            done[name] = outcome(mutant, tests)
-            print(f"{done[name]}: {name}", flush=True)
-            shares = {
-                package: Counter(each for key, each in done.items() if f"/{package}/" in key)
-                for package in chosen.packages
-            }
-            table = {p: {**c, "share": round(c["killed"] / max(sum(c.values()), 1), 3)} for p, c in shares.items()}
-            chosen.out.write_text(
-                json.dumps({"seed": chosen.seed, "packages": table, "mutants": done}, indent=1) + "\n"
+
+    def keep() -> None:
+        shares = {p: Counter(each for key, each in done.items() if f"/{p}/" in key) for p in chosen.packages}
+        table = {p: {**c, "share": round(c["killed"] / max(sum(c.values()), 1), 3)} for p, c in shares.items()}
+        chosen.out.write_text(json.dumps({"seed": chosen.seed, "packages": table, "mutants": done}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(chosen.jobs) as pool:
+        trees = copies(chosen.jobs, Path(folder))
+
+        def tried(mutant: Mutant) -> None:
+            name = f"{mutant.path}:{mutant.line} {mutant.what} #{mutant.number}"
+            if name in done:
+                return
+            tests = sorted(
+                by_line.get((mutant.path, mutant.line), set()) - failing, key=lambda test: (lines[test], test)
             )
+            root = trees.get()
+            try:
+                done[name] = outcome(mutant, tests[:TRIED], root)
+            finally:
+                trees.put(root)
+            print(f"{done[name]}: {name}", flush=True)
+            keep()
+
+        list(pool.map(tried, drawn(chosen.packages, chosen.count, chosen.seed)))
+    keep()
     print(json.dumps(json.loads(chosen.out.read_text())["packages"], indent=1))
 
 
