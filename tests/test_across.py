@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_
 from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.errors import BatchNormError, ConfigurationError, CoupledLoss, LossError, PathsDiffer, UnreadableLoss
 from bigbatch.lockstep.threads import current
-from bigbatch.memory.live_bytes import LiveBytes
+from bigbatch.memory.meter import LiveBytes
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from tests.bombs import everything, seed
 from tests.reference import FLOOR, TOLERANCE, close, distance, sgd, told, trained, weights

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, Options, counted
-from bigbatch.batch.tree import balanced
+from bigbatch.batch.split import balanced
 from bigbatch.errors import (
     BatchError,
     BigBatchError,
@@ -537,7 +537,7 @@ def step_of(**options: Any) -> BigStep:
     ("batch", "message"),
     [
         ({"x": torch.zeros(0, 3), "value": torch.zeros(0, 4)}, "this batch is empty"),
-        ({"x": torch.zeros(4, 3), "value": torch.zeros(5, 4)}, r"found 4 and 5 rows equally often.\n    batch\['x'\]"),
+        ({"x": torch.zeros(4, 3), "value": torch.zeros(5, 4)}, r"4 and 5 rows are found equally often\. Got batch\['x'\]"),
         ({"x": 3, "value": "text"}, r"no tensor with samples.*dict of int, str"),
         ((), "no tensor with samples"),
         (None, "no tensor with samples"),
@@ -557,7 +557,7 @@ def test_batches_that_cannot_be_cut(batch: Any, message: str) -> None:
 def test_collate_takes_lists_of_samples() -> None:
     """A batch that is collated already, and an empty list."""
     step = step_of(options=Options(collate=padded))
-    with pytest.raises(BatchError, match=r"(?s)found dict of Tensor.*collate_fn=list"):
+    with pytest.raises(BatchError, match=r"(?s)Got dict of Tensor.*collate_fn=list"):
         step({"x": torch.zeros(4, 3)})
     with pytest.raises(BatchError, match="this batch is empty"):
         step([])
@@ -670,7 +670,7 @@ def test_a_size_found_on_a_small_batch_is_found_again_on_a_large_one() -> None:
 def test_a_given_size_is_never_exceeded_by_a_remembered_one() -> None:
     """Sizes that were learned with more memory do not overrule the user's word."""
     wide = step_of(micro_batch_size=6)
-    wide._sizes.learn(wide_signature := _signature(PLAIN.batch(6, 0)), 6)
+    wide.load_state_dict({"version": 1, "sizes": {(wide_signature := _signature(PLAIN.batch(6, 0))): 6}})
     narrow = step_of(micro_batch_size=2)
     narrow.load_state_dict(wide.state_dict())
     assert wide_signature in narrow.state_dict()["sizes"]
@@ -678,9 +678,9 @@ def test_a_given_size_is_never_exceeded_by_a_remembered_one() -> None:
 
 
 def _signature(batch: Batch) -> str:
-    from bigbatch.batch.tree import Batch as Cut
+    from bigbatch.batch.batch import Batch as Cut
 
-    return Cut.of(batch).signature()
+    return str(Cut.of(batch).signature())
 
 
 # Shared tensors.

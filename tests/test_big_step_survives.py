@@ -118,9 +118,9 @@ def test_each_point_at_each_micro_batch(point: str, loss: str) -> None:
 
 
 def _signature(batch: Batch) -> str:
-    from bigbatch.batch.tree import Batch as Cut
+    from bigbatch.batch.batch import Batch as Cut
 
-    return Cut.of(batch).signature()
+    return str(Cut.of(batch).signature())
 
 
 @pytest.mark.parametrize("point", POINTS)

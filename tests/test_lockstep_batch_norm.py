@@ -1174,12 +1174,12 @@ def test_a_batch_whose_activations_do_not_fit_is_refused_before_it_starts(monkey
 
 def test_a_size_that_is_small_for_another_reason_is_no_lack_of_memory() -> None:
     """A size that was learned before, as the fastest: the batch fits, and is cut all the same."""
-    from bigbatch.batch.tree import Batch as Cut
+    from bigbatch.batch.batch import Batch as Cut
 
     model = net()
     twin, batch = copy.deepcopy(model), rows(8, 0)
     step = BigStep(model, sgd(trained(model)), plain)
-    step.load_state_dict({"version": 1, "sizes": {Cut.of(batch).signature(): 4}})
+    step.load_state_dict({"version": 1, "sizes": {str(Cut.of(batch).signature()): 4}})
     assert step(batch).micro_batches == 2
     assert distance(weights(model), true_updates(twin, [batch], plain)[0].weights) <= 1e-12
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.memory.live_bytes import LiveBytes
+from bigbatch.memory.meter import LiveBytes
 from bigbatch.recipes.catalog import ADAMW, RECIPES, TEXTBOOK
 from bigbatch.recipes.compare import Tally, compare
 from bigbatch.recipes.findings import findings

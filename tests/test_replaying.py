@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
+from bigbatch.batch.batch import Batch as Cut
 from bigbatch.batch.split import Division
-from bigbatch.batch.tree import Batch as Cut
 from bigbatch.execute import graph_record, graph_replay
 from bigbatch.execute.graph_replay import Graphs, Recipe
 from bigbatch.execute.graph_window import Replaying

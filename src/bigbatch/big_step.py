@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import arguments
+from bigbatch.batch.batch import Batch
 from bigbatch.batch.extras import joined
 from bigbatch.batch.packing import Padding
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
-from bigbatch.batch.tree import Batch
 from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
 from bigbatch.distributed.launcher import is_of_the_wire
 from bigbatch.distributed.ranks import OthersTryAgain, Ranks, serve
@@ -453,7 +453,7 @@ class BigStep:
         self._together.make_room(
             lambda: self._mover.moved(division.micro_batch(0)),
             division.sizes,
-            division.batch.signature(),
+            str(division.batch.signature()),
             self._sizes.budget(),
         )
 

@@ -41,7 +41,7 @@ from bigbatch.first_step_coupling import (
 )
 from bigbatch.lockstep.threads import current
 from bigbatch.loss.terms import Term
-from bigbatch.memory.live_bytes import LiveBytes
+from bigbatch.memory.meter import LiveBytes
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.scope import NeedsLockStep

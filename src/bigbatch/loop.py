@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bigbatch.batch.copies import Content
+from bigbatch.batch.tree import Content
 from bigbatch.errors import BatchError, ConfigurationError
 from bigbatch.loss.count import Count, TotalOfSum, checked_count, finite
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from bigbatch import setup_checks
-from bigbatch.batch.tree import balanced
+from bigbatch.batch.split import balanced
 from bigbatch.errors import ConfigurationError
 
 

@@ -1,4 +1,4 @@
-"""Put together what `loss_fn` returned beside the losses, in the order of the batch."""
+"""Join what `loss_fn` returned beside the losses, in the order of the batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.batch.tree import leaves, mapped, numbers_on
+from bigbatch.batch.batch import numbers_on
+from bigbatch.batch.tree import leaves, mapped
 from bigbatch.errors import ConfigurationError
 
 
@@ -24,18 +25,18 @@ def joined(extras: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | N
         for path, leaf in leaves(extra, ""):
             columns.setdefault(path, []).append(leaf)
     if any(len(column) != len(extras) for column in columns.values()):
-        shown = ", ".join(sorted({type(extra).__name__ for extra in extras}))
-        msg = (
-            f"the extras of this batch's micro-batches differ in structure (found {shown}), so they cannot be joined; "
-            "nothing was changed.\nReturn the same names from every call of loss_fn."
+        raise ConfigurationError(
+            "The extras of this batch's micro-batches differ in structure, so they cannot be joined; nothing was "
+            "changed.",
+            found=", ".join(sorted({type(extra).__name__ for extra in extras})),
+            fix="the same names in what every call of loss_fn returns",
         )
-        raise ConfigurationError(msg)
     made = {path: _join(column, sizes, order) for path, column in columns.items()}
     return mapped(extras[0], lambda path, _: made[path], "")
 
 
 def detached(extras: Any) -> Any:
-    """Let go of the graph: what is kept for the end of the window must not keep activations."""
+    """Detach all tensors: what is kept for the end of the window must not keep activations."""
     return mapped(extras, lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
 
@@ -43,18 +44,12 @@ def _join(column: list[Any], sizes: Sequence[int], order: Sequence[int] | None) 
     if not all(isinstance(leaf, Tensor) for leaf in column):
         return column
     if all(leaf.dim() and leaf.shape[0] == size for leaf, size in zip(column, sizes, strict=True)):
+        back = None if order is None else sorted(range(len(order)), key=order.__getitem__)
         if any(leaf.shape[1:] != column[0].shape[1:] for leaf in column):
             ragged = [row for leaf in column for row in leaf]
-            return ragged if order is None else [row for _, row in sorted(zip(order, ragged, strict=True), key=_number)]
+            return ragged if back is None else [ragged[place] for place in back]
         rows = torch.cat(column)
-        if order is None:
-            return rows
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return rows.index_select(0, numbers_on(rows.device, back))
+        return rows if back is None else rows.index_select(0, numbers_on(rows.device, back))
     if all(leaf.shape == column[0].shape for leaf in column):
         return torch.stack(column)
     return column
-
-
-def _number(numbered: tuple[int, Tensor]) -> int:
-    return numbered[0]

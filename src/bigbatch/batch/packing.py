@@ -4,17 +4,18 @@ Because any split is exact, the samples of a window may be grouped at will: thos
 trimmed to its longest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from bigbatch.batch.tree import Batch, leaves, mapped
+from bigbatch.batch.batch import Batch
+from bigbatch.batch.tree import leaves, mapped
 from bigbatch.errors import BatchError
-from bigbatch.options import Options
 
+Lengths: TypeAlias = str | Callable[[Any], Any]  # the name of a mask, or a function from a batch
 _FEW = 2**15  # elements that torch handles on one thread
 _LEAST_STEP = 8  # between two widths; what matrix products like
 
@@ -38,56 +39,34 @@ class Padding:
         )
 
 
-def pack(lengths: Sequence[int], budget: int, most: int | None = None) -> list[list[int]]:
-    """Group samples so that a group's number times its longest is at most `budget`, and its number at most `most`.
+def pack(
+    lengths: Sequence[int], budget: int, most: int | None = None, *, width: int = 0, alike: bool = False
+) -> list[tuple[list[int], int]]:
+    """Group samples of like length; each group comes with its width, and the longest samples come first.
 
-    As few groups as there can be, and of those the least padding: samples in order of length make the best groups, so
-    it is a matter of where to cut. A sample longer than the budget has a group of its own.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    sizes = [max(lengths[i], 1) for i in order]
-    total = len(sizes)
-    room = [min(total - i, max(budget // size, 1), most or total) for i, size in enumerate(sizes)]
-    groups, padded, cut = [0] * (total + 1), [0] * (total + 1), [0] * total
-    for i in reversed(range(total)):
-        farthest = i + room[i]
-        # Cutting later never takes more groups, so only the last few places are worth a look.
-        best = farthest
-        fewest = groups[farthest]
-        for end in range(farthest - 1, i, -1):
-            if groups[end] != fewest:
-                break
-            if padded[end] + sizes[i] * (end - i) < padded[best] + sizes[i] * (best - i):
-                best = end
-        groups[i], padded[i], cut[i] = 1 + fewest, padded[best] + sizes[i] * (best - i), best
-    found, i = [], 0
-    while i < total:
-        found.append(order[i : cut[i]])
-        i = cut[i]
-    return found
-
-
-def pack_alike(lengths: Sequence[int], budget: int, width: int, most: int | None = None) -> list[tuple[list[int], int]]:
-    """Group samples so that shapes come again from batch to batch; each group comes with its width.
-
-    A few widths only (see `rounded`), at most `width`, and always as many samples as the budget allows for that width.
-    What is left over, the last group, is of the longest samples: a group has few of those, so its shapes are few.
+    A group is as wide as its longest sample, and has at most `budget` padded tokens and `most` samples. There are as
+    few groups as there can be. Where shapes should be `alike` from batch to batch, widths are those of `rounded`, at
+    most `width`, and only the first group, of the longest samples, has fewer samples than its width allows.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    width = max(width, *lengths, 1)  # nothing is ever cut off
-    found: list[tuple[list[int], int]] = []
+    sizes = [max(lengths[i], 1) for i in order]
+    width = max(width, sizes[-1])  # nothing is ever cut off
+    groups: list[tuple[list[int], int]] = []
     start = 0
     while start < len(order):
-        wide = min(rounded(lengths[order[start]]), width)
-        while True:
-            number = min(max(budget // wide, 1), most or len(order), len(order) - start)
-            longest = lengths[order[start + number - 1]]
-            if longest <= wide:
-                break
-            wide = min(rounded(wide + 1), width)
-        found.append((order[start : start + number], wide))
+        left = min(most or len(order), len(order) - start)
+        number, wide = 1, sizes[start]
+        if alike:
+            wide = min(rounded(wide), width)
+            while sizes[start + (number := min(max(budget // wide, 1), left)) - 1] > wide:
+                wide = min(rounded(wide + 1), width)
+        else:
+            while number < left and (number + 1) * sizes[start + number] <= budget:
+                number += 1
+            wide = sizes[start + number - 1]
+        groups.append((order[start : start + number], wide))
         start += number
-    return [*reversed(found[:-1]), found[-1]]
+    return groups[::-1]
 
 
 def rounded(length: int) -> int:
@@ -99,29 +78,20 @@ def rounded(length: int) -> int:
 
 def expected_seconds(lengths: Sequence[int], budget: int, least: float, per_token: float) -> float:
     """Estimate how long a packed batch takes: each micro-batch at least `least`, the time to launch it."""
-    groups = pack(lengths, budget)
-    tokens = [len(group) * max(1, *(lengths[i] for i in group)) for group in groups]
-    return sum(max(least, per_token * number) for number in tokens)
+    return sum(max(least, per_token * len(group) * wide) for group, wide in pack(lengths, budget))
 
 
-def lengths_of(batch: Batch, options: Options) -> list[int]:
-    """Return the length of every sample, by a mask or a function."""
-    given = options.lengths
-    if isinstance(given, str):
-        found: Any = _mask_lengths(batch, given)
-    else:
-        assert given is not None  # noqa: S101 - the caller has looked
-        found = given(batch.whole)
-    if isinstance(found, Tensor):
-        found = found.tolist()
+def lengths_of(batch: Batch, given: Lengths) -> list[int]:
+    """Return the length of every sample, by the name of a mask or by a function of the batch."""
+    found: Any = _mask_lengths(batch, given) if isinstance(given, str) else given(batch.whole)
     try:
-        lengths = [int(number) for number in found]
+        lengths = [int(number) for number in (found.tolist() if isinstance(found, Tensor) else found)]
     except (TypeError, ValueError):
-        msg = f"lengths should give one number per sample; found {found!s:.80}"
-        raise BatchError(msg) from None
+        raise BatchError("lengths should give one number per sample.", found=f"{found!s:.80}") from None
     if len(lengths) != batch.size or min(lengths) < 0:
-        msg = f"lengths gave {len(lengths)} numbers for {batch.size} samples; return one per sample, 0 or more"
-        raise BatchError(msg)
+        raise BatchError(
+            f"lengths gave {len(lengths)} numbers for {batch.size} samples.", fix="one number per sample, 0 or more"
+        )
     return lengths
 
 
@@ -132,38 +102,38 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
         found = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         if mask is None and isinstance(whole, Mapping):
             found = f"only {', '.join(repr(key) for key in whole)}"
-        msg = (
-            f"lengths={name!r} should name a mask of samples by places in the batch; found {found}.\n"
-            "Give a function instead:  Options(lengths=lambda batch: (batch[0] != pad).sum(1))"
+        raise BatchError(
+            f"lengths={name!r} should name a mask of samples by places in the batch.",
+            found=found,
+            fix="Options(lengths=lambda batch: (batch[0] != pad).sum(1))",
         )
-        raise BatchError(msg)
     places = torch.arange(mask.shape[1], device=mask.device)
     lengths, is_prefix = [], True
     for rows in in_parts(mask):
         if bool((rows < 0).any()):
-            msg = (
-                f"lengths={name!r} should name a mask, 0 where there is padding; found {int(rows.min())}, which counts "
-                "as a place that is used.\n"
-                "Name the mask:  Options(lengths='attention_mask')\n"
-                f"or count:  Options(lengths=lambda batch: (batch[{name!r}] != {int(rows.min())}).sum(1))"
+            least = int(rows.min())
+            raise BatchError(
+                f"lengths={name!r} should name a mask, 0 where there is padding; {least} counts as a place that is "
+                "used.",
+                found=str(least),
+                fix="Options(lengths='attention_mask'), or count: "
+                f"Options(lengths=lambda batch: (batch[{name!r}] != {least}).sum(1))",
             )
-            raise BatchError(msg)
         kept = rows.bool()
         lengths.append(kept.sum(1))
         is_prefix = is_prefix and torch.equal(kept, places < lengths[-1][:, None])
     if not is_prefix:
-        msg = (
-            f"the mask {name!r} has gaps or padding on the left; only padding on the right can be trimmed.\n"
-            'Set tokenizer.padding_side = "right".'
+        raise BatchError(
+            f"The mask {name!r} has gaps or padding on the left; only padding on the right can be trimmed.",
+            fix='tokenizer.padding_side = "right"',
         )
-        raise BatchError(msg)
     return torch.cat(lengths)
 
 
 def in_parts(table: Tensor) -> Sequence[Tensor]:
-    """Cut a table in host memory into rows of few elements: a CPU's threads take longer to meet than to work on them.
+    """Cut a table in host memory into rows of few elements: a CPU's threads take longer to start than to work on them.
 
-    The device waits for what is done with a batch before its first micro-batch, and on a busy host every meeting of
+    The device waits for what is done with a batch before its first micro-batch, and on a busy host every start of
     sixteen threads may take milliseconds.
     """
     if table.device.type != "cpu":
@@ -183,8 +153,7 @@ def trimmed(batch: Batch, width: int, longest: int) -> Batch:
     """Cut the padding off: of every leaf that is as wide as the batch was padded; nothing is copied."""
 
     def trim(path: str, leaf: Any) -> Any:
-        wide = path in batch.sampled and _is_wide(leaf) and leaf.shape[1] == width
-        return leaf[:, :longest] if wide else leaf
+        return leaf[:, :longest] if path in batch.sampled and _is_wide(leaf) and leaf.shape[1] == width else leaf
 
     return replace(batch, whole=mapped(batch.whole, trim))
 
@@ -196,13 +165,12 @@ def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> 
         if path not in batch.sampled or not _is_wide(leaf) or leaf.shape[1] != width:
             continue
         if not _is_padding(leaf, torch.tensor(lengths, device=leaf.device), leaf[shortest]):
-            msg = (
+            raise BatchError(
                 f"{path} is as wide as the padded batch ({width}), and beyond its samples' lengths it differs from "
-                "sample to sample: it is no padding, and trimming it would lose data.\n"
-                "Check that lengths= counts every place that is used, and that padding is on the right; if this "
-                "tensor has no places at all, reshape it, as to (samples, 1, features)."
+                "sample to sample: it is no padding, and trimming it would lose data.",
+                fix="lengths= that count every place in use, and padding is on the right; if this tensor has no places "
+                "at all, reshape it, as to (samples, 1, features)",
             )
-            raise BatchError(msg)
 
 
 def _is_padding(leaf: Tensor, lengths: Tensor, like: Tensor) -> bool:

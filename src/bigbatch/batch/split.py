@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from bigbatch.batch.packing import Padding, pack, pack_alike, trimmed, width_of
-from bigbatch.batch.tree import Batch, Indices, balanced
+from bigbatch.batch.batch import Batch, Indices
+from bigbatch.batch.packing import Padding, pack, trimmed, width_of
 
 _FEW = 16  # shapes that a left-over group may have: worth to be captured, each
 
@@ -18,7 +18,7 @@ class Division:
     batch: Batch
     groups: tuple[Indices, ...]
     sizes: tuple[int, ...]
-    longest: tuple[int, ...] | None = None  # of each group, where samples have lengths
+    longest: tuple[int, ...] | None = None  # the width of each group, where samples have lengths
     width: int = 0  # to which the batch was padded
     odd: int | None = None  # the group whose shape other batches will hardly have, where there is one
     padding: Padding | None = None
@@ -39,26 +39,18 @@ class Division:
         Each is trimmed to its longest sample, or, where they should be `alike`, to one of a few widths.
         """
         width, odd = width_of(batch, max(*lengths, 1)), None
-        if alike:
-            packed = pack_alike(lengths, budget, width, most)
-            last, wide = packed[-1]
-            full = min(max(budget // wide, 1), most or batch.size)
-            if len(packed) > 1 and len(last) < full:
-                # If it is new, it takes the host a while: in the middle the device has enough to do meanwhile.
-                place = (len(packed) - 1) // 2
-                packed.insert(place, packed.pop())
-                odd = place if full > _FEW else None
-            groups, longest = map(list, zip(*packed, strict=True))
-        else:
-            groups = pack(lengths, budget, most)
-            longest = [max(1, *(lengths[i] for i in group)) for group in groups]
-        padding = Padding(
-            real=sum(lengths),
-            padded=sum(len(group) * wide for group, wide in zip(groups, longest, strict=True)),
-            given=batch.size * width,
-        )
+        packed = pack(lengths, budget, most, width=width, alike=alike)
+        full = min(max(budget // packed[0][1], 1), most or batch.size)
+        if alike and len(packed) > 1 and len(packed[0][0]) < full:
+            # If its shape is new, it takes the host a while: in the middle the device has enough to do meanwhile.
+            place = (len(packed) - 1) // 2
+            packed.insert(place, packed.pop(0))
+            odd = place if full > _FEW else None
+        groups, longest = zip(*packed, strict=True)
         sizes = tuple(len(group) for group in groups)
-        return cls(batch, tuple(groups), sizes, tuple(longest), width, odd, padding)
+        padded = sum(size * wide for size, wide in zip(sizes, longest, strict=True))
+        padding = Padding(real=sum(lengths), padded=padded, given=batch.size * width)
+        return cls(batch, groups, sizes, longest, width, odd, padding)
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
@@ -92,5 +84,11 @@ class Division:
 
     def micro_batches(self) -> Iterator[Any]:
         """Yield the micro-batches one after the other, each made when it is asked for."""
-        for number in range(len(self)):
-            yield self.micro_batch(number)
+        return map(self.micro_batch, range(len(self)))
+
+
+def balanced(total: int, largest: int) -> list[int]:
+    """Cut `total` samples into as few micro-batches of at most `largest` as there can be, of at most two sizes."""
+    number = -(-total // largest)
+    size, longer = divmod(total, number)
+    return [size + 1] * longer + [size] * (number - longer)

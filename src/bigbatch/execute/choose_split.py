@@ -5,16 +5,16 @@ from functools import partial
 
 from torch import nn
 
+from bigbatch.batch.batch import Batch
 from bigbatch.batch.packing import lengths_of, refuse_loss_of_content
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
-from bigbatch.batch.tree import Batch
 from bigbatch.errors import OutOfMemory
 from bigbatch.execute.micro_step import Runner
 from bigbatch.lockstep.run import Together
 from bigbatch.memory.probe import Stage
 from bigbatch.memory.search import Probe
-from bigbatch.memory.sizes import TOKENS, Sizes
+from bigbatch.memory.sizes import Sizes
 from bigbatch.options import Options
 from bigbatch.state.oom import let_go, missing
 from bigbatch.window.gate import Admission
@@ -52,7 +52,7 @@ class Divider:
                 at_once=bool(self._admission.side_by_side),
             )
             return Division.even(whole, size)
-        lengths = lengths_of(whole, self._options)
+        lengths = lengths_of(whole, self._options.lengths)
         longest, order = max(*lengths, 1), sorted(range(whole.size), key=lambda i: -lengths[i])
 
         def probe(size: int, limit: int) -> Probe:
@@ -103,4 +103,4 @@ class Divider:
         else:
             # A sample longer than the budget has a group of its own, whatever the budget: it does not count here.
             groups = zip(division.sizes, division.longest, strict=True)
-            self._sizes.learn(TOKENS, max(number * wide for number, wide in groups if number > 1) // 2)
+            self._sizes.learn_tokens(max(number * wide for number, wide in groups if number > 1) // 2)

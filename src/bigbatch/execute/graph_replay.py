@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bigbatch.batch.copies import PLAIN
 from bigbatch.batch.extras import detached
-from bigbatch.batch.tree import leaves, mapped
+from bigbatch.batch.tree import PLAIN, leaves, mapped
 from bigbatch.execute.graph_record import NotCapturable, Recorder
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.loss.terms import Term

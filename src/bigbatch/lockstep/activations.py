@@ -10,9 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import nn
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.lockstep.checkpointed import Checkpointed
@@ -88,20 +86,3 @@ def refuse_meeting_while_recomputing(notes: dict[str, Any], name: str) -> None:
             'Take Options(activations="offload"), which keeps them in host memory, or "keep".'
         )
         raise MeetsInside(msg)
-
-
-def saved_bytes(run: Callable[[], object], models: Sequence[nn.Module], device: torch.device) -> int:
-    """Return how much autograd saves of what runs: of memory on the device that is not the models', each piece once."""
-    own = {p.untyped_storage()._cdata for model in models for p in (*model.parameters(), *model.buffers())}  # noqa: SLF001 - as multiprocessing has it
-    found: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:  # without its graph: an operation that held its own result would never go
-        storage = tensor.untyped_storage()
-        if tensor.device == device and storage._cdata not in own:  # noqa: SLF001
-            found[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())  # noqa: SLF001
-        return tensor.detach()
-
-    with saved_tensors_hooks(pack, lambda packed: packed):
-        kept = run()
-    del kept
-    return sum(size for _, size in found.values())

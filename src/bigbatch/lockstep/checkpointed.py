@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from bigbatch.batch.copies import apart
+from bigbatch.batch.tree import apart
 from bigbatch.lockstep.differing import RunsDiffer, refuse_other_values
 from bigbatch.lockstep.found_before import FoundBefore, version_of
 from bigbatch.lockstep.holdings import Picture, holds

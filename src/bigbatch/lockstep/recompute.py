@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from bigbatch.batch.copies import PLAIN, apart
-from bigbatch.batch.tree import leaves, mapped
+from bigbatch.batch.tree import PLAIN, apart, leaves, mapped
 from bigbatch.lockstep.barrier import refuse_second_derivative
 from bigbatch.lockstep.differing import RunsDiffer, refuse_other_values
 from bigbatch.lockstep.found_before import FoundBefore

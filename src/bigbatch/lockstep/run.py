@@ -17,7 +17,7 @@ from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import UnreadableLoss
 from bigbatch.execute.micro_step import Runner
 from bigbatch.execute.workspaces import workspaces_given_back
-from bigbatch.lockstep.activations import MeetsInside, recomputing, saved_bytes
+from bigbatch.lockstep.activations import MeetsInside, recomputing
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.collectives import refuse_changed
 from bigbatch.lockstep.inner import derivatives_known
@@ -32,6 +32,7 @@ from bigbatch.lockstep.threads import Crew, Worker, current
 from bigbatch.loss import refusals
 from bigbatch.loss.terms import Term
 from bigbatch.memory.host import host_available, resident
+from bigbatch.memory.meter import saved_bytes
 from bigbatch.state.rng import Streams
 from bigbatch.state.snapshot import devices_of, untouched
 from bigbatch.window.window import Window

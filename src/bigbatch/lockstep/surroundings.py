@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bigbatch.batch.copies import PLAIN
+from bigbatch.batch.tree import PLAIN
 from bigbatch.lockstep.holdings import Holder, Picture, entries
 
 _FEW = 4096  # bytes of an array

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.batch.copies import PLAIN
-from bigbatch.batch.tree import leaves, mapped
+from bigbatch.batch.tree import PLAIN, leaves, mapped
 from bigbatch.execute.graph_guard import keeping_tables
 from bigbatch.execute.graph_record import NotCapturable, Recorder
 from bigbatch.execute.graph_replay import shape_of

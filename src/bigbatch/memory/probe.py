@@ -1,20 +1,17 @@
-"""Rehearse a micro-step: run it as a step would, beside gradients and optimizer state, and leave no trace."""
+"""Probe a micro-step: run it as a step would, beside gradients and optimizer state, and leave no trace."""
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bigbatch.distributed.fsdp_internals import local
-from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.memory.meter import Meter
 from bigbatch.memory.search import Probe
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.snapshot import untouched
-from bigbatch.window.gradients import all_parameters
 
 _SHORT, _REPEATS = 0.2, 2  # seconds of a micro-step that is timed once more, and how often
 _SIDE = 64  # of a small square parameter that stands in for the real ones
@@ -22,7 +19,7 @@ _USUAL_STATES = 2  # of an optimizer that cannot be tried on a small one: as Ada
 
 
 class Stage:
-    """Where rehearsals of one model are held, one after the other."""
+    """Probes micro-steps of one model, one after the other."""
 
     def __init__(
         self,
@@ -32,13 +29,13 @@ class Stage:
         device: torch.device,
         limit: int | None,
     ) -> None:
-        """Set it up; `limit` is what may be held, in bytes."""
+        """Take what a step has; `limit` is what may be held, in bytes."""
         self._models, self._optimizers, self._gradient_dtype, self._device = models, optimizers, gradient_dtype, device
         # A host hands out memory that is only taken when it is written to: state to come is added, not made.
         awaited = 0
         if device.type != "cuda":
             with untouched(models, optimizers):  # a step may draw random numbers
-                awaited = sum(number for _, _, number in awaited_state(optimizers))
+                awaited = sum(p.numel() * dtype.itemsize for p, dtype in awaited_state(optimizers))
         self._meter = Meter(device, limit, awaited)
 
     def rehearse(self, size: int, run: Callable[[], object]) -> Probe:
@@ -56,7 +53,7 @@ class Stage:
         company: list[Tensor] = []
         if self._device.type == "cuda":
             company += empty_gradients(self._optimizers, self._gradient_dtype)
-            company += [torch.empty_like(p, dtype=dtype) for p, dtype, _ in awaited_state(self._optimizers)]
+            company += [torch.empty_like(p, dtype=dtype) for p, dtype in awaited_state(self._optimizers)]
         gc.collect()  # what lies in reference cycles is nobody's, and would be measured
         _, peak = self._meter(run)
         # Timed apart: the first time of a shape is slow, and so is a CPU under the meter.
@@ -77,28 +74,25 @@ class Stage:
 def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> list[Tensor]:
     """Give every parameter a gradient, as it has in every micro-batch but the first."""
     made = []
-    for p in all_parameters(optimizers):
+    for p in {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values():
         if p.requires_grad:
-            wide = dtype if dtype is not None and p.dtype in LOW_PRECISION else p.dtype
+            wide = dtype if dtype is not None and p.dtype in {torch.bfloat16, torch.float16} else p.dtype
             made.append(torch.zeros_like(p, dtype=wide, requires_grad=False))
             if wide == p.dtype:
                 p.grad = made[-1]
     return made
 
 
-def awaited_state(optimizers: Sequence[Optimizer]) -> list[tuple[Tensor, torch.dtype, int]]:
-    """Return the state that optimizers will have after their first step: like what, in which type, how many bytes.
+def awaited_state(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, torch.dtype]]:
+    """Yield a parameter and a dtype for each tensor of state that optimizers will have after their first step.
 
-    Small twins of them step: to be called where random generators are put back.
+    Small twins of them step: to be called where random generators are restored afterwards.
     """
-    found = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             waiting = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
-            if waiting:
-                dtypes = _state_dtypes(optimizer, group, waiting[0])
-                found += [(p.detach(), dtype, local(p).numel() * dtype.itemsize) for p in waiting for dtype in dtypes]
-    return found
+            dtypes = _state_dtypes(optimizer, group, waiting[0]) if waiting else []
+            yield from ((p.detach(), dtype) for p in waiting for dtype in dtypes)
 
 
 def _state_dtypes(optimizer: Optimizer, group: dict[str, object], like: Tensor) -> list[torch.dtype]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bigbatch.batch.tree import balanced
+from bigbatch.batch.split import balanced
 from bigbatch.errors import OutOfMemory
 from bigbatch.memory.budget import human
 
@@ -36,6 +36,10 @@ class Probe:
     peak_bytes: int | None  # None: it ran out of memory
     seconds: float | None = None  # None: it was not timed
 
+    def fits(self, limit: int) -> bool:
+        """Whether its peak was seen to stay inside a limit."""
+        return self.peak_bytes is not None and self.peak_bytes <= limit
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -55,7 +59,7 @@ class Choice:
     @property
     def fits_whole(self) -> bool:
         """Whether the whole batch was seen to fit, so that size is a matter of speed."""
-        return any(p.size == self.largest and _within(p, self.limit) for p in self.probes)
+        return any(p.size == self.largest and p.fits(self.limit) for p in self.probes)
 
     @property
     def peak_bytes(self) -> int:
@@ -115,7 +119,7 @@ class _Search:
     def start(self, budget: int) -> None:
         """One sample must fit."""
         first = self._look(1)
-        if not _within(first, self.limit):
+        if not first.fits(self.limit):
             raise OutOfMemory(_too_big(first, self.limit, budget))
 
     def reach_the_largest_that_fits(self) -> None:
@@ -195,11 +199,11 @@ class _Search:
 
     @property
     def _fitting(self) -> list[Probe]:
-        return [p for p in self.seen() if _within(p, self.limit)]
+        return [p for p in self.seen() if p.fits(self.limit)]
 
     @property
     def _too_large(self) -> Probe | None:
-        return next((p for p in self.seen() if not _within(p, self.limit)), None)
+        return next((p for p in self.seen() if not p.fits(self.limit)), None)
 
     @property
     def _timed(self) -> bool:
@@ -252,10 +256,6 @@ def _crossing(probes: Sequence[Probe], limit: int) -> float:
         return math.inf
     (x, y), (u, v) = ((p.size, p.peak_bytes or 0) for p in probes)
     return math.inf if v <= y else x + (limit - y) * (u - x) / (v - y)
-
-
-def _within(probe: Probe, limit: int) -> bool:
-    return probe.peak_bytes is not None and probe.peak_bytes <= limit
 
 
 def _too_big(probe: Probe, limit: int, budget: int) -> str:

@@ -44,6 +44,14 @@ def like_cuda() -> Iterator[None]:
         library._destroy()  # noqa: SLF001 - torch has no other way to take kernels out
 
 
+def scratch(func: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Return what a CUDA kernel allocates and frees within itself, where it is as large as what it returns."""
+    if func is not _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:  # noqa: SLF001
+        return 0
+    query = args[1]  # its gradient is added up in float32, beside a number per row
+    return 4 * int(query.numel() + query.numel() // query.shape[-1])
+
+
 def _register(library: torch.library.Library) -> None:
     """Put the kernels in front."""
     # A CPU's autocast computes all of a cross-entropy in float32; CUDA's knows its parts alone.

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -12,30 +11,29 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bigbatch import arguments
+from bigbatch.batch.batch import Batch
 from bigbatch.batch.transfer import Mover
-from bigbatch.batch.tree import Batch
+from bigbatch.batch.tree import leaves
 from bigbatch.default_loss import own_loss
 from bigbatch.distributed.fsdp_internals import sharded
 from bigbatch.distributed.wrappers import data_parallel, silence
 from bigbatch.errors import ConfigurationError, LossError, OutOfMemory
-from bigbatch.lockstep.lone import Lone
 from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, room
 from bigbatch.memory.host import resident
+from bigbatch.memory.meter import saved_bytes
 from bigbatch.memory.probe import Stage
 from bigbatch.memory.search import MARGIN, Choice, Probe, choose, even_sizes
-from bigbatch.planner.coupled import awake_norms, coupled_notes, single_samples
+from bigbatch.planner.coupled import Coupling, Waiting, coupled_notes
 from bigbatch.planner.plan_report import REFUSED, Plan, Row, advice, advice_when_nothing_fits
-from bigbatch.planner.trace import Prediction, optimizer_bytes, predict, size_of, wider
-from bigbatch.planner.waiting import Asking, Saved, Waiting, saved
-from bigbatch.planner.waiting import bytes_of as samples_of
+from bigbatch.planner.trace import Prediction, optimizer_bytes, predict, wider
 from bigbatch.state.snapshot import Randomness, devices_of, untouched
 from bigbatch.window.gate import Admission
 from bigbatch.wording import speaking_of
 
+TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
 _FURTHER = 3  # probes where others wait beside
-TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 
 
 def plan(
@@ -76,31 +74,24 @@ def make_plan(
     memory: float | str | None = None,
     on_probe: Callable[[int], None] | None = None,
 ) -> Plan:
-    """Plan, and tell `on_probe` the size of each probe before it is made."""
+    """Plan, and call `on_probe` with the size of each probe before it is made."""
     models = arguments.models(model, ranks=True)
     optimizers = () if optimizer is None else arguments.optimizers(optimizer, models)
-    _refuse_shards(models)
-    device = _device(models)
-    loss, asking = loss_fn or own_loss, Asking(models)
-    work = _Work(model, models, optimizers, loss, Batch.of(batch), on_probe or (lambda _: None), asking)
-    budget, tracing = bytes_of(memory, device), memory is not None and _must_trace(memory, device)
+    if sharded(models):
+        raise ConfigurationError(
+            "plan measures in one process, and this model is sharded over several (fully_shard).",
+            fix='plan(model, loss_fn, batch, memory="24GiB")  before it is sharded; without the GPU, too',
+        )
+    device, coupling = _device(models), Coupling(models)
+    work = _Work(model, models, optimizers, loss_fn or own_loss, Batch.of(batch), device, coupling)
     randomness = Randomness(devices_of(models))  # a trace, too, runs the user's code, and that of optimizers
     try:
         with _without_reduction(models):
-            found, waiting = _traced(work, budget, device) if tracing else _measured(work, budget, device)
-        said = coupled_notes(models, found, inside=work.asking.inside, waiting=waiting)
-        return replace(found, notes=(*found.notes, *said))
+            budget = bytes_of(memory, device)
+            bench = _tracing(work) if memory is not None and _must_trace(memory, device) else _measuring(work, budget)
+            return _planned(work, bench, budget, on_probe or (lambda _: None))
     finally:
         randomness.restore()
-
-
-def _refuse_shards(models: Sequence[nn.Module]) -> None:
-    """Refuse models whose every pass needs the other ranks, which do not plan."""
-    if sharded(models):
-        raise ConfigurationError(
-            "plan measures in one process, and this model is sharded over several (fully_shard).\n\n"
-            'Plan it before it is sharded; without the GPU, too:  plan(model, loss_fn, batch, memory="24GiB")'
-        )
 
 
 @contextmanager
@@ -126,84 +117,100 @@ class _Work:
     optimizers: Sequence[Optimizer]
     loss: Callable[[Any, Any], Any]
     batch: Batch
-    on_probe: Callable[[int], None]
-    asking: Asking
+    device: torch.device
+    coupling: Coupling
 
-    @property
-    def waits(self) -> bool:
-        """Whether micro-batches wait for each other inside of a model."""
-        return self.asking.inside or self.norms
 
-    @property
-    def norms(self) -> bool:
-        """Whether they do so at norms."""
-        return bool(awake_norms(self.models))
+@dataclass(frozen=True)
+class _Bench:
+    """Where sizes are tried: on the model's own device, or in a trace for one that is not here."""
 
-    def waiting(self, saved: Saved, *, copied: bool) -> Waiting:
-        """Say what waits, by what is saved of a micro-batch; samples do where they are `copied` to a device."""
-        samples = samples_of(self.batch.take(slice(None))) if copied else 0
-        return Waiting(saved, samples, self.batch.size, limited=self.norms)
+    device: str
+    margin: float
+    measured: bool
+    has_host: bool  # whether there is a host's memory beside the device's
+    probe: Callable[[int], Probe]
+    saved: Callable[[int], int]  # bytes that autograd saves of a micro-batch beside weights and samples
+    resident: Callable[[], int]
+    notes: list[str] = field(default_factory=list)
 
 
 def _must_trace(memory: float | str, device: torch.device) -> bool:
     """Tell whether the memory asked for is that of a device which is not here."""
     fraction, asked = read(memory)
-    if fraction is not None:
-        return False
-    return device.type != "cuda" or asked > room(device).reachable
+    return fraction is None and (device.type != "cuda" or asked > room(device).reachable)
 
 
-def _measured(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Waiting | None]:
+def _measuring(work: _Work, budget: int) -> _Bench:
+    """Try sizes on the model's own device."""
+    device, on_cuda = work.device, work.device.type == "cuda"
     # Gradients are there whether an optimizer is given or not; one without state stands in for it.
     trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
     optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
     stage = Stage(work.models, optimizers, torch.float32, device, min(budget, room(device).reachable))
-    mover, alone = Mover(device), Lone(work.models, device)
-    admission = Admission(work.models, optimizers, "exact", "")
-    refusals: list[str] = []
+    mover, admission = Mover(device), Admission(work.models, optimizers, "exact", "")
     held, while_stepping = _held(work.models, optimizers, device)
+    notes = [] if on_cuda else ["Peaks are the whole process's: what else it holds counts, too."]
 
     def probe(size: int) -> Probe:
         def run() -> None:
-            with work.asking.watched():
+            with work.coupling.watched():
                 returned = work.loss(work.model, mover.moved(work.batch.take(slice(0, size))))
             loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
             with speaking_of("BigStep"):
                 arguments.loss(loss, None)
-            with _disable_current_modes():  # as in a window
-                refusals.extend(_refusal(admission, loss))
+            if not work.coupling.anywhere and not any(note.startswith(REFUSED) for note in notes):
+                with _disable_current_modes():  # as in a window
+                    notes.extend(_refusal(admission, loss))
             loss.backward()
 
-        seen = stage.rehearse(size, lambda: alone.run(run, size))
+        seen = stage.rehearse(size, run)
         if seen.peak_bytes is not None:
             # The step of the optimizer comes after, when activations are gone: a phase of its own.
             seen = replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
         return seen
 
-    def weigh(size: int) -> Waiting:
-        found: list[Saved] = []
-        samples = work.batch.take(slice(0, size))
+    def saved(size: int) -> int:
+        with untouched(work.models), work.coupling.watched():
+            return _saved(work, mover.moved(work.batch.take(slice(0, size))), device)
 
-        def run() -> None:
-            loss = partial(work.loss, work.model)
-            found.append(saved(loss, mover.moved(samples), size, work.models, device, norms=work.norms))
-
-        with untouched(work.models):
-            alone.run(run, size)
-        return work.waiting(found[0], copied=device.type == "cuda")
-
-    on_cuda = device.type == "cuda"
-    found = _search(work, probe, budget, MARGIN, weigh, elsewhere=on_cuda)
-    made = found.plan(
-        device=torch.cuda.get_device_name(device) if on_cuda else "this machine's CPU",
-        resident=held,
-        measured=True,
-        notes=(*(() if on_cuda else (_WHOLE_PROCESS,)), *refusals[:1]),
-    )
-    return made, found.waiting
+    name = torch.cuda.get_device_name(device) if on_cuda else "this machine's CPU"
+    return _Bench(name, MARGIN, True, on_cuda, probe, saved, lambda: held, notes)  # noqa: FBT003
 
 
-_WHOLE_PROCESS = "Peaks are the whole process's: what else it holds counts, too."
+def _tracing(work: _Work) -> _Bench:
+    """Try sizes in traces, for a GPU that is not here."""
+    traced: list[Prediction] = []
+    here = "this machine has no GPU"
+    if work.device.type != "cpu":
+        here = f"{work.device} has {human(room(work.device).reachable)}"
+
+    def probe(size: int) -> Probe:
+        with work.coupling.watched():
+            traced.append(predict(work.model, work.loss, work.batch.take(slice(0, size)), work.optimizers))
+        return Probe(size, traced[-1].peak)
+
+    def saved(size: int) -> int:
+        found: list[int] = []
+
+        def loss_fn(_: Any, samples: Any) -> Tensor:
+            found.append(_saved(work, samples, torch.device("cpu")))
+            return torch.zeros((), requires_grad=True)  # whose backward is of no interest
+
+        with work.coupling.watched():
+            predict(work.model, loss_fn, work.batch.take(slice(0, size)))
+        return found[0]
+
+    notes = [
+        f"Predicted by tracing, since {here}; {TRACED_MARGIN:.0%} are left free for what a trace does not see.",
+        "Times are not known: on the device itself, a smaller size may be as fast.",
+    ]
+    return _Bench("a GPU", TRACED_MARGIN, False, True, probe, saved, lambda: traced[0].resident, notes)  # noqa: FBT003
+
+
+def _saved(work: _Work, samples: Any, device: torch.device) -> int:
+    given = [leaf for _, leaf in leaves(samples) if isinstance(leaf, Tensor)]
+    return saved_bytes(lambda: work.loss(work.model, samples), work.models, device, given)
 
 
 def _refusal(admission: Admission, loss: Tensor) -> list[str]:
@@ -223,114 +230,73 @@ def _held(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: 
     try:
         state, while_stepping = optimizer_bytes(optimizers, target)
     except Exception:  # noqa: BLE001 - an optimizer may do in its step whatever it likes
-        state, while_stepping = size_of([p for o in optimizers for g in o.param_groups for p in g["params"]]) * 2, 0
-    made = size_of([v for o in optimizers for each in o.state.values() for v in each.values() if isinstance(v, Tensor)])
-    return there + size_of(gradients) + wider(gradients) + max(0, state - made), while_stepping
+        state, while_stepping = 2 * sum(p.nbytes for o in optimizers for g in o.param_groups for p in g["params"]), 0
+    kept = [v for o in optimizers for each in o.state.values() for v in each.values() if isinstance(v, Tensor)]
+    to_come = max(0, state - sum(v.nbytes for v in kept))
+    return there + sum(p.nbytes for p in gradients) + wider(gradients) + to_come, while_stepping
 
 
-def _traced(work: _Work, budget: int, device: torch.device) -> tuple[Plan, Waiting | None]:
-    traced: list[Prediction] = []
-
-    def probe(size: int) -> Probe:
-        with single_samples(), work.asking.watched():
-            traced.append(predict(work.model, work.loss, work.batch.take(slice(0, size)), work.optimizers))
-        return Probe(size, traced[-1].peak)
-
-    def weigh(size: int) -> Waiting:
-        found: list[Saved] = []
-
-        def loss_fn(model: Any, samples: Any) -> Tensor:
-            found.append(saved(partial(work.loss, model), samples, size, work.models, None, norms=work.norms))
-            return torch.zeros((), requires_grad=True)  # whose backward is of no interest
-
-        with single_samples():
-            predict(work.model, loss_fn, work.batch.take(slice(0, size)))
-        return work.waiting(found[0], copied=True)
-
-    found = _search(work, probe, budget, TRACED_MARGIN, weigh, elsewhere=True)
-    here = "this machine has no GPU" if device.type == "cpu" else f"{device} has {human(room(device).reachable)}"
-    note = f"Predicted by tracing, since {here}; {TRACED_MARGIN:.0%} are left free for what a trace does not see."
-    notes = (note, "Times are not known: on the device itself, a smaller size may be as fast.")
-    return found.plan(device="a GPU", resident=traced[0].resident, measured=False, notes=notes), found.waiting
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What the probes came to."""
-
-    batch_size: int
-    budget: int
-    limit: int
-    probes: tuple[Probe, ...]
-    choice: Choice | None
-    waiting: Waiting | None = None  # inside of a model
-    elsewhere: bool = False  # whether there is a host's memory beside the device's
-
-    def plan(self, *, device: str, resident: int, measured: bool, notes: tuple[str, ...]) -> Plan:
-        """Say it."""
-        choice = self.choice
-        nothing_fits = advice_when_nothing_fits(resident, self.probes[0].peak_bytes, self.limit)
-        return Plan(
-            batch_size=self.batch_size,
-            size=choice.size if choice else None,
-            steps=choice.steps if choice else None,
-            peak_bytes=choice.peak_bytes if choice else None,
-            budget=self.budget,
-            resident_bytes=resident,
-            device=device,
-            measured=measured,
-            rows=tuple(self._row(probe, measured=measured) for probe in self.probes),
-            advice=advice(choice, resident) if choice else nothing_fits,
-            notes=notes,
-        )
-
-    def _row(self, probe: Probe, *, measured: bool) -> Row:
-        told = self.choice.predicted(probe.size) if self.choice else None
-        steps = -(-self.batch_size // probe.size)
-        beside = self.waiting.beside(probe.size) if self.waiting and self.elsewhere and steps > 1 else None
-        return Row(
-            size=probe.size,
-            steps=steps,
-            predicted_bytes=told if measured else probe.peak_bytes,
-            measured_bytes=probe.peak_bytes if measured else None,
-            seconds_per_sample=probe.seconds / probe.size if probe.seconds and probe.peak_bytes else None,
-            fits=probe.peak_bytes is not None and probe.peak_bytes + (beside or 0) <= self.limit,
-            waiting_bytes=beside,
-        )
-
-
-def _search(
-    work: _Work,
-    probe: Callable[[int], Probe],
-    budget: int,
-    margin: float,
-    weigh: Callable[[int], Waiting],
-    *,
-    elsewhere: bool,
-) -> _Found:
-    seen: list[Probe] = []
-    largest = work.batch.size
-
-    def observed(size: int) -> Probe:
-        work.on_probe(size)
-        seen.append(probe(size))
-        return seen[-1]
-
+def _planned(work: _Work, bench: _Bench, budget: int, on_probe: Callable[[int], None]) -> Plan:
+    """Choose a size, and say why."""
+    seen: dict[int, Probe] = {}
     choice: Choice | None = None
     waiting: Waiting | None = None
+
+    def probe(size: int) -> Probe:
+        on_probe(size)
+        seen[size] = bench.probe(size)
+        return seen[size]
+
     # A plan that finds no size says so: that is its answer, not an error.
     with suppress(OutOfMemory):
-        choice = choose(observed, largest, budget, margin=margin)
-        if choice.fits_whole and work.waits:
+        choice = choose(probe, work.batch.size, budget, margin=bench.margin)
+        if choice.fits_whole and work.coupling.inside:
             # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
             untimed = tuple(replace(each, seconds=None) for each in choice.probes)
             choice = replace(choice, size=choice.largest, probes=untimed)
-        if choice.steps > 1 and work.waits:
-            waiting = weigh(choice.size)
-            if elsewhere:
-                choice = _leaving_room(choice, waiting, observed)
-    probes = tuple(sorted(seen, key=lambda each: each.size))
-    return _Found(largest, budget, int(budget * (1 - margin)), probes, choice, waiting, elsewhere)
+        if choice.steps > 1 and work.coupling.inside:
+            waiting = _waiting(work, bench, choice.size)
+            choice = _leaving_room(choice, waiting, probe) if bench.has_host else choice
+    probes = [seen[size] for size in sorted(seen)]
+    limit, held = int(budget * (1 - bench.margin)), bench.resident()
+    found = Plan(
+        batch_size=work.batch.size,
+        size=choice.size if choice else None,
+        steps=choice.steps if choice else None,
+        peak_bytes=choice.peak_bytes if choice else None,
+        budget=budget,
+        resident_bytes=held,
+        device=bench.device,
+        measured=bench.measured,
+        rows=tuple(_row(each, choice, limit, bench, waiting, work.batch.size) for each in probes),
+        advice=advice(choice, held) if choice else advice_when_nothing_fits(held, probes[0].peak_bytes, limit),
+        notes=tuple(bench.notes),
+    )
+    return replace(found, notes=(*found.notes, *coupled_notes(work.coupling, found, waiting)))
+
+
+def _row(  # noqa: PLR0917
+    probe: Probe, choice: Choice | None, limit: int, bench: _Bench, waiting: Waiting | None, batch_size: int
+) -> Row:
+    steps = -(-batch_size // probe.size)
+    beside = waiting.beside(probe.size) if waiting and bench.has_host and steps > 1 else None
+    told = choice.predicted(probe.size) if choice else None
+    return Row(
+        size=probe.size,
+        steps=steps,
+        predicted_bytes=told if bench.measured else probe.peak_bytes,
+        measured_bytes=probe.peak_bytes if bench.measured else None,
+        seconds_per_sample=probe.seconds / probe.size if probe.seconds and probe.peak_bytes else None,
+        fits=probe.fits(limit - (beside or 0)),
+        waiting_bytes=beside,
+    )
+
+
+def _waiting(work: _Work, bench: _Bench, size: int) -> Waiting:
+    """Say what waits, by what autograd saves of one micro-batch."""
+    tensors = [leaf for _, leaf in leaves(work.batch.take(slice(None))) if isinstance(leaf, Tensor)]
+    samples = sum(leaf.nbytes for leaf in tensors) if bench.has_host else 0  # copied to a device
+    return Waiting(bench.saved(size) / size, samples, work.batch.size, at_norms=bool(work.coupling.norms))
 
 
 def _leaving_room(choice: Choice, waiting: Waiting, probe: Callable[[int], Probe]) -> Choice:
@@ -358,7 +324,8 @@ def _device(models: Sequence[nn.Module]) -> torch.device:
     found = devices_of(models)
     if len(found) != 1:
         raise ConfigurationError(
-            f"plan needs the model on one device; found {', '.join(sorted(map(str, found))) or 'no parameters'}.\n\n"
-            "Move it first: model.to('cuda')"
+            "plan needs the model on one device.",
+            found=", ".join(sorted(map(str, found))) or "no parameters",
+            fix="model.to('cuda')",
         )
     return next(iter(found))

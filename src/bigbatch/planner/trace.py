@@ -1,22 +1,25 @@
 """Predict the peak of a training step without its device, by computing with tensors that have shapes and no numbers."""
 
+import copy
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from bigbatch.distributed.fsdp_internals import local
+from bigbatch.batch.tree import mapped
 from bigbatch.errors import ConfigurationError
-from bigbatch.planner.cuda_like import like_cuda
-from bigbatch.planner.fakes import Fakes, faked
-from bigbatch.planner.live_storages import LiveStorages
+from bigbatch.memory.meter import LiveBytes
+from bigbatch.planner.cuda_like import like_cuda, scratch
 
+_aten = torch.ops.aten
+Target = Literal["cuda", "cpu"]
 _BLOCK = {"cuda": 512, "cpu": 1}  # bytes that storages are rounded up to
 # cuBLAS keeps a workspace for each thread that calls it: the forward's and the backward's. 32 MiB each on Hopper,
 # 8 MiB on what is older.
@@ -54,7 +57,7 @@ def predict(
     batch: Any,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
-    target: Literal["cuda", "cpu"] = "cuda",
+    target: Target = "cuda",
 ) -> Prediction:
     """Trace a forward, a backward and a step of the optimizer, gradients and its state allocated.
 
@@ -70,119 +73,249 @@ def predict(
     """
     models = tuple(model) if isinstance(model, Sequence) else (model,)
     optimizers = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    live, fakes = LiveStorages(_BLOCK[target]), Fakes()
+    fakes = Fakes()
+    with _tracing(target), _faked(models, fakes):
+        step = _Step([fakes.optimizer(each) for each in optimizers], target)
+        return step.predicted(models, inputs := fakes.batch(batch), lambda: loss_fn(model, inputs))
+
+
+def optimizer_bytes(optimizers: Sequence[Optimizer], target: Target) -> tuple[int, int]:
+    """Return what the optimizers' state will take when it is all there, and what a step holds beside it for a while."""
+    fakes = Fakes()
+    with _tracing("cpu"):  # an optimizer's kernels are the same
+        step = _Step([fakes.optimizer(each) for each in optimizers], target)
+        parameters = [p for each in step.optimizers for group in each.param_groups for p in group["params"]]
+        step.live.add([parameters, *map(_with_gradient, parameters)])
+        with step.live:
+            state = step.make_state()
+            step.live.begin("step")
+            step.take()
+    return state, step.live.peak - step.live.now
+
+
+@contextmanager
+def _tracing(target: Target) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # what a real step warns of, it will say itself
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(faked(models, fakes))
         stack.enter_context(like_cuda() if target == "cuda" else nullcontext())
         stack.enter_context(torch.autograd.set_multithreading_enabled(mode=False))
-        inputs = fakes.batch(batch)
-        trace = _Trace(models, [fakes.optimizer(o) for o in optimizers], live, target)
-        return trace.step(inputs, lambda: loss_fn(model, inputs))
+        yield
 
 
-def optimizer_bytes(optimizers: Sequence[Optimizer], target: str) -> tuple[int, int]:
-    """Return what the optimizers' state will take when it is all there, and what a step holds beside it for a while."""
-    live, fakes = LiveStorages(_BLOCK[target]), Fakes()
-    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-        warnings.simplefilter("ignore")
-        trace = _Trace((), [fakes.optimizer(o) for o in optimizers], live, target)
-        parameters = [p for o in trace.optimizers for group in o.param_groups for p in group["params"]]
-        for p in parameters:
-            p.grad = torch.empty_like(p)
-        live.add([parameters, [p.grad for p in parameters]])
-        return trace.optimizer_only()
-
-
-@dataclass(frozen=True)
-class _Trace:
+class _Step:
     """A step of stand-ins, counted."""
 
-    models: Sequence[nn.Module]
-    optimizers: Sequence[Optimizer]
-    live: LiveStorages
-    target: str
+    def __init__(self, optimizers: Sequence[Optimizer], target: Target) -> None:
+        self.optimizers, self._target = optimizers, target
+        self.live = _LiveStorages(block=_BLOCK[target])
+        # On CUDA torch takes the foreach kernels by itself, whose temporaries are as large as the weights.
+        for group in (group for each in optimizers for group in each.param_groups):
+            if target == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True
 
-    def step(self, batch: Any, compute_loss: Callable[[], Any]) -> Prediction:
+    def predicted(self, models: Sequence[nn.Module], batch: Any, compute_loss: Callable[[], Any]) -> Prediction:
         live = self.live
-        held = [t for module in self.models for t in (*module.parameters(), *module.buffers())]
+        held = [t for module in models for t in (*module.parameters(), *module.buffers())]
         parameters = list({id(p): p for p in held if p.requires_grad}.values())
-        for p in parameters:
-            p.grad = torch.empty_like(p)
         weights = live.add(held)
-        gradients = live.add([p.grad for p in parameters]) + wider(parameters)
-        with live, live.phase("state"):
-            optimizer_state = self._make_state()
+        gradients = live.add(list(map(_with_gradient, parameters))) + wider(parameters)
+        with live:
+            optimizer_state = self.make_state()
         samples = live.add(batch)
         before = live.now
         with live:
-            with live.phase("forward"):
-                loss = _loss(compute_loss())
-            with live.phase("backward"):
-                loss.backward()
+            live.begin("forward")
+            loss = _loss(compute_loss())
+            forward, where = live.peak - before, live.where
+            live.begin("backward")
+            loss.backward()
+            backward = live.peak - before
+            where = live.where if backward > forward else where
             del loss
             after = live.now
-            with live.phase("step"):
-                self._step()
-        inside = {name: live.peaks[name] - before for name in ("forward", "backward")}
-        step = live.peaks["step"] - after
-        last = max(inside, key=lambda name: inside[name])
+            live.begin("step")
+            self.take()
+            step = live.peak - after
         return Prediction(
             weights=weights,
             gradients=gradients,
             optimizer_state=optimizer_state,
             batch=samples,
-            forward=inside["forward"],
-            backward=inside["backward"],
+            forward=forward,
+            backward=backward,
             optimizer_step=step,
-            workspaces=_WORKSPACES[self.target],
-            where=f"{last}: {live.where[last]}" if samples + inside[last] >= step else "the optimizer's step",
+            workspaces=_WORKSPACES[self._target],
+            where=where if samples + max(forward, backward) >= step else "the optimizer's step",
         )
 
-    def optimizer_only(self) -> tuple[int, int]:
-        with self.live, self.live.phase("state"):
-            state = self._make_state()
-            with self.live.phase("step"):
-                self._step()
-        return state, self.live.peaks["step"] - self.live.now
-
-    def _make_state(self) -> int:
+    def make_state(self) -> int:
         """Make the optimizers' state, as their first step does; return its bytes."""
         before = self.live.now
-        for each in self.optimizers:
-            self.live.add([v for state in each.state.values() for v in state.values() if isinstance(v, Tensor)])
-            for group in each.param_groups:
-                # On CUDA torch takes the foreach kernels by itself, whose temporaries are as large as the weights.
-                if self.target == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
-                    group["foreach"] = True
-        self._step()
+        self.live.add([v for o in self.optimizers for state in o.state.values() for v in state.values()])
+        self.take()
         return self.live.now - before
 
-    def _step(self) -> None:
-        with torch.no_grad():
-            for each in self.optimizers:
-                each.step()
+    @torch.no_grad()
+    def take(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
+class _LiveStorages(LiveBytes):
+    """Counts what is alive while fake tensors are computed with, and knows where the peak was."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__(block=block)
+        self.where = self._phase = ""
+        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, phase: str) -> None:
+        """Look for the peak of what comes now."""
+        self._phase, self.where, self.peak = phase, phase, self.now
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation on stand-ins, and count its storages and what a CUDA kernel allocates within itself."""
+        if func is torch.ops.prim.device.default:
+            return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map(self._on_the_cpu, (args, kwargs or {}))
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        kwargs.pop("pin_memory", None)
+        before = self.peak
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak = max(self.peak, self.now + scratch(func, args))
+        if self.peak > before:
+            self.where = f"{self._phase}: {func}"
+        return outputs
+
+    def computed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; of what depends on numbers, take the most memory that it can ask for."""
+        return _data_dependent(func, args) if func in _DATA_DEPENDENT else func(*args, **kwargs)
+
+    def _on_the_cpu(self, value: Any) -> Any:
+        """Take a stand-in for a real tensor on a device: all fake tensors here are on the CPU."""
+        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
+            return value
+        if id(value) not in self._stand_ins:
+            self._stand_ins[id(value)] = (value, _fake(value))
+        return self._stand_ins[id(value)][1]
+
+
+class Fakes:
+    """Fake tensors by the real ones they stand for; to be used inside a fake mode."""
+
+    def __init__(self) -> None:
+        """Have none."""
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the real one, so that its id stays its own
+
+    def of(self, real: Tensor) -> Tensor:
+        """Return the stand-in of a tensor: always the same for the same one, so that tied weights stay tied."""
+        if id(real) not in self._made:
+            fake = _fake(real)
+            if isinstance(real, nn.Parameter):
+                fake = nn.Parameter(fake, requires_grad=real.requires_grad)
+            elif real.requires_grad:
+                fake.requires_grad_()
+            self._made[id(real)] = (real, fake)
+        return self._made[id(real)][1]
+
+    def batch(self, real: Any) -> Any:
+        """Return a batch of the same structure."""
+        return mapped(real, lambda _, leaf: self.of(leaf) if isinstance(leaf, Tensor) else leaf)
+
+    def optimizer(self, real: Optimizer) -> Optimizer:
+        """Return an optimizer of the stand-ins; hooks, and schedulers that patched the real one, stay behind."""
+        tensors = [p for group in real.param_groups for p in group["params"]]
+        tensors += [v for state in real.state.values() for v in state.values() if isinstance(v, Tensor)]
+        memo: dict[int, Any] = {id(tensor): self.of(tensor) for tensor in tensors}
+        return copy.deepcopy(real, memo)
+
+
+@contextmanager
+def _faked(models: Sequence[nn.Module], fakes: Fakes) -> Iterator[None]:
+    """Inside, the models hold stand-ins; afterwards they are as before, with all attributes that a forward may set.
+
+    The models themselves and no copies: a loss function may have closed over them, and not use what it is handed.
+    """
+    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+    held = [vars(module) for module in modules]
+    held += [each for module in modules for each in (module._parameters, module._buffers)]  # type: ignore[misc]  # noqa: SLF001
+    before = [dict(each) for each in held]
+    try:
+        for each in held[len(modules) :]:  # setattr would register anew
+            each.update({name: fakes.of(tensor) for name, tensor in each.items() if tensor is not None})
+        yield
+    finally:
+        for each, was in zip(held, before, strict=True):
+            each.clear()
+            each.update(was)
+
+
+_DATA_DEPENDENT = frozenset(
+    {
+        _aten._local_scalar_dense.default,  # noqa: SLF001
+        _aten.nonzero.default,
+        _aten.masked_select.default,
+        _aten.index.Tensor,
+        _aten.equal.default,
+    }
+)
+
+
+def _data_dependent(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Answer for numbers that are not there: every mask is all true, which is the most memory it can ask for."""
+    subject = args[0]
+    if func is _aten.equal.default:
+        return False
+    if func is _aten._local_scalar_dense.default:  # noqa: SLF001
+        if subject.is_floating_point():
+            return 1.0  # a logged loss, a count of steps: no shape hangs on it
+        if subject.dtype == torch.bool:
+            return False
+        raise ConfigurationError(
+            "This model cannot be traced: it reads an integer out of a tensor, as .item() and int() do, and a trace "
+            "has shapes alone.",
+            fix="plan(...) on the device itself, where it is measured",
+        )
+    if func is _aten.nonzero.default:
+        return subject.new_empty((subject.numel(), subject.dim()), dtype=torch.int64)
+    if func is _aten.masked_select.default:
+        return subject.new_empty(torch.broadcast_shapes(subject.shape, args[1].shape).numel())
+    indices: list[Tensor | None] = []
+    for index in args[1]:
+        if index is not None and index.dtype in {torch.bool, torch.uint8}:
+            indices += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            indices.append(index)
+    return func(subject, indices)
+
+
+def _fake(real: Tensor) -> Tensor:
+    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
+
+
+def _with_gradient(parameter: Tensor) -> Tensor:
+    """Give a parameter a gradient, and return that."""
+    parameter.grad = torch.empty_like(parameter)
+    return parameter.grad
 
 
 def _loss(returned: Any) -> Tensor:
     loss = returned[0] if isinstance(returned, tuple) else returned
     if not isinstance(loss, Tensor) or not loss.requires_grad:
         raise ConfigurationError(
-            f"loss_fn(model, batch) must return a loss with a graph; found {type(loss).__name__}.\n\n"
-            "Compute it from the model's output with gradients on."
+            "loss_fn(model, batch) must return a loss with a graph.",
+            found=type(loss).__name__,
+            fix="a loss computed from the model's output with gradients on",
         )
     return loss
 
 
 def wider(parameters: Sequence[Tensor]) -> int:
     """Return what gradients of half precision take beyond their own size: they are added up in float32."""
-    halves = [local(p) for p in parameters if p.is_floating_point() and p.element_size() < torch.float32.itemsize]
+    halves = [p for p in parameters if p.is_floating_point() and p.element_size() < torch.float32.itemsize]
     return sum(p.numel() * (torch.float32.itemsize - p.element_size()) for p in halves)
-
-
-def size_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of some tensors; what they share counts once."""
-    storages = [local(t).untyped_storage() for t in tensors]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())  # noqa: SLF001

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.memory.live_bytes import LiveBytes
+from bigbatch.memory.meter import LiveBytes
 from bigbatch.recipes.loops import MicroBatches
 from bigbatch.recipes.recipe import Arm, Recipe, Task
 from bigbatch.recipes.results import ArmResult, Clipped, Comparison, Spread

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from bigbatch.caller import outside
 from bigbatch.errors import WindowBroken
-from bigbatch.window.gradients import all_parameters
 
 _SHOWN = 3  # names, at most
 _LARGE = 1 << 20  # bytes of a buffer
@@ -195,9 +194,9 @@ def untouched(
 
     Gradients are None at the start. Parameters and the optimizers' state are not guarded: do not step.
     """
-    parameters = list({id(p): p for model in models for p in model.parameters()}.values())
-    known = {id(p) for p in parameters}
-    parameters += [p for p in all_parameters(optimizers) if id(p) not in known]  # type: ignore[misc]
+    every: list[Tensor] = [p for model in models for p in model.parameters()]
+    every += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    parameters = list({id(p): p for p in every}.values())
     gradients = [p.grad for p in parameters]
     buffers, randomness = Buffers(models, habits), Randomness(devices_of(models))
     for p in parameters:

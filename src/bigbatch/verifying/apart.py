@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bigbatch.batch.copies import PLAIN
+from bigbatch.batch.tree import PLAIN
 
 Dims = tuple[int | None, ...]  # of each tensor, the dimension along which its samples lie; None where it has none
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bigbatch.batch.batch import Batch
 from bigbatch.batch.transfer import Mover
-from bigbatch.batch.tree import Batch, mapped
+from bigbatch.batch.tree import mapped
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from bigbatch import arguments
-from bigbatch.batch.tree import Batch, balanced
+from bigbatch.batch.batch import Batch
+from bigbatch.batch.split import balanced
 from bigbatch.default_loss import own_loss
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
 from bigbatch.options import Options

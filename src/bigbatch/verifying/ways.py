@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from bigbatch.batch.tree import Batch
+from bigbatch.batch.batch import Batch
 from bigbatch.big_step import BigStep
 from bigbatch.options import Options
 from bigbatch.verifying.gradients import Gradients, taken, wide

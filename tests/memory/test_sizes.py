@@ -9,8 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch import BigStep, Options, errors
+from bigbatch.batch.batch import SampleShape
 from bigbatch.memory.search import Probe, choose
 from bigbatch.memory.sizes import Sizes
+
+
+def shape(*dims: int, dtype: str = "int64", beside: bool = False) -> SampleShape:
+    """The shape of a sample with one tensor, or with a number beside it."""
+    return SampleShape((("batch", dtype, dims), *((("other", "int64", ()),) if beside else ())))
 
 
 def sizes(asked: list[int]) -> tuple[Sizes, object]:
@@ -27,31 +33,32 @@ def test_a_size_is_found_once() -> None:
     """The second batch of a shape asks for nothing."""
     asked: list[int] = []
     found, probe = sizes(asked)
-    first = found.samples("batch int64 [128]", 64, probe)  # type: ignore[arg-type]
+    first = found.samples(shape(128), 64, probe)  # type: ignore[arg-type]
     number = len(asked)
     assert first == 8
     assert number
-    assert found.samples("batch int64 [128]", 64, probe) == first  # type: ignore[arg-type]
+    assert found.samples(shape(128), 64, probe) == first  # type: ignore[arg-type]
     assert len(asked) == number
 
 
 @pytest.mark.parametrize(
-    ("shape", "anew"),
+    ("other", "anew"),
     [
-        ("batch int64 [100]", False),
-        ("batch int64 [129]", True),
-        ("batch int32 [100]", True),
-        ("batch int64 [100, 2]", True),
-        ("batch int64 [100]; other int64 []", True),
+        (shape(100), False),
+        (shape(129), True),
+        (shape(100, dtype="int32"), True),
+        (shape(100, 2), True),
+        (shape(100, beside=True), True),
+        (SampleShape(), True),  # as `collate` makes them
     ],
 )
-def test_a_size_for_larger_samples_serves_smaller_ones(shape: str, anew: bool) -> None:
+def test_a_size_for_larger_samples_serves_smaller_ones(other: SampleShape, anew: bool) -> None:
     """Ragged batches are tried anew only when they are larger than all before, or of another kind."""
     asked: list[int] = []
     found, probe = sizes(asked)
-    size = found.samples("batch int64 [128]", 64, probe)  # type: ignore[arg-type]
+    size = found.samples(shape(128), 64, probe)  # type: ignore[arg-type]
     number = len(asked)
-    assert found.samples(shape, 64, probe) == size  # type: ignore[arg-type]
+    assert found.samples(other, 64, probe) == size  # type: ignore[arg-type]
     assert (len(asked) > number) == anew
     assert len(found.state_dict()) == 1 + anew
 
@@ -147,7 +154,7 @@ def test_a_budget_that_failed_is_never_exceeded() -> None:
     """Not by what was found before, nor by what is found for longer samples."""
     device = Attention()
     assert device.tokens([16] * 4096) > 100
-    device.sizes.learn("tokens", 100)
+    device.sizes.learn_tokens(100)
     probes = len(device.probed)
     assert device.tokens([16] * 4096) == 100
     assert len(device.probed) == probes
@@ -159,24 +166,24 @@ def test_what_was_learned_is_saved_with_what_it_was_found_with() -> None:
     """A size found on two samples is found again on many, also when it came from a file; so are budgets."""
     asked: list[int] = []
     found, probe = sizes(asked)
-    found.samples("batch int64 [128]", 2, probe)  # type: ignore[arg-type]
+    found.samples(shape(128), 2, probe)  # type: ignore[arg-type]
     device = Attention()
     device.tokens([16] * 4)
-    found.learn("other", 3)
+    found.learn(SampleShape(), 3)
     state = {**found.state_dict(), **device.sizes.state_dict()}
     assert state == {
         "batch int64 [128]": {"size": 2, "samples": 2},
-        "other": {"size": 3},
+        "samples": {"size": 3},
         "tokens [16]": {"size": 64, "samples": 4},
     }
     resumed = Sizes("auto", "1GiB", torch.device("cpu"))
     resumed.load_state_dict(state)
     assert resumed.state_dict() == state
     asked.clear()
-    assert resumed.samples("batch int64 [128]", 4, probe) == 2  # type: ignore[arg-type]
-    assert resumed.samples("other", 4096, probe) == 3  # type: ignore[arg-type]
+    assert resumed.samples(shape(128), 4, probe) == 2  # type: ignore[arg-type]
+    assert resumed.samples(SampleShape(), 4096, probe) == 3  # type: ignore[arg-type]
     assert not asked
-    assert resumed.samples("batch int64 [128]", 64, probe) == 8  # type: ignore[arg-type]
+    assert resumed.samples(shape(128), 64, probe) == 8  # type: ignore[arg-type]
     device.sizes, device.probed = resumed, []
     assert device.tokens([16] * 4) == 64
     assert not device.probed
@@ -189,7 +196,7 @@ def test_states_without_what_a_size_was_found_with_are_read() -> None:
     resumed.load_state_dict({"batch int64 [128]": 2, "tokens": 64})
     asked: list[int] = []
     _, probe = sizes(asked)
-    assert resumed.samples("batch int64 [128]", 4096, probe) == 2  # type: ignore[arg-type]
+    assert resumed.samples(shape(128), 4096, probe) == 2  # type: ignore[arg-type]
     assert resumed.tokens("auto", [16] * 4096, probe) == 64  # type: ignore[arg-type]
     assert not asked
 
@@ -200,10 +207,27 @@ def test_states_without_what_a_size_was_found_with_are_read() -> None:
 def test_a_learned_size_that_is_none_is_refused(found: Any) -> None:
     """What comes from a file is looked at, and taken whole or not at all."""
     kept = Sizes("auto", None, torch.device("cpu"))
-    kept.learn("x", 1)
+    kept.learn(shape(3), 1)
     with pytest.raises(errors.StateError, match="positive integer"):
-        kept.load_state_dict({"good": 1, "batch": found})
-    assert list(kept.state_dict()) == ["x"]
+        kept.load_state_dict({"batch int64 [4]": 1, "batch int64 [5]": found})
+    with pytest.raises(errors.StateError, match="shape of a sample"):
+        kept.load_state_dict({"batch int64 [4]": 1, "no shape": 1})
+    assert list(kept.state_dict()) == ["batch int64 [3]"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.text(min_size=1), st.sampled_from(["int64", "bfloat16"]), st.lists(st.integers(0, 99)).map(tuple)),
+        max_size=4,
+    )
+)
+def test_a_shape_is_read_as_it_was_written(tensors: list[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Whatever the keys of a batch are."""
+    written = SampleShape(tuple((f"batch[{key!r}]", dtype, dims) for key, dtype, dims in tensors))
+    kept, resumed = (Sizes("auto", None, torch.device("cpu")) for _ in range(2))
+    kept.learn(written, 3)
+    resumed.load_state_dict(kept.state_dict())
+    assert resumed.samples(written, 9, lambda *_: pytest.fail("it is known")) == 3
 
 
 def test_lists_of_samples_may_grow() -> None:

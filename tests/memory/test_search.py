@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bigbatch.batch.tree import balanced
+from bigbatch.batch.split import balanced
 from bigbatch.errors import OutOfMemory
 from bigbatch.memory.search import HALVINGS, MARGIN, PROBES, Choice, Probe, choose, even_sizes
 

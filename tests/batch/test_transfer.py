@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from bigbatch.batch import transfer
+from bigbatch.batch.batch import Batch
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
-from bigbatch.batch.tree import Batch
 
 
 def divided(number: int) -> Division:

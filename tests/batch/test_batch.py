@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from bigbatch.batch.batch import Batch, SampleShape
 from bigbatch.batch.extras import detached, joined
-from bigbatch.batch.split import Division
-from bigbatch.batch.tree import Batch, balanced, leaves, mapped
+from bigbatch.batch.split import Division, balanced
+from bigbatch.batch.tree import leaves, mapped
 from bigbatch.errors import BatchError, ConfigurationError
 from tests.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
 from tests.samples import rows
@@ -106,12 +107,12 @@ def test_samples_are_found_by_agreement(batch: Any, size: int, sampled: set[str]
 def test_a_disagreement_shows_the_shapes() -> None:
     """All of them, or the first eight."""
     with pytest.raises(
-        BatchError, match=r"(?s)found 4 and 5 rows.*batch\['x'\]: \[4, 3\].*batch\['y'\]: \[5\].*weight"
+        BatchError, match=r"(?s)4 and 5 rows are found.*batch\['x'\]: \[4, 3\].*batch\['y'\]: \[5\].*weight"
     ):
         Batch.of({"x": torch.zeros(4, 3), "y": torch.zeros(5)})
     with pytest.raises(BatchError, match="and 4 more"):
         Batch.of([torch.zeros(4 + i % 2) for i in range(12)])
-    with pytest.raises(BatchError, match=r"found 0 and 4 rows|found 4 and 0 rows"):
+    with pytest.raises(BatchError, match=r"0 and 4 rows|4 and 0 rows"):
         Batch.of({"x": torch.zeros(0, 3), "w": torch.zeros(4)})
     with pytest.raises(BatchError, match="this batch is empty"):
         Batch.of({"x": torch.zeros(0, 3), "y": torch.zeros(0), "w": torch.zeros(4)})
@@ -157,12 +158,12 @@ def test_what_is_shared_is_remembered_by_its_path() -> None:
 def test_the_signature_is_of_one_sample() -> None:
     """The same for any number of samples, another for another shape or dtype."""
 
-    def of(*shape: int, dtype: torch.dtype = torch.float32) -> str:
+    def of(*shape: int, dtype: torch.dtype = torch.float32) -> SampleShape:
         return Batch.of(
             {"x": torch.zeros(*shape, dtype=dtype), "w": torch.zeros(1, SHARED_ROWS), "n": ["a"] * 3}
         ).signature()
 
-    assert of(20, 3) == of(40, 3) == "batch['x'] float32 [3]"
+    assert of(20, 3) == of(40, 3) == SampleShape((("batch['x']", "float32", (3,)),))
     assert len({of(20, 3), of(20, 4), of(20, 3, dtype=torch.int64), of(20, 3, 1)}) == 4
 
 
