@@ -23,7 +23,6 @@ from bigbatch.errors import (
     StateError,
     WindowDisturbed,
 )
-from tests.batches import STRUCTURES, Structure, batch_sizes, cuttable, micro_batch_sizes, samples_of, structures
 from tests.losses import EITHER, SEVERAL
 from tests.reference import (
     Run,
@@ -39,6 +38,15 @@ from tests.reference import (
 from tests.samples import Batch, Loss, mlp, normal, rows, sequences
 from tests.samples import generator as seeded_generator
 from tests.strategies import OPTIMIZERS, clip_norms, optimizers, seeds
+from tests.support.batches import (
+    STRUCTURES,
+    Structure,
+    batch_sizes,
+    cuttable,
+    micro_batch_sizes,
+    samples_of,
+    structures,
+)
 from tests.training import MASKED, PLAIN
 
 pytestmark = pytest.mark.filterwarnings(
@@ -537,7 +545,10 @@ def step_of(**options: Any) -> BigStep:
     ("batch", "message"),
     [
         ({"x": torch.zeros(0, 3), "value": torch.zeros(0, 4)}, "this batch is empty"),
-        ({"x": torch.zeros(4, 3), "value": torch.zeros(5, 4)}, r"4 and 5 rows are found equally often\. Got batch\['x'\]"),
+        (
+            {"x": torch.zeros(4, 3), "value": torch.zeros(5, 4)},
+            r"4 and 5 rows are found equally often\. Got batch\['x'\]",
+        ),
         ({"x": 3, "value": "text"}, r"no tensor with samples.*dict of int, str"),
         ((), "no tensor with samples"),
         (None, "no tensor with samples"),

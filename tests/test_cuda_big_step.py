@@ -17,6 +17,8 @@ from bigbatch import BigStep, Options, errors
 from bigbatch.execute import precast
 from tests.reference import trained
 from tests.samples import seeded
+from tests.support.packed import LOSSES, attentive
+from tests.support.packed import text as ragged_text
 from tests.test_cuda import (
     OPTIMIZERS,
     Batch,
@@ -32,8 +34,6 @@ from tests.test_cuda import (
     two_heads,
     weighted,
 )
-from tests.test_packing import LOSSES, attentive
-from tests.test_packing import text as ragged_text
 from tests.test_replaying import (
     LONG,
     SHORT,

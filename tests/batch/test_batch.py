@@ -17,8 +17,8 @@ from bigbatch.batch.extras import detached, joined
 from bigbatch.batch.split import Division, balanced
 from bigbatch.batch.tree import leaves, mapped
 from bigbatch.errors import BatchError, ConfigurationError
-from tests.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
 from tests.samples import rows
+from tests.support.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
 
 
 @given(st.integers(1, 500), st.integers(1, 600))

@@ -6,6 +6,7 @@ trimmed to its longest.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
@@ -39,31 +40,44 @@ class Padding:
         )
 
 
-def pack(
-    lengths: Sequence[int], budget: int, most: int | None = None, *, width: int = 0, alike: bool = False
-) -> list[tuple[list[int], int]]:
-    """Group samples of like length; each group comes with its width, and the longest samples come first.
+def pack(lengths: Sequence[int], budget: int, most: int | None = None) -> list[tuple[list[int], int]]:
+    """Group samples of like length, the longest first; each group comes with its width, that of its longest sample.
 
-    A group is as wide as its longest sample, and has at most `budget` padded tokens and `most` samples. There are as
-    few groups as there can be. Where shapes should be `alike` from batch to batch, widths are those of `rounded`, at
-    most `width`, and only the first group, of the longest samples, has fewer samples than its width allows.
+    A group has at most `budget` padded tokens and `most` samples; a sample longer than the budget has its own. There
+    are as few groups as there can be, and of those the least padding: samples in order of length are cut somewhere.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    sizes = [max(lengths[i], 1) for i in order]
+    best = [(0, 0, 0)] * (len(order) + 1)  # from each place on: groups, padded tokens, the first one's end
+    for i in reversed(range(len(order))):
+        last = min(len(order), i + max(budget // sizes[i], 1), i + (most or len(order)))
+        # Cutting later never takes more groups, so only the last few places are tried.
+        ends = takewhile(lambda end: best[end][0] == best[last][0], range(last, i, -1))  # noqa: B023 - used at once
+        best[i] = min((1 + best[end][0], best[end][1] + sizes[i] * (end - i), end) for end in ends)
+    groups, i = [], 0
+    while i < len(order):
+        groups.append((order[i : best[i][2]], sizes[i]))
+        i = best[i][2]
+    return groups
+
+
+def pack_alike(
+    lengths: Sequence[int], budget: int, most: int | None = None, *, width: int = 0
+) -> list[tuple[list[int], int]]:
+    """Group samples so that shapes come again from batch to batch; each group comes with its width.
+
+    Widths are those of `rounded`, at most `width`. Only the first group, of the longest samples, has fewer samples than
+    its width allows: a group has few of those, so its shapes are few.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
-    sizes = [max(lengths[i], 1) for i in order]
-    width = max(width, sizes[-1])  # nothing is ever cut off
+    width = max(width, *lengths, 1)  # nothing is ever cut off
     groups: list[tuple[list[int], int]] = []
     start = 0
     while start < len(order):
-        left = min(most or len(order), len(order) - start)
-        number, wide = 1, sizes[start]
-        if alike:
-            wide = min(rounded(wide), width)
-            while sizes[start + (number := min(max(budget // wide, 1), left)) - 1] > wide:
-                wide = min(rounded(wide + 1), width)
-        else:
-            while number < left and (number + 1) * sizes[start + number] <= budget:
-                number += 1
-            wide = sizes[start + number - 1]
+        wide, number = min(rounded(lengths[order[start]]), width), 0
+        while not number or lengths[order[start + number - 1]] > wide:
+            wide = min(rounded(wide + 1), width) if number else wide
+            number = min(max(budget // wide, 1), most or len(order), len(order) - start)
         groups.append((order[start : start + number], wide))
         start += number
     return groups[::-1]
@@ -99,14 +113,7 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
     whole = batch.whole
     mask = whole.get(name) if isinstance(whole, Mapping) else getattr(whole, name, None)
     if not isinstance(mask, Tensor) or mask.dim() != 2:  # noqa: PLR2004 - samples and places
-        found = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        if mask is None and isinstance(whole, Mapping):
-            found = f"only {', '.join(repr(key) for key in whole)}"
-        raise BatchError(
-            f"lengths={name!r} should name a mask of samples by places in the batch.",
-            found=found,
-            fix="Options(lengths=lambda batch: (batch[0] != pad).sum(1))",
-        )
+        raise _no_mask(name, mask, whole)
     places = torch.arange(mask.shape[1], device=mask.device)
     lengths, is_prefix = [], True
     for rows in in_parts(mask):
@@ -130,6 +137,17 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
     return torch.cat(lengths)
 
 
+def _no_mask(name: str, mask: object, whole: Any) -> BatchError:
+    found = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+    if mask is None and isinstance(whole, Mapping):
+        found = f"only {', '.join(repr(key) for key in whole)}"
+    return BatchError(
+        f"lengths={name!r} should name a mask of samples by places in the batch.",
+        found=found,
+        fix="Options(lengths=lambda batch: (batch[0] != pad).sum(1))",
+    )
+
+
 def in_parts(table: Tensor) -> Sequence[Tensor]:
     """Cut a table in host memory into rows of few elements: a CPU's threads take longer to start than to work on them.
 
@@ -144,7 +162,7 @@ def in_parts(table: Tensor) -> Sequence[Tensor]:
 
 def width_of(batch: Batch, longest: int) -> int:
     """Return how wide the batch was padded, the second dimension that its leaves share."""
-    widths = [leaf.shape[1] for path, leaf in leaves(batch.whole) if path in batch.sampled and _is_wide(leaf)]
+    widths = [leaf.shape[1] for path, leaf in leaves(batch.whole) if _is_wide(batch, path, leaf)]
     fitting = [width for width in widths if width >= longest]
     return max(fitting, key=lambda width: (fitting.count(width), -width)) if fitting else longest
 
@@ -153,7 +171,7 @@ def trimmed(batch: Batch, width: int, longest: int) -> Batch:
     """Cut the padding off: of every leaf that is as wide as the batch was padded; nothing is copied."""
 
     def trim(path: str, leaf: Any) -> Any:
-        return leaf[:, :longest] if path in batch.sampled and _is_wide(leaf) and leaf.shape[1] == width else leaf
+        return leaf[:, :longest] if _is_wide(batch, path, leaf, width) else leaf
 
     return replace(batch, whole=mapped(batch.whole, trim))
 
@@ -162,9 +180,7 @@ def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> 
     """Raise where what would be cut off is not padding: beyond the lengths, all samples should be alike."""
     shortest = min(range(batch.size), key=lambda i: lengths[i])
     for path, leaf in leaves(batch.whole):
-        if path not in batch.sampled or not _is_wide(leaf) or leaf.shape[1] != width:
-            continue
-        if not _is_padding(leaf, torch.tensor(lengths, device=leaf.device), leaf[shortest]):
+        if _is_wide(batch, path, leaf, width) and not _is_padding(leaf, lengths, leaf[shortest]):
             raise BatchError(
                 f"{path} is as wide as the padded batch ({width}), and beyond its samples' lengths it differs from "
                 "sample to sample: it is no padding, and trimming it would lose data.",
@@ -173,16 +189,18 @@ def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> 
             )
 
 
-def _is_padding(leaf: Tensor, lengths: Tensor, like: Tensor) -> bool:
+def _is_padding(leaf: Tensor, lengths: Sequence[int], like: Tensor) -> bool:
     """Whether all samples are like this one beyond their lengths: a constant, or places counted on."""
-    places = torch.arange(leaf.shape[1], device=leaf.device)
-    parts = in_parts(leaf)
-    for rows, ends in zip(parts, lengths.split([len(part) for part in parts]), strict=True):
+    places, parts = torch.arange(leaf.shape[1], device=leaf.device), in_parts(leaf)
+    every = torch.tensor(lengths, device=leaf.device).split([len(part) for part in parts])
+    for rows, ends in zip(parts, every, strict=True):
         within = (places < ends[:, None]).reshape(*ends.shape, -1, *(1,) * (leaf.dim() - 2))
         if not bool((within | (rows == like)).all()):
             return False
     return True
 
 
-def _is_wide(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 1
+def _is_wide(batch: Batch, path: str, leaf: Any, width: int | None = None) -> bool:
+    """Whether a leaf has places along its second dimension, as many as the batch was padded to where that is given."""
+    is_table = path in batch.sampled and isinstance(leaf, Tensor) and leaf.dim() > 1
+    return is_table and (width is None or leaf.shape[1] == width)

@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from bigbatch.batch.batch import Batch, Indices
-from bigbatch.batch.packing import Padding, pack, trimmed, width_of
+from bigbatch.batch.packing import Padding, pack, pack_alike, trimmed, width_of
 
 _FEW = 16  # shapes that a left-over group may have: worth to be captured, each
 
@@ -39,7 +39,7 @@ class Division:
         Each is trimmed to its longest sample, or, where they should be `alike`, to one of a few widths.
         """
         width, odd = width_of(batch, max(*lengths, 1)), None
-        packed = pack(lengths, budget, most, width=width, alike=alike)
+        packed = pack_alike(lengths, budget, most, width=width) if alike else pack(lengths, budget, most)
         full = min(max(budget // packed[0][1], 1), most or batch.size)
         if alike and len(packed) > 1 and len(packed[0][0]) < full:
             # If its shape is new, it takes the host a while: in the middle the device has enough to do meanwhile.

@@ -49,33 +49,36 @@ def read(memory: object) -> tuple[float | None, int]:
     if isinstance(memory, str):
         return _read_text(memory)
     if isinstance(memory, bool) or not isinstance(memory, int | float):
-        raise ConfigurationError(f"memory={memory!r}: found a {type(memory).__name__}.\n\n{_WAYS}")
+        raise _refused(memory, f"it is a {type(memory).__name__}")
     if isinstance(memory, float) and 0 < memory <= 1:
         return memory, 0
-    if not _SMALLEST <= memory < float("inf"):  # NaN, too
-        what = "an int is bytes, a float up to 1.0 is a fraction" if memory > 0 else "memory is a positive number"
-        raise ConfigurationError(f"memory={memory!r}: {what}.\n\n{_WAYS}")
+    if not memory > 0:  # NaN, too
+        raise _refused(memory, "memory is a positive number")
+    if not _SMALLEST <= memory < float("inf"):
+        raise _refused(memory, "an int is bytes, a float up to 1.0 is a fraction")
     return None, int(memory)
 
 
 def _read_text(text: str) -> tuple[float | None, int]:
     found = _WRITTEN.fullmatch(text)
     if found is None:
-        raise ConfigurationError(f"memory={text!r} is not a number with a unit.\n\n{_WAYS}")
+        raise _refused(text, "it is not a number with a unit")
     number, unit = float(found[1]), found[2]
     if unit == "%" and 0 < number <= _PERCENT:
         return number / _PERCENT, 0
     if not unit:
-        raise ConfigurationError(f"memory={text!r}: {found[1]} of what? It has no unit.\n\n{_WAYS}")
+        raise _refused(text, f"{found[1]} of what? It has no unit")
     if unit.lower() not in _UNITS:
-        raise ConfigurationError(f"memory={text!r}: {unit!r} is not a unit of memory.\n\n{_WAYS}")
+        raise _refused(text, f"{unit!r} is not a unit of memory")
     size = int(number * _UNITS[unit.lower()])
     if size < _SMALLEST:
-        raise ConfigurationError(f"memory={text!r} is {size:,} bytes, too little to train in.\n\n{_WAYS}")
+        raise _refused(text, f"{size:,} bytes are too little to train in")
     return None, size
 
 
-_WAYS = 'Write memory="20GiB", memory="20GB" or memory="80%"; in Python, also bytes (20 * 2**30) or a fraction (0.8).'
+def _refused(memory: object, why: str) -> ConfigurationError:
+    fix = 'memory="20GiB", memory="20GB" or memory="80%"; in Python, also bytes (20 * 2**30) or a fraction (0.8)'
+    return ConfigurationError(f"memory={memory!r}: {why}.", fix=fix)
 
 
 def room(device: torch.device | str) -> Room:
@@ -89,8 +92,7 @@ def room(device: torch.device | str) -> Room:
 def _cuda_room(device: torch.device) -> Room:
     if not torch.cuda.is_available():
         raise ConfigurationError(
-            f"there is no {device}: torch.cuda.is_available() is False.\n\n"
-            'Without the device, say how much it has: bigbatch.plan(..., memory="24GiB").'
+            f"there is no {device}: torch.cuda.is_available() is False.", fix='bigbatch.plan(..., memory="24GiB")'
         )
     free, total = torch.cuda.mem_get_info(device)
     # What the caching allocator holds is ours already, whether in use or not.

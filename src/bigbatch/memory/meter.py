@@ -2,8 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,30 +13,20 @@ from torch.utils._pytree import tree_leaves
 
 from bigbatch.memory.host import resident
 
-Result = TypeVar("Result")
-
 
 class OverLimit(MemoryError):
     """An action was stopped since it would have held more host memory than it may."""
 
 
-@dataclass(frozen=True)
-class Peak:
-    """The most bytes that were held at once, with what was there before."""
-
-    allocated: int  # in tensors
-    reserved: int  # taken from the device: on CUDA the allocator's cache, too
-
-
 class Meter:
-    """Measures actions on one device, one after the other.
+    """Measures the peaks of actions on one device, one after the other, with what was there before.
 
         meter = Meter("cuda")
-        loss, peak = meter(lambda: loss_fn(model, batch).backward())
+        peak = meter(lambda: loss_fn(model, batch).backward())
 
-    On CUDA it asks the caching allocator. A CPU has none that keeps a peak: there the meter counts the tensors that
-    operations return, on top of what the process held when the meter was made. It slows operations down, so time
-    them without it.
+    On CUDA it asks the caching allocator what it took from the device. A CPU has none that keeps a peak: there the
+    meter counts the tensors that operations return, on top of what the process held when the meter was made. It slows
+    operations down, so time them without it.
 
     Args:
         device: where the action's tensors are.
@@ -48,33 +37,23 @@ class Meter:
 
     def __init__(self, device: torch.device | str, limit: int | None = None, beside: int = 0) -> None:
         """Note what the process holds."""
-        self.device = torch.device(device)
-        self._limit = limit
+        self._device, self._limit = torch.device(device), limit
         # Taken once: memory that one action has freed may stay with the process, and is not the next one's.
-        self._before = resident() + beside if self.device.type != "cuda" else 0
+        self.before = resident() + beside if self._device.type != "cuda" else 0
 
-    @property
-    def before(self) -> int:
-        """What is held while nothing runs."""
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else self._before
-
-    def __call__(self, action: Callable[[], Result]) -> tuple[Result, Peak]:
-        """Run the action; return what it returns, and its peak."""
-        if self.device.type == "cuda":
-            return self._on_cuda(action)
-        with LiveBytes(limit=None if self._limit is None else self._limit - self._before) as live:
-            result = action()
-        held = self._before + live.peak
-        return result, Peak(held, held)
-
-    def _on_cuda(self, action: Callable[[], Result]) -> tuple[Result, Peak]:
-        torch.cuda.synchronize(self.device)
+    def __call__(self, action: Callable[[], object]) -> int:
+        """Run the action; return the most bytes that were held at once."""
+        if self._device.type != "cuda":
+            with LiveBytes(limit=None if self._limit is None else self._limit - self.before) as live:
+                action()
+            return self.before + live.peak
+        torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # a larger block that lies around is handed out, and counted, whole
-        torch.cuda.reset_peak_memory_stats(self.device)
-        result = action()
-        torch.cuda.synchronize(self.device)
-        peak = Peak(torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
-        return result, peak
+        torch.cuda.reset_peak_memory_stats(self._device)
+        action()
+        torch.cuda.synchronize(self._device)
+        peak: int = torch.cuda.max_memory_reserved(self._device)
+        return peak
 
 
 class LiveBytes(TorchDispatchMode):

@@ -55,13 +55,13 @@ class Stage:
             company += empty_gradients(self._optimizers, self._gradient_dtype)
             company += [torch.empty_like(p, dtype=dtype) for p, dtype in awaited_state(self._optimizers)]
         gc.collect()  # what lies in reference cycles is nobody's, and would be measured
-        _, peak = self._meter(run)
+        peak = self._meter(run)
         # Timed apart: the first time of a shape is slow, and so is a CPU under the meter.
         seconds = self._timed(run)
         for _ in range(_REPEATS if seconds < _SHORT else 0):
             seconds = min(seconds, self._timed(run))
         del company
-        return Probe(size, peak.reserved, seconds)
+        return Probe(size, peak, seconds)
 
     def _timed(self, run: Callable[[], object]) -> float:
         started = time.perf_counter()

@@ -120,7 +120,7 @@ class _Search:
         """One sample must fit."""
         first = self._look(1)
         if not first.fits(self.limit):
-            raise OutOfMemory(_too_big(first, self.limit, budget))
+            raise _too_big(first, self.limit, budget)
 
     def reach_the_largest_that_fits(self) -> None:
         """Close in on the boundary from both sides, until the sizes between make no difference."""
@@ -258,19 +258,15 @@ def _crossing(probes: Sequence[Probe], limit: int) -> float:
     return math.inf if v <= y else x + (limit - y) * (u - x) / (v - y)
 
 
-def _too_big(probe: Probe, limit: int, budget: int) -> str:
-    if probe.peak_bytes is None:
-        found = f"ran out of memory; the budget is {human(budget)}"
-    else:
+def _too_big(probe: Probe, limit: int, budget: int) -> OutOfMemory:
+    found = f"ran out of memory; the budget is {human(budget)}"
+    if probe.peak_bytes is not None:
         found = (
             f"needs {human(probe.peak_bytes)}, {human(probe.peak_bytes - limit)} more than the {human(limit)} that a "
             f"budget of {human(budget)} leaves after its margin"
         )
-    return (
-        f"one sample does not fit: its forward and backward, with weights, gradients and optimizer state, {found}.\n\n"
-        "Try one of these:\n"
-        "    torch.utils.checkpoint.checkpoint around each block: activations are computed again instead of kept\n"
-        "    shorter sequences or smaller images: activations shrink with them\n"
-        "    torch.autocast(device, dtype=torch.bfloat16): most activations take half\n"
-        "    an optimizer with less state (SGD: none; Adafactor: little), or fewer trained weights (LoRA)"
+    return OutOfMemory(
+        f"one sample does not fit: its forward and backward, with weights, gradients and optimizer state, {found}.",
+        fix="torch.utils.checkpoint around each block, shorter sequences or smaller images, torch.autocast to "
+        "bfloat16, an optimizer with less state, or fewer trained weights (LoRA)",
     )

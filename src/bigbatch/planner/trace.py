@@ -243,7 +243,7 @@ def _faked(models: Sequence[nn.Module], fakes: Fakes) -> Iterator[None]:
     """
     modules = list(dict.fromkeys(module for model in models for module in model.modules()))
     held = [vars(module) for module in modules]
-    held += [each for module in modules for each in (module._parameters, module._buffers)]  # type: ignore[misc]  # noqa: SLF001
+    held += [each for module in modules for each in (module._parameters, module._buffers)]  # noqa: SLF001
     before = [dict(each) for each in held]
     try:
         for each in held[len(modules) :]:  # setattr would register anew

@@ -194,9 +194,10 @@ def untouched(
 
     Gradients are None at the start. Parameters and the optimizers' state are not guarded: do not step.
     """
-    every: list[Tensor] = [p for model in models for p in model.parameters()]
-    every += [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    parameters = list({id(p): p for p in every}.values())
+    parameters = list({id(p): p for model in models for p in model.parameters()}.values())
+    known = {id(p) for p in parameters}
+    stepped = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
+    parameters += [p for key, p in stepped.items() if key not in known]
     gradients = [p.grad for p in parameters]
     buffers, randomness = Buffers(models, habits), Randomness(devices_of(models))
     for p in parameters:
