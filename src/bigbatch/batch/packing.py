@@ -53,7 +53,8 @@ def pack(lengths: Sequence[int], budget: int, most: int | None = None) -> list[t
         last = min(len(order), i + max(budget // sizes[i], 1), i + (most or len(order)))
         # Cutting later never takes more groups, so only the last few places are tried.
         ends = takewhile(lambda end: best[end][0] == best[last][0], range(last, i, -1))  # noqa: B023 - used at once
-        best[i] = min((1 + best[end][0], best[end][1] + sizes[i] * (end - i), end) for end in ends)
+        found = [(1 + best[end][0], best[end][1] + sizes[i] * (end - i), end) for end in ends]
+        best[i] = min(found, key=lambda each: each[:2])
     groups, i = [], 0
     while i < len(order):
         groups.append((order[i : best[i][2]], sizes[i]))

@@ -27,7 +27,7 @@ from bigbatch.memory.search import MARGIN, Choice, Probe, choose, even_sizes
 from bigbatch.planner.coupled import Coupling, Waiting, coupled_notes
 from bigbatch.planner.plan_report import REFUSED, Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planner.trace import Prediction, optimizer_bytes, predict, wider
-from bigbatch.state.snapshot import Randomness, devices_of, untouched
+from bigbatch.state.snapshot import Randomness, devices_of
 from bigbatch.window.gate import Admission
 from bigbatch.wording import speaking_of
 
@@ -119,6 +119,18 @@ class _Work:
     batch: Batch
     device: torch.device
     coupling: Coupling
+    saved: dict[int, int] = field(default_factory=dict)  # bytes that autograd saves of a micro-batch, by its size
+
+    def forward(self, samples: Any, size: int, device: torch.device) -> Any:
+        """Call the loss function on some samples; the first time, note what autograd saves beside them."""
+        returned: list[Any] = []
+        with self.coupling.watched():
+            if size in self.saved:
+                return self.loss(self.model, samples)
+            given = _tensors(samples)
+            found = saved_bytes(lambda: returned.append(self.loss(self.model, samples)), self.models, device, given)
+            self.saved[size] = found
+            return returned.pop()
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,6 @@ class _Bench:
     measured: bool
     has_host: bool  # whether there is a host's memory beside the device's
     probe: Callable[[int], Probe]
-    saved: Callable[[int], int]  # bytes that autograd saves of a micro-batch beside weights and samples
     resident: Callable[[], int]
     notes: list[str] = field(default_factory=list)
 
@@ -154,12 +165,12 @@ def _measuring(work: _Work, budget: int) -> _Bench:
 
     def probe(size: int) -> Probe:
         def run() -> None:
-            with work.coupling.watched():
-                returned = work.loss(work.model, mover.moved(work.batch.take(slice(0, size))))
+            is_first = size not in work.saved  # whose graph keeps its counts where a reader does not look
+            returned = work.forward(mover.moved(work.batch.take(slice(0, size))), size, device)
             loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
             with speaking_of("BigStep"):
                 arguments.loss(loss, None)
-            if not work.coupling.anywhere and not any(note.startswith(REFUSED) for note in notes):
+            if not is_first and not work.coupling.anywhere and not any(note.startswith(REFUSED) for note in notes):
                 with _disable_current_modes():  # as in a window
                     notes.extend(_refusal(admission, loss))
             loss.backward()
@@ -170,12 +181,8 @@ def _measuring(work: _Work, budget: int) -> _Bench:
             seen = replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
         return seen
 
-    def saved(size: int) -> int:
-        with untouched(work.models), work.coupling.watched():
-            return _saved(work, mover.moved(work.batch.take(slice(0, size))), device)
-
     name = torch.cuda.get_device_name(device) if on_cuda else "this machine's CPU"
-    return _Bench(name, MARGIN, True, on_cuda, probe, saved, lambda: held, notes)  # noqa: FBT003
+    return _Bench(name, MARGIN, True, on_cuda, probe, lambda: held, notes)  # noqa: FBT003
 
 
 def _tracing(work: _Work) -> _Bench:
@@ -186,31 +193,21 @@ def _tracing(work: _Work) -> _Bench:
         here = f"{work.device} has {human(room(work.device).reachable)}"
 
     def probe(size: int) -> Probe:
-        with work.coupling.watched():
-            traced.append(predict(work.model, work.loss, work.batch.take(slice(0, size)), work.optimizers))
+        def loss_fn(_: Any, samples: Any) -> Any:
+            return work.forward(samples, size, torch.device("cpu"))
+
+        traced.append(predict(work.model, loss_fn, work.batch.take(slice(0, size)), work.optimizers))
         return Probe(size, traced[-1].peak)
-
-    def saved(size: int) -> int:
-        found: list[int] = []
-
-        def loss_fn(_: Any, samples: Any) -> Tensor:
-            found.append(_saved(work, samples, torch.device("cpu")))
-            return torch.zeros((), requires_grad=True)  # whose backward is of no interest
-
-        with work.coupling.watched():
-            predict(work.model, loss_fn, work.batch.take(slice(0, size)))
-        return found[0]
 
     notes = [
         f"Predicted by tracing, since {here}; {TRACED_MARGIN:.0%} are left free for what a trace does not see.",
         "Times are not known: on the device itself, a smaller size may be as fast.",
     ]
-    return _Bench("a GPU", TRACED_MARGIN, False, True, probe, saved, lambda: traced[0].resident, notes)  # noqa: FBT003
+    return _Bench("a GPU", TRACED_MARGIN, False, True, probe, lambda: traced[0].resident, notes)  # noqa: FBT003
 
 
-def _saved(work: _Work, samples: Any, device: torch.device) -> int:
-    given = [leaf for _, leaf in leaves(samples) if isinstance(leaf, Tensor)]
-    return saved_bytes(lambda: work.loss(work.model, samples), work.models, device, given)
+def _tensors(samples: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(samples) if isinstance(leaf, Tensor)]
 
 
 def _refusal(admission: Admission, loss: Tensor) -> list[str]:
@@ -255,7 +252,9 @@ def _planned(work: _Work, bench: _Bench, budget: int, on_probe: Callable[[int], 
             untimed = tuple(replace(each, seconds=None) for each in choice.probes)
             choice = replace(choice, size=choice.largest, probes=untimed)
         if choice.steps > 1 and work.coupling.inside:
-            waiting = _waiting(work, bench, choice.size)
+            whole = _tensors(work.batch.take(slice(None))) if bench.has_host else []  # copied to a device
+            of_a_sample, samples = work.saved[choice.size] / choice.size, sum(leaf.nbytes for leaf in whole)
+            waiting = Waiting(of_a_sample, samples, work.batch.size, at_norms=bool(work.coupling.norms))
             choice = _leaving_room(choice, waiting, probe) if bench.has_host else choice
     probes = [seen[size] for size in sorted(seen)]
     limit, held = int(budget * (1 - bench.margin)), bench.resident()
@@ -290,13 +289,6 @@ def _row(  # noqa: PLR0917
         fits=probe.fits(limit - (beside or 0)),
         waiting_bytes=beside,
     )
-
-
-def _waiting(work: _Work, bench: _Bench, size: int) -> Waiting:
-    """Say what waits, by what autograd saves of one micro-batch."""
-    tensors = [leaf for _, leaf in leaves(work.batch.take(slice(None))) if isinstance(leaf, Tensor)]
-    samples = sum(leaf.nbytes for leaf in tensors) if bench.has_host else 0  # copied to a device
-    return Waiting(bench.saved(size) / size, samples, work.batch.size, at_norms=bool(work.coupling.norms))
 
 
 def _leaving_room(choice: Choice, waiting: Waiting, probe: Callable[[int], Probe]) -> Choice:

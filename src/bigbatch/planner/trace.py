@@ -194,7 +194,7 @@ class _LiveStorages(LiveBytes):
 
     def computed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation; of what depends on numbers, take the most memory that it can ask for."""
-        return _data_dependent(func, args) if func in _DATA_DEPENDENT else func(*args, **kwargs)
+        return _DATA_DEPENDENT.get(func, func)(*args, **kwargs)
 
     def _on_the_cpu(self, value: Any) -> Any:
         """Take a stand-in for a real tensor on a device: all fake tensors here are on the CPU."""
@@ -255,43 +255,42 @@ def _faked(models: Sequence[nn.Module], fakes: Fakes) -> Iterator[None]:
             each.update(was)
 
 
-_DATA_DEPENDENT = frozenset(
-    {
-        _aten._local_scalar_dense.default,  # noqa: SLF001
-        _aten.nonzero.default,
-        _aten.masked_select.default,
-        _aten.index.Tensor,
-        _aten.equal.default,
-    }
-)
-
-
-def _data_dependent(func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Answer for numbers that are not there: every mask is all true, which is the most memory it can ask for."""
-    subject = args[0]
-    if func is _aten.equal.default:
+def _number(subject: Tensor) -> float | bool:
+    """Answer `.item()`: a logged loss, or a count of steps, which no shape depends on."""
+    if subject.is_floating_point():
+        return 1.0
+    if subject.dtype == torch.bool:
         return False
-    if func is _aten._local_scalar_dense.default:  # noqa: SLF001
-        if subject.is_floating_point():
-            return 1.0  # a logged loss, a count of steps: no shape hangs on it
-        if subject.dtype == torch.bool:
-            return False
-        raise ConfigurationError(
-            "This model cannot be traced: it reads an integer out of a tensor, as .item() and int() do, and a trace "
-            "has shapes alone.",
-            fix="plan(...) on the device itself, where it is measured",
-        )
-    if func is _aten.nonzero.default:
-        return subject.new_empty((subject.numel(), subject.dim()), dtype=torch.int64)
-    if func is _aten.masked_select.default:
-        return subject.new_empty(torch.broadcast_shapes(subject.shape, args[1].shape).numel())
+    raise ConfigurationError(
+        "This model cannot be traced: it reads an integer out of a tensor, as .item() and int() do, and a trace has "
+        "shapes alone.",
+        fix="plan(...) on the device itself, where it is measured",
+    )
+
+
+def _selected(subject: Tensor, mask: Tensor) -> Tensor:
+    return subject.new_empty(torch.broadcast_shapes(subject.shape, mask.shape).numel())
+
+
+def _indexed(subject: Tensor, given: Sequence[Tensor | None]) -> Tensor:
     indices: list[Tensor | None] = []
-    for index in args[1]:
+    for index in given:
         if index is not None and index.dtype in {torch.bool, torch.uint8}:
-            indices += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+            indices += [index.new_empty(index.numel(), dtype=torch.int64)] * index.dim()
         else:
             indices.append(index)
-    return func(subject, indices)
+    found: Tensor = _aten.index.Tensor(subject, indices)
+    return found
+
+
+# Operations whose result depends on numbers: every mask is all true, which is the most memory it can ask for.
+_DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
+    _aten.equal.default: lambda *_: False,
+    _aten._local_scalar_dense.default: _number,  # noqa: SLF001
+    _aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
+    _aten.masked_select.default: _selected,
+    _aten.index.Tensor: _indexed,
+}
 
 
 def _fake(real: Tensor) -> Tensor:
