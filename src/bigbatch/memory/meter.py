@@ -44,7 +44,8 @@ class Meter:
     def __call__(self, action: Callable[[], object]) -> int:
         """Run the action; return the most bytes that were held at once."""
         if self._device.type != "cuda":
-            with LiveBytes(limit=None if self._limit is None else self._limit - self.before) as live:
+            live = LiveBytes(limit=None if self._limit is None else self._limit - self.before)
+            with live:
                 action()
             return self.before + live.peak
         torch.cuda.synchronize(self._device)
