@@ -19,6 +19,7 @@ from bigbatch.batch.tree import leaves, mapped
 from bigbatch.errors import BatchError, ConfigurationError
 from tests.samples import rows
 from tests.support.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
+from tests.support.messages import approve
 
 
 @given(st.integers(1, 500), st.integers(1, 600))
@@ -104,18 +105,31 @@ def test_samples_are_found_by_agreement(batch: Any, size: int, sampled: set[str]
     assert (found.size, set(found.sampled)) == (size, sampled)
 
 
-def test_a_disagreement_shows_the_shapes() -> None:
-    """All of them, or the first eight."""
-    with pytest.raises(
-        BatchError, match=r"(?s)4 and 5 rows are found.*batch\['x'\]: \[4, 3\].*batch\['y'\]: \[5\].*weight"
-    ):
-        Batch.of({"x": torch.zeros(4, 3), "y": torch.zeros(5)})
-    with pytest.raises(BatchError, match="and 4 more"):
-        Batch.of([torch.zeros(4 + i % 2) for i in range(12)])
-    with pytest.raises(BatchError, match=r"0 and 4 rows|4 and 0 rows"):
-        Batch.of({"x": torch.zeros(0, 3), "w": torch.zeros(4)})
-    with pytest.raises(BatchError, match="this batch is empty"):
-        Batch.of({"x": torch.zeros(0, 3), "y": torch.zeros(0), "w": torch.zeros(4)})
+UNCUT: dict[str, Any] = {
+    "a disagreement": {"x": torch.zeros(4, 3), "y": torch.zeros(5)},
+    "a disagreement of many": [torch.zeros(4 + i % 2) for i in range(12)],
+    "a disagreement with nothing": {"x": torch.zeros(0, 3), "w": torch.zeros(4)},
+    "empty": {"x": torch.zeros(0, 3), "y": torch.zeros(0), "w": torch.zeros(4)},
+    "no tensor": {"x": 3, "y": "text"},
+    "samples": [(torch.zeros(3), 1), (torch.zeros(3), 2)],
+    "packed": nn.utils.rnn.pack_sequence([torch.zeros(2), torch.zeros(1)]),
+}
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_batches_that_cannot_be_cut(name: str) -> None:
+    """Each says what was found, and what to pass."""
+    with pytest.raises(BatchError) as caught:
+        Batch.of(UNCUT[name])
+    approve("batch", name, caught.value)
+
+
+@pytest.mark.parametrize("whole", [[], {"x": torch.zeros(4)}, torch.zeros(4)], ids=["empty", "dict", "tensor"])
+def test_what_collate_takes(whole: Any) -> None:
+    """A list of samples, with one at least."""
+    with pytest.raises(BatchError) as caught:
+        Batch.of(whole, collate=list)
+    approve("batch", f"collate: {type(whole).__name__}", caught.value)
 
 
 @pytest.mark.parametrize(

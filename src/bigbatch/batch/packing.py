@@ -102,10 +102,12 @@ def lengths_of(batch: Batch, given: Lengths) -> list[int]:
     try:
         lengths = [int(number) for number in (found.tolist() if isinstance(found, Tensor) else found)]
     except (TypeError, ValueError):
-        raise BatchError("lengths should give one number per sample.", found=f"{found!s:.80}") from None
+        shown = " ".join(str(found).split())
+        raise BatchError("lengths should give one number per sample.", found=f"{shown:.80}") from None
     if len(lengths) != batch.size or min(lengths) < 0:
         raise BatchError(
-            f"lengths gave {len(lengths)} numbers for {batch.size} samples.", fix="one number per sample, 0 or more"
+            "lengths should give one number per sample, 0 or more.",
+            found=f"{len(lengths)} for {batch.size} samples, the least {min(lengths, default=0)}",
         )
     return lengths
 
@@ -121,9 +123,8 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
         if bool((rows < 0).any()):
             least = int(rows.min())
             raise BatchError(
-                f"lengths={name!r} should name a mask, 0 where there is padding; {least} counts as a place that is "
-                "used.",
-                found=str(least),
+                f"lengths={name!r} should name a mask, 0 where there is padding.",
+                found=f"{least}, which counts as a place that is used",
                 fix="Options(lengths='attention_mask'), or count: "
                 f"Options(lengths=lambda batch: (batch[{name!r}] != {least}).sum(1))",
             )
