@@ -179,6 +179,7 @@ def test_on_a_cpu_all_waits_in_the_process(make: Any, monkeypatch: pytest.Monkey
     found = plan(model, classify, rows(512))
     assert found.measured
     assert found.size == 8
+    assert not found.refused
     assert in_mib(str(found), "the whole batch, about ") == pytest.approx(2 * 512 * 4 * 512 / MIB, rel=0.3)
     assert "wait in this process's memory, beside these peaks, of " in str(found)
     assert "waits beside" not in str(found)

@@ -28,7 +28,7 @@ class Coupling:
         self._models = models
         self.norms = [name for name, module in arguments.batch_norms(models) if arguments.is_awake(module)]
         self.inside = bool(self.norms)  # between layers
-        self.anywhere = self.inside  # or after the last one, as in a contrastive loss
+        self.asked = False  # by `across`, between layers or after the last one, as in a contrastive loss
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -42,7 +42,7 @@ class Coupling:
             return hook
 
         def heard() -> None:
-            self.anywhere, self.inside = True, self.inside or depth[0] > 0
+            self.asked, self.inside = True, self.inside or depth[0] > 0
 
         with ExitStack() as stack:
             for model in self._models:

@@ -122,15 +122,19 @@ class _Work:
     saved: dict[int, int] = field(default_factory=dict)  # bytes that autograd saves of a micro-batch, by its size
 
     def forward(self, samples: Any, size: int, device: torch.device) -> Any:
-        """Call the loss function on some samples; the first time, note what autograd saves beside them."""
+        """Call the loss function on some samples; of a coupled model note, once, what autograd saves beside them."""
         returned: list[Any] = []
         with self.coupling.watched():
-            if size in self.saved:
+            if not self.is_new(size):
                 return self.loss(self.model, samples)
             given = _tensors(samples)
             found = saved_bytes(lambda: returned.append(self.loss(self.model, samples)), self.models, device, given)
             self.saved[size] = found
             return returned.pop()
+
+    def is_new(self, size: int) -> bool:
+        """Whether what autograd saves is to be noted: by hooks, behind which no reader looks for counts."""
+        return self.coupling.inside and size not in self.saved
 
 
 @dataclass(frozen=True)
@@ -165,12 +169,12 @@ def _measuring(work: _Work, budget: int) -> _Bench:
 
     def probe(size: int) -> Probe:
         def run() -> None:
-            is_first = size not in work.saved  # whose graph keeps its counts where a reader does not look
+            is_hooked = work.is_new(size)
             returned = work.forward(mover.moved(work.batch.take(slice(0, size))), size, device)
             loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
             with speaking_of("BigStep"):
                 arguments.loss(loss, None)
-            if not is_first and not work.coupling.anywhere and not any(note.startswith(REFUSED) for note in notes):
+            if not is_hooked and not work.coupling.asked and not any(note.startswith(REFUSED) for note in notes):
                 with _disable_current_modes():  # as in a window
                     notes.extend(_refusal(admission, loss))
             loss.backward()
@@ -251,7 +255,7 @@ def _planned(work: _Work, bench: _Bench, budget: int, on_probe: Callable[[int], 
             # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
             untimed = tuple(replace(each, seconds=None) for each in choice.probes)
             choice = replace(choice, size=choice.largest, probes=untimed)
-        if choice.steps > 1 and work.coupling.inside:
+        if choice.steps > 1 and choice.size in work.saved:
             whole = _tensors(work.batch.take(slice(None))) if bench.has_host else []  # copied to a device
             of_a_sample, samples = work.saved[choice.size] / choice.size, sum(leaf.nbytes for leaf in whole)
             waiting = Waiting(of_a_sample, samples, work.batch.size, at_norms=bool(work.coupling.norms))
