@@ -84,22 +84,16 @@ def scale_lr(
         group["betas"] = β₁, β₂ ** κ                        # with scale_beta2=True; RMSprop's `alpha` likewise
 
     Call it before making a scheduler, which takes its base rates from the optimizer once. A rule is a place
-    to start from: Goyal et al. 2017 found the linear one (with `warmup`), Malladi et al. 2022 the square
-    root, Marek et al. 2025 that of β₂; the last advise against accumulating on a single device where no
-    recipe fixes the batch, since a small batch does at least as well there. More in the module's docstring.
+    to start from: see the module's docstring for the papers, one of which advises against accumulating on a
+    single device where no recipe fixes the batch, since a small batch does at least as well there.
     """
     if quiet is not None:
-        raise ConfigurationError("quiet= is gone: scale_lr prints nothing.\n\nTo see it:  print(scale_lr(...))")
+        raise ConfigurationError("quiet= is gone: scale_lr prints nothing.", fix="print(scale_lr(...))")
     chosen = _chosen_rule(optimizer, rule)
     kappa = _batch("to_batch", to_batch) / _batch("from_batch", from_batch)
     factor = kappa if chosen == "linear" else math.sqrt(kappa)
-    scaling = Scaling(
-        type(optimizer).__name__,
-        chosen,
-        from_batch,
-        to_batch,
-        tuple(_scaled(optimizer, i, kappa, factor, beta2=scale_beta2) for i in range(len(optimizer.param_groups))),
-    )
+    groups = tuple(_scaled(optimizer, at, kappa, factor, scale_beta2) for at in range(len(optimizer.param_groups)))
+    scaling = Scaling(type(optimizer).__name__, chosen, from_batch, to_batch, groups)
     # Only now that every group has passed: a refusal leaves the optimizer as it was.
     for group, change in zip(optimizer.param_groups, scaling.groups, strict=True):
         _write(group, change)
@@ -121,25 +115,26 @@ def warmup(optimizer: Optimizer, updates: int) -> LRScheduler:
     fastest.
     """
     _require_optimizer("warmup", optimizer)
-    _positive(
-        updates,
-        f"warmup(optimizer, updates={updates!r}): updates counts optimizer steps until the full rate, a "
-        "positive integer.\n\nFor five epochs:\n    updates = 5 * math.ceil(len(loader) / steps)",
-    )
+    if not _is_positive_integer(updates):
+        raise ConfigurationError(
+            "updates counts optimizer steps until the full rate, a positive integer.",
+            found=repr(updates),
+            fix="warmup(optimizer, 5 * math.ceil(len(loader) / steps))  # five epochs",
+        )
     return LinearLR(optimizer, start_factor=1 / updates, end_factor=1.0, total_iters=updates - 1)
 
 
 def _chosen_rule(optimizer: Optimizer, rule: Rule) -> Literal["linear", "sqrt"]:
-    """The rule asked for, or the one that the optimizer's class is known to follow."""
+    """Return the rule asked for, or the one that the optimizer's class is known to follow."""
     _require_optimizer("scale_lr", optimizer)
     name = type(optimizer).__name__
     if isinstance(optimizer, LBFGS):
         raise ConfigurationError(
-            "scale_lr(LBFGS, ...): LBFGS evaluates the loss several times per step and its lr bounds a "
-            "search, so no rule ties it to the batch size.\n\nLeave its lr as it is."
+            "No rule ties the lr of LBFGS to the batch size: it bounds a search that evaluates the loss several times "
+            "per step. Leave it as it is."
         )
     if rule not in get_args(Rule):
-        raise ConfigurationError(f"scale_lr(..., rule={rule!r}): rule is one of {', '.join(get_args(Rule))}.")
+        raise ConfigurationError(f"rule is one of {', '.join(get_args(Rule))}.", found=repr(rule))
     if rule != "auto":
         return rule
     if isinstance(optimizer, SGD):
@@ -147,56 +142,50 @@ def _chosen_rule(optimizer: Optimizer, rule: Rule) -> Literal["linear", "sqrt"]:
     if isinstance(optimizer, (*ADAM_FAMILY, RMSprop)):
         return "sqrt"
     raise ConfigurationError(
-        f'scale_lr({name}, ..., rule="auto"): no published rule is known here for {name}.\n\n'
-        "Say which one it follows; only the learning rate is then changed:\n"
-        '    scale_lr(optimizer, from_batch, to_batch, rule="linear")  # steps grow with gradients, as SGD\n'
-        '    scale_lr(optimizer, from_batch, to_batch, rule="sqrt")    # normalised steps, as Adam'
+        f"No published rule is known here for {name}: name the one that it follows.",
+        fix='scale_lr(..., rule="linear")  # where steps grow with gradients, as SGD\'s; rule="sqrt" where they do not',
     )
 
 
 def _require_optimizer(function: str, optimizer: object) -> None:
-    """Refuse what is not one optimizer."""
+    """Raise where this is not one optimizer."""
     if not isinstance(optimizer, Optimizer):
-        each = ""
-        if isinstance(optimizer, (list, tuple)):
-            each = f" Of several, call it for each: for each in optimizers: {function}(each, ...)"
-        found = type(optimizer).__name__
-        raise ConfigurationError(f"{function}({found}, ...): expected a torch.optim.Optimizer.{each}")
+        several = isinstance(optimizer, list | tuple)
+        raise ConfigurationError(
+            f"{function} takes one torch.optim.Optimizer.",
+            found=type(optimizer).__name__,
+            fix=f"for each in optimizers: {function}(each, ...)" if several else "",
+        )
 
 
 def _batch(name: str, size: int) -> int:
-    """A batch size, or an error that says what was given."""
-    return _positive(
-        size,
-        f"scale_lr(..., {name}={size!r}): a batch size is a positive integer, the samples behind one "
-        "optimizer step: micro-batch x steps x ranks.",
-    )
+    """Return a batch size, or raise."""
+    if not _is_positive_integer(size):
+        raise ConfigurationError(
+            f"{name} is a positive integer, the samples behind one optimizer step: micro-batch x steps x ranks.",
+            found=repr(size),
+        )
+    return size
 
 
-def _positive(value: object, otherwise: str) -> int:
-    """`value` where it is a positive integer (True is not), or the error."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigurationError(otherwise)
-    return value
+def _is_positive_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _scaled(optimizer: Optimizer, index: int, kappa: float, factor: float, *, beta2: bool) -> GroupScaling:
-    """What one group is to become."""
+def _scaled(optimizer: Optimizer, index: int, kappa: float, factor: float, scale_beta2: bool) -> GroupScaling:  # noqa: FBT001
+    """Return what one group is to become."""
     group = optimizer.param_groups[index]
     if "initial_lr" in group:
         raise ConfigurationError(
-            f"scale_lr after a scheduler: param group {index} has an initial_lr, so a scheduler was made "
-            "from this optimizer, or its state was loaded. A scheduler keeps base rates of its own and would "
-            "undo the change.\n\nScale first:\n"
-            "    optimizer = ...\n"
-            "    scale_lr(optimizer, from_batch, to_batch)\n"
-            "    scheduler = ...(optimizer)"
+            f"Parameter group {index} has an initial_lr: a scheduler was made from this optimizer, or its state was "
+            "loaded. A scheduler keeps base rates of its own and would undo the change.",
+            fix="scale_lr(optimizer, from_batch, to_batch) before the scheduler is made",
         )
     before = float(group["lr"])
     after = before * factor
     if not math.isfinite(after) or before < 0:
-        raise ConfigurationError(f"scale_lr: param group {index} would go from lr {before:g} to {after:g}.")
-    decay = _beta2(optimizer, group) if beta2 else None
+        raise ConfigurationError(f"Parameter group {index} would go from lr {before:g} to {after:g}.")
+    decay = _beta2(optimizer, group) if scale_beta2 else None
     if decay is None:
         return GroupScaling(before, after)
     return GroupScaling(before, after, decay, _same_half_life(decay, kappa, index))
@@ -217,9 +206,9 @@ def _same_half_life(beta2: float, kappa: float, index: int) -> float:
     if beta2 > 0 and not (after >= min(beta2, 0.5) and after < 1):
         half_life = math.log(0.5) / math.log(beta2)
         raise ConfigurationError(
-            f"scale_lr: param group {index} has beta2={beta2:g}, a half-life of {half_life:.3g} updates, "
-            f"which cannot be kept: in batches {kappa:g} times the size beta2 would be {after:.3g}.\n\n"
-            "Leave scale_beta2 out, which scales the rate alone."
+            f"Parameter group {index} has beta2={beta2:g}, a half-life of {half_life:.3g} updates, which cannot be "
+            f"kept: in batches {kappa:g} times the size beta2 would be {after:.3g}.",
+            fix="scale_lr(...) without scale_beta2, which scales the rate alone",
         )
     return after
 

@@ -4,15 +4,15 @@ A gradient over d independent things is the true gradient G and noise whose vari
 
     E|g|² = |G|² + tr Σ / d
 
-The first micro-batch of a window (d of D things, gradient s) and the whole window (D things, gradient g) are two such
-lines in two unknowns. Solved for each window, both are unbiased, whatever the sizes of the other micro-batches: the
-big batch weighs each by its count, and the variances of parts so weighed add up to tr Σ / D.
+The first micro-batch of a window (d of D things, gradient s) and the whole window (D things, gradient g) give two such
+equations. Their solution is unbiased, whatever the sizes of the other micro-batches, since the big batch weighs each by
+its count.
 
     tr Σ = (|s|² − |g|²) / (1/d − 1/D)          |G|² = (D|g|² − d|s|²) / (D − d)          noise scale = tr Σ / |G|²
 
-(McCandlish et al. 2018, arXiv 1812.06162, appendix A.) A window says little where d is nearly D, so each is weighed
-with (1 − d/D)². A mean of ratios would be useless, since |G|² comes out near zero or below it now and then:
-numerators and denominators are averaged apart.
+(McCandlish et al. 2018, arXiv 1812.06162, appendix A.) A window says little where d is nearly D, so each has the weight
+(1 − d/D)². Numerators and denominators are averaged apart: |G|² comes out near zero now and then, which would spoil a
+mean of ratios.
 """
 
 import math
@@ -22,11 +22,11 @@ from statistics import NormalDist, fmean
 from typing import NamedTuple
 
 CONFIDENCE = 0.95
-LEAST = 16  # windows; of fewer, an interval would promise more than it holds
+LEAST = 16  # windows; an interval of fewer would promise too much
 
 
 class Norms(NamedTuple):
-    """What was seen of one window."""
+    """What was measured of one window."""
 
     small: float  # |s|², of the first micro-batch
     things: float  # d, what it was averaged over
@@ -35,12 +35,12 @@ class Norms(NamedTuple):
 
     @property
     def usable(self) -> bool:
-        """Whether anything can be told from it: not from an inf, nor from a micro-batch that is all there is."""
+        """Whether the window tells anything: its numbers are finite and the micro-batch is not all of it."""
         return all(map(math.isfinite, self)) and 0 < self.things < self.total * (1 - 1e-9)
 
 
 class Part(NamedTuple):
-    """What one window adds to the numerator and to the denominator, weighed."""
+    """What one window adds to the numerator and to the denominator, with its weight."""
 
     noise: float
     signal: float
@@ -48,30 +48,26 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Estimate:
-    """The noise scale as some windows tell it."""
+    """The noise scale and its interval."""
 
     scale: float | None  # None where the true gradient cannot be told from zero
     low: float
     high: float  # infinite where the windows set no limit
-    correlation: float  # how many windows are worth one that is independent of the others; 1: all are independent
+    correlation: float  # this many windows count as one independent window
 
 
 def part(seen: Norms) -> Part:
     """Solve for one window."""
     share = seen.things / seen.total
     weight = 1 - share
-    return Part(
-        noise=weight * seen.things * (seen.small - seen.large),
-        signal=weight * (seen.large - share * seen.small),
-    )
+    return Part(weight * seen.things * (seen.small - seen.large), weight * (seen.large - share * seen.small))
 
 
 def estimate(parts: Sequence[Part]) -> Estimate:
-    """Return the ratio of means, and every ratio that these windows do not speak against.
+    """Return the ratio of means, and the interval of all ratios that a t-test does not reject.
 
-    A ratio R is doubted where the mean of (noise − R · signal) is too far from zero: a plain t-test for every R
-    (Fieller 1954). Unlike an interval of the form value ± error this holds for noisy denominators, too, and has no
-    upper end where the true gradient may well be zero.
+    A ratio R is rejected where the mean of (noise − R · signal) is too far from zero (Fieller 1954). The interval holds
+    for noisy denominators, too, and has no upper end where the true gradient may be zero.
     """
     number = len(parts)
     noise, signal = fmean(p.noise for p in parts), fmean(p.signal for p in parts)
@@ -83,28 +79,24 @@ def estimate(parts: Sequence[Part]) -> Estimate:
     reach = student(max(number / correlation - 1, 1.0)) ** 2
     # (noise − R signal)² ≤ reach · variance of that:  a R² − 2 b R + c ≤ 0
     a = signal**2 - reach * signal_signal
-    if a > 0 and signal < 0:  # a square that is surely negative: by chance, and it tells nothing
+    if a > 0 and signal < 0:  # |G|² came out negative, by chance
         return Estimate(None, 0.0, math.inf, correlation)
     low, high = _between(a, noise * signal - reach * noise_signal, noise**2 - reach * noise_noise)
     return Estimate(max(noise, 0.0) / signal if signal > 0 else None, low, high, correlation)
 
 
 def _between(a: float, b: float, c: float) -> tuple[float, float]:
-    """Return the ends of what is positive and keeps a R² − 2 b R + c at or below zero."""
+    """Return the interval of positive R in which a R² − 2 b R + c ≤ 0."""
     root = math.sqrt(max(b * b - a * c, 0.0))
-    if a > 0:  # the true gradient is there
+    if a > 0:  # the true gradient differs from zero
         return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
-    if c > 0:  # the noise is there, and the true gradient is lost in it
-        # The one positive root, in the form that divides by no small number.
+    if c > 0:  # the noise differs from zero: the one positive root, without a division by a small number
         return c / (b + root) if b > 0 else (b - root) / a, math.inf
     return 0.0, math.inf
 
 
 def correlation_time(values: Sequence[float]) -> float:
-    """Return by what factor the variance of a mean is larger than if these values were independent; at least 1.
-
-    The autocorrelations of the first lags, weighed by Bartlett's triangle (Newey and West 1987).
-    """
+    """Return the variance of the mean relative to that of independent values, by Newey and West (1987); at least 1."""
     number = len(values)
     middle = fmean(values)
     apart = [value - middle for value in values]
@@ -120,10 +112,7 @@ def correlation_time(values: Sequence[float]) -> float:
 
 
 def student(freedom: float) -> float:
-    """Return how many standard errors lie between a mean and the end of its interval (Student's t).
-
-    Cornish and Fisher's series about the normal distribution; within 0.3 % from seven degrees of freedom on.
-    """
+    """Return Student's t by Cornish and Fisher's series; within 0.3 % from seven degrees of freedom on."""
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96

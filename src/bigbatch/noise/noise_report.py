@@ -1,12 +1,12 @@
 """What the measured noise says of the batch size.
 
-With a batch of B and a noise scale N, going as far takes, beside the least that any batch size could do with
+With a batch of B and a noise scale N, reaching the same loss takes, compared with the least over all batch sizes
 (McCandlish et al. 2018, arXiv 1812.06162):
 
     1 + N / B   times the updates          1 + B / N   times the samples
 
-At B = N both are 2: a smaller batch saves samples, a larger one updates, and neither saves much of the other. That is
-the batch worth having, within an order of magnitude: it holds for plain gradient descent on a bowl of equal curvature.
+At B = N both are 2. This is the batch worth having, within an order of magnitude: the model is plain gradient descent
+on a quadratic loss of equal curvature.
 """
 
 import math
@@ -15,14 +15,33 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, TypeAlias
 
-from bigbatch.noise import words
 from bigbatch.noise.estimate import LEAST, Estimate, Norms, Part, estimate, part
 
 Verdict: TypeAlias = Literal["nothing", "too few", "too noisy", "smaller", "right", "larger"]
 Reason: TypeAlias = Literal["alone", "sum", "several", "coupled", "resumed", "unusable"]
 
-_NEAR = 2.0  # times the batch or less, and the other way round: not worth a change
-_TELLING = 10.0  # the high end of an interval to its low one: beyond, not even the order of magnitude is known
+_NEAR = 2.0  # a batch within this factor of the scale is about right
+_TELLING = 10.0  # beyond this ratio of the interval's ends not even the order of magnitude is known
+_FEW = 0.1  # this share of windows may be left out without a sentence, as at the end of each epoch
+_REASONS: dict[Reason, str] = {
+    "alone": "one micro-batch per window, with no other to compare. Use smaller micro-batches, and more of them",
+    "sum": "the loss is a sum over an unknown number of samples. Use: accumulator.backward(mean, count=n)",
+    "several": "the loss has several counts, and each term has its own noise",
+    "coupled": "micro-batches ran in lock-step, where no micro-batch has a gradient of its own",
+    "resumed": "the window was resumed from a checkpoint after its first micro-batch",
+    "unusable": "a gradient had an inf or NaN, or the first micro-batch counted nothing",
+}
+_ADVICE: dict[Verdict, str] = {
+    "nothing": "The batch size cannot be judged: no measured window told anything.",
+    "too few": "Too early to tell: {windows} of {least} windows that are needed. {more}",
+    "too noisy": "Too noisy to tell: {four_times} windows would halve the interval. {more}",
+    "right": "The batch is about right: half or twice of it would save few updates or samples.",
+    "larger": "A larger batch is worth having: {worth}. See scale_lr for the learning rate.\n"
+    "It saves updates. On one device it saves time only where updates are slow.",
+    "smaller": "The batch is larger than useful: {worth} would do. See scale_lr for the learning rate.",
+}
+
+_LIMITS = "This is an order of magnitude: curvature, momentum and Adam's scaling are left out."
 
 
 @dataclass(frozen=True)
@@ -33,73 +52,97 @@ class NoiseReport:
     model, elements for a plain mean over several outputs.
     """
 
-    verdict: Verdict
-    """What is worth having: a "smaller" batch, a "larger" one, or this is about "right". Or why it cannot be told."""
-    scale: float | None
-    """tr Σ / |G|²: the batch at which noise and signal are equal. None where it cannot be told."""
-    interval: tuple[float, float]
-    """Where the scale lies, at 95 %; (0, inf) where nothing is known."""
-    batch: float | None
-    """The batch as it is, on average."""
-    micro_batch: float | None
-    """A first micro-batch as it is, on average."""
-    recommended_batch: int | None
-    """The batch worth having, None where it cannot be told. The present one, where that is about right."""
-    recommended_steps: int | None
-    """So many of the present micro-batches make it."""
-    windows: int
-    """How many windows were looked at and told something."""
-    left_out: Mapping[Reason, int]
-    """How many told nothing, and why."""
-    correlation: float
-    """How many windows are worth one that is independent of the others; the interval allows for it."""
-    drift: tuple[float, float] | None
-    """The scale in the first and in the second half of the windows, where they contradict each other."""
-    every: int
-    """Each so-many-th window was looked at."""
+    verdict: Verdict  # which batch is worth having, or why this is unknown
+    scale: float | None  # tr Σ / |G|², the batch at which noise and signal are equal; None where it is unknown
+    interval: tuple[float, float]  # where the scale lies, at 95 %; (0, inf) where nothing is known
+    batch: float | None  # the present batch, on average
+    micro_batch: float | None  # the first micro-batch of a window, on average
+    recommended_batch: int | None  # the batch worth having; None where it is unknown
+    recommended_steps: int | None  # the number of present micro-batches that make it
+    windows: int  # how many measured windows told something
+    left_out: Mapping[Reason, int]  # how many told nothing, and why
+    correlation: float  # this many windows count as one independent window; the interval allows for it
+    drift: tuple[float, float] | None  # the scale in both halves of the windows, where they contradict each other
+    every: int  # every so-many-th window was measured
 
     def updates(self, batch: float) -> float | None:
-        """How many times the fewest updates would be taken with a batch of this size to get as far."""
-        return None if not self.scale else 1 + self.scale / batch
+        """Return the number of updates with this batch, relative to the fewest possible."""
+        return 1 + self.scale / batch if self.scale else None
 
     def samples(self, batch: float) -> float | None:
-        """How many times the fewest samples would be taken with a batch of this size to get as far."""
-        return None if not self.scale else 1 + batch / self.scale
+        """Return the number of samples with this batch, relative to the fewest possible."""
+        return 1 + batch / self.scale if self.scale else None
 
     def __str__(self) -> str:
-        """Say it."""
-        return "\n".join(words.sentences(self))
+        """Say it in sentences."""
+        low, high = self.interval
+        about = f"at least {_number(low)}" if math.isinf(high) else f"between {_number(low)} and {_number(high)}"
+        scale = "unknown" if self.scale is None else _number(self.scale)
+        measured = (
+            f"Gradient noise scale: {scale} ({about}, at 95 %), from {self.windows} windows.\n"
+            f"The batch is {_number(self.batch or 0.0)}, counted in what the loss is averaged over."
+        )
+        more = "Keep training, or use every=1." if self.every > 1 else "Keep training."
+        advice = _ADVICE[self.verdict].format(
+            windows=self.windows, least=LEAST, four_times=4 * self.windows, more=more, worth=self._worth()
+        )
+        halves = "The scale is changing: {:,.3g} in the first half of these windows, {:,.3g} in the second."
+        return "\n".join(
+            [
+                *([measured] if self.verdict not in {"nothing", "too few"} else []),
+                advice,
+                *([halves.format(*self.drift)] if self.drift is not None else []),
+                *(
+                    f"{number} window{'s' if number > 1 else ''} told nothing: {_REASONS[why]}."
+                    for why, number in self.left_out.items()
+                    if number > _FEW * self.windows
+                ),
+                *([_LIMITS] if self.verdict in {"smaller", "right", "larger"} else []),
+            ]
+        )
+
+    def _worth(self) -> str:
+        low, high = self.interval
+        if not high:
+            return "one micro-batch"
+        if self.recommended_batch is None:
+            return f"at least {_number(low)}" if self.verdict == "larger" else f"at most {_number(high)}"
+        times = self.recommended_batch / (self.batch or 1.0)
+        steps = f"{self.recommended_steps} of these micro-batches"
+        return f"about {_number(self.recommended_batch)} ({times:.2g} times this one, {steps})"
 
 
-def reported(seen: Sequence[Norms], left_out: Mapping[Reason, int], every: int = 16) -> NoiseReport:
-    """Judge what was seen of each `every`-th window."""
+def make_report(seen: Sequence[Norms], left_out: Mapping[Reason, int], every: int = 16) -> NoiseReport:
+    """Judge the windows of which every `every`-th was measured."""
     usable = [norms for norms in seen if norms.usable]
-    without = dict(left_out)
     if len(usable) < len(seen):
-        without["unusable"] = without.get("unusable", 0) + len(seen) - len(usable)
+        left_out = {**left_out, "unusable": len(seen) - len(usable)}
     parts = [part(norms) for norms in usable]
     batch = fmean(norms.total for norms in usable) if usable else None
     micro_batch = fmean(norms.things for norms in usable) if usable else None
     found = estimate(parts) if len(parts) >= LEAST else Estimate(None, 0.0, math.inf, 1.0)
-    verdict: Verdict = "nothing" if not parts else "too few" if len(parts) < LEAST else _verdict(found, batch or 0.0)
+    verdict: Verdict = "nothing" if not parts else "too few" if len(parts) < LEAST else judge(found, batch or 0.0)
     wanted = _wanted(found, verdict, batch or 0.0)
+    steps = max(1, round(wanted / micro_batch)) if wanted and micro_batch else None
+    interval, correlation = (found.low, found.high), found.correlation
     return NoiseReport(
-        verdict=verdict,
-        scale=found.scale,
-        interval=(found.low, found.high),
-        batch=batch,
-        micro_batch=micro_batch,
-        recommended_batch=wanted,
-        recommended_steps=max(1, round(wanted / micro_batch)) if wanted and micro_batch else None,
-        windows=len(parts),
-        left_out=without,
-        correlation=found.correlation,
-        drift=_drift(parts),
-        every=every,
+        verdict,
+        found.scale,
+        interval,
+        batch,
+        micro_batch,
+        wanted,
+        steps,
+        len(parts),
+        left_out,
+        correlation,
+        _drift(parts),
+        every,
     )
 
 
-def _verdict(found: Estimate, batch: float) -> Verdict:
+def judge(found: Estimate, batch: float) -> Verdict:
+    """Compare the interval with the batch."""
     if found.low > batch and (found.scale is None or found.scale > _NEAR * batch):
         return "larger"
     if found.high < batch and found.scale is not None and found.scale < batch / _NEAR:
@@ -117,10 +160,17 @@ def _wanted(found: Estimate, verdict: Verdict, batch: float) -> int | None:
 
 
 def _drift(parts: Sequence[Part]) -> tuple[float, float] | None:
-    """Compare the two halves: where their intervals have nothing in common, they are not of one scale."""
+    """Compare the two halves, and return both scales where their intervals do not overlap."""
     half = len(parts) // 2
     if half < LEAST:
         return None
     before, after = estimate(parts[:half]), estimate(parts[-half:])
     apart = before.high < after.low or after.high < before.low
     return (before.scale, after.scale) if apart and before.scale is not None and after.scale is not None else None
+
+
+def _number(value: float) -> str:
+    """Write three figures: no more mean anything here."""
+    if not value or value >= 100:  # noqa: PLR2004
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.3g}"

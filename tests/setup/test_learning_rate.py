@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, CosineAnnealingLR, Sequen
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.learning_rate import GroupScaling, scale_lr, warmup
+from tests.support.messages import approve
 
 
 def sgd(lr: Any = 0.1, **settings: Any) -> torch.optim.SGD:
@@ -113,10 +114,8 @@ def test_beta2_stays_unless_it_is_asked_for(make: Callable[..., torch.optim.Opti
 
 
 def test_it_returns_what_it_changed_and_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """The result as text says it in a line; `quiet`, which is gone, says so."""
+    """The result as text says it in a line."""
     scaling = scale_lr(sgd(), 16, 64)
-    with pytest.raises(ConfigurationError, match=r"quiet= is gone: .* prints nothing(.|\n)*print\(scale_lr\("):
-        scale_lr(sgd(), 16, 64, quiet=True)
     assert str(scaling) == "SGD, batch 16 -> 64, linear rule: lr 0.1 -> 0.4"
     assert scaling.groups == (GroupScaling(0.1, 0.4),)
     scaling = scale_lr(two_groups(torch.optim.AdamW, lr=0.001), 32, 128, scale_beta2=True)
@@ -130,31 +129,39 @@ def test_it_returns_what_it_changed_and_prints_nothing(capsys: pytest.CaptureFix
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, float("nan"), "64", None])
 def test_a_batch_size_is_a_positive_integer(size: Any) -> None:
     """Anything else is refused, naming the argument and what was given."""
-    with pytest.raises(ConfigurationError, match=r"to_batch=.*a batch size is a positive integer"):
+    with pytest.raises(ConfigurationError, match="to_batch is a positive integer"):
         scale_lr(sgd(), 16, size)
-    with pytest.raises(ConfigurationError, match=r"from_batch="):
+    with pytest.raises(ConfigurationError, match="from_batch is"):
         scale_lr(sgd(), size, 16)
 
 
-def test_unknown_optimizers_and_rules_say_what_to_type() -> None:
+REFUSED: dict[str, Callable[[], object]] = {
+    "unknown optimizer": lambda: scale_lr(torch.optim.Adagrad(nn.Linear(3, 2).parameters()), 16, 64),
+    "unknown rule": lambda: scale_lr(sgd(), 16, 64, rule="cubic"),  # type: ignore[arg-type]
+    "LBFGS": lambda: scale_lr(torch.optim.LBFGS(nn.Linear(3, 2).parameters()), 16, 64, rule="linear"),
+    "several optimizers": lambda: scale_lr([sgd(), sgd()], 16, 64),  # type: ignore[arg-type]
+    "quiet": lambda: scale_lr(sgd(), 16, 64, quiet=True),
+    "no batch size": lambda: scale_lr(sgd(), 16, 0.5),  # type: ignore[arg-type]
+    "updates of a warmup": lambda: warmup(sgd(), 0),
+    "warmup of a model": lambda: warmup(nn.Linear(2, 2), 5),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_says_what_to_type(name: str) -> None:
     """No rule is guessed."""
-    adagrad = torch.optim.Adagrad(nn.Linear(3, 2).parameters())
-    with pytest.raises(ConfigurationError, match=r'Adagrad(.|\n)*rule="linear"(.|\n)*rule="sqrt"'):
-        scale_lr(adagrad, 16, 64)
-    with pytest.raises(ConfigurationError, match="rule is one of auto, linear, sqrt"):
-        scale_lr(sgd(), 16, 64, rule="cubic")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="LBFGS"):
-        scale_lr(torch.optim.LBFGS(nn.Linear(3, 2).parameters()), 16, 64, rule="linear")
-    with pytest.raises(ConfigurationError, match="for each in optimizers: scale_lr"):
-        scale_lr([sgd(), sgd()], 16, 64)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError) as caught:
+        REFUSED[name]()
+    approve("learning_rate", name, caught.value)
 
 
 def test_a_half_life_shorter_than_an_update_is_refused_and_nothing_changes() -> None:
     """beta2 = 0.95 cannot keep its half-life of 13.5 updates in batches 64 times the size."""
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.001)
     optimizer.add_param_group({"params": nn.Linear(2, 2).parameters(), "betas": (0.9, 0.95)})
-    with pytest.raises(ConfigurationError, match=r"group 1 .*13\.5 updates(.|\n)*Leave scale_beta2 out"):
+    with pytest.raises(ConfigurationError) as caught:
         scale_lr(optimizer, 16, 1024, scale_beta2=True)
+    approve("learning_rate", "half-life", caught.value)
     assert [group["lr"] for group in optimizer.param_groups] == [0.001, 0.001]
     assert [group["betas"][1] for group in optimizer.param_groups] == [0.999, 0.95]
 
@@ -163,8 +170,9 @@ def test_scaling_after_a_scheduler_is_refused() -> None:
     """A scheduler has already copied the base rates, and would undo the change."""
     optimizer = sgd()
     warmup(optimizer, 10)
-    with pytest.raises(ConfigurationError, match=r"Scale first"):
+    with pytest.raises(ConfigurationError) as caught:
         scale_lr(optimizer, 16, 64)
+    approve("learning_rate", "after a scheduler", caught.value)
 
 
 def rates(optimizer: torch.optim.Optimizer, scheduler: Any, updates: int) -> list[float]:
@@ -218,8 +226,6 @@ def test_warmup_resumes_from_its_state() -> None:
 
 @pytest.mark.parametrize("updates", [0, -3, True, 2.0, float("nan"), None])
 def test_warmup_refuses_nonsense(updates: Any) -> None:
-    """The number of updates is a positive integer, and the message says how to get it."""
-    with pytest.raises(ConfigurationError, match=r"positive integer(.|\n)*math\.ceil"):
+    """The number of updates is a positive integer."""
+    with pytest.raises(ConfigurationError, match="a positive integer"):
         warmup(sgd(), updates)
-    with pytest.raises(ConfigurationError, match=r"expected a torch\.optim\.Optimizer"):
-        warmup(nn.Linear(2, 2), 5)  # type: ignore[arg-type]
