@@ -1,5 +1,6 @@
 """The loss that a model computes by itself, as those of Hugging Face do: what stands in for a `loss_fn`."""
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,3 +28,14 @@ def own_loss(model: Any, batch: Any) -> Any:
         )
         raise BatchError(msg)
     return loss
+
+
+def takes(function: Any, number: int) -> bool:
+    """Whether a function can be called with so many arguments; True where Python cannot tell."""
+    try:
+        inspect.signature(function).bind(*range(number))
+    except ValueError:  # some built-in functions have no signature
+        return True
+    except TypeError:
+        return False
+    return True

@@ -1,5 +1,6 @@
 """What to train: the one object that `bigbatch train FILE.py` and its siblings ask a file for."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -8,13 +9,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from bigbatch import setup_checks
+from bigbatch import arguments
 from bigbatch.batch.split import balanced
-from bigbatch.errors import ConfigurationError
+from bigbatch.default_loss import own_loss, takes
+from bigbatch.distributed.fsdp_internals import sharded
+from bigbatch.errors import ConfigurationError, LossError
+
+LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+_CALLS = {"loss_fn": "model, batch", "collate": "samples", "evaluate": "model", "counts": "batch"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +84,30 @@ class Setup:
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        setup_checks.model(self.model)
-        setup_checks.optimizer(self.optimizer, self.model)
-        setup_checks.sizes(self.batch_size, self.micro_batch_size, self.epochs)
-        setup_checks.data(self.data, collated=self.collate is not None)
-        setup_checks.functions(loss_fn=self.loss_fn, collate=self.collate, evaluate=self.evaluate, counts=self.counts)
-        setup_checks.accumulation(
-            self.optimizer,
-            clip_norm=self.clip_norm,
-            scheduler=self.scheduler,
-            scaler=self.scaler,
-            gradient_dtype=self.gradient_dtype,
-            batch_norm=self.batch_norm,
-            skip_nonfinite=self.skip_nonfinite,
-        )
+        _check_model(self.model)
+        for each in self.optimizer if isinstance(self.optimizer, list | tuple) else (self.optimizer,):
+            if isinstance(each, type):
+                raise ConfigurationError("optimizer is a class.", fix=f"optimizer={each.__name__}(model.parameters())")
+        arguments.optimizers(self.optimizer, (self.model,))
+        for name in ("batch_size", "epochs", "micro_batch_size"):
+            _check_count(name, getattr(self, name))
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            raise ConfigurationError(
+                "A micro-batch is a part of the batch.",
+                found=f"batch_size={self.batch_size}, micro_batch_size={self.micro_batch_size}",
+                fix=f"batch_size={self.micro_batch_size}, micro_batch_size={self.batch_size}",
+            )
+        _check_data(self.data, collated=self.collate is not None)
+        for name, parameters in _CALLS.items():
+            _check_function(name, getattr(self, name), parameters)
+        arguments.clip_norm(self.clip_norm)
+        known = self.optimizer if isinstance(self.optimizer, list | tuple) else (self.optimizer,)
+        arguments.schedulers(self.scheduler, known)
+        arguments.scaler(self.scaler)
+        arguments.gradient_dtype(self.gradient_dtype)
+        if self.batch_norm not in {"exact", "refuse", "micro"}:
+            raise ConfigurationError('batch_norm must be "exact", "refuse" or "micro".', found=repr(self.batch_norm))
+        arguments.skip_nonfinite(self.skip_nonfinite)
 
     @property
     def sizes(self) -> list[int]:
@@ -117,23 +134,12 @@ class Setup:
         return DataLoader(data, batch_sampler=_Parts(plain.sampler, sizes), collate_fn=self.collate)
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of one batch, refused in the words of who wrote it where it is none."""
-        if self.loss_fn is not None:
-            return setup_checks.loss("loss_fn", self.loss_fn(self.model, batch))
-        if not isinstance(batch, Mapping):
-            raise ConfigurationError(
-                f"Setup without loss_fn computes model(**batch).loss, but a batch of data is a "
-                f"{type(batch).__name__}, not a mapping of names to tensors.\n"
-                f"Say how a loss is made of it:\n{setup_checks.LOSS_FN}"
-            )
-        outputs = self.model(**batch)
-        if not hasattr(outputs, "loss"):
-            raise ConfigurationError(
-                f"Setup without loss_fn computes model(**batch).loss, but the model returned a "
-                f"{type(outputs).__name__}, which has no .loss.\n"
-                f"Say how a loss is made of it:\n{setup_checks.LOSS_FN}"
-            )
-        return setup_checks.loss("model(**batch).loss", outputs.loss)
+        """Return the loss of one batch."""
+        value: Any = own_loss(self.model, batch) if self.loss_fn is None else self.loss_fn(self.model, batch)
+        if isinstance(value, Tensor):
+            return value
+        fix = "return outputs.loss" if hasattr(value, "loss") else "return loss  # no .item(), no float(): a tensor"
+        raise LossError("The loss must be a tensor.", found=type(value).__name__, fix=fix)
 
 
 class _Parts(IterableDataset[list[Any]]):
@@ -149,3 +155,65 @@ class _Parts(IterableDataset[list[Any]]):
             if not part:
                 return
             yield part
+
+
+def _check_model(model: object) -> None:
+    if isinstance(model, type):
+        raise ConfigurationError("model is a class.", fix=f"model={model.__name__}(...)")
+    if isinstance(model, list | tuple):
+        raise ConfigurationError("A Setup has one model.", fix="model=nn.ModuleList([first, second])")
+    (module,) = arguments.models(model, ranks=True)
+    if sharded([module]) or (isinstance(module, DistributedDataParallel) and module.process_group.size() > 1):
+        raise ConfigurationError(
+            "One process runs a Setup, and this model is spread over several (DDP, fully_shard). Give the plain model; "
+            "to train on several devices, start from examples/ranks/ddp.py.",
+            found=type(module).__name__,
+        )
+
+
+def _check_count(name: str, value: object) -> None:
+    optional = value is None and name == "micro_batch_size"
+    if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigurationError(f"{name} must be a positive integer.", found=repr(value))
+
+
+def _check_data(data: Any, *, collated: bool) -> None:
+    """Accept samples, one by one, and at least one of them."""
+    if isinstance(data, DataLoader):
+        fix = "Setup(data=loader.dataset, collate=loader.collate_fn, ...)"
+        raise ConfigurationError("data is samples, which a Setup cuts into batches.", found="a DataLoader", fix=fix)
+    if isinstance(data, IterableDataset):
+        return
+    if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise ConfigurationError(
+            "data must be a torch Dataset or a sequence of samples.",
+            found=type(data).__name__,
+            fix="data=TensorDataset(inputs, labels), or data=list(samples)",
+        )
+    if not len(data):
+        raise ConfigurationError("data has no samples: see the path, filter or split that made it.")
+    columns = not collated and isinstance(data, list | tuple) and all(isinstance(each, Tensor) for each in data)
+    shapes = [tuple(each.shape) for each in data] if columns and len(data) > 1 else []
+    if len(set(shapes)) > 1 and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+        raise ConfigurationError(
+            f"data has {len(data)} samples, of which each looks like a whole column.",
+            found=f"tensors of {', '.join(map(str, shapes))}",
+            fix="data=TensorDataset(inputs, labels)",
+        )
+
+
+def _check_function(name: str, function: object, parameters: str) -> None:
+    """Accept what can be called with these parameters."""
+    if function is None:
+        return
+    home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", "")
+    if name == "loss_fn" and home in {"torch.nn.modules.loss", "torch.nn.functional"}:
+        criterion = getattr(function, "__name__", type(function).__name__)
+        raise ConfigurationError(
+            f"loss_fn takes (model, batch), and {criterion} takes outputs and targets.", fix=LOSS_FN
+        )
+    if not callable(function) or not takes(function, len(parameters.split(", "))):
+        found = f"a function of {inspect.signature(function)}" if callable(function) else type(function).__name__
+        raise ConfigurationError(
+            f"{name} must be a function of ({parameters}).", found=found, fix=f"def {name}({parameters}): ..."
+        )

@@ -6,15 +6,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bigbatch.cli.terminal import next_step, paragraph
+from bigbatch.recipes.comparison import ArmResult, Comparison, Spread
 from bigbatch.recipes.findings import findings, relative
-from bigbatch.recipes.results import ArmResult, Comparison, Spread
 
 ONE_LINE_WIDTH = 100
 TABLE_WIDTH = 66
 
 
 def print_comparison(comparison: Comparison, console: Console, *, clipped: bool) -> None:
-    """All that `bigbatch train` says of a recipe."""
+    """Print all that `bigbatch train` says of a recipe."""
     clip = f", clipped at {comparison.clip_norm:g}" if comparison.clip_norm is not None else ""
     paragraph(console, f"{comparison.origin}: {comparison.title}{clip}.")
     paragraph(
@@ -45,7 +45,7 @@ def print_comparison(comparison: Comparison, console: Console, *, clipped: bool)
 
 
 def _rows(comparison: Comparison, between: str) -> list[tuple[str, Callable[[ArmResult], str]]]:
-    """A label and how to fill it, for each row; `between` stands between a mean and its spread."""
+    """Return a label and how to fill it, for each row; `between` stands between a mean and its spread."""
 
     def spread(value: Spread, factor: float, digits: int) -> str:
         around = "" if value.std is None else f"{between}± {factor * value.std:.{digits}f}"
@@ -62,7 +62,7 @@ def _rows(comparison: Comparison, between: str) -> list[tuple[str, Callable[[Arm
         "ms per update": lambda arm: f"{arm.ms_per_update:.2f}",
         "peak memory, KiB": lambda arm: f"{arm.peak_bytes / 1024:.1f}",
         f"distance from true {comparison.batch}": lambda arm: (
-            "itself" if arm is comparison.true else relative(arm.distance)
+            "itself" if arm is comparison.arms[3] else relative(arm.distance)
         ),
     }
     if comparison.clip_norm is None:
@@ -71,7 +71,7 @@ def _rows(comparison: Comparison, between: str) -> list[tuple[str, Callable[[Arm
 
 
 def _table(comparison: Comparison, *, one_line: bool) -> Table:
-    """Arms as columns, since five of them fit where nine measurements would not."""
+    """Return arms as columns, since five of them fit where nine measurements would not."""
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("")
     for arm in comparison.arms:
@@ -82,13 +82,13 @@ def _table(comparison: Comparison, *, one_line: bool) -> Table:
 
 
 def _heading(name: str) -> str:
-    """'bigbatch 16 × 4, rescaled' on three lines."""
+    """Write 'bigbatch 16 × 4, rescaled' on three lines."""
     kind, _, rest = name.partition(" ")
     return f"{kind}\n" + rest.replace(", ", "\n")
 
 
 def _print_blocks(comparison: Comparison, console: Console) -> None:
-    """One arm after the other, for terminals too narrow for a table."""
+    """Print one arm after the other, for terminals too narrow for a table."""
     for arm in comparison.arms:
         console.print(f"\n{arm.name}" if arm is not comparison.arms[0] else arm.name)
         for label, value in _rows(comparison, " "):
@@ -96,7 +96,7 @@ def _print_blocks(comparison: Comparison, console: Console) -> None:
 
 
 def _next(comparison: Comparison, *, clipped: bool) -> tuple[str, str]:
-    """The next thing worth typing, and why."""
+    """Return the next thing worth typing, and why."""
     if comparison.recipe != "textbook":
         return "train FILE.py", "yours: a function setup() that returns a bigbatch.Setup"
     if not clipped:

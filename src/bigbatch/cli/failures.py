@@ -1,10 +1,9 @@
 """What went wrong, in one style: `error:` what happened, a blank line, `hint:` what to type instead.
 
-Library messages have both, with a line break between them. An exception of a user's own code is shown as Python shows
-it, from the user's first line on, with a line below that says what was being called.
+An exception of a user's own code is shown as Python shows it, from the user's first line on, with a line below that
+says what was being called.
 """
 
-import re
 import sys
 import sysconfig
 import warnings
@@ -26,7 +25,6 @@ FAILED, MISUSED = 1, 2
 _OURS = Path(__file__).parent.parent
 _PYTHONS = Path(sysconfig.get_path("stdlib"))
 _INSTALLED = {"site-packages", "dist-packages"}
-_MEMORY = "A smaller micro_batch_size needs less memory and gives the same gradients."
 _EXIT = 'It ended the program. Put what is not to run here under  if __name__ == "__main__":'
 
 
@@ -54,11 +52,11 @@ def errors_as_text() -> Iterator[None]:
         try:
             yield
         except BigBatchError as error:
-            as_typed = re.sub(r"""(?<!\.\.\., )memory=(['"])(.+?)\1""", r"--memory \2", str(error))
-            message, _, hint = as_typed.partition("\n")
-            theirs = [frame for frame in extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
-            where = f"{_place(theirs[-1])}: " if theirs else ""
-            fail(where + message, hint.strip("\n"), MISUSED if isinstance(error, ConfigurationError) else FAILED)
+            message, _, hint = str(error).partition("\n")
+            frames = [frame for frame in extract_tb(error.__traceback__) if _is_theirs(frame.filename)]
+            where = f"{_place(frames[-1])}: " if frames else ""
+            code = MISUSED if isinstance(error, ConfigurationError) else FAILED
+            fail(where + message, hint.removeprefix("Use: ").strip("\n"), code)
         except UserCodeError as error:
             _fail_in_their_code(error)
 
@@ -87,15 +85,7 @@ def _fail_in_their_code(error: "UserCodeError") -> NoReturn:
     if left_out:
         places.append(f"{left_out} call{'s' if left_out > 1 else ''} inside libraries not shown")
     where = f" ({'; '.join(places)})" if places else ""
-    fail(f"{error}{where}", _hint(cause), FAILED)
-
-
-def _hint(cause: BaseException) -> str:
-    import torch
-
-    if isinstance(cause, torch.OutOfMemoryError):
-        return _MEMORY
-    return _EXIT if isinstance(cause, SystemExit) else ""
+    fail(f"{error}{where}", _EXIT if isinstance(cause, SystemExit) else "", FAILED)
 
 
 def _leave_theirs(shown: TracebackException) -> int:

@@ -1,7 +1,6 @@
 """`bigbatch plan`: which micro-batch size a user's file should take, and what it needs."""
 
 import dataclasses
-import json
 import shlex
 import sys
 from contextlib import nullcontext, redirect_stdout
@@ -12,7 +11,7 @@ import typer
 
 from bigbatch.cli.failures import FAILED, errors_as_text
 from bigbatch.cli.html import prepare, wrote
-from bigbatch.cli.terminal import escaped, next_step, paragraph, progress, results
+from bigbatch.cli.terminal import escaped, next_step, paragraph, print_json, progress, results
 
 if TYPE_CHECKING:
     from bigbatch.planner.plan_report import Plan
@@ -43,14 +42,14 @@ def plan(
     """
     # What their code prints must not stand among the JSON.
     with errors_as_text(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        from bigbatch.setup_checks import refuse_launcher
+        from bigbatch.cli.setup_file import refuse_launcher
 
         refuse_launcher("plan")
         if html is not None:
             prepare(html)
         found = _planned(file, memory, batch_size)
     if as_json:
-        typer.echo(json.dumps({"file": str(file), **dataclasses.asdict(found)}, indent=2))
+        print_json({"file": str(file), **dataclasses.asdict(found)})
     else:
         _print(found, file)
     if html is not None:

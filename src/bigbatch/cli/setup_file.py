@@ -6,13 +6,16 @@ import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from types import ModuleType
 
 from bigbatch.cli.terminal import typed
+from bigbatch.default_loss import takes
+from bigbatch.distributed.launcher import started
 from bigbatch.errors import ConfigurationError
 from bigbatch.recipes.user_code import calling
 from bigbatch.setup import Setup
-from bigbatch.setup_checks import takes
 
+_MODULE = "bigbatch_setup_file"
 EXAMPLE = """\
     import torch
     import torch.nn.functional as F
@@ -34,59 +37,67 @@ EXAMPLE = """\
             micro_batch_size=16,
         )"""
 
-WITHOUT_A_FILE = (
-    "Without a file there are the teaching pages' examples: `bigbatch train` runs the textbook's experiment, "
-    "`bigbatch train adamw` the second."
-)
+
+def refuse_launcher(command: str) -> None:
+    """Raise where torchrun has started several processes."""
+    if started() > 1:
+        raise ConfigurationError(
+            f"`bigbatch {command}` runs in one process, and torchrun has started {started()}.",
+            fix=f"bigbatch {command} FILE.py, without torchrun. To train on several devices, start from "
+            "examples/ranks/ddp.py, or examples/ranks/fsdp2.py for a sharded model.",
+        )
 
 
 def read_setup(path: Path, command: str = "train") -> Setup:
-    """The `Setup` that the file's `setup()` returns; `command` is what the hints say to type.
+    """Return the `Setup` that the file's `setup()` returns; `command` is what the hints say to type.
 
     A function and not a variable, so that a seed set before the call also seeds the model, and so that a
     file can be imported without building one.
     """
     _require_file(path, command)
-    module_name = "bigbatch_setup_file"
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigurationError(f"{path} is not a Python file.\nIts name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickling look their module up by name
-    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as under `python FILE.py`
-    with calling("reading the file"):
-        spec.loader.exec_module(module)
+    module = _run(path)
     function = getattr(module, "setup", None)
     if isinstance(function, Setup):
         raise ConfigurationError(
-            f"in {path}, setup is a Setup, not a function, so the seed could not be set before it was made.\n"
-            "Put it into a function:  def setup(): return Setup(...)"
+            f"In {path}, setup is a Setup, made before the seed could be set.", fix="def setup(): return Setup(...)"
         )
     if not callable(function):
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module_name]
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == _MODULE]
         near = get_close_matches("setup", own, n=1)
-        advice = f"Rename {near[0]}:  def setup(): ..." if near else f"Write one, as in this file:\n{EXAMPLE}"
-        raise ConfigurationError(f"{path} has no function setup().\n{advice}")
+        fix = f"def setup(): ... instead of {near[0]}" if near else f"as in this file:\n{EXAMPLE}"
+        raise ConfigurationError(f"{path} has no function setup().", fix=fix)
     if not takes(function, 0):
         raise ConfigurationError(
-            f"setup() in {path} needs arguments, and is called without any.\n"
-            "Give each of them a default, or set it inside:  def setup(): ..."
+            f"setup() in {path} is called without arguments, and needs some.", fix="def setup(): ..."
         )
     with calling("setup()"):
         setup = function()
     if not isinstance(setup, Setup):
         raise ConfigurationError(
-            f"setup() in {path} returned {type(setup).__name__}, not a bigbatch.Setup.\n"
-            f"Return what is to be trained, as this file does:\n{EXAMPLE}"
+            f"setup() in {path} must return a bigbatch.Setup.",
+            found=type(setup).__name__,
+            fix=f"as in this file:\n{EXAMPLE}",
         )
     return setup
 
 
-def suggested(names: Iterable[str], asked: str, directory: Path = Path(), command: str = "train") -> str:
-    """The nearest names as commands to type, each on a line; empty where none is near."""
+def _run(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    if spec is None or spec.loader is None:
+        raise ConfigurationError(f"{path} is not a Python file: its name must end in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[_MODULE] = module  # dataclasses and pickling look their module up by name
+    sys.path.insert(0, str(path.resolve().parent))  # its neighbors can be imported, as under `python FILE.py`
+    with calling("reading the file"):
+        spec.loader.exec_module(module)
+    return module
+
+
+def suggest(names: Iterable[str], asked: str, directory: Path = Path(), command: str = "train") -> str:
+    """Return the nearest names as commands to type; empty where none is near."""
     lower = {name.lower(): name for name in names}
-    near = [directory / lower[name] for name in get_close_matches(asked.lower(), lower, n=3)]
-    return "Did you mean\n" + "".join(f"    {_typed(command, path)}\n" for path in near) if near else ""
+    near = get_close_matches(asked.lower(), lower, n=3)
+    return "  or  ".join(_typed(command, directory / lower[name]) for name in near)
 
 
 def _typed(command: str, path: Path) -> str:
@@ -94,16 +105,13 @@ def _typed(command: str, path: Path) -> str:
 
 
 def _require_file(path: Path, command: str) -> None:
-    """Refuse a directory and what is not there, naming what is."""
+    """Raise for a folder and for what is not there, naming what is."""
     if path.is_dir():
         inside = next(iter(sorted(path.glob("*.py"))), path / "FILE.py")
-        raise ConfigurationError(
-            f"{path} is a directory, not a file.\n"
-            f"Name the file in it that has setup(), such as\n    {_typed(command, inside)}"
-        )
-    otherwise = WITHOUT_A_FILE if command == "train" else ""
+        raise ConfigurationError(f"{path} is a folder, not a file with setup().", fix=_typed(command, inside))
+    recipes = "bigbatch train, or bigbatch train adamw, which need no file" if command == "train" else ""
     if not path.parent.is_dir():
-        raise ConfigurationError(f"there is no directory {path.parent}, so no {path.name} in it.\n{otherwise}")
+        raise ConfigurationError(f"There is no folder {path.parent}, so no {path.name} in it.", fix=recipes)
     if not path.is_file():
-        near = suggested([each.name for each in path.parent.glob("*.py")], path.name, path.parent, command)
-        raise ConfigurationError(f"there is no file {path}.\n{near}{otherwise}")
+        near = suggest([each.name for each in path.parent.glob("*.py")], path.name, path.parent, command)
+        raise ConfigurationError(f"There is no file {path}.", fix=near or recipes)

@@ -1,13 +1,17 @@
 """What the commands share of the terminal: results on stdout, everything else on stderr, lines that fit."""
 
+import json
+import math
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unicodedata import category
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,23 +20,23 @@ _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories
 
 
 def results() -> Console:
-    """Where results go. Made per command: streams and NO_COLOR may differ between two calls in one process."""
+    """Return where results go. Made per command: streams and NO_COLOR may differ between two calls in one process."""
     return Console(highlight=False)
 
 
 def escaped(text: str) -> str:
-    """Text without what moves a cursor, sets a title or turns a line round: names and lines may hold anything."""
+    """Escape what moves a cursor, sets a title or turns a line round: names and lines may hold anything."""
     return "".join(c if c == "\t" or category(c) not in _UNSEEN else c.encode("unicode_escape").decode() for c in text)
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines that fit and read well; code keeps its indentation, and words stay whole, since paths are to be copied."""
+    """Wrap lines; code keeps its indentation, and words stay whole, since paths are to be copied."""
     width = min(width, READABLE)
     return "\n".join(row for line in text.split("\n") for row in _rows(escaped(line), width) or [""])
 
 
 def _rows(line: str, width: int) -> list[str]:
-    """One line as several; the comment of an indented line of code goes above it, where it can go on."""
+    """Return one line as several; the comment of an indented line of code goes above it, where it can go on."""
     indent = line[: len(line) - len(line.lstrip())]
     code, mark, comment = line.partition("  # ")
     if indent and mark and len(line) > width:
@@ -46,12 +50,12 @@ def _filled(line: str, width: int, following: str) -> list[str]:
 
 
 def paragraph(console: Console, text: str) -> None:
-    """Prose, without the trailing spaces that rich leaves."""
+    """Print prose, without the trailing spaces that rich leaves."""
     console.print(wrapped(text, console.width), markup=False, soft_wrap=True)
 
 
 def next_step(console: Console, arguments: str, why: str) -> None:
-    """The next thing worth typing, whole on its line, as the last of a report."""
+    """Print the next thing worth typing, whole on its line, as the last of a report."""
     command = f"Next: {escaped(typed(arguments))}"
     fits = len(command) + len(why) + len("  ()") <= min(console.width, READABLE)
     console.print(f"{command}  ({why})" if fits else command, markup=False, soft_wrap=True)
@@ -60,11 +64,24 @@ def next_step(console: Console, arguments: str, why: str) -> None:
 
 
 def typed(arguments: str) -> str:
-    """A command as it can be typed here: under `make`, the environment is not active and needs its path."""
+    """Return a command as it can be typed: under `make`, the environment is not active and needs its path."""
     started = Path(sys.argv[0])
     if started.name == "bigbatch" and shutil.which("bigbatch") is None:
         return f"{started} {arguments}"
     return f"bigbatch {arguments}"
+
+
+def print_json(data: Any) -> None:
+    """Print one object; JSON has no NaN and no infinity, so a number that is neither is null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(each) for name, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    typer.echo(json.dumps(plain(data), indent=2))
 
 
 @contextmanager
@@ -76,14 +93,7 @@ def hidden(bar: Progress) -> Iterator[None]:
 
 
 def progress() -> Progress:
-    """A bar on stderr that leaves nothing behind; there is none where stderr is no terminal."""
+    """Return a bar on stderr that leaves nothing behind; there is none where stderr is no terminal."""
     console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -1,20 +1,19 @@
 """`bigbatch train`: a recipe by name, or a user's own file."""
 
 import dataclasses
-import json
 import math
 import sys
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bigbatch.cli.failures import FAILED, errors_as_text, fail
-from bigbatch.cli.terminal import escaped, hidden, progress, results
+from bigbatch.cli.terminal import escaped, hidden, print_json, progress, results
 
 if TYPE_CHECKING:
-    from bigbatch.recipes.recipe import Recipe
+    from bigbatch.recipes.experiment import Recipe
     from bigbatch.recipes.training import Training
 
 DEFAULT_SEEDS = 5
@@ -44,80 +43,62 @@ def train(  # noqa: PLR0917 - typer calls it, by name
 
     FILE.py: your own, a file whose function setup() returns a bigbatch.Setup.
     """
+    if clip is not None and not (math.isfinite(clip) and clip > 0):
+        fail(f"--clip {clip:g}: the largest norm of a gradient is a positive number", "--clip 1.0 is the usual one")
     with errors_as_text():
-        from bigbatch.errors import ConfigurationError
-        from bigbatch.setup_checks import refuse_launcher
+        from bigbatch.cli.setup_file import refuse_launcher
 
         refuse_launcher("train")
-        if clip is not None and not (math.isfinite(clip) and clip > 0):
-            raise ConfigurationError(
-                f"--clip {clip:g}: the largest norm of a gradient is a positive number\n--clip 1.0 is the usual one"
-            )
         if _is_file(what):
             if seeds is not None:
-                raise ConfigurationError(
-                    "--seeds is for recipes; a file is trained once\n"
-                    f"`bigbatch train {what} --seed {seeds}` trains it with another seed"
-                )
+                fail("--seeds is for recipes; a file is trained once", f"bigbatch train {what} --seed {seeds}")
             _train_file(Path(what), clip, epochs, seed or 0, as_json)
         else:
             if seed is not None:
-                raise ConfigurationError(
-                    "--seed is for files; a recipe runs seeds 0, 1, 2, ...\n"
-                    f"`bigbatch train {what} --seeds 5` runs the first five"
-                )
+                fail("--seed is for files; a recipe runs seeds 0, 1, 2, ...", f"bigbatch train {what} --seeds 5")
             _train_recipe(_recipe(what), clip, epochs, seeds or DEFAULT_SEEDS, as_json)
 
 
 def _is_file(what: str) -> bool:
     """Tell a file from a recipe, by its looks, so that a missing file is not called a missing recipe."""
-    from bigbatch.recipes.catalog import RECIPES
+    from bigbatch.recipes.experiment import RECIPES
 
     path = Path(what)
     return what not in RECIPES and (path.suffix != "" or path.name != what or path.exists())
 
 
 def _recipe(name: str) -> "Recipe":
-    """The recipe of this name."""
-    from bigbatch.cli.setup_file import suggested
-    from bigbatch.errors import ConfigurationError
-    from bigbatch.recipes.catalog import RECIPES
+    from bigbatch.cli.setup_file import suggest
+    from bigbatch.recipes.experiment import RECIPES
 
     if name not in RECIPES:
-        known = [*RECIPES, *(path.name for path in Path().glob("*.py"))]
-        raise ConfigurationError(
-            f"no recipe is called {name!r}\n"
-            f"{suggested(known, name)}The recipes are {', '.join(RECIPES)}; your own training goes by its file: "
-            "`bigbatch train FILE.py`."
-        )
+        near = suggest([*RECIPES, *(path.name for path in Path().glob("*.py"))], name)
+        known = f"The recipes are {', '.join(RECIPES)}; your own training goes by its file: `bigbatch train FILE.py`."
+        fail(f"no recipe is called {name!r}", near or known)
     return RECIPES[name]
 
 
 def _train_recipe(recipe: "Recipe", clip: float | None, epochs: int | None, seeds: int, as_json: bool) -> None:
     """Compare the arms under a progress bar, then report."""
     from bigbatch.cli.comparison_report import print_comparison
-    from bigbatch.recipes.compare import compare
+    from bigbatch.recipes.comparison import compare
     from bigbatch.recipes.findings import findings
 
     with progress() as bar:
-        total = seeds * len(recipe.arms()) * (epochs or recipe.epochs)
-        task = bar.add_task(recipe.name, total=total)
+        task = bar.add_task(recipe.name, total=seeds * len(recipe.arms()) * (epochs or recipe.epochs))
 
         def on_epoch(seed: int, arm: str) -> None:
             bar.update(task, advance=1, description=f"seed {seed + 1} of {seeds}, {arm}")
 
         comparison = compare(recipe, seeds=seeds, epochs=epochs, clip_norm=clip, on_epoch=on_epoch)
     if as_json:
-        _print_json({**dataclasses.asdict(comparison), "findings": findings(comparison)})
+        print_json({**dataclasses.asdict(comparison), "findings": findings(comparison)})
     else:
         print_comparison(comparison, results(), clipped=clip is not None)
 
 
 def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, as_json: bool) -> None:
-    """Train what the file's setup() returns, under a progress bar.
-
-    Each epoch as soon as it is done: a log shows how far it has come, and what was done before it is stopped.
-    """
+    """Train what the file's setup() returns, and print each epoch as soon as it is done."""
     import torch
 
     from bigbatch.cli.setup_file import read_setup
@@ -143,26 +124,10 @@ def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, a
 
             training = train_setup(setup, on_update=on_update, on_epoch=on_epoch)
     if as_json:
-        _print_json({"file": str(path), "seed": seed, **dataclasses.asdict(training)})
+        print_json({"file": str(path), "seed": seed, **dataclasses.asdict(training)})
     else:
         print_end(training, path, seed, console)
     broken = [n for n, epoch in enumerate(training.epochs, 1) if not math.isfinite(epoch.loss or 0.0)]
     if broken:
-        fail(
-            f"the loss is not finite since epoch {broken[0]}",
-            "Try a smaller learning rate, clip_norm=1.0, or skip_nonfinite=True if single batches are to blame.",
-            FAILED,
-        )
-
-
-def _print_json(data: dict[str, Any]) -> None:
-    """Print one object; JSON has no NaN and no infinity, so a loss that is none is null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(each) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    typer.echo(json.dumps(plain(data), indent=2))
+        advice = "Try a smaller learning rate, clip_norm=1.0, or skip_nonfinite=True if single batches are to blame."
+        fail(f"the loss is not finite since epoch {broken[0]}", advice, FAILED)

@@ -1,7 +1,7 @@
 """A training of a user's file, as text: epoch by epoch, while it runs."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +16,8 @@ NUMBER = 8  # letters, as of 123.4567
 def print_epoch(training: Training, path: Path, seed: int, console: Console) -> None:
     """Print the last epoch that is done, in a line that stays whatever comes after; before the first, what it is."""
     if len(training.epochs) == 1:
-        _print_headline(training, path, seed, console)
+        paragraph(console, _headline(training, path, seed))
+        console.print()
     names = _names(training.epochs)
     headings = ("epoch", "updates", "loss", *names, "ms/update")
     if len(training.epochs) == 1 or names != _names(training.epochs[:-1]):
@@ -35,20 +36,27 @@ def print_epoch(training: Training, path: Path, seed: int, console: Console) -> 
 def print_end(training: Training, path: Path, seed: int, console: Console) -> None:
     """Print, below all epochs, what it cost and what to try next."""
     console.print()
-    for sentence in _remarks(training):
-        paragraph(console, sentence)
-    again = f"train {shlex.quote(str(path))} --seed {seed + 1}"
-    next_step(console, again, "how much of this is luck?")
+    updates = sum(epoch.updates for epoch in training.epochs)
+    skipped = sum(epoch.skipped for epoch in training.epochs)
+    if training.clip_norm is not None:
+        clipped = sum(epoch.clipped or 0 for epoch in training.epochs)
+        norm = f"{training.clip_norm:g}"
+        paragraph(console, f"{clipped:,} of {updates:,} updates had a gradient to clip, of a norm above {norm}.")
+    if skipped:
+        what = "batch" if skipped == 1 else "batches"
+        paragraph(console, f"{skipped:,} {what} made no update: nothing was counted, or a gradient was not finite.")
+    if training.peak_bytes is not None:
+        paragraph(console, f"Peak of CUDA memory: {training.peak_bytes / 2**20:,.0f} MiB.")
+    next_step(console, f"train {shlex.quote(str(path))} --seed {seed + 1}", "how much of this is luck?")
 
 
-def _print_headline(training: Training, path: Path, seed: int, console: Console) -> None:
+def _headline(training: Training, path: Path, seed: int) -> str:
     steps = f"{training.micro_batch_size} × {training.steps}"
     if training.micro_batch_size * training.steps != training.batch_size:
         steps = f"up to {steps}"
     clipped = f", clipped at {training.clip_norm:g}" if training.clip_norm is not None else ""
-    meets = ", in lock-step" if training.lock_step and training.steps > 1 else ""
-    paragraph(console, f"{path.name}: batch {training.batch_size} = {steps}{meets}{clipped}, seed {seed}")
-    console.print()
+    coupled = ", in lock-step" if training.lock_step and training.steps > 1 else ""
+    return f"{path.name}: batch {training.batch_size} = {steps}{coupled}{clipped}, seed {seed}"
 
 
 def _print_row(cells: Sequence[str], headings: Sequence[str], console: Console) -> None:
@@ -63,19 +71,5 @@ def _names(epochs: Sequence[Epoch]) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Four places, or the order of magnitude where a training has run away."""
+    """Write four places, or the order of magnitude where a training has run away."""
     return f"{value:.4f}" if abs(value) < HUGE else f"{value:.2e}"
-
-
-def _remarks(training: Training) -> Iterator[str]:
-    """What is worth a sentence, where it happened."""
-    updates = sum(epoch.updates for epoch in training.epochs)
-    skipped = sum(epoch.skipped for epoch in training.epochs)
-    if training.clip_norm is not None:
-        clipped = sum(epoch.clipped or 0 for epoch in training.epochs)
-        yield f"{clipped:,} of {updates:,} updates had a gradient to clip, of a norm above {training.clip_norm:g}."
-    if skipped:
-        what = "window" if skipped == 1 else "windows"
-        yield f"{skipped:,} {what} made no update: nothing was counted, or a gradient was not finite."
-    if training.peak_bytes is not None:
-        yield f"Peak of CUDA memory: {training.peak_bytes / 2**20:,.0f} MiB."

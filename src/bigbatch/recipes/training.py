@@ -1,19 +1,23 @@
-"""Train a user's `Setup`."""
+"""Train a user's `Setup` in one process, by a `BigStep`."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch.utils.data import default_collate
 
-from bigbatch.errors import ConfigurationError
-from bigbatch.recipes.feeding import Feed
-from bigbatch.recipes.updating import InLockStep, LossAsks, Way, way_of
-from bigbatch.recipes.user_code import calling
+from bigbatch import arguments
+from bigbatch.big_step import BigStep
+from bigbatch.errors import BatchNormError, ConfigurationError, LossError
+from bigbatch.lockstep.threads import current
+from bigbatch.options import Options
+from bigbatch.recipes.user_code import UserCodeError, calling
 from bigbatch.setup import Setup
 from bigbatch.update import Update
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -21,15 +25,11 @@ class Epoch:
     """One pass over the data."""
 
     updates: int
-    skipped: int
-    """Windows that made no update, as when none of their targets counted."""
-    clipped: int | None
-    """Updates whose gradient was larger than `clip_norm`; None where nothing is clipped."""
-    loss: float | None
-    """The mean of the updates' losses, each at the weights before its update, where they are known."""
+    skipped: int  # batches that made no update, as when none of their targets counted
+    clipped: int | None  # updates whose gradient was larger than `clip_norm`; None where nothing is clipped
+    loss: float | None  # the mean of the updates' losses, each before its update; None where they are not known
     metrics: dict[str, float]
-    seconds: float
-    """Of training alone, without `evaluate`."""
+    seconds: float  # of training alone, without `evaluate`
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,8 @@ class Training:
     steps: int
     clip_norm: float | None
     epochs: tuple[Epoch, ...]
-    peak_bytes: int | None
-    """Peak of CUDA memory, where the model is there."""
-    lock_step: bool = False
-    """Whether samples are coupled, and the micro-batches of a batch meet, in a `BigStep`."""
+    peak_bytes: int | None  # of CUDA memory, where the model is there
+    lock_step: bool = False  # whether samples are coupled, and micro-batches ran in lock-step
 
 
 def train_setup(
@@ -53,96 +51,135 @@ def train_setup(
     on_update: Callable[[int], None] = lambda epoch: None,  # noqa: ARG005
     on_epoch: Callable[[Training], None] = lambda training: None,  # noqa: ARG005
 ) -> Training:
-    """Train for `setup.epochs`; `on_update(epoch)` is told of every update, epochs counted from 1.
+    """Train for `setup.epochs`; what the user's own code raises comes out as a `UserCodeError` that names the call.
 
-    `on_epoch(training)` is told of every epoch when it is done, with all those before it.
-
-    What the user's own code raises comes out as a `UserCodeError` that says which call it was.
+    Args:
+        setup: what to train.
+        on_update: called with the number of the epoch, from 1, after each update.
+        on_epoch: called with the training so far after each epoch.
     """
     device = next((parameter.device for parameter in setup.model.parameters()), torch.device("cpu"))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     if not setup.model.training:  # as from_pretrained() returns it; else layers frozen by .eval() stay so
         setup.model.train()
-    way = way_of(setup)
-    training = Training(
-        batch_size=setup.batch_size,
-        micro_batch_size=max(setup.sizes),
-        steps=setup.steps,
-        clip_norm=setup.clip_norm,
-        epochs=(),
-        peak_bytes=None,
-    )
-    try:
-        for number in range(1, setup.epochs + 1):
-            of_it = Feed(setup, number), number, partial(on_update, number)
-            epoch = _unless_it_asks(partial(_one_epoch, setup, way, *of_it))
-            if epoch is None:
-                way.leave()
-                way = InLockStep(setup)
-                epoch = _one_epoch(setup, way, *of_it)
-            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-            epochs = (*training.epochs, epoch)
-            training = replace(training, epochs=epochs, peak_bytes=peak, lock_step=way.lock_step)
-            on_epoch(training)
-    except BaseException:
-        way.leave()
-        raise
+    _refuse_batch_norm(setup)
+    steps = _Steps(setup)
+    training = Training(setup.batch_size, max(setup.sizes), setup.steps, setup.clip_norm, epochs=(), peak_bytes=None)
+    for number in range(1, setup.epochs + 1):
+        updates: list[Update] = []
+        started = time.perf_counter()
+        for update in steps.epoch(number):
+            updates.append(update)
+            on_update(number)
+        epoch = _summarize(setup, number, updates, started)
+        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        training = replace(
+            training, epochs=(*training.epochs, epoch), peak_bytes=peak, lock_step=steps.ran_in_lock_step
+        )
+        on_epoch(training)
     return training
 
 
-def _unless_it_asks(epoch: Callable[[], Epoch]) -> Epoch | None:
-    """Run an epoch; None where its first loss asks for other micro-batches. Nothing of that loss is kept alive."""
-    try:
-        return epoch()
-    except LossAsks:
-        return None
-
-
 def expected_updates(setup: Setup) -> int | None:
-    """How many updates there will be, where the data has a length."""
+    """Return how many updates there will be, where the data has a length."""
     try:
         return setup.epochs * len(replace(setup, micro_batch_size=None).micro_batches())
     except TypeError:
         return None
 
 
-def _one_epoch(setup: Setup, way: Way, feed: Feed, number: int, on_update: Callable[[], None]) -> Epoch:
-    """One pass: train, then evaluate."""
-    updates: list[Update] = []
-    started = time.perf_counter()
-    for update in way.updates(feed, number):
-        updates.append(update)
-        on_update()
+class _Steps:
+    """Makes a batch of samples, and an update of it, one after the other."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.ran_in_lock_step = False
+        self._setup = setup
+        self._failed: tuple[BaseException, str] | None = None  # an exception of the user's code, and the call
+        self._step = BigStep(
+            setup.model,
+            setup.optimizer,
+            self._loss,
+            micro_batch_size=setup.micro_batch_size or setup.batch_size,
+            clip_norm=setup.clip_norm,
+            scheduler=setup.scheduler,
+            scaler=setup.scaler,
+            options=Options(
+                collate=self._collate,
+                batch_norm=setup.batch_norm,
+                gradient_dtype=setup.gradient_dtype,
+                skip_nonfinite=setup.skip_nonfinite,
+            ),
+        )
+
+    def epoch(self, number: int) -> Iterator[Update]:
+        """Make the updates of one pass over the data."""
+        batches = iter(replace(self._setup, collate=list, micro_batch_size=None).micro_batches())
+        for place in range(1, 1 << 62):
+            with calling("making a batch of data", f"in epoch {number}"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield self._update(batch, f"in epoch {number}, update {place}")
+
+    def _update(self, batch: list[Any], when: str) -> Update:
+        try:
+            with calling("the loss's backward, or the update after it,", when):
+                return self._step(batch)
+        except LossError as error:
+            error.args = (f"loss_fn: {error}",)
+            raise
+        except UserCodeError as error:
+            if self._failed is not None and error.__cause__ is self._failed[0]:
+                error.args = (f"{self._failed[1]} failed {when}",)
+            raise
+
+    def _loss(self, model: Any, batch: Any) -> Any:
+        del model  # the Setup has it
+        self.ran_in_lock_step = self.ran_in_lock_step or current() is not None
+        return self._named("loss_fn" if self._setup.loss_fn else "model(**batch).loss", self._setup.loss, batch)
+
+    def _collate(self, samples: list[Any]) -> Any:
+        return self._named("making a batch of data", self._setup.collate or default_collate, samples)
+
+    def _named(self, what: str, function: Callable[[Any], Value], argument: Any) -> Value:
+        try:
+            return function(argument)
+        except (Exception, SystemExit) as error:
+            self._failed = error, what
+            raise
+
+
+def _refuse_batch_norm(setup: Setup) -> None:
+    for name, layer in arguments.batch_norms([setup.model]) if setup.batch_norm == "refuse" else ():
+        if arguments.is_awake(layer):
+            raise BatchNormError(
+                f"BatchNorm '{name}' is in training mode and would normalize by the micro-batch.",
+                found='batch_norm="refuse"',
+                fix='Setup(..., batch_norm="exact"), which normalizes by the big batch; or "micro"',
+            )
+
+
+def _summarize(setup: Setup, number: int, updates: list[Update], started: float) -> Epoch:
+    """Read an epoch's numbers from the device, once, and evaluate."""
     if not updates:
         raise ConfigurationError(
-            f"Setup(data={type(setup.data).__name__}): it gave no sample in epoch {number}.\n"
-            "An IterableDataset must begin anew each time that it is asked for its __iter__()."
+            f"The data gave no sample in epoch {number}. An IterableDataset must begin anew in each __iter__().",
+            found=type(setup.data).__name__,
         )
-    # Read once, here: a loss is a tensor on the device, and reading it waits for the device.
     done = [update for update in updates if not update.skipped]
-    clipped = None if setup.clip_norm is None else _larger_than(setup.clip_norm, done)
-    mean_loss = _mean_loss(done)
+    loss = clipped = None
+    if done and all(update.loss_is_exact for update in done):
+        loss = torch.stack([update.loss.detach() for update in done]).double().mean().item()
+    if setup.clip_norm is not None:
+        norms = [update.grad_norm for update in done if update.grad_norm is not None]
+        clipped = int((torch.stack(norms) > setup.clip_norm).sum()) if norms else 0
     seconds = time.perf_counter() - started
-    return Epoch(len(done), len(updates) - len(done), clipped, mean_loss, _evaluated(setup, number), seconds)
+    return Epoch(len(done), len(updates) - len(done), clipped, loss, _evaluate(setup, number), seconds)
 
 
-def _larger_than(clip_norm: float, updates: list[Update]) -> int:
-    """How many gradients were larger before they were clipped."""
-    norms = [update.grad_norm for update in updates if update.grad_norm is not None]
-    return int((torch.stack(norms) > clip_norm).sum()) if norms else 0
-
-
-def _mean_loss(updates: list[Update]) -> float | None:
-    """Over updates, where there are any and their losses are known."""
-    if not all(update.loss_is_exact for update in updates):  # several counts, whose terms' values no graph keeps
-        return None
-    losses = [update.loss.detach() for update in updates]
-    return torch.stack(losses).double().mean().item() if losses else None
-
-
-def _evaluated(setup: Setup, epoch: int) -> dict[str, float]:
-    """The user's own numbers, in eval mode and without gradients."""
+def _evaluate(setup: Setup, epoch: int) -> dict[str, float]:
+    """Return the user's own numbers, in eval mode and without gradients."""
     if setup.evaluate is None:
         return {}
     modes = [(module, module.training) for module in setup.model.modules()]
@@ -151,21 +188,10 @@ def _evaluated(setup: Setup, epoch: int) -> dict[str, float]:
         metrics: Any = setup.evaluate(setup.model)
     for module, mode in modes:
         module.training = mode
+    fix = 'return {"accuracy": accuracy.item()}'
     if not isinstance(metrics, Mapping):
-        raise ConfigurationError(
-            f"evaluate is to return numbers by name; found {type(metrics).__name__}.\n"
-            'Name them:  return {"accuracy": accuracy}'
-        )
-    return {str(name): _number(name, value) for name, value in metrics.items()}
-
-
-def _number(name: object, value: Any) -> float:
-    """One number of `evaluate`."""
+        raise ConfigurationError("evaluate must return numbers by name.", found=type(metrics).__name__, fix=fix)
     try:
-        return float(value)
+        return {str(name): float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
-        shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-        raise ConfigurationError(
-            f"evaluate returned {name!r}: {type(value).__name__}{shape}, which is not a number.\n"
-            f'Make it one:  return {{"{name}": value.mean().item()}}'
-        ) from error
+        raise ConfigurationError("evaluate must return numbers by name.", found=repr(metrics), fix=fix) from error

@@ -7,7 +7,7 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.report.markup import Html, element
+from bigbatch.report.page import Html, element
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,15 +17,13 @@ _NEEDLESS = re.compile(r'<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id="
 
 
 def require_matplotlib() -> None:
-    """Raise where there is nothing to draw with, before anything is measured for it."""
+    """Raise where matplotlib is missing, before anything is measured for a plot."""
     try:
         import matplotlib.figure  # noqa: F401, PLC0415 - an extra's, and slow to import
     except ImportError as error:
-        msg = (
-            "--html draws its plots with matplotlib, which is not installed.\n"
-            "Install it:  pip install matplotlib        (or, with all of the extra:  pip install 'bigbatch[html]')"
-        )
-        raise ConfigurationError(msg) from error
+        raise ConfigurationError(
+            "--html draws its plots with matplotlib, which is not installed.", fix="pip install 'bigbatch[html]'"
+        ) from error
 
 
 def figure(draw: "Callable[[Axes], None]", *, name: str, height: float, says: str, caption: str) -> Html:
@@ -35,20 +33,18 @@ def figure(draw: "Callable[[Axes], None]", *, name: str, height: float, says: st
         draw: draws into axes.
         name: unlike that of any other plot on the page.
         height: in inches.
-        says: what it shows, for who cannot see it.
+        says: what the plot shows, for who cannot see it.
         caption: stands below it.
     """
     import matplotlib as mpl  # noqa: PLC0415
     from matplotlib.figure import Figure  # noqa: PLC0415 - not pyplot, which keeps figures and picks a window system
 
     written = StringIO()
-    # Words stay words: they can be selected, and are found by a search.
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": name}
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": name}  # words stay words, to be found
     with warnings.catch_warnings(), mpl.rc_context(settings):
         warnings.simplefilter("ignore")  # of letters that matplotlib's own typeface lacks: the page's will have them
         drawing = Figure(figsize=(_WIDTH, height), layout="constrained")
-        axes = drawing.subplots()
-        draw(axes)
+        draw(drawing.subplots())
         drawing.legend(loc="outside upper left", ncols=2, frameon=False)
         drawing.savefig(written, format="svg", transparent=True)
     svg = written.getvalue()

@@ -10,10 +10,9 @@ from torch import nn
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
 from bigbatch.batch.split import balanced
-from bigbatch.default_loss import own_loss
+from bigbatch.default_loss import own_loss, takes
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
 from bigbatch.options import Options
-from bigbatch.setup_checks import takes
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import asked_aside
 from bigbatch.verifying.loops import TrainWindow

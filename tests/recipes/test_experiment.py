@@ -10,12 +10,9 @@ from torch.nn.functional import cross_entropy
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.memory.meter import LiveBytes
-from bigbatch.recipes.catalog import ADAMW, RECIPES, TEXTBOOK
-from bigbatch.recipes.compare import Tally, compare
+from bigbatch.recipes.comparison import Comparison, Spread, Tally, compare
+from bigbatch.recipes.experiment import ADAMW, RECIPES, TEXTBOOK, Loop, Task, bigbatch_loop, plain_loop, textbook_loop
 from bigbatch.recipes.findings import findings
-from bigbatch.recipes.loops import Loop, bigbatch_loop, plain_loop, textbook_loop
-from bigbatch.recipes.recipe import Task
-from bigbatch.recipes.results import Comparison, Spread
 
 
 @pytest.fixture(scope="module")
@@ -50,21 +47,21 @@ def test_the_figures_are_those_measured_before(textbook: Comparison) -> None:
 def test_bigbatch_ends_in_the_true_batchs_weights(name: str, request: pytest.FixtureRequest) -> None:
     """Both of its arms, with short windows, short micro-batches and clipping; the textbook's loop does not."""
     comparison: Comparison = request.getfixturevalue(name)
-    assert comparison.accumulated.distance <= 1e-12
-    assert comparison.rescaled.distance <= 1e-12
-    assert comparison.textbook.distance > 1e-3
-    assert comparison.true.distance == 0
+    assert comparison.arms[2].distance <= 1e-12
+    assert comparison.arms[4].distance <= 1e-12
+    assert comparison.arms[1].distance > 1e-3
+    assert comparison.arms[3].distance == 0
 
 
 def test_an_accumulated_update_needs_less_memory_than_the_true_batch(textbook: Comparison) -> None:
     """And the number is the same in every run."""
-    assert textbook.small.peak_bytes <= textbook.accumulated.peak_bytes < textbook.true.peak_bytes
-    assert compare(TEXTBOOK, seeds=1, epochs=1).true.peak_bytes == textbook.true.peak_bytes
+    assert textbook.arms[0].peak_bytes <= textbook.arms[2].peak_bytes < textbook.arms[3].peak_bytes
+    assert compare(TEXTBOOK, seeds=1, epochs=1).arms[3].peak_bytes == textbook.arms[3].peak_bytes
 
 
 def test_accumulating_holds_one_micro_batch_more_than_a_hand_loop(textbook: Comparison) -> None:
     """The one that `over` has looked ahead to: 16 samples of 10 features and a label, 8 bytes each."""
-    assert textbook.accumulated.peak_bytes <= textbook.small.peak_bytes + 16 * (10 + 1) * 8
+    assert textbook.arms[2].peak_bytes <= textbook.arms[0].peak_bytes + 16 * (10 + 1) * 8
 
 
 def test_live_bytes_counts_what_lives() -> None:
@@ -134,7 +131,7 @@ def test_clipping_changes_every_arm_and_no_equality(textbook: Comparison) -> Non
     clipped = compare(TEXTBOOK, seeds=1, clip_norm=0.05)
     assert clipped.clip_norm == 0.05
     assert all(slow.loss.mean > fast.loss.mean for slow, fast in zip(clipped.arms, textbook.arms, strict=True))
-    assert clipped.accumulated.distance <= 1e-12
+    assert clipped.arms[2].distance <= 1e-12
 
 
 def test_clipped_updates_are_counted_in_every_arm() -> None:
@@ -143,11 +140,11 @@ def test_clipped_updates_are_counted_in_every_arm() -> None:
     assert all(arm.clipped is not None for comparison in (tiny, huge, between) for arm in comparison.arms)
     assert [arm.clipped and arm.clipped.updates for arm in tiny.arms] == [Spread(arm.updates, 0) for arm in tiny.arms]
     assert [arm.clipped and arm.clipped.updates for arm in huge.arms] == [Spread(0, 0)] * 5
-    ours, true = between.accumulated.clipped, between.true.clipped
+    ours, true = between.arms[2].clipped, between.arms[3].clipped
     assert ours is not None
     assert true is not None
     assert ours.updates == true.updates
-    assert 0 < ours.updates.mean < between.accumulated.updates
+    assert 0 < ours.updates.mean < between.arms[2].updates
     assert ours.largest_norm == pytest.approx(true.largest_norm, rel=1e-12)
 
 
@@ -171,7 +168,7 @@ def test_what_clipping_did_is_a_sentence_of_its_own(textbook: Comparison) -> Non
     assert len(findings(textbook)) == 3
     assert all(arm.clipped is None for arm in textbook.arms)
     some, none = (compare(TEXTBOOK, seeds=1, epochs=2, clip_norm=norm) for norm in (0.5, 100.0))
-    small, ours = some.small.clipped, some.accumulated.clipped
+    small, ours = some.arms[0].clipped, some.arms[2].clipped
     assert small is not None
     assert ours is not None
     sentence = findings(some)[2]
@@ -184,8 +181,8 @@ def test_the_textbooks_clip_meets_no_accumulated_gradient() -> None:
     """At 1.0, its bonus: the four arms of 64 go on unclipped; single batches are noisier."""
     clipped = compare(TEXTBOOK, seeds=2, clip_norm=1.0)
     assert [arm.clipped and arm.clipped.updates.mean for arm in clipped.arms[1:]] == [0, 0, 0, 0]
-    assert clipped.small.clipped is not None
-    assert clipped.small.clipped.updates.mean > 0
+    assert clipped.arms[0].clipped is not None
+    assert clipped.arms[0].clipped.updates.mean > 0
 
 
 def test_the_same_seed_gives_the_same_numbers(textbook: Comparison) -> None:
@@ -204,20 +201,20 @@ def test_the_sentences_say_what_was_measured(textbook: Comparison) -> None:
     lost, slower, claimed = findings(textbook)
     assert "left 40 of 1,000 samples out of every epoch, since 63 micro-batches" in lost
     assert "150 updates where the true batch makes 160" in lost
-    assert f"loss of {textbook.accumulated.loss.mean:.3f} against {textbook.small.loss.mean:.3f}" in slower
+    assert f"loss of {textbook.arms[2].loss.mean:.3f} against {textbook.arms[0].loss.mean:.3f}" in slower
     assert "accumulating learns slower" in slower
     assert (
         "The teaching pages that this is from claim about 70 % validation accuracy before accumulating and 78 % after"
         in claimed
     )
-    assert f"measured: {100 * textbook.small.accuracy_last.mean:.1f} % before" in claimed
+    assert f"measured: {textbook.arms[0].accuracy_last.mean:.1%} before" in claimed
 
 
 def test_the_sentences_follow_the_numbers_elsewhere(textbook: Comparison, adamw: Comparison) -> None:
     """A short last micro-batch is named, and slowness is not claimed where there was none."""
     assert "last micro-batch has 8 of them instead of 32" in findings(adamw)[0]
     assert "The teaching pages that this is from give no figures" in findings(adamw)[3]
-    faster = dataclasses.replace(textbook.accumulated, loss=Spread(0.01, None))
+    faster = dataclasses.replace(textbook.arms[2], loss=Spread(0.01, None))
     arms = (*textbook.arms[:2], faster, *textbook.arms[3:])
     assert "did not learn slower here" in findings(dataclasses.replace(textbook, arms=arms))[1]
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from bigbatch.report.markup import Html, element, table, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
@@ -20,7 +21,6 @@ from typer.testing import CliRunner, Result
 from bigbatch.cli import app
 from bigbatch.errors import ConfigurationError
 from bigbatch.planner.plan_report import Plan, Row
-from bigbatch.report.markup import Html, element, table, together
 from bigbatch.report.page import refuse_target
 from bigbatch.report.plan_page import plan_page
 from bigbatch.report.plots import require_matplotlib

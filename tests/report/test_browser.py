@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.test_pages import EVIL, EVIL_FOUND, EVIL_PLAN, PAGES, of_plan, of_verification
 
 playwright: Any = pytest.importorskip(

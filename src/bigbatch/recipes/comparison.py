@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -15,9 +15,74 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.memory.meter import LiveBytes
-from bigbatch.recipes.loops import MicroBatches
-from bigbatch.recipes.recipe import Arm, Recipe, Task
-from bigbatch.recipes.results import ArmResult, Clipped, Comparison, Spread
+from bigbatch.recipes.experiment import Arm, MicroBatches, Recipe, Task
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A mean over seeds and its standard deviation, which one seed does not have."""
+
+    mean: float
+    std: float | None
+
+    @classmethod
+    def of(cls, values: list[float]) -> "Spread":
+        """Return that of one value per seed."""
+        return cls(fmean(values), stdev(values) if len(values) > 1 else None)
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """What clipping did."""
+
+    updates: Spread  # whose gradient was larger than the clip
+    largest_norm: float  # of a gradient before clipping, in any update of any seed
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """One column of the table."""
+
+    name: str
+    micro_batch: int
+    steps: int
+    learning_rate: float
+    rescaled: bool
+    updates: int
+    clipped: Clipped | None  # None where nothing is clipped
+    samples_used: int  # samples that went into an update, over all epochs
+    loss: Spread
+    accuracy_first: Spread
+    accuracy_last: Spread
+    ms_per_update: float
+    ms_per_epoch: float
+    peak_bytes: int
+    distance: float  # of the final weights from the true big batch's at the same rate, relative; worst seed
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The whole table, and what it was measured on."""
+
+    recipe: str
+    origin: str
+    title: str
+    claim: str | None
+    seeds: int
+    epochs: int
+    samples: int
+    validation: int
+    micro_batch: int
+    steps: int
+    clip_norm: float | None
+    dtype: str
+    torch: str
+    arms: tuple[ArmResult, ...]  # of a small batch, textbook, bigbatch, true, bigbatch rescaled
+
+    @property
+    def batch(self) -> int:
+        """Samples behind one accumulated update."""
+        return self.micro_batch * self.steps
 
 
 @dataclass
@@ -30,33 +95,31 @@ class Tally:
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Count from now on."""
-        model.register_forward_pre_hook(self._forward)
-        optimizer.register_step_post_hook(self._stepped)
+        model.register_forward_pre_hook(self._count_samples)
+        optimizer.register_step_post_hook(self._count_update)
 
-    def _forward(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not module.training:
-            return
-        if all(parameter.grad is None for parameter in module.parameters()):
-            self._pending = 0  # what was not stepped has been cleared: it is lost, not late
-        self._pending += len(inputs[0])
+    def _count_samples(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            if all(parameter.grad is None for parameter in module.parameters()):
+                self._pending = 0  # gradients that were cleared without a step: their samples are lost, not late
+            self._pending += len(inputs[0])
 
-    def _stepped(self, *_: object) -> None:
+    def _count_update(self, *_: object) -> None:
         self.updates += 1
         self.samples_used += self._pending
         self._pending = 0
 
 
 @dataclass
-class Run:
+class _Run:
     """One arm with one seed."""
 
+    learning_rate: float
     tally: Tally = field(default_factory=Tally)
     seconds: list[float] = field(default_factory=list)
     loss: float = 0.0
     accuracies: list[float] = field(default_factory=list)
-    learning_rate: float = 0.0
-    norms: list[Tensor] = field(default_factory=list)
-    """Of the gradients, before clipping."""
+    norms: list[Tensor] = field(default_factory=list)  # of the gradients, before clipping
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -68,14 +131,20 @@ def compare(
     clip_norm: float | None = None,
     on_epoch: Callable[[int, str], None] = lambda seed, arm: None,  # noqa: ARG005
 ) -> Comparison:
-    """Run the recipe with seeds 0 to `seeds` - 1; `on_epoch(seed, arm)` is told of every epoch trained."""
+    """Run the recipe with seeds 0 to `seeds` - 1; `on_epoch(seed, arm)` is called after every epoch."""
     epochs = recipe.epochs if epochs is None else epochs
     clip_norm = recipe.clip_norm if clip_norm is None else clip_norm
     if seeds < 1 or epochs < 1:
-        raise ConfigurationError(f"compare(seeds={seeds}, epochs={epochs}): both are at least 1.")
+        raise ConfigurationError("seeds and epochs are at least 1.", found=f"seeds={seeds}, epochs={epochs}")
+    runs: dict[str, list[_Run]] = {arm.name: [] for arm in recipe.arms()}
     with _one_thread():
-        runs = _train_all(recipe, range(seeds), epochs, clip_norm, on_epoch)
-    task = Task.of(recipe, 0, 1)
+        for seed in range(seeds):  # seed by seed, so that a slow moment of the machine falls on all arms
+            task = Task.of(recipe, seed, epochs)
+            for arm in recipe.arms():
+                runs[arm.name].append(_train(recipe, task, arm, clip_norm, on_epoch=on_epoch, seed=seed))
+        task = Task.of(recipe, 0, 1)
+        shown = [arm for arm in recipe.arms() if arm.shown]
+        peaks = {arm.name: _peak(recipe, task, arm, clip_norm) for arm in shown}
     return Comparison(
         recipe=recipe.name,
         origin=recipe.origin,
@@ -91,18 +160,14 @@ def compare(
         dtype=str(task.inputs.dtype).removeprefix("torch."),
         torch=torch.__version__,
         arms=tuple(
-            _result(
-                arm, runs[arm.name], runs[arm.reference or arm.name], clip_norm, _peak(recipe, task, arm, clip_norm)
-            )
-            for arm in recipe.arms()
-            if arm.shown
+            _result(arm, runs[arm.name], runs[arm.reference or arm.name], clip_norm, peaks[arm.name]) for arm in shown
         ),
     )
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Models this small gain nothing from threads, which on a busy machine cost ten times their work."""
+    """Use one thread: models this small gain nothing from more, which on a busy machine cost ten times their work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -111,30 +176,20 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _train_all(
+def _train(
     recipe: Recipe,
-    seeds: range,
-    epochs: int,
+    task: Task,
+    arm: Arm,
     clip_norm: float | None,
+    *,
     on_epoch: Callable[[int, str], None],
-) -> dict[str, list[Run]]:
-    """Every arm with every seed; seed by seed, so that a slow moment of the machine falls on all arms."""
-    runs: dict[str, list[Run]] = {arm.name: [] for arm in recipe.arms()}
-    for seed in seeds:
-        task = Task.of(recipe, seed, epochs)
-        for arm in recipe.arms():
-            told = partial(on_epoch, seed, arm.name)
-            runs[arm.name].append(_train(recipe, task, arm, clip_norm, told))
-    return runs
-
-
-def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[], None]) -> Run:
-    """One training; only the loops' own time is counted."""
-    run = Run()
+    seed: int,
+) -> _Run:
+    """Train once; only the loops' own time is counted."""
     model = copy.deepcopy(task.model)
     optimizer = task.optimizer_for(model, recipe, arm)
+    run = _Run(float(optimizer.param_groups[0]["lr"]))
     run.tally.watch(model, optimizer)
-    run.learning_rate = float(optimizer.param_groups[0]["lr"])
     epochs = (_micro_batches(task, order, arm.micro_batch) for order in task.orders)
     training = arm.loop(model, optimizer, epochs, arm.steps, clip_norm)
     for _ in task.orders:
@@ -144,19 +199,19 @@ def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epo
         run.norms += norms
         run.loss, accuracy = task.validate(model)
         run.accuracies.append(accuracy)
-        on_epoch()
+        on_epoch(seed, arm.name)
     run.weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     return run
 
 
 def _micro_batches(task: Task, order: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The samples in this order, cut as they are asked for; the last cut may be short."""
+    """Yield the samples in this order, cut; the last cut may be short."""
     for chosen in order.split(size):
         yield task.inputs[chosen], task.labels[chosen]
 
 
 def _peak(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None) -> int:
-    """Most tensor bytes alive at once in two updates (the second has the optimizer's state), in a run of its own."""
+    """Return the most tensor bytes alive at once in two updates: the second has the optimizer's state."""
     model = copy.deepcopy(task.model)
     optimizer = task.optimizer_for(model, recipe, arm)
     live = LiveBytes()
@@ -167,10 +222,15 @@ def _peak(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None) -> int:
     return live.peak
 
 
-def _result(arm: Arm, runs: list[Run], references: list[Run], clip_norm: float | None, peak: int) -> ArmResult:
-    """One column: means over seeds; the time of the fastest epoch, which others on the machine disturbed least."""
+def _result(arm: Arm, runs: list[_Run], references: list[_Run], clip_norm: float | None, peak: int) -> ArmResult:
+    """Return one column: means over seeds; the time of the fastest epoch, which others disturbed least."""
     per_epoch = min(seconds for run in runs for seconds in run.seconds)
     tally = runs[0].tally  # the same for every seed: the sizes do not depend on it
+    norms = [torch.stack(run.norms) for run in runs if run.norms]
+    clipped = None
+    if clip_norm is not None:
+        updates = Spread.of([float((of_a_seed > clip_norm).sum()) for of_a_seed in norms])
+        clipped = Clipped(updates, max(float(of_a_seed.max()) for of_a_seed in norms))
     return ArmResult(
         name=arm.name,
         micro_batch=arm.micro_batch,
@@ -178,7 +238,7 @@ def _result(arm: Arm, runs: list[Run], references: list[Run], clip_norm: float |
         learning_rate=runs[0].learning_rate,
         rescaled=arm.rescaled,
         updates=tally.updates,
-        clipped=None if clip_norm is None else _clipped([torch.stack(run.norms) for run in runs], clip_norm),
+        clipped=clipped,
         samples_used=tally.samples_used,
         loss=Spread.of([run.loss for run in runs]),
         accuracy_first=Spread.of([run.accuracies[0] for run in runs]),
@@ -190,12 +250,4 @@ def _result(arm: Arm, runs: list[Run], references: list[Run], clip_norm: float |
             float((run.weights - true.weights).norm() / true.weights.norm())
             for run, true in zip(runs, references, strict=True)
         ),
-    )
-
-
-def _clipped(norms: list[Tensor], clip_norm: float) -> Clipped:
-    """How often clipping did anything, from the norms before it, one tensor per seed."""
-    return Clipped(
-        updates=Spread.of([float((of_a_seed > clip_norm).sum()) for of_a_seed in norms]),
-        largest_norm=max(float(of_a_seed.max()) for of_a_seed in norms),
     )
