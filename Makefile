@@ -56,7 +56,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(RUN) -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV) ..." >&2; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing torch and bigbatch into $(VENV) ..." >&2
 	@$(PIP) torch numpy  # numpy: torch warns at import where it is missing
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[cli]'
 	@touch $@
 
 $(VENV)/.ready-bench: $(VENV)/.ready

@@ -48,20 +48,20 @@ class Setup:
         data: samples, not batches: the same samples are cut into micro-batches here and elsewhere into big ones.
         batch_size: samples behind one optimizer step.
         micro_batch_size: the most samples that go through the model at once; the whole batch where it is not given.
-        loss_fn: called as `loss_fn(model, batch)`; `model(**batch).loss` where it is not given. Where it, or the model,
-            asks for all samples of the batch (`across`), micro-batches run in lock-step, by a `BigStep`.
+        loss_fn: called as `loss_fn(model, batch)`; `model(**batch).loss` where it is not given. It may run more than
+            once for the same samples.
         epochs: passes over `data`.
         collate: makes a batch of samples, as `collate_fn` of a DataLoader.
         shuffle: a new order in every epoch; streams come as they are.
         evaluate: called as `evaluate(model)` after each epoch, in eval mode and without gradients; returns numbers
             by name, which are reported.
-        clip_norm: as `scheduler` and all below, what `Accumulator` takes under this name.
+        clip_norm: as all below, what `Accumulator` takes under this name.
         scheduler: stepped once per update.
         scaler: unscaled, stepped and updated once per update; `loss_fn` returns the loss unscaled.
         gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
-        batch_norm: "exact" has BatchNorm in training mode normalise by the big batch: micro-batches run in lock-step,
-            by a `BigStep`. "refuse" it, or accept "micro"-batch statistics, which differ.
-        counts: a function from a batch to the counts of the loss's terms, for losses with several counts.
+        batch_norm: "exact" has BatchNorm in training mode normalize by the big batch: micro-batches run in lock-step.
+            "refuse" it, or accept "micro"-batch statistics, which differ.
+        counts: what an `Accumulator` takes for losses with several counts. It is not needed: `train` counts by itself.
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
     """
 

@@ -259,7 +259,7 @@ def test_memory_of_a_gpu_on_the_command_line(file: Path) -> None:
     assert run("plan", str(file), "--memory", "1MiB").exit_code == 1
     misused = run("plan", str(file), "--memory", "24")
     assert misused.exit_code == 2
-    assert "error: --memory 24: 24 of what?" in misused.stderr
+    assert "24 of what?" in misused.stderr
     assert "hint:" in misused.stderr
 
 

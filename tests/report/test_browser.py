@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.test_pages import EVIL, EVIL_FOUND, EVIL_PLAN, PAGES, of_plan, of_verification
+
+from tests.support.pages import EVIL, EVIL_FOUND, EVIL_PLAN, PAGES, of_plan, of_verification
 
 playwright: Any = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install playwright"
@@ -20,7 +21,7 @@ ALL: dict[str, Callable[[], str]] = {
     "plan, evil": lambda: of_plan(EVIL_PLAN, EVIL),
     "verify, evil": lambda: of_verification(EVIL_FOUND, EVIL),
 }
-SEEN = ("plan, measured", "plan, nothing fits", "verify, exact", "verify, differs", "plan, evil", "verify, evil")
+SEEN = ("plan, measured", "verify, differs", "plan, evil", "verify, evil")
 
 
 @pytest.fixture(scope="module")
@@ -66,44 +67,3 @@ def test_a_page_opens_quietly(browser: Any, page_file: Path, width: int, scheme:
 _WIDER = """width => [...document.querySelectorAll('body *')]
     .filter(e => !e.closest('.scrolls') && !e.closest('pre') && !e.closest('svg'))
     .filter(e => e.getBoundingClientRect().right > width + 0.5).map(e => e.tagName)"""
-
-_COLORS = """() => {
-    const color = (e, name) => e && getComputedStyle(e)[name];
-    return [color(document.querySelector('h1'), 'color'), color(document.querySelector('.plot'), 'filter')];
-}"""
-
-
-def test_colors_follow_the_scheme(browser: Any, page_file: Path) -> None:
-    """Words and plots change when the scheme does, on the open page."""
-    context = browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme="light")
-    try:
-        page = context.new_page()
-        page.goto(page_file.as_uri())
-        light = page.evaluate(_COLORS)
-        page.emulate_media(color_scheme="dark")
-        dark = page.evaluate(_COLORS)
-        assert all(a != b for a, b in zip(light, dark, strict=True)), (light, dark)
-        assert None not in light
-    finally:
-        context.close()
-
-
-def test_words_of_a_plot_stay_inside(browser: Any, page_file: Path) -> None:
-    """No label is cut off at the edge of its drawing, on a wide page or a narrow one."""
-    for width in (400, 1200):
-        context = browser.new_context(viewport={"width": width, "height": 800})
-        try:
-            page = context.new_page()
-            page.goto(page_file.as_uri())
-            cut = page.evaluate(
-                """() => [...document.querySelectorAll('svg')].flatMap(svg => {
-                    const box = svg.getBoundingClientRect();
-                    return [...svg.querySelectorAll('text')].filter(text => {
-                        const own = text.getBoundingClientRect();
-                        return own.width && (own.left < box.left - 4 || own.right > box.right + 4);
-                    }).map(text => text.textContent);
-                })"""
-            )
-            assert cut == []
-        finally:
-            context.close()

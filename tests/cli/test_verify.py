@@ -179,11 +179,13 @@ def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
     """After the results, which are not lost with it."""
     pytest.importorskip("matplotlib")
 
-    def full(*_: object) -> None:
+    file = written(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("bigbatch.report.page.write", full)
-    result = run(written(tmp_path), "--html", str(tmp_path / "page.html"))
+    monkeypatch.setattr(Path, "write_text", full)
+    result = run(file, "--html", str(tmp_path / "page.html"))
     assert result.exit_code == 1
     assert "Exact: " in result.stdout
     assert "this could not be written (No space left on device)" in " ".join(result.stderr.split())
@@ -197,7 +199,7 @@ def test_what_cannot_work_says_what_to_type(tmp_path: Path) -> None:
     assert "hint: Take a smaller one, such as micro_batch_size=6" in whole.stderr
     missing = run(str(tmp_path / "none.py"))
     assert missing.exit_code == 2
-    assert "there is no file" in missing.stderr
+    assert "There is no file" in missing.stderr
     broken = run(written(tmp_path, loop="\ndef train_window(model, micro_batches):\n    1 / 0\n"))
     assert broken.exit_code == 1
     assert "ZeroDivisionError" in broken.stderr
