@@ -32,14 +32,11 @@ class Setup:
 
         def setup():
             model = nn.Linear(10, 2)
-            return Setup(
-                model=model,
-                loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-                optimizer=torch.optim.SGD(model.parameters(), lr=0.4),
-                data=TensorDataset(inputs, labels),
-                batch_size=64,
-                micro_batch_size=16,
-            )
+            loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+            data = TensorDataset(inputs, labels)
+            sizes = {"batch_size": 64, "micro_batch_size": 16}
+            return Setup(model=model, loss_fn=loss_fn, optimizer=optimizer, data=data, **sizes)
 
     Args:
         model: what is trained. Put it on its device; `loss_fn` puts the batch there. A layer that is in eval mode
@@ -84,11 +81,11 @@ class Setup:
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
+        for name, value in (("model", self.model), ("optimizer", self.optimizer)):
+            if isinstance(value, type):
+                raise ConfigurationError(f"{name} is a class.", fix=f"{name}={value.__name__}(...)")
         _check_model(self.model)
-        for each in self.optimizer if isinstance(self.optimizer, list | tuple) else (self.optimizer,):
-            if isinstance(each, type):
-                raise ConfigurationError("optimizer is a class.", fix=f"optimizer={each.__name__}(model.parameters())")
-        arguments.optimizers(self.optimizer, (self.model,))
+        optimizers = arguments.optimizers(self.optimizer, (self.model,))
         for name in ("batch_size", "epochs", "micro_batch_size"):
             _check_count(name, getattr(self, name))
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
@@ -101,8 +98,7 @@ class Setup:
         for name, parameters in _CALLS.items():
             _check_function(name, getattr(self, name), parameters)
         arguments.clip_norm(self.clip_norm)
-        known = self.optimizer if isinstance(self.optimizer, list | tuple) else (self.optimizer,)
-        arguments.schedulers(self.scheduler, known)
+        arguments.schedulers(self.scheduler, optimizers)
         arguments.scaler(self.scaler)
         arguments.gradient_dtype(self.gradient_dtype)
         if self.batch_norm not in {"exact", "refuse", "micro"}:
@@ -120,7 +116,7 @@ class Setup:
         return len(self.sizes)
 
     def micro_batches(self) -> DataLoader[Any]:
-        """One pass over the data, cut into micro-batches; the last may be short, none is dropped."""
+        """Return one pass over the data, cut into micro-batches; the last may be short, none is dropped."""
         data: Any = self.data  # a plain sequence of samples serves as a Dataset
         stream = isinstance(data, IterableDataset)
         sizes = self.sizes
@@ -136,10 +132,10 @@ class Setup:
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of one batch."""
         value: Any = own_loss(self.model, batch) if self.loss_fn is None else self.loss_fn(self.model, batch)
-        if isinstance(value, Tensor):
-            return value
-        fix = "return outputs.loss" if hasattr(value, "loss") else "return loss  # no .item(), no float(): a tensor"
-        raise LossError("The loss must be a tensor.", found=type(value).__name__, fix=fix)
+        if not isinstance(value, Tensor):
+            fix = "return outputs.loss" if hasattr(value, "loss") else "return loss  # no .item(), no float(): a tensor"
+            raise LossError("The loss must be a tensor.", found=type(value).__name__, fix=fix)
+        return value
 
 
 class _Parts(IterableDataset[list[Any]]):
@@ -158,8 +154,6 @@ class _Parts(IterableDataset[list[Any]]):
 
 
 def _check_model(model: object) -> None:
-    if isinstance(model, type):
-        raise ConfigurationError("model is a class.", fix=f"model={model.__name__}(...)")
     if isinstance(model, list | tuple):
         raise ConfigurationError("A Setup has one model.", fix="model=nn.ModuleList([first, second])")
     (module,) = arguments.models(model, ranks=True)
