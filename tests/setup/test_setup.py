@@ -198,6 +198,23 @@ def test_coupled_samples_train_to_the_weights_of_whole_batches(
         assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_a_loss_may_ask_for_other_samples_later() -> None:
+    """From the second update on: the weights are still those of whole batches."""
+
+    def trained(micro_batch_size: int | None) -> Tensor:
+        def loss_fn(model: Any, batch: Any) -> Tensor:
+            is_first = setup.model.weight.detach().equal(first)
+            return loss_of(model, batch) if is_first else contrastive(model, batch)
+
+        setup = make(loss_fn=loss_fn, micro_batch_size=micro_batch_size, shuffle=False)
+        first = setup.model.weight.detach().clone()
+        assert train_setup(setup).lock_step or micro_batch_size is None
+        return weights(setup)
+
+    whole = trained(None)
+    assert (trained(8) - whole).norm() <= 1e-12 * whole.norm()
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_batch_need_not_be_a_multiple(streamed: bool) -> None:
     """Micro-batches of a batch differ by one at most, and updates are those of the batch."""

@@ -3,7 +3,7 @@
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -56,11 +56,11 @@ class GradientNoise:
 
     def reset(self) -> None:
         """Forget all windows, as after a change of the learning rate or the data."""
-        self._seen: deque[_Measured] = deque(maxlen=self._last)
+        self._seen: deque[tuple[Count, ...]] = deque(maxlen=self._last)
         self._left_out: Counter[Reason] = Counter()
         self._windows = 0
         self._looking = False
-        self._first: _First | None = None
+        self._first: tuple[Count, ...] | None = None  # its norm, the factor of that, and the count
 
     def stop(self) -> None:
         """Measure no more windows; `report()` still reads those measured."""
@@ -84,7 +84,7 @@ class GradientNoise:
 
     def first(self, window: Window, start: Count, count: Count) -> None:
         """Measure a window after its first micro-batch."""
-        self._first = _First(_norm(window.gradients.parameters), window.residual / start, count)
+        self._first = _norm(window.gradients.parameters), window.residual / start, count
 
     def whole(self, window: Window) -> None:
         """Measure a window before its step."""
@@ -102,8 +102,8 @@ class GradientNoise:
         elif first is None:
             self._left_out["resumed"] += 1
         else:
-            norm = _norm(window.gradients.parameters)
-            self._seen.append(_Measured(first, norm, ledger.correction() * window.residual / window.scale, totals[0]))
+            factor = ledger.correction() * window.residual / window.scale
+            self._seen.append((*first, _norm(window.gradients.parameters), factor, totals[0]))
 
     def state_dict(self, *_: object) -> NoReturn:
         """Raise: measurements are not kept over a restart."""
@@ -113,27 +113,9 @@ class GradientNoise:
 
     def _read(self) -> list[Norms]:
         """Read all measurements, with one transfer from each device."""
-        numbers = [[*measured.first, *measured[1:]] for measured in self._seen]
-        read = iter(_on_host([number for row in numbers for number in row]))
-        rows = [[next(read) for _ in row] for row in numbers]
+        read = iter(_on_host([number for row in self._seen for number in row]))
+        rows = zip(*[read] * 6, strict=True)
         return [Norms((s * f) ** 2, things, (g * c) ** 2, total) for s, f, things, g, c, total in rows]
-
-
-class _First(NamedTuple):
-    """A window's first micro-batch."""
-
-    norm: Count
-    factor: Count  # of the norm
-    things: Count  # what the loss was averaged over
-
-
-class _Measured(NamedTuple):
-    """A window."""
-
-    first: _First
-    norm: Count
-    factor: Count
-    total: Count
 
 
 def _norm(parameters: Sequence[Tensor]) -> Count:

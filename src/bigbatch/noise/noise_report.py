@@ -124,21 +124,9 @@ def make_report(seen: Sequence[Norms], left_out: Mapping[Reason, int], every: in
     verdict: Verdict = "nothing" if not parts else "too few" if len(parts) < LEAST else judge(found, batch or 0.0)
     wanted = _wanted(found, verdict, batch or 0.0)
     steps = max(1, round(wanted / micro_batch)) if wanted and micro_batch else None
-    interval, correlation = (found.low, found.high), found.correlation
-    return NoiseReport(
-        verdict,
-        found.scale,
-        interval,
-        batch,
-        micro_batch,
-        wanted,
-        steps,
-        len(parts),
-        left_out,
-        correlation,
-        _drift(parts),
-        every,
-    )
+    windows, interval, drift = len(parts), (found.low, found.high), _drift(parts)
+    measured = verdict, found.scale, interval, batch, micro_batch, wanted, steps
+    return NoiseReport(*measured, windows, left_out, found.correlation, drift, every)
 
 
 def judge(found: Estimate, batch: float) -> Verdict:
