@@ -70,7 +70,7 @@ def _run(  # noqa: PLR0917 - what a process is started with
     try:
         found = work(rank, *arguments)
     except Exception as error:  # noqa: BLE001 - told to whoever asked
-        error.__dict__["seen"] = traceback.format_exc()  # travels with it
+        error.args = (*error.args, traceback.format_exc())
         found = error
     try:
         data = pickle.dumps(found)

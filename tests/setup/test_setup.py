@@ -203,11 +203,11 @@ def test_a_loss_may_ask_for_other_samples_later() -> None:
 
     def trained(micro_batch_size: int | None) -> Tensor:
         def loss_fn(model: Any, batch: Any) -> Tensor:
-            is_first = setup.model.weight.detach().equal(first)
+            is_first = weights(setup).equal(first)
             return loss_of(model, batch) if is_first else contrastive(model, batch)
 
         setup = make(loss_fn=loss_fn, micro_batch_size=micro_batch_size, shuffle=False)
-        first = setup.model.weight.detach().clone()
+        first = weights(setup).clone()
         assert train_setup(setup).lock_step or micro_batch_size is None
         return weights(setup)
 
