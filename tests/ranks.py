@@ -70,7 +70,7 @@ def _run(  # noqa: PLR0917 - what a process is started with
     try:
         found = work(rank, *arguments)
     except Exception as error:  # noqa: BLE001 - told to whoever asked
-        error.args = (*error.args, traceback.format_exc())
+        error.__dict__["seen"] = traceback.format_exc()  # travels with it
         found = error
     try:
         data = pickle.dumps(found)

@@ -14,6 +14,7 @@ from torch.distributed import group
 from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator, BigStep, Options, across
+from bigbatch.distributed.statement import Agreement
 from bigbatch.errors import BatchNormError, StateError, WindowBroken
 from bigbatch.state.snapshot import Buffers, Randomness, untouched
 from bigbatch.window.stepper import Stepper
@@ -74,7 +75,7 @@ COUNTING: dict[str, tuple[type, str, Callable[[Once, Callable[..., Any]], Callab
     "after the count": (Ledger, "enter", after),
     "after all of it": (Window, "add", after),
     "before the step": (Window, "close", before),
-    "in the step": (Ledger, "big_loss", before),
+    "in the step": (Agreement, "big_loss", before),
 }
 
 

@@ -253,7 +253,7 @@ def failed_in_a_hook(rank: int) -> Any:
     [
         (of_other_seeds, "began with different weights"),
         (frozen_on_one, "different parameters"),
-        (with_fewer_batches_for_two, "every rank needs as many batches"),
+        (with_fewer_batches_for_two, "as many batches where one"),
         (failed_in_a_hook, "different numbers of windows"),
     ],
 )
@@ -534,7 +534,7 @@ def without_samples_in_company(rank: int) -> Any:
 
 def test_coupled_samples_need_every_rank() -> None:
     """All say so, and none waits."""
-    refused(run_on_ranks(2, without_samples_in_company, limit=15), WindowError, "needs samples in each update")
+    refused(run_on_ranks(2, without_samples_in_company, limit=15), WindowError, "coupled")
 
 
 # A group of one process, as `torchrun --nproc-per-node 1` makes it.

@@ -74,10 +74,10 @@ CASES: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
     ),
     "setup": (lambda mesh: setup(spread(mesh)), IN_PARTS),
     "plan": (lambda mesh: plan(spread(mesh), lambda m, b: m(b).sum(), torch.zeros(4, 5)), IN_PARTS),
-    "shards of two meshes": (lambda mesh: accumulator(sharded_twice(mesh)), "shard all of it over one mesh"),
+    "shards of two meshes": (lambda mesh: accumulator(sharded_twice(mesh)), "a model is sharded over one mesh"),
     "shards and another group": (
         lambda mesh: accumulator(shard(model(), mesh["dp"]), group=mesh["tp"].get_group()),
-        "Leave group= out",
+        "the model without group=",
     ),
     "one replica of shards": (lambda mesh: accumulator(shard(model(), mesh["one", "dp"])), ""),
 }

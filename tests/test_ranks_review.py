@@ -95,7 +95,7 @@ def with_other_batches(rank: int, left_out: str) -> Any:
 
 def test_a_rank_without_batches_is_heard_of_before_ddp_reduces() -> None:
     """By all, once in every `over`."""
-    refused(run_on_ranks(2, with_other_batches, "all"), BatchError, "1 of 2 ranks have no batch in this `over`")
+    refused(run_on_ranks(2, with_other_batches, "all"), BatchError, "rank 1 has no batch in this `over`")
 
 
 def test_a_last_batch_without_a_backward_is_an_error_where_it_is_left_out() -> None:
@@ -151,7 +151,7 @@ def test_overlap_is_for_what_ddp_reduces() -> None:
     for found in run_on_ranks(2, trained_beside_ddp, True):
         for words in found:
             assert "parameters of the optimizer are none that it reduces" in words
-            assert "take overlap=True out" in words
+            assert "no overlap=True" in words
 
 
 def test_without_overlap_all_that_is_trained_is_added_up() -> None:
@@ -195,7 +195,7 @@ def test_a_group_is_that_of_the_wrapper() -> None:
         refused(
             [error],
             ConfigurationError,
-            f"ranks [0, 1, 2, 3], which have the same weights, and group= says {[[0, 1], [2, 3]][rank // 2]}",
+            f"Got group= of ranks {[[0, 1], [2, 3]][rank // 2]}",
         )
 
 
@@ -220,7 +220,7 @@ def refused_on_one(rank: int) -> Any:
 def test_what_was_refused_on_one_rank_does_not_count() -> None:
     """The others go on with it; one that was made there alone does, and all are told."""
     for words, _ in run_on_ranks(2, refused_on_one):
-        assert "must have made as many accumulators and BigSteps" in words
+        assert "as many accumulators and BigSteps" in words
 
 
 def refused_shards(rank: int) -> Any:
@@ -281,9 +281,12 @@ def with_hooks(rank: int) -> Any:
 def test_communication_hooks_that_would_not_be_called() -> None:
     """Also torch's own, and those that come after the accumulator; a cast is not one that anybody has registered."""
     for builtin, later, casting in run_on_ranks(2, with_hooks):
-        assert "register_comm_hook(...) out" in builtin
-        assert "register_comm_hook(...) out" in later
-        assert "mixed_precision= out" in casting
+        assert "has a communication hook" in builtin
+        assert (
+            "has a communication hook, and gradients are reduced without DDP, so it would not be called, on rank"
+            in later
+        )
+        assert "instead of mixed_precision=" in casting
 
 
 # A step that fails on one rank alone: nobody waits for it.
@@ -422,10 +425,10 @@ def test_what_is_said_is_of_what_there_is() -> None:
     for rank, found in enumerate(run_on_ranks(2, misusing)):
         assert "fully_shard has not sharded" in found["bare"]
         assert "parameters that fully_shard has sharded" in found["sharded"]
-        assert "a sharded model keep whole gradients" in found["no optimizer"]
+        assert "in no optimizer here" in found["no optimizer"]
         assert "before fully_shard is called" in found["verified shards"]
         assert "before it is wrapped" in found["verified"]
-        assert ("1 of 2 ranks failed" if rank else "gives None:  step(None)") in found["empty"]
+        assert ("rank 0 failed" if rank else "gives None:  step(None)") in found["empty"]
 
 
 def once_beside(rank: int) -> Any:
@@ -456,4 +459,4 @@ def test_a_share_of_a_term_is_spoken_of_as_what_it_stands_beside() -> None:
     """Counts that are known are no sum."""
     for known, of_sum in run_on_ranks(2, once_beside):
         assert "beside terms whose counts are known in advance" in known
-        assert "beside a sum, every rank adds its share" in of_sum
+        assert "beside a sum: every rank adds its share" in of_sum

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep
-from bigbatch.distributed import buckets
+from bigbatch.distributed import replicas
 from bigbatch.distributed.fsdp_internals import groups_of
-from bigbatch.distributed.ranks import Ranks
+from bigbatch.distributed.replicas import Replicas
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
+from bigbatch.window.gradients import Gradients
 from tests.ranks import RankFailed as Died
 from tests.ranks import run_on_ranks
 from tests.reference import distance
@@ -306,14 +307,14 @@ def test_a_rank_that_fails_inside_a_sharded_model_says_nothing_there(how: str) -
 
 def short_of_memory(rank: int, when: str) -> Any:
     """Run out of memory on one rank: in a micro-batch, or when gradients are added up; or be killed there."""
-    buckets._BUCKET = 64  # one gradient is larger, and is sent from where it is
+    replicas._BUCKET = 64  # one gradient is larger, and is sent from where it is
     network = DistributedDataParallel(model())
-    plain, calls = Ranks.add_up, 0
+    plain, calls = Replicas.reduce, 0
 
-    def add_up(self: Ranks, gradients: Sequence[Tensor]) -> None:
+    def reduce(self: Replicas, *given: Any) -> Any:
         if when == "adding up" and rank and self.windows:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
-        plain(self, gradients)
+        return plain(self, *given)
 
     def loss_fn(network: nn.Module, batch: Batch) -> Tensor:
         nonlocal calls
@@ -324,7 +325,7 @@ def short_of_memory(rank: int, when: str) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return mean(network, batch)
 
-    Ranks.add_up = add_up  # type: ignore[method-assign]  # in a process that ends
+    Replicas.reduce = reduce  # type: ignore[method-assign]  # in a process that ends
     step = BigStep(network, OPTIMIZERS["adamw"](network.parameters()), loss_fn, micro_batch_size=4, clip_norm=1.0)
     for number in range(4):
         step(micro_batch(8 + rank, 100 * rank + number))
@@ -408,20 +409,20 @@ def offloaded(_: int) -> Any:
         group.device = torch.device("meta")
     step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), mean, micro_batch_size=2)
     found = step._stepper.ranks
-    assert found is not None
     host = torch.device("cpu")
-    for p in network.parameters():
-        p.grad = torch.zeros_like(p)
 
     def send(tensor: Tensor, **_: Any) -> None:
         raise Sent(tensor.device.type)
 
-    torch.distributed.all_reduce = send  # type: ignore[assignment]  # in a process that ends
+    def gather(_: object, tensor: Tensor, **__: Any) -> None:
+        send(tensor)
+
+    torch.distributed.all_reduce, torch.distributed.all_gather = send, gather  # type: ignore[assignment]
     said = [
         tried(found.most, 1, host),
         tried(found.fail, host),
-        tried(found.added, [1.0], host, "statement"),
-        tried(found.norm, list(network.parameters()), host),
+        tried(found.rows, "statement", [1.0], host),
+        tried(found.norm, Gradients([OPTIMIZERS["sgd"](network.parameters())], None)),
         tried(found.share_flags, [torch.zeros(1)]),
         tried(found.anywhere, [True], host),
     ]

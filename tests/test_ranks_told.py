@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options
-from bigbatch.distributed.ranks import Ranks
+from bigbatch.distributed.discovery import team_of
 from bigbatch.errors import OutOfMemory, RankFailed, SeveralCounts, WindowBroken
 from tests.ranks import run_on_ranks
 from tests.reference import distance
@@ -120,7 +120,7 @@ def test_who_refuses_to_close_says_so(work: Callable[[int], Any], error: type[Ex
     """Others, who have come to the same window, do not wait for it; the error is told where it is."""
     (waiting, said), (refusing, _) = run_on_ranks(2, work, limit=10)
     assert (waiting, refusing) == ("RankFailed", error.__name__), said
-    assert "1 of 2 ranks failed in this window" in said
+    assert "rank 1 failed in this window" in said
 
 
 def out_of_memory_in_a_norm(rank: int) -> Any:
@@ -246,9 +246,8 @@ def test_modules_are_walked_once_a_window() -> None:
 def too_much(_: int) -> Named:
     """Say more numbers than a message has."""
     network = model()
-    ranks = Ranks.of([network], dist.group.WORLD)
-    assert ranks is not None
-    return heard(lambda: ranks.added([0.0] * 50, torch.device("cpu"), "statement"))
+    team: Any = team_of([network], dist.group.WORLD)
+    return heard(lambda: team.rows("statement", [0.0] * 50, torch.device("cpu")))
 
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import arguments
-from bigbatch.distributed.ranks import Ranks, serve
+from bigbatch.distributed.discovery import team_of
 from bigbatch.errors import BigBatchError, StateError, WindowDisturbed, WindowError, WindowOpen
 from bigbatch.loop import Listener, Loop, Over, Source
 from bigbatch.loss import refusals
@@ -22,7 +22,6 @@ from bigbatch.loss.count import Count, GivenCount, checked_count
 from bigbatch.loss.terms import Term
 from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
-from bigbatch.window import ranks_glue
 from bigbatch.window.forgotten import Forgotten
 from bigbatch.window.gate import Admission
 from bigbatch.window.gradients import all_parameters, setting_aside
@@ -112,14 +111,14 @@ class Accumulator:
             scaler=arguments.scaler(scaler),
             clip_norm=arguments.clip_norm(clip_norm),
             skip_nonfinite=arguments.skip_nonfinite(skip_nonfinite),
-            ranks=Ranks.of(self._models, group, overlap=arguments.overlap(overlap, self._models, optimizers)),
+            team=team_of(self._models, group, overlap=arguments.overlap(overlap), trained=all_parameters(optimizers)),
         )
+        self._team = self._stepper.team
         accepting = 'Accumulator(..., batch_norm="micro")'
         self._admission = Admission(self._models, optimizers, arguments.batch_norm(batch_norm), accepting)
         self._stepper.watch()
-        serve(self, self._stepper.ranks, self._models)
-        if self._stepper.ranks is not None:
-            self._stepper.ranks.prepare(last=self._steps == 1)
+        self._team.serve(self)
+        self._team.prepare(last=self._steps == 1)
         self._window: Window | None = None
         self._forgotten = Forgotten(self)
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
@@ -150,7 +149,7 @@ class Accumulator:
             )
             raise WindowOpen(msg)
         self._steps = steps
-        if self._stepper.ranks is not None:
+        if not self._team.is_alone:
             self._prepare()  # the next micro-batch may be its window's last now, or no longer
 
     @property
@@ -167,7 +166,6 @@ class Accumulator:
         """
         arguments.loader(loader)
         self._refuse_open_window()
-        ranks = self._stepper.ranks
         listener = Listener(
             opening=self._open,
             announce=self._announce,
@@ -175,8 +173,8 @@ class Accumulator:
             left=self._leave,
             remaining=lambda: self.remaining,
             kept=self._kept,
-            most=self._most if ranks is not None and ranks.sharded else None,
-            must_know=ranks is not None and (ranks.sharded or ranks.overlap),
+            most=self._most if self._team.sharded else None,
+            must_know=self._team.looks_ahead,
         )
         return Over(loader, listener, self._counts)
 
@@ -195,7 +193,7 @@ class Accumulator:
                 self._refuse_second_backward()
             if window is None:
                 admission.open()
-                admission.warn_of_hooks(several=self._steps > 1 or self._stepper.ranks is not None)
+                admission.warn_of_hooks(several=self._steps > 1 or not self._team.is_alone)
             if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
                 admission.look()
             terms = self._read(loss, count)
@@ -222,7 +220,7 @@ class Accumulator:
         except BaseException as error:
             self._fail(loop, error, added=added)
             raise
-        if self._stepper.ranks is not None:
+        if not self._team.is_alone:
             self._prepare()
         return None
 
@@ -243,8 +241,6 @@ class Accumulator:
         """End the window early and make its update; None where no window is open."""
         if self._window is None:
             return None
-        if self._stepper.ranks is not None:
-            self._stepper.ranks.prepare(last=False)  # nor was the latest backward, whatever the next would have been
         update = self._close(self._window)
         if self._others_go_on and not self._loop.of_over:
             raise WindowError(_OTHERS_GO_ON)
@@ -254,11 +250,8 @@ class Accumulator:
         self._promised = self._loop.of_over and not self._loop.last
         self._admission.note_step()
         try:
-            if self._stepper.ranks is None:
+            with self._team.telling_of_failure(window.gradients.device):
                 update = window.close(checked=checked, goes_on=self._promised)
-            else:  # others wait for this rank's statement, and hear of what it refuses before
-                with ranks_glue.telling_of_failure(self._stepper.ranks, window.gradients.device):
-                    update = window.close(checked=checked, goes_on=self._promised)
             self._others_go_on, self._loop.last = window.others_go_on, False
             self._forget()
         except BaseException as error:
@@ -274,14 +267,13 @@ class Accumulator:
         """Go on without a window: it is closed."""
         self._window, self._resumed = None, False
         self._forgotten.closed()
-        if self._stepper.ranks is not None:
+        if not self._team.is_alone:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Tell DDP whether the next micro-batch is its window's last, before its forward."""
-        if self._stepper.ranks is not None:
-            passes = self._window.passes if self._window is not None else 0
-            self._stepper.ranks.prepare(last=self._loop.last or passes + 1 == self._steps)
+        """Say whether the next micro-batch is its window's last, before its forward."""
+        passes = self._window.passes if self._window is not None else 0
+        self._team.prepare(last=self._loop.last or passes + 1 == self._steps)
 
     def discard(self) -> None:
         """Drop the open window and its gradients; the model and the optimizer are as before it.
@@ -318,7 +310,7 @@ class Accumulator:
         Not in it: the model, the optimizer, the scheduler, the scaler and the loader's position. Save those beside it.
         Over several ranks a window is not saved: save between two updates.
         """
-        if self._window is not None and self._stepper.ranks is not None:
+        if self._window is not None and not self._team.is_alone:
             msg = (
                 f"a window is open, with {self._window.micro_batches} micro-batches on this rank, and its gradients "
                 "are this rank's own: another number of ranks could not go on with it.\n"
@@ -344,7 +336,7 @@ class Accumulator:
         if state["window"] is not None and not isinstance(state["window"], dict):
             msg = f"the window of this state_dict is a {type(state['window']).__name__}, not a dict"
             raise StateError(msg)
-        if state["window"] is not None and self._stepper.ranks is not None:
+        if state["window"] is not None and not self._team.is_alone:
             raise StateError(_WINDOW_OF_ONE)
         steps = arguments.steps(state["steps"])
         if state["window"] is None:
@@ -374,8 +366,7 @@ class Accumulator:
         reader = self._admission.reader
         terms = reader.read(loss)
         if reader.fresh and not self._warned:
-            ranks = 1 if self._stepper.ranks is None else self._stepper.ranks.size
-            divided = arguments.divided_message(loss, terms, self._steps, ranks)
+            divided = arguments.divided_message(loss, terms, self._steps, self._team.size)
             if divided is not None:
                 self._warned = True
                 warnings.warn(divided, stacklevel=3)
@@ -464,16 +455,13 @@ class Accumulator:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
         self._resumed, self._loop = False, Loop(of_over=True, spent=True)
-        if self._stepper.ranks is not None:
-            self._stepper.ranks.loops += 1
+        self._team.begin_loop()
         self._promised = True  # those of other ranks that begin, too, expect one window at least
         return self._loop
 
     def _begin(self, loop: Loop, *, has_batches: bool) -> None:
         """At the first batch of an `over`, or where there is none, hear of other ranks whether theirs begins, too."""
-        ranks = self._stepper.ranks
-        if ranks is not None and ranks.overlap and not ranks.sharded:
-            ranks_glue.begin(ranks, all_parameters(self._stepper.optimizers)[0].device, has_batches=has_batches)
+        self._team.check_batches(all_parameters(self._stepper.optimizers)[0].device, has_batches=has_batches)
         loop.begun = True
 
     def _refuse_backward_by_hand(self) -> None:
@@ -494,14 +482,12 @@ class Accumulator:
         """Hear that all batches were given out; the last one may have made no backward."""
         if not loop.begun:
             self._begin(loop, has_batches=False)
-        ranks = self._stepper.ranks
         if not loop.spent:
             self._refuse_backward_by_hand()
-            if ranks is not None and ranks.overlap and not ranks.sharded:
-                raise WindowError(ranks_glue.LAST_LEFT_OUT)
+            self._team.check_last_batch()
         loop.last = True
         self.flush()
-        while ranks is not None and not ranks.sharded and (self._promised or self._others_go_on):
+        while not (self._team.is_alone or self._team.sharded) and (self._promised or self._others_go_on):
             loop.last = True
             # Others have batches left: their windows need this rank, which has none.
             nothing = None if self._counts is None else ()
@@ -516,9 +502,7 @@ class Accumulator:
             self._loop = Loop()
 
     def _most(self, mine: int) -> int:
-        ranks = self._stepper.ranks
-        assert ranks is not None  # noqa: S101 - or nobody would ask
-        return ranks.most(mine, all_parameters(self._stepper.optimizers)[0].device)
+        return self._team.most(mine, all_parameters(self._stepper.optimizers)[0].device)
 
     def _leave(self, loop: Loop) -> None:
         """End an `over` by `break` or an error; another one may have begun since."""
@@ -533,6 +517,6 @@ class Accumulator:
             self._refuse_backward_by_hand()
         self._loop, loop.last, loop.totals, loop.spent = loop, last, totals, False
         self._stepper.by_hand = False
-        if self._stepper.ranks is not None:
+        if not self._team.is_alone:
             self._prepare()
         loop.asked, self._asked_anywhere = times_asked(), asked_anywhere[0]

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from bigbatch.caller import outside
 from bigbatch.distributed.fsdp_internals import sharded
-from bigbatch.distributed.wrappers import data_parallel, left_out, refuse_tensor_parallelism
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.loss.graph import edges, is_leaf, operation, saved, saved_number, saved_tensor, shape, unseen, variable
 from bigbatch.loss.terms import Term
@@ -50,7 +49,6 @@ def models(model: object, *, ranks: bool = False) -> tuple[nn.Module, ...]:
         raise ConfigurationError(msg)
     for module in found:
         _refuse_ranks(module, replicas=not ranks)
-    refuse_tensor_parallelism(found)
     return found
 
 
@@ -79,42 +77,12 @@ def _refuse_ranks(module: nn.Module, *, replicas: bool) -> None:
         raise ConfigurationError(msg)
 
 
-def overlap(wanted: object, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> bool:
-    """Accept a yes or no; a yes only where a last backward reduces all that is trained, and trains all it reduces."""
-    if not isinstance(wanted, bool):
-        msg = f"overlap must be True or False; found {wanted!r}"
-        raise ConfigurationError(msg)
-    if not wanted:
-        return False
-    held = {id(p): p for each in optimizers for group in each.param_groups for p in group["params"]}
-    missing = sum(p.requires_grad and id(p) not in held for module in modules for p in module.parameters())
-    wrappers = data_parallel(modules)
-    if missing and wrappers:
-        msg = (
-            f"overlap=True has DDP reduce in a window's last backward, which waits for every gradient, and {missing} "
-            "trainable parameters of the model are in no optimizer here, so they get none.\n"
-            "Freeze them before DDP is made (parameter.requires_grad_(False)), or take overlap=True out."
-        )
-        raise ConfigurationError(msg)
-    if missing and sharded(modules):
-        msg = (
-            "overlap=True has a sharded model keep whole gradients until a window's last backward, and "
-            f"{missing} trainable parameters of the model are in no optimizer here, so theirs would be kept for "
-            "nobody.\n"
-            "Freeze them before fully_shard is called (parameter.requires_grad_(False)), or take overlap=True out."
-        )
-        raise ConfigurationError(msg)
-    left = left_out(wrappers, list(held.values())) if wrappers else 0
-    if left:
-        msg = (
-            f"overlap=True has DDP reduce in a window's last backward, and {left} parameters of the optimizer are none "
-            "that it reduces: they are outside of what it wraps, it was told to ignore them, or they were frozen when "
-            "it was made. Each rank would step them with a gradient of its own.\n"
-            "Put them into the module that DDP wraps, or take overlap=True out: then all parameters of the optimizer "
-            "are added up."
-        )
-        raise ConfigurationError(msg)
-    return True
+def overlap(wanted: object) -> bool:
+    """Accept a truth value."""
+    if isinstance(wanted, bool):
+        return wanted
+    msg = f"overlap must be True or False; found {wanted!r}"
+    raise ConfigurationError(msg)
 
 
 def _unprepared(found: Any, inner: Literal["optimizer", "scheduler"]) -> Any:

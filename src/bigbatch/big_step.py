@@ -18,8 +18,9 @@ from bigbatch.batch.packing import Padding
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
 from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
-from bigbatch.distributed.launcher import is_of_the_wire
-from bigbatch.distributed.ranks import OthersTryAgain, Ranks, serve
+from bigbatch.distributed.discovery import team_of
+from bigbatch.distributed.ranks import OthersTryAgain, is_of_the_wire
+from bigbatch.distributed.team import Team
 from bigbatch.errors import (
     BatchError,
     ConfigurationError,
@@ -45,7 +46,6 @@ from bigbatch.state.snapshot import Buffers, Habits, Randomness, devices_of, res
 from bigbatch.update import Update
 from bigbatch.window.gate import Admission
 from bigbatch.window.observer import Witness
-from bigbatch.window.ranks_glue import tell_of_several, telling_of_failure
 from bigbatch.window.stepper import Stepper, refuse_copy
 from bigbatch.window.window import OPEN, Window
 from bigbatch.wording import speaking_of
@@ -143,7 +143,7 @@ class BigStep:
                 scaler=arguments.scaler(scaler),
                 clip_norm=arguments.clip_norm(clip_norm),
                 skip_nonfinite=self._options.skip_nonfinite,
-                ranks=Ranks.of(self._models, self._options.group),
+                team=team_of(self._models, self._options.group),
             )
         accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
         # Where every pass is a meeting, ranks with batches of other sizes would look another number of times.
@@ -151,7 +151,7 @@ class BigStep:
         self._admission = Admission(
             self._models, optimizers, self._options.batch_norm, accepting, divisors=checked.check
         )
-        self._mover = Mover(_device(self._models, self._stepper.ranks))
+        self._mover = Mover(_device(self._models, self._stepper.team))
         self._devices = devices_of(self._models) | {self._mover.device}
         if self._options.cuda_graph and self._mover.device.type != "cuda":
             msg = f"cuda_graph=True needs the model on a CUDA device; found it on {self._mover.device}"
@@ -193,7 +193,7 @@ class BigStep:
         )
         self._padding: Padding | None = None
         self._stepper.watch()
-        serve(self, self._stepper.ranks, self._models)
+        self._stepper.team.serve(self)
 
     def __call__(self, batch: Any) -> Update:
         """Make one update of a whole batch.
@@ -213,7 +213,7 @@ class BigStep:
     __reduce_ex__ = refuse_copy
 
     def _update(self, batch: Any) -> Update:
-        with telling_of_failure(self._stepper.ranks, self._mover.device):
+        with self._stepper.team.telling_of_failure(self._mover.device):
             if batch is None and self._stepper.ranks is not None:
                 if self._is_sharded:
                     raise BatchError(_NO_SAMPLES)
@@ -285,7 +285,7 @@ class BigStep:
         if isinstance(error, SeveralCounts):
             if self._several or self._is_sharded:
                 return False
-            tell_of_several(self._stepper.ranks, self._mover.device)
+            self._stepper.team.tell_of_several(self._mover.device)
             self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
             return True
         if isinstance(error, OthersTryAgain):
@@ -482,8 +482,8 @@ class _Done(NamedTuple):
     written: list[str]  # buffers that each micro-batch has changed
 
 
-def _device(models: Sequence[nn.Module], ranks: Ranks | None) -> torch.device:
+def _device(models: Sequence[nn.Module], team: Team) -> torch.device:
     """Return where micro-batches go: to the first parameter, as a pipeline over devices begins there."""
-    if ranks is not None and ranks.shards is not None:
-        return ranks.shards.device  # where they compute: they may wait in host memory
+    if team.device is not None:
+        return team.device  # where shards compute: they may wait in host memory
     return next((p.device for model in models for p in model.parameters()), torch.device("cpu"))

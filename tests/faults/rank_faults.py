@@ -264,7 +264,7 @@ class _Training:
 
     def _lay_faults(self) -> None:
         fault, ranks, wire = self._fault, Ranks, dist
-        ranks._sum = fault.around(ranks._sum, "before a message", "after a message")  # type: ignore[method-assign]
+        ranks._gather = fault.around(ranks._gather, "before a message", "after a message")  # type: ignore[method-assign]
         wire.all_reduce = fault.around(wire.all_reduce, "in a collective")
         wire.all_gather = fault.around(wire.all_gather, "in a collective")
         self._optimizer.register_step_pre_hook(fault.at("before optimizer.step"))

@@ -54,6 +54,11 @@ def held(tensor: Tensor) -> Tensor:
     return found
 
 
+def members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group, as the world numbers them."""
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
 def flat(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return all ranks of a mesh as one group."""
     if mesh.ndim == 1:

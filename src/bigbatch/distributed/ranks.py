@@ -1,363 +1,294 @@
-"""The processes that make one big batch together, and the two things they send each other.
+"""Several processes that make one big batch together, and what they send each other beside gradients: rows of numbers.
 
-Every rank adds up its own micro-batches and says nothing meanwhile. When its window closes it makes a statement: a few
-numbers, added up over all ranks (`agreeing.py`). Then everyone knows what the big batch counted, each rank weighs its
-sum by that, and the gradients cross the wire once.
+Every rank adds up its own micro-batches and says nothing meanwhile. When its window closes it contributes a row of
+numbers, and gets those of all others (`statement.py`). Then everyone knows what the big batch counted, each rank weighs
+its sum by that, and the gradients cross the wire once.
 """
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, NamedTuple
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.distributed import shards
-from bigbatch.distributed.buckets import add_up
-from bigbatch.distributed.discovery import warn_of_others
-from bigbatch.distributed.fsdp_internals import local, sharded, whole_weights
-from bigbatch.distributed.launcher import naming_lost_ranks
-from bigbatch.distributed.shards import Shards
-from bigbatch.distributed.wrappers import (
-    data_parallel,
-    given_group,
-    group_of,
-    has_reduced,
-    hooked,
-    keep_quiet,
-    left_out,
-    let_speak,
-    members,
-    refuse_cast,
-    refuse_hidden_wrappers,
-    refuse_hooks,
-    refuse_no_sync,
-    refuse_other_group,
-    refuse_overlap,
-    silence,
+from bigbatch.distributed.fingerprint import parameters_in_one
+from bigbatch.distributed.statement import Agreement, Row, Statement, agree, fingerprint
+from bigbatch.distributed.team import Gradients, Team
+from bigbatch.errors import (
+    BatchError,
+    BigBatchError,
+    ConfigurationError,
+    LossError,
+    PathsDiffer,
+    RankFailed,
+    SeveralCounts,
+    WindowError,
 )
-from bigbatch.errors import BigBatchError, ConfigurationError, RankFailed, WindowDisturbed, WindowError
-from bigbatch.loss.count import LOW_PRECISION, Count
+from bigbatch.loss.count import Count, TotalOfSum
 
-_NUMBERS = 40  # in every message: a rank that fails need not know which one the others wait for
-_MESSAGES = ("statement", "totals", "passes", "meeting", "beginning", "about")
-_LOOPS = 16  # that are told apart
-_SAME = 1e-12
-_made: Counter[tuple[int, ...]] = Counter()  # by each group of processes that this one is in
-Message = Literal["statement", "totals", "passes", "meeting", "beginning", "about"]
-
-
-class _Header(NamedTuple):
-    """What every message begins with."""
-
-    failed: float = 0.0  # whether this rank has
-    again: float = 0.0  # whether it runs the window once more, in another way
-    place: float = 0.0  # what it is about
-    square: float = 0.0
+Message = Literal["statement", "totals", "passes", "meeting", "beginning", "unit", "failed"]
+_MESSAGES = ("statement", "totals", "passes", "meeting", "beginning", "unit", "failed")
+_NUMBERS = 40  # in every row: a rank that fails need not know which one the others wait for
+_HEADER = 3  # numbers that each row begins with: whether it has failed, whether it tries again, its place
+_TERMS = 16  # with totals that are counted in advance
+_LOOPS = 1 << 24  # that are told apart
+_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # objects that a group serves
 
 
 class OthersTryAgain(BigBatchError):
     """Raised where another rank runs the window once more, and so will `BigStep` on all of them."""
 
 
-class Ranks:
+class Ranks(Team):
     """One group of processes, as one of them sees it: those that have samples of their own."""
 
-    def __init__(self, group: dist.ProcessGroup, wrappers: Sequence[DistributedDataParallel]) -> None:
+    is_alone = False
+
+    def __init__(self, group: dist.ProcessGroup, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
         """Belong to a group; `wrappers` are what this process has its models in."""
-        self.group, self._wrappers = group, list(wrappers)
-        self._models: Sequence[nn.Module] = ()  # whose weights nobody has sent to all
+        super().__init__(wrappers)
+        self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.shards: Shards | None = None  # where every pass through the model is a meeting, and reduces by itself
-        self.overlap = False  # whether DDP reduces in a window's last backward
-        self.reduced = False  # whether it has
-        self.spoken = False  # whether this rank has made its statement for the window at hand
-        self.elsewhere = False  # whether others wait for it inside a model or a loss, where no statement is heard
-        self.about: float | None = None  # what a window counts, as all have guessed together, where they need one unit
-        self.dropped = 0  # backwards that this rank has dropped since the latest, though all have shards of them
+        self._names = dist.get_process_group_ranks(group)
         self.windows = 0  # made together until now
-        self.loops = 0  # begun over batches: a window of one epoch is not made with that of another
+        self._loops = 0
         self._number = 0  # of all that these processes make together: the same on every rank
 
-    @classmethod
-    def of(
-        cls, models: Sequence[nn.Module], group: dist.ProcessGroup | None, *, overlap: bool = False
-    ) -> "Ranks | None":
-        """Find out which processes share the gradients of some models; None where there is only this one.
-
-        `overlap` has DDP reduce in the last backward of a window.
-        """
-        wrappers = data_parallel(models)
-        if not (dist.is_available() and dist.is_initialized()):
-            if group is not None:
-                msg = (
-                    "group= needs torch.distributed: call torch.distributed.init_process_group() first, under torchrun"
-                )
-                raise ConfigurationError(msg)
-            warn_of_others()
-            return None
-        chosen = given_group(group)
-        parts = sharded(models)
-        if parts:
-            shards.refuse_loose(models)
-            found_shards = Shards(parts, chosen)
-            found = cls(found_shards.group, ())
-            found.shards, found.overlap = found_shards, overlap
-            return found
-        if dist.get_world_size() > 1 and not wrappers:
-            refuse_hidden_wrappers(models)
-        if chosen is not None and wrappers:
-            refuse_other_group(wrappers, chosen)
-        elif wrappers:
-            chosen = group_of(wrappers)
-        elif chosen is None:
-            warn_of_others()
-        refuse_cast(wrappers)
-        refuse_no_sync(wrappers)
-        if overlap:
-            narrow = any(p.dtype in LOW_PRECISION for model in models for p in model.parameters() if p.requires_grad)
-            refuse_overlap(wrappers, narrow)
-        else:
-            refuse_hooks(wrappers)
-        if chosen is None or dist.get_world_size(chosen) == 1:
-            return None
-        made = cls(chosen, wrappers)
-        made.overlap = bool(overlap)
-        made._models = () if wrappers else models
-        return made
-
-    @property
-    def sharded(self) -> bool:
-        """Whether every pass through the model is a meeting of all ranks."""
-        return self.shards is not None
-
-    def frozen(self) -> list[Tensor]:
-        """Return the weights that nobody trains, and that all should have in common; but for packed ones (8 bits)."""
-        every = (p for model in self._models for p in model.parameters() if not p.requires_grad)
-        return [p for p in every if type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1]
-
-    @property
-    def adds_up(self) -> bool:
-        """Whether gradients are to be added up when a window closes: over all ranks, or over replicas of shards."""
-        if self.shards is None:
-            return not self.reduced
-        return self.shards.replicas is not None and not self.overlap
-
-    def around_backward(self, own: Sequence[Tensor]) -> AbstractContextManager[None]:
-        """Have a backward reduce the shards of some parameters as the window at hand wants it."""
-        if self.shards is None:
-            return nullcontext()
-        return self.shards.around_backward(own, reduce=self.scatters, apart=self.adds_up)
-
-    @property
-    def scatters(self) -> bool:
-        """Whether the next backward reduces shards, of all that it reaches."""
-        return self.shards is not None and (self.reduced or not self.overlap)
-
-    def scattering(self) -> dist.ProcessGroup:
-        """Return the ranks whose backwards are added up: all, or those of a replica, which is left apart."""
-        return self.shards.within if self.shards is not None and self.adds_up else self.group
-
-    def leaves(self, own: Sequence[Tensor]) -> Iterable[Tensor]:
-        """Return what a backward adds gradients of some parameters to: those, or the whole ones of shards."""
-        return own if self.shards is None else whole_weights(self.shards.parts)
-
     def serve(self, owner: object) -> None:
-        """Begin, when nothing of `owner` can be refused any more: wrappers reduce nothing by themselves while it lives.
+        """Begin, when nothing of `owner` can be refused any more.
 
         It is counted only now, so that one which was refused on one rank alone leaves numbers the same on all.
         """
-        together = members(self.group)
-        _made[together] += 1
-        self._number = _made[together]
-        keep_quiet(owner, self._wrappers)
-        if self.shards is not None:
-            shards.sum_only(self.shards.parts)
-            shards.average_after(owner, self.shards.parts)
+        super().serve(owner)
+        self._number = _made[self.group] = _made.get(self.group, 0) + 1
 
-    def refuse_ddp(self) -> None:
-        """Before a backward: raise where DDP would reduce in it by itself; after its next forward it would not."""
-        if not self.reduced and any(wrapper.require_backward_grad_sync for wrapper in self._wrappers):
-            self.prepare(last=False)
-            for wrapper in self._wrappers:  # or it waits for a backward since its forward
-                getattr(wrapper.reducer, "_reset_state", bool)()
-            raise WindowDisturbed(_ABOUT_TO_REDUCE)
+    def begin_loop(self) -> None:
+        """Begin a loop over batches: a window of one epoch is not made with that of another."""
+        self._loops += 1
 
-    def prepare(self, *, last: bool) -> None:
-        """Before a forward: have DDP reduce in its backward if it is the window's last, and only where it should."""
-        self.reduced = self.overlap and last
-        for wrapper in self._wrappers:
-            (let_speak if self.reduced else silence)(wrapper)
+    def wire(self, device: torch.device) -> torch.device:
+        """Return where to send from what is on a device."""
+        return torch.device("cpu") if device.type == "mps" else device  # which has no float64
 
-    @property
-    def hooked(self) -> int:
-        """How many wrappers have a communication hook by now that is not called, or that of shards, which is."""
-        if self.shards is not None:
-            return self.shards.hooked
-        return 0 if self.overlap else hooked(self._wrappers)
-
-    def left_by_ddp(self, trained: Sequence[Tensor]) -> int:
-        """Return how many wrappers were to reduce in the last backward, and have not, or not all that is trained."""
-        if not self.reduced:
-            return 0
-        return sum(not has_reduced(wrapper) for wrapper in self._wrappers) + left_out(self._wrappers, trained)
-
-    def added(self, numbers: Sequence[Count], device: torch.device, about: Message) -> list[float]:
-        """Add up some numbers over all ranks; this waits for the slowest. Raises where one of them has failed."""
-        of = self._number * len(_MESSAGES) + _MESSAGES.index(about)
-        place = float(of * _LOOPS + self.loops % _LOOPS)
-        found = self._sum(_Header(place=place, square=place * place), numbers, device)
-        header = _Header(*found[: len(_Header())])
-        if header.failed:
+    def rows(self, about: Message, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
+        """Contribute a row of numbers; returns those of all ranks. Raises where one has failed, or is elsewhere."""
+        place = float((self._number * len(_MESSAGES) + _MESSAGES.index(about)) * _LOOPS + self._loops % _LOOPS)
+        found = self._gather([0.0, 0.0, place, *numbers], device)
+        failed = [str(name) for name, row in zip(self._names, found, strict=True) if row[0]]
+        if failed:
             self.spoken = True  # all have heard that something is wrong
-            msg = (
-                f"{header.failed:g} of {self.size} ranks failed in this window, so it cannot be made; nothing was "
-                "changed on this one. The error is in that rank's own output."
+            raise RankFailed(
+                f"{'ranks' if len(failed) > 1 else 'rank'} {', '.join(failed)} failed in this window, so it cannot be "
+                "made; nothing was changed on this one. The error is in the output of that rank."
             )
-            raise RankFailed(msg)
-        if header.again:
+        if any(row[1] for row in found):
             self.spoken = self.elsewhere = False  # nothing that was said of this window holds
             raise OthersTryAgain
-        if not alike(self.size, header.place, header.square):
+        if len({row[2] for row in found}) > 1:
             self.spoken = True
-            raise WindowError(_ELSEWHERE)
-        return found[len(_Header()) : len(_Header()) + len(numbers)]
+            raise WindowError(_ELSEWHERE, fix=_IN_STEP)
+        return [row[_HEADER : _HEADER + len(numbers)] for row in found]
 
     def fail(self, device: torch.device) -> None:
         """Tell the others, who wait for this rank's numbers, that there will be none."""
         self.spoken = True
-        self._sum(_Header(failed=1.0), (), device)
+        self._gather([1.0], device)
 
     def try_again(self, device: torch.device) -> None:
         """Have all ranks, wherever in the window they wait for this one, run it once more, as it does."""
-        self._sum(_Header(again=1.0), (), device)
+        self._gather([0.0, 1.0], device)
 
-    def _sum(self, header: "_Header", numbers: Sequence[Count], device: torch.device) -> list[float]:
-        device = self._wire(device)
-        precise = torch.float32 if device.type == "mps" else torch.float64
-        rest = _NUMBERS - len(header) - len(numbers)
-        assert rest >= 0  # noqa: S101 - a longer row than others send would leave all of them waiting
-        said = [*header, *numbers, *[0.0] * rest]
-        if any(isinstance(number, Tensor) for number in said):
-            row = torch.zeros(_NUMBERS, dtype=precise, device=device)
-            for place, number in enumerate(said):
+    def _gather(self, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
+        assert len(numbers) <= _NUMBERS  # noqa: S101 - a longer row than others send would leave all of them waiting
+        here = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+        row = torch.tensor([*here, *[0.0] * (_NUMBERS - len(here))], dtype=torch.float64, device=self.wire(device))
+        for place, number in enumerate(numbers):
+            if isinstance(number, Tensor):
                 row[place] = number
-        else:
-            row = torch.tensor(said, dtype=precise, device=device)
+        every = row.new_empty(self.size, _NUMBERS)
         with naming_lost_ranks():
-            dist.all_reduce(row, group=self.group)
-            found: list[float] = row.tolist()
+            dist.all_gather(list(every.unbind()), row, group=self.group)
+            found: list[list[float]] = every.tolist()
         return found
 
-    def _wire(self, device: torch.device) -> torch.device:
-        """Return where to send from: shards may wait in host memory, and their group may know no way from there."""
-        return device if self.shards is None else self.shards.device
+    def _exchange(self, own: Any) -> list[Any]:
+        """Return the words of all ranks, where they are known to differ."""
+        self.spoken = True  # all have heard that something is wrong
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, own, group=self.group)
+        return found
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""
-        total, squares = self.added([float(number), float(number * number)], device, "passes")
-        if alike(self.size, total, squares):
-            return number
-        # They know by now that all of them ask for it: another one, who adds up, would not be understood.
-        largest = torch.tensor(float(number), device=self._wire(device))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return round(largest.item())
-
-    def span(
-        self, number: Count | None, device: torch.device, group: dist.ProcessGroup | None = None
-    ) -> tuple[float, float]:
-        """Return the least and the largest of all ranks' numbers, or of those in a group; some may have none."""
-        device = self._wire(device)
-        found = torch.full(
-            (2,), -math.inf, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device
-        )
-        if number is not None:
-            found[0], found[1] = -number, number
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group or self.group)
-        least, most = found.tolist()
-        return -least, most
-
-    def norm(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-        """Return the norm of a gradient that is sharded: over the ranks of one replica, which has all of it."""
-        own = torch.nn.utils.get_total_norm([local(p.grad) for p in parameters if p.grad is not None])
-        wire = self._wire(device)
-        square = own.to(wire, torch.float32 if wire.type == "mps" else torch.float64).square()
-        assert self.shards is not None  # noqa: S101 - or no rank has a part of it
-        dist.all_reduce(square, group=self.shards.within)
-        return square.sqrt().to(device, own.dtype)
+        return round(max(row[0] for row in self.rows("passes", [float(number)], device)))
 
     def share_flags(self, flags: Sequence[Tensor]) -> None:
         """Have flags that are up on any rank be so on all, in place."""
-        found = torch.stack([flag.to(self._wire(flags[0].device)) for flag in flags])
+        found = torch.stack([flag.to(self.wire(flags[0].device)) for flag in flags])
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         for flag, up in zip(flags, found, strict=True):
             flag.copy_(up)
 
     def failed_anywhere(self, *, here: bool, device: torch.device) -> bool:
         """Return whether any rank has failed, this one included."""
-        failed = torch.tensor(float(here), device=self._wire(device))
-        self.share_flags([failed])
-        return bool(failed)
+        return any(row[0] for row in self.rows("failed", [float(here)], device))
+
+    def announce(self, title: str, device: torch.device) -> None:
+        """Say which collective this rank has come to; raise on all ranks where they have come to different ones."""
+        codes = self.rows("meeting", [fingerprint(title)], device)
+        if all(code == codes[0] for code in codes):
+            return
+        titles = self._exchange(title)
+        listed = "\n".join(f"    rank {rank} is at {each}" for rank, each in zip(self._names, titles, strict=True))
+        raise PathsDiffer(
+            "the ranks of this window took different paths, and cannot go on together:\n"
+            f"{listed}\n"
+            "All must run the same operations across micro-batches in the same order, also in backward. Look for an "
+            "`if` on the rank or on the data, a layer that is skipped for some, or tensors of different shapes."
+        )
+
+    def check_batches(self, device: torch.device, *, has_batches: bool) -> None:
+        """Make sure, before DDP reduces by itself, that all ranks have batches, or none: it could not be told there."""
+        if not self.overlap or self.sharded:
+            return
+        there = [bool(row[0]) for row in self.rows("beginning", [float(has_batches)], device)]
+        if any(there) and not all(there):
+            without = ", ".join(str(name) for name, has in zip(self._names, there, strict=True) if not has)
+            raise BatchError(
+                f"rank {without} has no batch in this `over`, and with overlap=True all need as many windows.",
+                fix="Accumulator(...) without overlap=True: ranks may then have any number of micro-batches, or none",
+            )
+
+    def open_window(self) -> None:
+        """Begin a window, of which nothing was said yet."""
+        self.spoken = self.elsewhere = False
+
+    def totals(self, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
+        """Add up totals that were counted in advance; a rank without a micro-batch has none, and gets those of others.
+
+        Who has none sends no terms.
+        """
+        if len(own) > _TERMS:
+            raise ConfigurationError(
+                f"a loss over several ranks can have {_TERMS} terms with counts of their own.", found=f"{len(own)}"
+            )
+        sums = [float(isinstance(each, TotalOfSum)) for each in own]
+        rest = [0.0] * (_TERMS - len(own))
+        rows = self.rows("totals", [float(len(own)), *sums, *rest, *own, *rest], device)
+        there = [row for row in rows if row[0]]
+        if len({tuple(row[: 1 + _TERMS]) for row in there}) > 1:
+            raise LossError(
+                "the ranks of this window have different losses: another number of terms over data, or a mean here "
+                "and a sum there. One big batch has one loss.",
+                fix="every term on every rank, times 0 where it does not apply",
+            )
+        if not there:
+            return ()
+        number = round(there[0][0])
+        columns = list(zip(*(row[1 + _TERMS : 1 + _TERMS + number] for row in there), strict=True))
+        return tuple(
+            TotalOfSum(1.0) if is_sum else sum(column)
+            for is_sum, column in zip(there[0][1 : 1 + number], columns, strict=True)
+        )
+
+    def agree_on_unit(self, total: Count, device: torch.device) -> float | None:
+        """Return one unit of weights: what a window counts, if all micro-batches are like the first of `total`."""
+        self.unit = max(sum(row[0] for row in self.rows("unit", [total], device)), 1.0)
+        return self.unit
+
+    def agree(self, mine: Agreement, statement: Callable[..., Statement], gradients: Gradients) -> Agreement:
+        """Contribute this rank's row and get those of all others. This waits: for the slowest rank, and the device.
+
+        Where ranks cannot make one batch of what they have, all of them raise the same error.
+        """
+        said: Statement = statement(first=not self.windows)
+        return self._agreed(self._completed(said.row(mine), gradients), said, gradients.device)
+
+    def _agreed(self, row: Row, said: Statement, device: torch.device) -> Agreement:
+        self.spoken = True
+        rows = [Row(*each) for each in self.rows("statement", row, device)]
+        return agree(rows, lambda name: self._exchange(getattr(said, name)), self._names, sharded=self.sharded)
+
+    def _completed(self, row: Row, gradients: Gradients) -> Row:
+        """Return a row with what this team knows of the gradients and of itself."""
+        return row._replace(
+            windows=float(self.windows),
+            parameters=parameters_in_one(gradients.every),
+            missing=float(sum(p.grad is None for p in gradients.parameters)),
+        )
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Return of each flag whether any rank has it up."""
-        found = torch.tensor(flags, dtype=torch.uint8, device=self._wire(device))
+        found = torch.tensor(flags, dtype=torch.uint8, device=self.wire(device))
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in found.tolist()]
 
-    def unlike(self, numbers: Sequence[float], device: torch.device) -> list[bool]:
-        """Return of each number whether ranks have different ones."""
-        both = [[each, each * each] for each in numbers]
-        row = torch.tensor(both, dtype=torch.float64, device=self._wire(device))
-        dist.all_reduce(row, group=self.group)
-        return [not alike(self.size, total, squares) for total, squares in row.tolist()]
+    def check_finite(self, gradients: Gradients) -> None:
+        """Raise on all ranks where a micro-batch that counts nothing may have left 0 / 0 in the gradient."""
+        finite = bool(torch.isfinite(gradients.norm())) if gradients.dense() else True
+        if self.failed_anywhere(here=not finite, device=gradients.device):
+            raise LossError(
+                "the gradient is not finite, and a micro-batch of this window counts nothing, on this rank or "
+                "another: where its loss divides by its count by hand, 0 / 0 stands in its gradient, which all ranks "
+                "got in its backward. Nothing was stepped.",
+                fix="loss = (values * mask).sum() / mask.sum().clamp(min=1), with count=mask.sum()",
+            )
 
-    def add_up(self, gradients: Sequence[Tensor]) -> None:
-        """Add up tensors over all ranks, in place; shards over their replicas."""
-        group = self.group if self.shards is None else self.shards.replicas
-        if self.size > 1 and group is not None:
-            add_up(gradients, group, self._wire)
+    def stepped(self) -> None:
+        """Note that a window was made together."""
+        self.windows += 1
 
-    def share_buffers(self) -> None:
-        """Send the first rank's buffers to all, as DDP does where it was told to."""
-        for wrapper in self._wrappers:
-            wanted = getattr(wrapper, "forward_sync_buffers", None)  # broadcast_buffers before torch 2.13
-            if (wrapper.broadcast_buffers if wanted is None else wanted) and wrapper.modules_buffers:
-                wrapper._sync_buffers()  # noqa: SLF001 - as its own forward does
+    @contextmanager
+    def telling_of_failure(self, device: torch.device) -> Iterator[None]:
+        """Tell other ranks, who wait for this one's statement, of an error inside, if they have not heard from it."""
+        self.spoken = self.elsewhere = False
+        try:
+            with naming_lost_ranks():
+                yield
+        except Exception as error:
+            if not self.spoken and not self.elsewhere and not is_of_the_wire(error):
+                with suppress(Exception):  # they may be gone; what happened here is what is raised
+                    self.fail(device)
+            raise
+
+    def tell_of_several(self, device: torch.device) -> None:
+        """Tell others that counts must be known in advance."""
+        if not self.spoken:
+            with suppress(SeveralCounts):
+                self._agreed(Row(several=1.0), Statement(several=True), device)
 
 
-def serve(owner: object, ranks: Ranks | None, models: Sequence[nn.Module]) -> None:
-    """Begin with others, or alone: DDP of one process has nothing to reduce, and would refuse what ranks may have."""
-    if ranks is None:
-        keep_quiet(owner, data_parallel(models))
-    else:
-        ranks.serve(owner)
+def is_of_the_wire(error: BaseException) -> bool:
+    """Whether an error is torch's word, or ours, for a rank that is gone; gloo's have no type of their own."""
+    ours = isinstance(error, RankFailed | dist.DistError)
+    return ours or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+
+
+@contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Raise a RankFailed where torch loses the connection to another rank."""
+    try:
+        yield
+    except RuntimeError as error:
+        if is_of_the_wire(error) and not isinstance(error, RankFailed):
+            raise RankFailed(
+                "another rank has ended, or does not answer, so this window cannot be made. The error is in that "
+                "rank's own output (it may have run out of memory, or been killed).",
+                fix="all ranks started again, from a checkpoint",
+            ) from error
+        raise
 
 
 _ELSEWHERE = (
     "the ranks are at different places: one closes a window that another has not come to, or has no part in, or one "
-    "has left its loop over `over` by break and begun another.\n"
-    "Have every rank close the same windows in the same order, and break on all in the same one. Where one "
-    "accumulator's `over` is inside another's, every rank needs as many batches; where the model is sharded, the same "
-    "steps=; where samples are coupled, every rank needs samples in each update. And every rank must have made as many "
-    "accumulators and BigSteps with the others, also of those that it does not use."
+    "has left its loop over `over` by break and begun another."
 )
-
-
-_ABOUT_TO_REDUCE = (
-    "DistributedDataParallel is about to reduce in this backward, and bigbatch reduces once per update: something has "
-    "set require_backward_grad_sync since, as the end of a no_sync() does. Nothing was added.\n"
-    "Leave no_sync() out: DDP is kept quiet while this accumulator lives."
+_IN_STEP = (
+    "on every rank the same windows in the same order (break on all in the same one), the same steps=, as many batches "
+    "where one `over` is inside another's, samples in each update where they are coupled, and as many accumulators and "
+    "BigSteps"
 )
-
-
-def alike(ranks: int, total: float, squares: float) -> bool:
-    """Whether a number is the same on all ranks, by its sum over them and that of its squares.
-
-    Two numbers that differ by a part of 1e-6 are alike within 1e-12. One that is not finite tells nothing.
-    """
-    return not abs(ranks * squares - total * total) > _SAME * ranks * squares

@@ -1,305 +1,327 @@
-"""What a rank says when its window closes, and what all of them come to."""
+"""What a rank says when its window closes, and what all of them come to.
 
-import zlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+Each rank contributes one row of numbers, and all ranks get all rows. `agree` is a pure function of these: where ranks
+cannot make one big batch, all raise the same error, which names the ranks that differ.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from bigbatch.distributed import shards
-from bigbatch.distributed.ranks import Ranks, alike
-from bigbatch.distributed.wrappers import HOOKED
-from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
+from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
 from bigbatch.loss.count import RATIO_TOLERANCE, Count
 
-_KINDS = {"": 0.0, "mean": 1.0, "sum": 2.0, "known": 3.0}
-_SAME = 1e-9
-_DIGESTS = 1 << 20
-_NONE: Mapping[str, str] = {}
-
-
-class Statement(NamedTuple):
-    """One rank's window, in numbers that add up."""
-
-    total: Count = 0.0  # what it counted
-    loss: Count = 0.0  # its value times that
-    micro_batches: int = 0
-    kind: str = ""  # of its terms
-    loss_unknown: Count = 0.0
-    missing: int = 0  # parameters that got no gradient
-    goes_on: bool = False  # whether this rank has batches for another window
-    shares_once: bool = False  # whether it has added its share of a term that counts once
-    ratio: Count | None = None  # of its several counts to the first, where it has counted anything
-    several: bool = False  # whether its counts must be known in advance
-    form: str = ""  # its terms and their factors, where those are the same in every micro-batch
-    precise: bool = False  # whether its loss is of float64
-    left_out: int = 0  # gradients that DDP has not reduced in the last backward, though it should have
-    overlapped: bool = False  # whether it has reduced there
-    sparse: int = 0  # gradients that are, and should be added up
-    hooked: int = 0  # wrappers with a communication hook that is not called
-    hooks: bool = False  # whether it has any of its own to call before the step
-    nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
-    partial: int = 0  # backwards that have not reached all shards
-    windows: int = 0  # made until now
-    parameters: int = 0  # a number of which are trained
-    weights: Count = 0.0  # one of their values, before the first window
-    settings: Mapping[str, str] = _NONE  # before the first window: names in common, with what this rank has for each
-    rates: float = 0.0  # a number of the learning rates
+KINDS = ("", "mean", "sum", "known")  # of the terms over data
+_SAME = 1e-6  # relative: sums of weights in float32, and learning rates that machines compute
+_IN_ADVANCE = "Accumulator(..., counts=lambda batch: (tokens, samples))"
 
 
 class Agreement(NamedTuple):
-    """All ranks' windows: one big batch."""
+    """What a window came to: on one rank, or on all of them together."""
 
-    total: float
-    loss: float
-    micro_batches: int
-    kind: str
-    loss_known: bool
-    missing: int
-    others_go_on: bool
-    precise: bool
-    hooks: bool  # whether any rank calls some before the step
-    nothings: bool  # whether a micro-batch of any counts nothing, and was added all the same
-    partial: bool  # whether a backward of any has not reached all shards
+    kind: str = ""
+    total: Count = 0.0  # what its one term over data counted
+    loss: Count = 0.0  # the losses times their counts, summed
+    plain: Count = 0.0  # the losses, summed, where their terms have weights of their own
+    micro_batches: int = 0
+    loss_known: bool | Tensor = True  # whether `loss` is, or `plain` has to do
+    precise: bool = False  # whether a loss is of float64
+    going: int = 0  # ranks that have batches for another window
+    hooks: bool = False  # whether any rank calls some before the step
+    missing: bool = False  # whether a parameter has no gradient on some rank
+    nothings: bool = False  # whether a micro-batch counts nothing, and was added all the same
+
+    def big_loss(self) -> Count:
+        """Return the big batch's own loss; where it cannot be known, the average of the micro-batches'."""
+        if self.kind == "mean":
+            return self.loss / self.total if isinstance(self.total, Tensor) or self.total else math.nan
+        if self.loss_known is True:
+            return self.loss
+        average = self.plain / max(self.micro_batches, 1)
+        return torch.where(self.loss_known, self.loss, average) if isinstance(self.loss_known, Tensor) else average
 
 
-def agreed(ranks: Ranks, mine: Statement, device: torch.device) -> Agreement:
-    """Make a statement and hear those of all others. This waits: for the slowest rank, and for the device.
+class Row(NamedTuple):
+    """What a rank says, in numbers; words are their fingerprints."""
 
-    Where ranks cannot make one batch of what they have, all of them raise the same error.
+    kind: Count = 0.0
+    total: Count = 0.0
+    loss: Count = 0.0
+    plain: Count = 0.0
+    micro_batches: Count = 0.0
+    unknown: Count = 0.0  # whether its loss is not known
+    precise: Count = 0.0
+    going: Count = 0.0  # whether this rank has batches for another window
+    shares_once: Count = 0.0  # whether it has added its share of a term that counts once
+    ratio: Count = -1.0  # of its several counts to the first, where it has counted anything
+    several: Count = 0.0  # whether its counts must be known in advance
+    form: Count = 0.0  # its terms and their factors, where those are the same in every micro-batch
+    missing: Count = 0.0  # parameters that got no gradient
+    left_out: Count = 0.0  # gradients that DDP has not reduced in the last backward, though it should have
+    overlapped: Count = 0.0  # whether it has reduced there
+    sparse: Count = 0.0  # gradients that are, and should be added up
+    hooked: Count = 0.0  # wrappers with a communication hook that is not called
+    hooks: Count = 0.0  # whether it has any of its own to call before the step
+    nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
+    reached: Count = 0.0  # which shards its backwards have reached
+    replica: Count = 0.0  # with whom it scatters them
+    windows: Count = 0.0  # made until now
+    parameters: Count = 0.0  # which are trained
+    weights: Count = 0.0  # their values, before the first window
+    settings: Count = 0.0  # before the first window
+    rates: Count = 0.0  # the learning rates
+
+
+class Statement(NamedTuple):
+    """What a window says of itself beside its totals; words are exchanged only where their fingerprints differ."""
+
+    goes_on: bool = False  # whether this rank has batches for another window
+    shares_once: bool = False
+    ratio: Count | None = None
+    several: bool = False
+    form: str = ""
+    hooks: bool = False
+    nothings: Count = 0.0
+    settings: Mapping[str, str] = {}
+    rates: float = 0.0
+
+    def row(self, mine: Agreement) -> Row:
+        """Return it in numbers, with the totals."""
+        known = mine.loss_known
+        return Row(
+            kind=float(KINDS.index(mine.kind)),
+            total=mine.total if mine.kind == "mean" else 0.0,
+            loss=mine.loss,
+            plain=mine.plain,
+            micro_batches=float(mine.micro_batches),
+            unknown=1.0 - known.double() if isinstance(known, Tensor) else float(not known),
+            precise=float(mine.precise),
+            going=float(self.goes_on),
+            shares_once=float(self.shares_once),
+            ratio=-1.0 if self.ratio is None else self.ratio,
+            several=float(self.several),
+            form=fingerprint(self.form) if self.form else 0.0,
+            hooks=float(self.hooks),
+            nothings=self.nothings,
+            settings=fingerprint(*self.settings.values()) if self.settings else 0.0,
+            rates=self.rates,
+        )
+
+
+def fingerprint(*words: str) -> float:
+    """Return one number of some words, the same in every process, which a float64 holds exactly; never 0."""
+    return float(1 + int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=6).digest(), "big"))
+
+
+def agree(
+    rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequence[int] | None = None, *, sharded: bool
+) -> Agreement:
+    """Return what the windows of all ranks come to. All ranks have the same rows, so all raise the same, or none.
+
+    `exchange` returns the words of all ranks behind a fingerprint; `ranks` are their numbers.
     """
-    ranks.spoken = True
-    found = _Heard(*ranks.added(_numbers(mine), device, "statement"))
-    _refuse(ranks, mine, found)
-    if not found.several:
-        _refuse_other_settings(ranks, mine, found, device)
-        _refuse_other_ratios(ranks, mine, found, device)
-    there = ranks.size - found.empties
-    code = found.kinds / there if there else 0.0
+    _Comparison(rows, exchange, range(len(rows)) if ranks is None else ranks, sharded=sharded).refuse()
+    kinds = [row.kind for row in rows if row.micro_batches]
     return Agreement(
-        found.total,
-        found.loss,
-        round(found.micro_batches),
-        next(name for name, number in _KINDS.items() if abs(number - code) < 0.5),  # noqa: PLR2004 - whole numbers
-        not found.unknown,
-        round(found.missing),
-        found.going - float(mine.goes_on) > 0.5,  # noqa: PLR2004
-        found.precise > 0,
-        found.hooks > 0,
-        found.nothings > 0,
-        found.partial > 0,
+        kind=KINDS[int(kinds[0])] if kinds else "",
+        total=sum(row.total for row in rows),
+        loss=sum(row.loss for row in rows),
+        plain=sum(row.plain for row in rows),
+        micro_batches=sum(int(row.micro_batches) for row in rows),
+        loss_known=not any(row.unknown for row in rows),
+        precise=any(row.precise for row in rows),
+        going=sum(bool(row.going) for row in rows),
+        hooks=any(row.hooks for row in rows),
+        missing=any(row.missing for row in rows),
+        nothings=any(row.nothings for row in rows),
     )
 
 
-class _Heard(NamedTuple):
-    """The numbers of all statements, added up."""
+class _Comparison:
+    """The rows of all ranks, side by side."""
 
-    total: float
-    loss: float
-    micro_batches: float
-    kinds: float
-    squares_of_kinds: float
-    unknown: float
-    missing: float
-    going: float
-    shares: float
-    ratios: float
-    with_ratio: float
-    empties: float
-    several: float
-    forms: float
-    squares_of_forms: float
-    with_form: float
-    precise: float
-    left_out: float
-    overlapped: float
-    sparse: float
-    hooked: float
-    hooks: float
-    nothings: float
-    partial: float
-    windows: float
-    squares_of_windows: float
-    parameters: float
-    squares_of_parameters: float
-    weights: float
-    squares_of_weights: float
-    settings: float
-    squares_of_settings: float
-    rates: float
-    squares_of_rates: float
+    def __init__(
+        self, rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequence[int], *, sharded: bool
+    ) -> None:
+        self._rows, self._exchange, self._ranks, self._sharded = rows, exchange, ranks, sharded
 
-
-def _numbers(mine: Statement) -> Sequence[Count]:
-    """Return what a rank says, in numbers that add up."""
-    kind = _KINDS[mine.kind]
-    form = _digest(mine.form) if mine.form else 0.0
-    parameters = float(mine.parameters % _DIGESTS)
-    return [
-        mine.total,
-        mine.loss,
-        float(mine.micro_batches),
-        kind,
-        kind * kind,
-        mine.loss_unknown,
-        float(mine.missing),
-        float(mine.goes_on),
-        float(mine.shares_once),
-        0.0 if mine.ratio is None else mine.ratio,
-        float(mine.ratio is not None),
-        float(mine.micro_batches == 0),
-        float(mine.several),
-        form,
-        form * form,
-        float(bool(mine.form)),
-        float(mine.precise),
-        float(mine.left_out),
-        float(mine.overlapped),
-        float(mine.sparse),
-        float(mine.hooked),
-        float(mine.hooks),
-        mine.nothings,
-        float(mine.partial),
-        *(number for each in (mine.windows, parameters, mine.weights) for number in (each, each * each)),
-        *(number for each in (_digest(*mine.settings.values()), mine.rates) for number in (each, each * each)),
-    ]
-
-
-def _refuse(ranks: Ranks, mine: Statement, found: _Heard) -> None:
-    """Raise where ranks cannot make one batch of what they have; the same on all of them."""
-    if found.sparse:
-        raise ConfigurationError(_SPARSE)
-    if found.hooked:
-        raise ConfigurationError(shards.HOOKED if ranks.sharded else HOOKED)
-    if found.left_out:
-        raise LossError(_LEFT_OUT)
-    if found.overlapped and (found.overlapped != ranks.size or 0 < found.going < ranks.size):
-        what = (
-            f"{ranks.size - found.overlapped:g} of {ranks.size} ranks have not reduced in their last backward"
-            if found.overlapped != ranks.size
-            else f"{ranks.size - found.going:g} of {ranks.size} ranks have no batch after this window, and others have"
-        )
-        raise WindowError(
-            f"{what}; overlap=True needs all of them in every window.\n"
-            "Take overlap=True out: ranks may then have any number of micro-batches, or none."
-        )
-    if found.several and not mine.several:
-        raise SeveralCounts(_SEVERAL)
-    if not found.several:
-        _refuse_unlike(ranks, found[_Heard._fields.index("windows") :])
-    there = ranks.size - found.empties
-    if there and abs(there * found.squares_of_kinds - found.kinds * found.kinds) > _SAME * found.squares_of_kinds:
-        raise LossError(_OTHER_LOSSES)
-    if not found.several and not alike(round(found.with_form), found.forms, found.squares_of_forms):
-        raise LossError(_OTHER_FORMS.format(f"; here {mine.form}" if mine.form else ""))
-    if found.shares and found.empties:
-        known = found.kinds > (_KINDS["sum"] + 0.5) * there
-        beside, instead = (
-            (
-                "terms whose counts are known in advance",
-                "weight_decay= of the optimizer, where it is a penalty on weights",
+    def refuse(self) -> None:
+        """Raise where ranks cannot make one batch of what they have."""
+        self._refuse_what_any_has()
+        self._refuse_overlap()
+        several = self._having("several")
+        if several:
+            raise SeveralCounts(
+                f"the terms of this loss were averaged over different things, on {several}: their totals must be "
+                "known in advance.",
+                fix=_IN_ADVANCE,
             )
-            if known
-            else ("a sum", "a mean over data in the sum's place, whose weights need no share")
-        )
+        self._refuse_unlike_ranks()
+        self._refuse_unlike_losses()
+        self._refuse_lone_shares()
+        if any(self._differ(row for row in self._rows if row.replica == each) for each in self._of("replica")):
+            raise WindowError(
+                "micro-batches of this window have reached other parameters on one rank than on another, or one rank "
+                "has dropped a window that others go on with: gradients of one parameter may be in another's shards.",
+                fix="the same parts of the model in every pass on all ranks, and discard() on all; or "
+                "DistributedDataParallel",
+            )
+
+    def _refuse_what_any_has(self) -> None:
+        for name, kind, problem, fix in _REFUSED:
+            if found := self._having(name):
+                said = _SHARDS_HOOKED if name == "hooked" and self._sharded else problem
+                raise kind(f"{said}, on {found}. Nothing was stepped.", fix=fix)
+
+    def _refuse_overlap(self) -> None:
+        overlapped, going = self._having("overlapped", other=True), self._having("going", other=True)
+        if len(self._of("overlapped")) > 1:
+            raise WindowError(_OVERLAP.format(f"{overlapped} has not reduced in its last backward"), fix=_NO_OVERLAP)
+        if self._rows[0].overlapped and len(self._of("going")) > 1:
+            raise WindowError(_OVERLAP.format(f"{going} has no batch after this window"), fix=_NO_OVERLAP)
+
+    def _refuse_unlike_ranks(self) -> None:
+        """Raise where ranks have something else that they should have in common."""
+        if len(self._of("windows")) > 1:
+            raise WindowError(
+                f"ranks have made different numbers of windows together ({self._each('windows')}): one of them failed "
+                "in its step, and went on, so their weights may differ.",
+                fix="a checkpoint of the model and the optimizer, loaded on every rank",
+            )
+        if len(self._of("parameters")) > 1:
+            raise WindowError(
+                f"the ranks of this window train different parameters ({self._apart('parameters')}), so their "
+                "gradients cannot be added up.",
+                fix="the same model on every rank, with the same parameters frozen, all of them in the optimizer",
+            )
+        if not self._close("weights"):
+            raise WindowError(
+                f"the ranks of this window began with different weights ({self._apart('weights')}), or with the same "
+                "in another order, so each would train a model of its own.",
+                fix="torch.manual_seed(0) before the model is made, one checkpoint on every rank, or "
+                "DistributedDataParallel; and one order in the optimizer",
+            )
+        if len(self._of("settings")) > 1:
+            raise ConfigurationError(
+                "the ranks of this window have different settings, so each would make a step of its own. Nothing was "
+                "stepped.",
+                found=_shown(self._exchange("settings"), self._ranks),
+                fix="the same settings on every rank, and the checkpoint loaded on every rank",
+            )
+        if not self._close("rates"):
+            raise ConfigurationError(
+                f"the ranks of this window have different learning rates ({self._apart('rates')}), so each would make "
+                "a step of its own. Nothing was stepped.",
+                fix="one rate on every rank; where a validation loss sets it, torch.distributed.broadcast(loss, 0)",
+            )
+
+    def _refuse_unlike_losses(self) -> None:
+        there = [row for row in self._rows if row.micro_batches]
+        if len({row.kind for row in there}) > 1:
+            kinds = ", ".join(
+                f"a {KINDS[int(row.kind)] or 'constant'} on rank {rank}"
+                for rank, row in zip(self._ranks, self._rows, strict=True)
+                if row.micro_batches
+            )
+            raise LossError(
+                f"the ranks of this window have different losses: {kinds}. One big batch has one loss.",
+                fix="the same loss on every rank",
+            )
+        if len(self._of("form") - {0.0}) > 1:
+            said = self._exchange("form")
+            named = ", ".join(f"{each} on rank {rank}" for rank, each in zip(self._ranks, said, strict=True) if each)
+            raise LossError(
+                f"the ranks of this window have different losses: other terms, or other factors of them, {named}. A "
+                "factor that differs may be a count in disguise. Nothing was stepped.",
+                fix="the same loss on every rank; where it is meant to differ (mixup), "
+                "accumulator.backward(loss, count=n)",
+                fix_in_step="the same loss on every rank; where it is meant to differ (mixup), counted(loss, n)",
+            )
+        ratios = [row.ratio for row in self._rows if row.ratio >= 0]
+        if ratios and max(ratios) - min(ratios) > RATIO_TOLERANCE * max(ratios):
+            raise SeveralCounts(
+                "the terms of this loss were averaged over different things, and the ratio of their counts is not the "
+                f"same on all ranks ({self._each('ratio')}).",
+                fix=_IN_ADVANCE,
+            )
+
+    def _refuse_lone_shares(self) -> None:
+        """A term that counts once is shared between ranks: a rank without a micro-batch adds no share."""
+        empty = self._named(not row.micro_batches for row in self._rows)
+        if not empty or not any(row.shares_once for row in self._rows):
+            return
+        known = any(row.kind == KINDS.index("known") for row in self._rows)
+        beside = "terms whose counts are known in advance" if known else "a sum"
+        instead = "weight_decay= of the optimizer" if known else "a mean over data in the sum's place"
         raise WindowError(
-            f"this loss has a term of parameters alone beside {beside}, every rank adds its share of that, and "
-            f"{found.empties:g} of {ranks.size} ranks have no micro-batch in this window.\n"
-            f"Give every rank a micro-batch, or use {instead}."
+            f"this loss has a term of parameters alone beside {beside}: every rank adds its share of that, and {empty} "
+            "has no micro-batch in this window.",
+            fix=f"a micro-batch on every rank; or {instead}",
         )
 
+    def _of(self, name: str) -> set[Count]:
+        return {getattr(row, name) for row in self._rows}
 
-_SPARSE = (
-    "gradients are sparse, on this rank or another, and cannot be added up over ranks here. Nothing was stepped.\n"
-    "Make them dense:  nn.Embedding(..., sparse=False)"
+    def _close(self, name: str) -> bool:
+        """Whether ranks have the same number, but for rounding."""
+        found = [abs(getattr(row, name)) for row in self._rows]
+        return not max(found) - min(found) > _SAME * max(found)
+
+    @staticmethod
+    def _differ(rows: Any) -> bool:
+        return len({row.reached for row in rows}) > 1
+
+    def _having(self, name: str, *, other: bool = False) -> str:
+        """Name the ranks that have something, or the `other` ones."""
+        return self._named(bool(getattr(row, name)) != other for row in self._rows)
+
+    def _named(self, flags: Any) -> str:
+        found = [str(rank) for rank, flag in zip(self._ranks, flags, strict=True) if flag]
+        return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else ""
+
+    def _each(self, name: str) -> str:
+        numbers = (getattr(row, name) for row in self._rows)
+        return ", ".join(f"{each:.15g} on rank {rank}" for rank, each in zip(self._ranks, numbers, strict=True))
+
+    def _apart(self, name: str) -> str:
+        """Name the ranks that have another number than the first."""
+        first = getattr(self._rows[0], name)
+        return f"those of {self._named(getattr(row, name) != first for row in self._rows)} differ"
+
+
+def _shown(settings: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+    """Name the settings that differ, with what each rank has."""
+    names = [name for name in settings[0] if len({each.get(name) for each in settings}) > 1]
+    return "; ".join(
+        f"{name}: {', '.join(f'{each.get(name)} on rank {rank}' for rank, each in zip(ranks, settings, strict=True))}"
+        for name in names
+    )
+
+
+_NO_OVERLAP = "Accumulator(...) without overlap=True: ranks may then have any number of micro-batches, or none"
+_OVERLAP = "overlap=True needs all ranks in every window, and {}."
+_SHARDS_HOOKED = (
+    "this sharded model has an all-reduce hook, set_all_reduce_hook(...), which changes what ranks have added up"
+)
+_SPARSE = "gradients are sparse, and cannot be added up over ranks here"
+_HOOKED = (
+    "this DistributedDataParallel has a communication hook, and gradients are reduced without DDP, so it would not be "
+    "called"
+)
+_NO_HOOK = (
+    "the model without the hook; or Accumulator(..., overlap=True), which has DDP reduce in a window's last backward"
 )
 _LEFT_OUT = (
-    "DDP has not reduced all gradients in the last backward of this window, on this rank or another: some came "
-    "in earlier micro-batches alone or in none, or a forward was not that of DDP, or under its no_sync(). "
-    "Nothing was stepped.\n"
-    "Take overlap=True out:  Accumulator(...) reduces all of them after the last backward."
+    "DDP has not reduced all gradients in the last backward of this window: some came in earlier micro-batches alone "
+    "or in none, or a forward was not that of DDP, or under its no_sync()"
 )
-_SEVERAL = (
-    "the terms of this loss were averaged over different things, on this rank or another: their totals must be "
-    "known in advance.\n"
-    "Give the counts of a batch:  Accumulator(..., counts=lambda batch: (tokens, samples))"
+_AFTERWARDS = "Accumulator(...) without overlap=True, which reduces all of them after the last backward"
+_REFUSED: tuple[tuple[str, type[BigBatchError], str, str], ...] = (
+    ("sparse", ConfigurationError, _SPARSE, "dense ones, nn.Embedding(..., sparse=False)"),
+    ("hooked", ConfigurationError, _HOOKED, _NO_HOOK),
+    ("left_out", LossError, _LEFT_OUT, _AFTERWARDS),
 )
-_OTHER_LOSSES = (
-    "the ranks of this window have different losses: a mean here and a sum there. One big batch has one loss; "
-    "compute the same on every rank."
-)
-_OTHER_FORMS = (
-    "the ranks of this window have different losses: other terms, or other factors of them{}. One big batch has one "
-    "loss, so a factor that differs may be a count in disguise. Nothing was stepped.\n"
-    "Compute the same on every rank. If it is meant to differ (mixup), say what the loss was averaged over:\n"
-    "    accumulator.backward(loss, count=n)"
-)
-_OTHER_RATIOS = (
-    "the terms of this loss were averaged over different things, and the ratio of their counts is not the same on all "
-    "ranks.\n"
-    "Give the counts of a batch in advance:  Accumulator(..., counts=lambda batch: (tokens, samples))"
-)
-_APART = (
-    "the ranks of this window have made different numbers of windows together: one of them failed in its step, and "
-    "went on, so their weights may differ.\n"
-    "End the training where a step fails, and load the model and the optimizer from a checkpoint."
-)
-_OTHER_PARAMETERS = (
-    "the ranks of this window train different parameters, so their gradients cannot be added up.\n"
-    "Make the same model on every rank, freeze the same of its parameters, and give all of them to the optimizer."
-)
-_OTHER_WEIGHTS = (
-    "the ranks of this window began with different weights, or with the same in another order, so each would train a "
-    "model of its own.\n"
-    "Call torch.manual_seed(0) before the model is made, load the same checkpoint on every rank, or wrap the model in "
-    "DistributedDataParallel, which sends the first rank's weights to all; and give them to the optimizer in one order."
-)
-
-
-def _refuse_unlike(ranks: Ranks, same: Sequence[float]) -> None:
-    """Raise where ranks have something else that they should have in common."""
-    for place, why in enumerate((_APART, _OTHER_PARAMETERS, _OTHER_WEIGHTS)):
-        if not alike(ranks.size, same[2 * place], same[2 * place + 1]):
-            raise WindowError(why)
-
-
-_OTHER_SETTINGS = (
-    "the ranks of this window have different settings, so each would make a step of its own: {}.\n"
-    "Give every rank the same ones, and load a checkpoint on every rank. Nothing was stepped."
-)
-_OTHER_RATES = (
-    "the ranks of this window have different learning rates, so each would make a step of its own. Nothing was "
-    "stepped.\n"
-    "Set the same on every rank; where a validation loss sets it, give all ranks the same one:  "
-    "torch.distributed.broadcast(loss, 0)"
-)
-
-
-def _refuse_other_ratios(ranks: Ranks, mine: Statement, found: _Heard, device: torch.device) -> None:
-    """Raise where several counts are in ratios that differ between ranks, by however little."""
-    if found.ratios == found.with_ratio:  # all have one count
-        return
-    # Sums of squares would tell only what differs by a part of 1e-6.
-    least, most = ranks.span(mine.ratio, device)
-    if most - least > RATIO_TOLERANCE * most:
-        raise SeveralCounts(_OTHER_RATIOS)
-
-
-def _refuse_other_settings(ranks: Ranks, mine: Statement, found: _Heard, device: torch.device) -> None:
-    """Raise where ranks would step in different ways, and say which setting it is, and what this rank has."""
-    if not alike(ranks.size, found.settings, found.squares_of_settings):
-        # All of them know by now, and come to ask which one it is.
-        other = ranks.unlike([_digest(each) for each in mine.settings.values()], device)
-        named = [
-            f"{name} (here {own})" for (name, own), is_it in zip(mine.settings.items(), other, strict=True) if is_it
-        ]
-        # Two numbers of a million that are next to each other look alike: then all it could be is named.
-        told = ", ".join(named) or "one of " + ", ".join(mine.settings)
-        raise ConfigurationError(_OTHER_SETTINGS.format(told))
-    if not alike(ranks.size, found.rates, found.squares_of_rates):
-        raise ConfigurationError(_OTHER_RATES)
-
-
-def _digest(*words: str) -> float:
-    """Return one number of some words, the same in every process."""
-    return float(zlib.crc32("\n".join(words).encode()) % _DIGESTS)

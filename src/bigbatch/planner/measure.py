@@ -15,8 +15,9 @@ from bigbatch.batch.batch import Batch
 from bigbatch.batch.transfer import Mover
 from bigbatch.batch.tree import leaves
 from bigbatch.default_loss import own_loss
+from bigbatch.distributed.ddp_internals import silence
+from bigbatch.distributed.discovery import data_parallel, refuse_tensor_parallelism
 from bigbatch.distributed.fsdp_internals import sharded
-from bigbatch.distributed.wrappers import data_parallel, silence
 from bigbatch.errors import ConfigurationError, LossError, OutOfMemory
 from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, room
@@ -76,6 +77,7 @@ def make_plan(
 ) -> Plan:
     """Plan, and call `on_probe` with the size of each probe before it is made."""
     models = arguments.models(model, ranks=True)
+    refuse_tensor_parallelism(models)
     optimizers = () if optimizer is None else arguments.optimizers(optimizer, models)
     if sharded(models):
         raise ConfigurationError(

@@ -5,8 +5,6 @@ We know what we give, so we hand it to the engine as that function does in the e
 we call the function.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,14 +21,3 @@ def run_backward(loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None)
     else:
         keep_graph, create_graph = False, False
         run((loss,), (start,), keep_graph, create_graph, leaves or (), allow_unreachable=True, accumulate_grad=True)
-
-
-@contextmanager
-def adding_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, a backward adds zeros to the leaves: a loss that counts nothing may have a gradient of 0 / 0."""
-    hooks: list[Any] = [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()

@@ -3,8 +3,6 @@
 In mid-window `.grad` holds a provisional sum. It is ours: whoever else steps, zeroes or adds in between is noticed.
 """
 
-import zlib
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,8 +40,8 @@ class Gradients:
     def __init__(self, optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
         """Take hold of the parameters; `dtype` is what low-precision ones add up in."""
         self.dtype = dtype
-        self._every = all_parameters(optimizers)
-        self.parameters = [p for p in self._every if p.requires_grad]
+        self.every = all_parameters(optimizers)
+        self.parameters = [p for p in self.every if p.requires_grad]
         self.leaves = tuple(self.parameters)
         if not self.leaves:
             msg = (
@@ -115,11 +113,6 @@ class Gradients:
             self._narrow = waiting
         self._hold()
 
-    def unchanged(self) -> int:
-        """Return how many gradients are as we last saw them."""
-        every = zip(self.parameters, self._held, self._versions, strict=True)
-        return sum(g is not None and p.grad is g and g._version == version for p, g, version in every)  # noqa: SLF001
-
     def came(self) -> bool:
         """Whether any gradient was there when we last looked."""
         for gradient in self._held:  # noqa: SIM110 - on the way of every window, and a generator takes twice as long
@@ -175,22 +168,6 @@ class Gradients:
         """Return the norm over all gradients, of all optimizers."""
         return torch.nn.utils.get_total_norm(self.dense())
 
-    def which(self) -> int:
-        """Return one number of which parameters are trained, by their places in the optimizers and their sizes."""
-        sizes = array("q", [p.numel() if p.requires_grad else -1 for p in self._every])
-        return zlib.crc32(sizes.tobytes())
-
-    def sum_of_weights(self, frozen: Sequence[Tensor]) -> float:
-        """Return one number of all parameters' values, by which other ones are told; this waits for a device."""
-        # Each parameter counts by its place, so that another order is told, too. bf16 would round the sums of other
-        # weights to the same, and fp16 has none so large.
-        norms = [
-            torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
-            for p in [*self.parameters, *frozen]
-        ]
-        sums: list[float] = torch.stack([each.to(self.device, torch.float32) for each in norms]).tolist()
-        return sum(place * each for place, each in enumerate(sums, 1))
-
     def dense(self) -> list[Tensor]:
         """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""
         found = []
@@ -218,6 +195,10 @@ class Gradients:
         """Clear all gradients and leave the parameters as they were before the window."""
         for p in self.parameters:
             p.grad = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave the gradients to others, as they are."""
         self._held, self._versions = [None] * len(self.parameters), [0] * len(self.parameters)
 
     def snapshot(self) -> list[Tensor | None]:

@@ -48,10 +48,9 @@ class Starts:
         scaler = self._stepper.scaler
         return None if scaler is None else self._scale(scaler, self._gradients.device)
 
-    def correction(self, *, of_all: bool = False) -> Count:
-        """Return what else gradients are to be multiplied with; `of_all` ranks, also where this one has added none."""
-        scaler = self._stepper.scaler
-        held = self.scale() if of_all else self._held_scale
+    def correction(self) -> Count:
+        """Return what else gradients are to be multiplied with."""
+        scaler, held = self._stepper.scaler, self.scale()
         if scaler is None or held is None:
             return self.residual
         # The scale that they will be divided by over the one they have: 1, unless others use the scaler, too.

@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.caller import outside
-from bigbatch.distributed.ranks import Ranks
-from bigbatch.errors import ConfigurationError, RankFailed, StateError, WindowDisturbed
+from bigbatch.distributed.fingerprint import in_words, of_optimizers, of_scaler
+from bigbatch.distributed.team import Team
+from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
 from bigbatch.loss.arrival import Arrival
 from bigbatch.loss.count import Count
 from bigbatch.window.gradients import Gradients
@@ -36,7 +37,7 @@ class Stepper:
     skip_nonfinite: bool = False
     hooks: dict[object, Callable[[], None]] = field(default_factory=dict)
     witness: Witness | None = None  # sees the first gradient of a window and its last
-    ranks: Ranks | None = None  # who makes the big batch together with this process
+    team: Team = field(default_factory=Team)  # who makes the big batch together with this process
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window: "weakref.ref[object] | None" = None  # an optimizer stepped by hand while one is open raises
@@ -59,9 +60,25 @@ class Stepper:
         for optimizer in self.optimizers:
             weakref.finalize(self, optimizer.register_step_pre_hook(noticed).remove)
 
+    @property
+    def ranks(self) -> Any:
+        """The other processes; None where there are none."""
+        return None if self.team.is_alone else self.team
+
+    def settings(self, gradient_dtype: torch.dtype | None) -> dict[str, str]:
+        """Return what a step depends on, in words that are the same on every rank."""
+        return {
+            **of_optimizers(self.optimizers),
+            "scheduler": " and ".join(type(each).__name__ for each in self.schedulers) or "None",
+            "scaler": of_scaler(self.scaler),
+            "clip_norm": in_words(self.clip_norm),
+            "skip_nonfinite": str(self.skip_nonfinite),
+            "gradient_dtype": str(gradient_dtype),
+        }
+
     def observe(self, witness: Witness) -> Callable[[], None]:
         """Show the windows to a witness; returns a function that ends it."""
-        if self.ranks is not None:
+        if not self.team.is_alone:
             msg = (
                 "GradientNoise measures one process: the first micro-batch of one rank beside the gradient of all "
                 "ranks tells another thing.\n"
@@ -113,8 +130,8 @@ class Stepper:
             gradients.scale(correction)
             correction = 1.0
         if self.hooks or hooks_elsewhere:
-            self._call_hooks(self.ranks if measured and hooks_elsewhere else None, gradients.device)
-        norm = self._norm(gradients) if measured else None
+            self._call_hooks(gradients.device, waited_for=measured and hooks_elsewhere)
+        norm = self.team.norm(gradients) if measured else None
         factor = correction
         if norm is not None:
             if isinstance(correction, Tensor) or correction != 1.0:
@@ -130,30 +147,27 @@ class Stepper:
         self._doing = "made"
         return (norm if self.clip_norm is not None else None), skipped
 
-    def _call_hooks(self, ranks: Ranks | None, device: torch.device) -> None:
+    def hand_over(self, gradients: Gradients, correction: Count, *, hooks_elsewhere: bool) -> None:
+        """Correct the gradients and leave the step to others."""
+        gradients.scale(correction)
+        if self.hooks or hooks_elsewhere:
+            self._call_hooks(gradients.device, waited_for=False)
+        gradients.narrow()
+
+    def _call_hooks(self, device: torch.device, *, waited_for: bool) -> None:
         """Call the hooks; where ranks have a norm to find together, none begins before the hooks of all have passed."""
-        waiting = ranks if ranks is not None and ranks.sharded else None
         self._doing = "hook"
         try:
             for hook in list(self.hooks.values()):
                 hook()
         except Exception:
-            if waiting is not None:
+            if waited_for:
                 with suppress(Exception):  # they may be gone; what happened here is what is raised
-                    waiting.failed_anywhere(here=True, device=device)
+                    self.team.check_hooks(device, failed=True)
             raise
         self._doing = ""
-        if waiting is not None and waiting.failed_anywhere(here=False, device=device):
-            msg = (
-                "a before_step hook failed on another rank, and the norm of the gradient needs all of them. Nothing "
-                "was stepped on any. The error is in that rank's own output."
-            )
-            raise RankFailed(msg)
-
-    def _norm(self, gradients: Gradients) -> Tensor:
-        if self.ranks is not None and self.ranks.sharded:
-            return self.ranks.norm(gradients.parameters, gradients.device)
-        return gradients.norm()
+        if waited_for:
+            self.team.check_hooks(device, failed=False)
 
     @property
     def began(self) -> bool:
@@ -241,8 +255,7 @@ class Stepper:
             nonfinite = None
         handed: dict[str, Tensor] = {}
         corrected = isinstance(factor, Tensor) or factor != 1.0
-        sharded = self.ranks is not None and self.ranks.sharded  # a kernel over shards takes no plain number
-        if fused and corrected and not sharded and _all_float32(gradients):  # the kernel divides by it on its way
+        if fused and corrected and _all_float32(gradients):  # the kernel divides by it on its way
             scale = 1.0 / factor
             handed["grad_scale"] = (
                 scale.to(gradients.device, torch.float32)
@@ -310,4 +323,6 @@ def _has_state(optimizer: Optimizer) -> bool:
 
 
 def _all_float32(gradients: Gradients) -> bool:
-    return all(g.dtype == torch.float32 for g in gradients.dense())
+    """Whether a kernel takes a plain number for all: it would round it for others, and over shards it takes none."""
+    every = (p.grad for p in gradients.parameters if p.grad is not None)
+    return all(g.dtype == torch.float32 and (type(g) is Tensor or not hasattr(g, "to_local")) for g in every)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from bigbatch.distributed.statement import Agreement
 from bigbatch.errors import SeveralCounts, StateError
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Count, Kind
@@ -30,6 +31,8 @@ from bigbatch.window.same_loss import (
     names_of,
     refuse_doubtful,
     refuse_shared_nodes,
+    shown,
+    without_ones,
 )
 
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
@@ -311,12 +314,6 @@ class Ledger:
             found = found + math.sqrt(place + 1.0) * count / self.reference[0]
         return found
 
-    def counted_anything(self) -> bool:
-        """Whether anything was counted; asking of a device waits for it."""
-        if self.kind == "mean":
-            return bool(self.total > 0)
-        return not self.totals or any(bool(total > 0) for total in self.totals)
-
     def refuse_other_totals(self) -> None:
         """Raise where the counts that came are not those that were counted in advance; on a device this waits once."""
         if self.sure:
@@ -346,24 +343,30 @@ class Ledger:
             setattr(self, name, _copied(state.get(name, getattr(self, name))))
         self.totals = None if self.totals is None else tuple(self.totals)
 
-    def correction(self) -> Count:
-        """Return what the summed gradient is to be multiplied with."""
-        if self.kind != "mean" or self.provisional is None:
+    def correction(self, agreement: Agreement | None = None) -> Count:
+        """Return what the summed gradient is to be multiplied with; `agreement` is that of all ranks."""
+        kind, total = (self.kind, self.total) if agreement is None else (agreement.kind, agreement.total)
+        if kind != "mean":
             return 1.0
-        return self.provisional / self.total  # a window that counted nothing makes no update
+        return (self.provisional or 1.0) / total  # a window that counted nothing makes no update
 
-    def loss_or_plain(self, times: int = 1) -> Count:
-        """Return the sum of weighed losses; where some weights are not known, of the losses over a number of times."""
-        if self.loss_known is True:
-            return self.loss
-        plain = self.plain / times
-        return torch.where(self.loss_known, self.loss, plain) if isinstance(self.loss_known, Tensor) else plain
+    def count_of(self, agreement: Agreement) -> Count | tuple[Count, ...]:
+        """Return what the loss was averaged over, on a rank without a micro-batch, too."""
+        if agreement.kind in {"mean", "sum"}:
+            return agreement.total if agreement.kind == "mean" else 1.0
+        return self.count
 
-    def big_loss(self) -> Count:
-        """Return the big batch's own loss; where it cannot be known, the average of the micro-batches'."""
-        if self.kind != "mean":
-            return self.loss_or_plain(max(self.micro_batches, 1))
-        return self.loss / self.total if isinstance(self.total, Tensor) or self.total else math.nan
+    def agreement(self, *, precise: bool) -> Agreement:
+        """Return what this window came to."""
+        return Agreement(self.kind, self.total, self.loss, self.plain, self.micro_batches, self.loss_known, precise)
+
+    def form(self) -> str:
+        """Return what a loss is made of, in words that all ranks must have in common; nothing where they may differ."""
+        if not self.names or "count=" in self.names:
+            return ""
+        names = "its terms" if self.totals is not None else ", ".join(self.names)  # counted in advance by place alone
+        factors = [without_ones(each) for each in self.factors or []]
+        return f"{names} times {' and '.join(map(shown, factors))}" if any(factors) else names
 
     def _share(self, data: list[Term]) -> Count:
         count = data[0].count

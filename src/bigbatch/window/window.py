@@ -1,7 +1,6 @@
 """One window: weigh, add up, correct, clip, step. Both entrances stand on it."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -11,18 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.distributed.launcher import naming_lost_ranks
-from bigbatch.distributed.rank_collectives import announce
-from bigbatch.distributed.ranks import Ranks
-from bigbatch.distributed.reached import Reached
-from bigbatch.distributed.statement import Agreement, agreed
-from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
-from bigbatch.loss.count import LOW_PRECISION, Count, finite, wide
+from bigbatch.distributed.fingerprint import rates_in_one
+from bigbatch.distributed.statement import Agreement, Statement
+from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken
+from bigbatch.loss.count import Count, finite, wide
 from bigbatch.loss.terms import Term
 from bigbatch.update import Update
-from bigbatch.window import ranks_glue
 from bigbatch.window.all_at_once import is_hollow, refuse_hollow, weigh_together
-from bigbatch.window.backward import adding_zeros, run_backward
+from bigbatch.window.backward import run_backward
 from bigbatch.window.gradients import Gradients
 from bigbatch.window.start import Starts
 from bigbatch.window.stepper import Stepper
@@ -64,18 +59,15 @@ class Window:
         self, stepper: Stepper, steps: int, dtype: torch.dtype | None, totals: tuple[Count, ...] | None = None
     ) -> None:
         """Open a window; `totals` are the terms' counts over all of it, where they are known in advance."""
-        self._stepper = stepper
+        self._stepper, self._team = stepper, stepper.team
+        team = self._team
         self._gradients = Gradients(stepper.optimizers, dtype)
-        if stepper.ranks is not None:
-            stepper.ranks.spoken = stepper.ranks.elsewhere = False
-        self._ledger = Ledger(steps, small=stepper.scaler is not None, totals=totals)
-        if stepper.ranks is not None:
-            self._ledger.once = 1.0 / stepper.ranks.size
-            self._ledger.in_common = stepper.ranks.sharded or stepper.ranks.overlap
-            self._ledger.provisional = stepper.ranks.about  # also on a rank that only passes by
-            if totals is not None:
-                self._ledger.own_totals = totals
-                self._ledger.totals = ranks_glue.totals(stepper.ranks, totals, self._gradients.device)
+        team.open_window()
+        self._ledger = Ledger(steps, small=stepper.scaler is not None, in_common=team.in_common, provisional=team.unit)
+        if not team.is_alone:
+            self._ledger.once = 1.0 / team.size
+        if totals is not None:
+            self._ledger.own_totals, self._ledger.totals = totals, team.totals(totals, self._gradients.device)
         self._starts = Starts(stepper, self._gradients)
         self._loss_dtype = torch.float32
         self._first_count: Tensor | None = None  # on its way to the host
@@ -83,11 +75,8 @@ class Window:
         self._witness = stepper.open(self)
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.passed_by = 0  # passes that added nothing, for company
-        self._left_out = 0  # gradients that the latest backward has not added to
         self.recording = False  # whether what is launched is captured, and nothing computed yet
         self.others_go_on = False  # whether other ranks have batches for another window
-        in_parts = stepper.ranks is not None and stepper.ranks.sharded
-        self._shards_reached = Reached(self._gradients.parameters) if in_parts else None
         self.state = OPEN
         self._failure: tuple[BaseException, str] | None = None  # what failed, and what is true of the window since
 
@@ -120,8 +109,9 @@ class Window:
         first, in_common = not ledger.micro_batches, ledger.in_common
         if not first or not self.untouched:  # gradients were looked at when the window was opened
             self.check()
-        if self._stepper.ranks is not None:
-            self._check_ranks(self._stepper.ranks, dtype, terms)
+        self._team.check_loss(dtype)
+        if in_common:
+            self._agree_on_unit(terms)
         weights = ledger.weigh(terms)
         if first:
             self._await(terms)
@@ -129,10 +119,8 @@ class Window:
         self.state = BROKEN
         if in_common or not weights.nothing:  # every pass is a meeting
             factors = self._backward(loss, terms, weights, only_own=only_own)
-            if in_common and self._shards_reached is None:
-                self._left_out = self._gradients.unchanged()
             self._gradients.remember()
-            if not self._reached and not (in_common and self._awaits_reduction()):
+            if not self._reached and not (in_common and self._team.holds_back):
                 self._refuse_unreached()
             if not self._shown:
                 self._show(terms, weights)
@@ -153,12 +141,11 @@ class Window:
         They may wait for each other inside, so none is left out, though it may count nothing.
         """
         every = [terms for _, terms in found]
-        ranks, device = self._stepper.ranks, self._gradients.device
-        of_all = None if ranks is None else partial(ranks_glue.totals, ranks, device=device)
-        if ranks is not None:
-            ranks.refuse_ddp()
-            if not ranks.elsewhere:
-                announce(ranks, "the end of forward", device)
+        team, device = self._team, self._gradients.device
+        team.check_loss(found[0][0].dtype)
+        if not team.elsewhere:
+            team.announce("the end of forward", device)
+        of_all = None if team.is_alone else partial(team.totals, device=device)
         weights = weigh_together(self._ledger, every, of_all)
         refuse_rounded_weights([loss for loss, _ in found], weights)
         self._gradients.widen()
@@ -175,7 +162,7 @@ class Window:
             else:
                 self._gradients.drop_unused()
                 self._refuse_unreached()
-                if hollow and ranks is None and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
+                if hollow and team.is_alone and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
                     refuse_hollow(self._gradients)
             self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
             self._ledger.enter(terms, weight, loss, factors)
@@ -184,18 +171,13 @@ class Window:
 
         return [partial(backward, *each, weight) for each, weight in zip(found, weights, strict=True)]
 
-    def _check_ranks(self, ranks: Ranks, dtype: torch.dtype, terms: list[Term]) -> None:
-        """Raise where this loss cannot be added up over ranks, and agree on a unit of weights, once."""
-        ranks.refuse_ddp()
+    def _agree_on_unit(self, terms: list[Term]) -> None:
+        """Agree on a unit of weights, once, where a scaler is tuned to means: it would overflow with those of sums."""
         ledger, scaler = self._ledger, self._stepper.scaler
-        if not ledger.in_common:
-            return
-        if dtype in LOW_PRECISION:
-            raise LossError(_ROUNDED_IN_COMMON.format(dtype))
-        if ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None:
-            return
-        if scaler is not None and scaler.is_enabled():  # tuned to means, it would overflow with the weights of sums
-            ranks.about = ledger.provisional = ranks_glue.about(ranks, ledger, terms, self._gradients.device)
+        known = ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None
+        if not known and scaler is not None and scaler.is_enabled():
+            own = next((term.count for term in terms if term.kind == "mean"), 0.0)
+            ledger.provisional = self._team.agree_on_unit(own * ledger.steps, self._gradients.device)
 
     def _await(self, terms: list[Term]) -> None:
         """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
@@ -210,35 +192,16 @@ class Window:
         try:
             start = self._starts.of(weights.whole, loss, first=not self._ledger.micro_batches)
             leaves = self._gradients.leaves if only_own else None
-            if self._stepper.ranks is None:
+            # Where nothing is in common, what counts nothing is left out, or others are under way beside it.
+            adds = not (self._ledger.in_common and weights.nothing)
+            with self._team.around_backward(self._gradients.parameters, adds=adds):
                 run_backward(loss, start, leaves)
-            else:
-                # Where nothing is in common, what counts nothing is left out, or others are under way beside it.
-                self._run(loss, start, leaves, adds=not (weights.nothing and self._ledger.in_common))
             if not factors or weights.of_value is not None:
                 return {}  # the value of the whole says it all
             return {node: factor / start.reshape(()) for node, factor in factors.items()}
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _run(self, loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None, *, adds: bool) -> None:
-        """Run a backward in company."""
-        ranks, own = self._stepper.ranks, self._gradients.parameters
-        assert ranks is not None  # noqa: S101 - or it is run as it is
-        noted = nullcontext() if self._shards_reached is None or not ranks.scatters else self._shards_reached.noting()
-        with (
-            naming_lost_ranks(),
-            noted,
-            ranks.around_backward(own),
-            nullcontext() if adds else adding_zeros(ranks.leaves(own)),
-        ):
-            run_backward(loss, start, leaves)
-
-    def _awaits_reduction(self) -> bool:
-        """Whether gradients are still whole, elsewhere: they are sharded in the last backward of the window."""
-        ranks = self._stepper.ranks
-        return ranks is not None and ranks.sharded and ranks.overlap and not ranks.reduced
 
     def _refuse_unreached(self) -> None:
         """A first backward that gave no gradient at all is a mistake: the update would change nothing."""
@@ -254,8 +217,8 @@ class Window:
             raise LossError(msg)
 
     @property
-    def ranks(self) -> Ranks | None:
-        """Who makes the big batch together with this process."""
+    def ranks(self) -> Any:
+        """The other processes that make the big batch; None where there are none."""
         return self._stepper.ranks
 
     @property
@@ -297,7 +260,8 @@ class Window:
     def pass_by(self, loss: Tensor, *, only_own: bool = False) -> None:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
         self.state = BROKEN
-        self._run(loss, torch.zeros_like(loss), self._gradients.leaves if only_own else None, adds=False)
+        with self._team.around_backward(self._gradients.parameters, adds=False):
+            run_backward(loss, torch.zeros_like(loss), self._gradients.leaves if only_own else None)
         self._gradients.remember()
         self.passed_by += 1
 
@@ -331,134 +295,98 @@ class Window:
             raise WindowBroken(msg) from error
         self._gradients.check()
 
-    def close(self, *, checked: bool = False, goes_on: bool = False) -> Update:
+    def close(self, *, checked: bool = False, goes_on: bool = False, stepping: bool = True) -> Update:
         """Correct, clip and step; the parameters are as before the window, but for the step.
 
-        `goes_on` tells other ranks whether this one has batches for another window.
+        `goes_on` tells other ranks whether this one has batches for another window. Without `stepping` the gradient
+        that was corrected is left in `.grad`.
         """
         if not checked:
             self.check()
         if self._ledger.pending:
             self._ledger.fold()
-        ranks = self._stepper.ranks
         try:
-            return self._close_alone() if ranks is None else self._close_with(ranks, goes_on=goes_on)
+            return self._close(goes_on=goes_on, stepping=stepping)
         except BaseException as error:
             if self.state is not OPEN:
                 self._failure = error, self._stepper.give_up(error)
             raise
 
-    def _close_alone(self) -> Update:
-        ledger = self._ledger
-        if ledger.in_ratio is not None:
-            self._refuse_lost_ratio()
+    def _close(self, *, goes_on: bool, stepping: bool) -> Update:
+        """Agree on what was counted, correct, add up and step. One process agrees with itself, and waits for nothing."""
+        ledger, gradients, team, stepper = self._ledger, self._gradients, self._team, self._stepper
         if ledger.totals is not None:
             ledger.refuse_other_totals()
-        loss, _ = ledger.big_loss(), finite(ledger.total)
+        mine = ledger.agreement(precise=self._loss_dtype == torch.float64)
+        agreement = team.agree(mine, partial(self._statement, goes_on), gradients)
+        if ledger.in_ratio is not None:
+            self._refuse_lost_ratio()
+        loss, _ = agreement.big_loss(), finite(agreement.total)
+        self.others_go_on = agreement.going > goes_on
+        if agreement.nothings and stepper.scaler is None and not stepper.skip_nonfinite:
+            team.check_finite(gradients)
+        team.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
         skipped: bool | Tensor = True
         self.state = BROKEN
-        if self._counted_anything():
+        if self._counted_anything(agreement):
             if self._witness is not None:
                 self._witness.whole(self)
-            correction = ledger.correction() * self._starts.correction()
-            norm, skipped = self._stepper.step(self._gradients, correction)
-        self.discard()
-        return Update(
-            micro_batches=ledger.micro_batches,
-            count=ledger.count,
-            grad_norm=norm,
-            _loss=loss,
-            _dtype=self._loss_dtype,
-            _skipped=skipped,
-            _loss_known=ledger.loss_known,
-        )
-
-    def _close_with(self, ranks: Ranks, *, goes_on: bool) -> Update:
-        """Do so together with other ranks: agree on what was counted, add up, and make the same step."""
-        ledger, gradients = self._ledger, self._gradients
-        self._refuse_unreduced(ranks)
-        if ledger.totals is not None:
-            ledger.refuse_other_totals()
-        mine = ranks_glue.statement(
-            ledger,
-            gradients,
-            ranks,
-            goes_on=goes_on,
-            precise=self._loss_dtype == torch.float64,
-            left_out=self._left_out,
-            partial=0 if self._shards_reached is None else self._shards_reached.partial + ranks.dropped,
-            stepper=self._stepper,
-        )
-        agreement = agreed(ranks, mine, gradients.device)
-        if ledger.in_ratio is not None:
-            self._refuse_lost_ratio()
-        self.others_go_on = agreement.others_go_on
-        if self._shards_reached is not None and agreement.partial:
-            ranks_glue.refuse_other_parts(ranks, self._shards_reached, gradients.device)
-            ranks.dropped = 0
-        self._refuse_nonfinite(ranks, agreement)
-        ranks.share_buffers()  # before the step, which may fail on one rank: the others would wait here
-        norm: Tensor | None = None
-        skipped: bool | Tensor = True
-        self.state = BROKEN
-        if ranks_glue.counted(agreement, ledger):
-            if ranks.adds_up:
-                ranks_glue.fill(ranks, gradients, agreement)
-            correction = self._starts.correction(of_all=True)
-            if agreement.kind == "mean":
-                correction = correction * ((ledger.provisional or 1.0) / agreement.total)
-            if ranks.reduced and not ranks.sharded:
-                correction = correction * ranks.size  # DDP has averaged
-            gradients.scale(correction)
-            if ranks.adds_up:
-                ranks.add_up(gradients.dense())
-            norm, skipped = self._stepper.step(gradients, 1.0, hooks_elsewhere=agreement.hooks)
-        ranks.windows += 1
-        self._shards_reached = None  # nothing of them is dropped
-        self.discard()
+            correction = ledger.correction(agreement) * self._starts.correction()
+            rest = team.reduce(gradients, correction, agreement)
+            if stepping:
+                norm, skipped = stepper.step(gradients, rest, hooks_elsewhere=agreement.hooks)
+            else:
+                stepper.hand_over(gradients, rest, hooks_elsewhere=agreement.hooks)
+                gradients.let_go()
+                skipped = False
+        team.stepped()
+        self._end(released=stepping or skipped is True)
         return Update(
             micro_batches=agreement.micro_batches,
-            count=ranks_glue.count(agreement, ledger),
+            count=ledger.count_of(agreement),
             grad_norm=norm,
-            _loss=ranks_glue.loss(agreement),
-            _loss_known=agreement.loss_known,
+            _loss=loss,
             _dtype=torch.float64 if agreement.precise else torch.float32,
             _skipped=skipped,
+            _loss_known=agreement.loss_known,
         )
 
-    def _refuse_unreduced(self, ranks: Ranks) -> None:
-        """Raise where shards have kept their gradients whole until a last backward that did not come."""
-        if ranks.sharded and ranks.overlap and not ranks.reduced and self.passes:
-            raise WindowError(_NOT_REDUCED)
-
-    def _refuse_nonfinite(self, ranks: Ranks, agreement: Agreement) -> None:
-        """Raise where a count of 0 may have left 0 / 0 in the gradient of all ranks, and nobody would skip it."""
-        if agreement.nothings and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
-            ranks_glue.refuse_nonfinite(ranks, self._gradients)
+    def _statement(self, goes_on: bool, *, first: bool) -> Statement:  # noqa: FBT001 - a partial
+        """Say what other ranks must know of this window beside its totals; the settings in the `first` one."""
+        ledger, stepper = self._ledger, self._stepper
+        return Statement(
+            goes_on=goes_on,
+            shares_once=ledger.shares_once and ledger.kind != "mean",
+            ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else None,
+            several=ledger.in_ratio is not None and not bool(ledger.in_ratio),
+            form=ledger.form(),
+            hooks=bool(stepper.hooks),
+            nothings=ledger.nothings,
+            settings=stepper.settings(self._gradients.dtype) if first else {},
+            rates=rates_in_one(stepper.optimizers),
+        )
 
     def discard(self) -> None:
         """Drop the window: no gradient is left of it."""
-        if self.state is CLOSED:  # the gradients may be another's by now
-            return
-        self._gradients.release()
-        ranks = self._stepper.ranks
-        if ranks is not None and self._shards_reached is not None and not ranks.overlap:
-            ranks.dropped += self._shards_reached.backwards
-            self._shards_reached = None
-        if ranks is not None and ranks.shards is not None and ranks.overlap:
-            ranks.shards.forget(self._gradients.parameters)
+        if self.state is not CLOSED:  # or the gradients may be another's by now
+            self._end(released=True)
+
+    def _end(self, *, released: bool) -> None:
+        if released:
+            self._gradients.release()
+        self._team.drop(self._gradients.parameters)
         self.state, self._stepper.window = CLOSED, None
 
-    def _counted_anything(self) -> bool:
-        """Whether anything was counted; an empty window makes no update."""
-        if (
-            self._ledger.kind in {"mean", "known"}
-            and self._first_count is not None
-            and self._stepper.arrival.read() > 0
-        ):
+    def _counted_anything(self, agreement: Agreement) -> bool:
+        """Whether anything was counted, by anyone; an empty window makes no update."""
+        is_under_way = self._first_count is not None and agreement.kind in {"mean", "known"}
+        if is_under_way and self._stepper.arrival.read() > 0:
             return True
-        return self._ledger.counted_anything()
+        if agreement.kind == "mean":
+            return bool(agreement.total > 0)
+        totals = self._ledger.totals
+        return agreement.micro_batches > 0 and (not totals or any(bool(total > 0) for total in totals))
 
     def _refuse_lost_ratio(self) -> None:
         """On a device, whether several counts kept their ratio is only known now: one wait, before the step."""
@@ -500,16 +428,3 @@ class Window:
         self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
         self._loss_dtype = torch.float64 if state["double"] else torch.float32
         self._shown = True  # or never: its first gradient has others added to it by now
-
-
-_NOT_REDUCED = (
-    "this window ends before its last micro-batch, by flush() or a batch of `over` without a backward, and with "
-    "overlap=True a sharded model reduces its gradients in the last backward alone. Nothing was stepped.\n"
-    "Take overlap=True out, which reduces in every backward; or set accumulator.steps before a shorter window. Drop "
-    "this one:  accumulator.discard()"
-)
-_ROUNDED_IN_COMMON = (
-    "this loss is of {}, which would round its weight, and what is left over cannot be made good where gradients of "
-    "all ranks are added up in backward (fully_shard, or overlap=True).\n"
-    "Compute the loss in float32:  criterion(logits.float(), labels)"
-)

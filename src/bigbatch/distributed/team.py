@@ -1,0 +1,147 @@
+"""What a window asks of the processes that make its big batch. One process is a team of one: nothing waits."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from bigbatch.distributed.ddp_internals import keep_quiet
+from bigbatch.distributed.reached import adding_zeros
+from bigbatch.distributed.statement import Agreement, Statement
+from bigbatch.loss.count import Count
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Gradients(Protocol):
+    """The gradients of a window, as a team sees them."""
+
+    every: list[Tensor]  # the parameters of the optimizers
+    parameters: list[Tensor]  # those that are trained
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    def dense(self) -> list[Tensor]:
+        """Return all that are there; of a sharded one this rank's part."""
+
+    def fill(self, wanted: Sequence[bool]) -> None:
+        """Give those that have no gradient one of zero, where it is wanted."""
+
+    def scale(self, factor: Count) -> None:
+        """Multiply all gradients."""
+
+    def norm(self) -> Tensor:
+        """Return the norm over those that are here."""
+
+
+class Team:
+    """One process; several override what they do otherwise."""
+
+    size, rank = 1, 0
+    is_alone = True
+    sharded = False  # whether every pass through the model needs all ranks
+    overlap = False  # whether gradients are reduced in a window's last backward
+    in_common = False  # whether a backward adds up what ranks have: then all need one unit of weights
+    looks_ahead = False  # whether the last batch of a loader must be known before it is used
+    device: torch.device | None = None  # where sharded weights compute
+    unit: float | None = None  # of weights, where a gradient scaler needs one
+    spoken = False  # whether others have heard of how the window at hand ends
+    elsewhere = False  # whether others wait for this rank inside of a model or a loss
+
+    def __init__(self, wrappers: Sequence[DistributedDataParallel] = ()) -> None:
+        """Train alone, though perhaps in wrappers of one process, which have nothing to reduce."""
+        self.wrappers = list(wrappers)
+
+    def serve(self, owner: object) -> None:
+        """Begin, when nothing of `owner` can be refused any more; wrappers reduce nothing by themselves."""
+        keep_quiet(owner, self.wrappers)
+
+    def prepare(self, *, last: bool) -> None:
+        """Before a forward: say whether its backward is the window's last."""
+
+    def begin_loop(self) -> None:
+        """Begin a loop over batches: a window of one epoch is not made with that of another."""
+
+    def check_batches(self, device: torch.device, *, has_batches: bool) -> None:
+        """At the beginning of a loop: raise where ranks must have as many windows, and cannot."""
+
+    def check_last_batch(self) -> None:
+        """At the end of a loop whose last batch had no backward: raise where others wait inside of theirs."""
+
+    def most(self, number: int, device: torch.device) -> int:
+        """Return the largest of all ranks' numbers."""
+        del device
+        return number
+
+    def open_window(self) -> None:
+        """Begin a window, of which nothing was said yet."""
+
+    def totals(self, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
+        """Add up totals that were counted in advance."""
+        del device
+        return own
+
+    def check_loss(self, dtype: torch.dtype) -> None:
+        """Before a backward: raise where it would not be added up as it should."""
+
+    def agree_on_unit(self, total: Count, device: torch.device) -> float | None:
+        """Return one unit of weights: what a window counts, if all micro-batches are like the first of `total`."""
+        del total, device
+        return None
+
+    def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> AbstractContextManager[None]:
+        """Have a backward inside reduce as the window at hand wants it; one that is not to add adds zeros."""
+        return _NOTHING if adds else adding_zeros(own)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether gradients are kept elsewhere until the last backward of the window."""
+        return False
+
+    def announce(self, title: str, device: torch.device) -> None:
+        """Say which collective this rank has come to; raise where others have come to another."""
+
+    def agree(self, mine: Agreement, statement: Callable[..., Statement], gradients: Gradients) -> Agreement:
+        """Return what the windows of all come to. One process knows, and its numbers stay on the device.
+
+        `statement(first=...)` returns what else a window says; the settings, too, in the first one.
+        """
+        del statement, gradients
+        return mine
+
+    def reduce(self, gradients: Gradients, correction: Count, agreement: Agreement) -> Count:
+        """Correct the gradients and add them up; returns what is still to be multiplied in."""
+        del gradients, agreement
+        return correction
+
+    def norm(self, gradients: Gradients) -> Tensor:
+        """Return the norm of the whole gradient."""
+        return gradients.norm()
+
+    def check_hooks(self, device: torch.device, *, failed: bool) -> None:
+        """Before ranks find a norm together: raise where hooks have failed on another one."""
+
+    def check_finite(self, gradients: Gradients) -> None:
+        """Raise where a micro-batch that counts nothing has left 0 / 0 in the gradient of all."""
+
+    def share_buffers(self) -> None:
+        """Send the first rank's buffers to all, as DDP does where it was told to."""
+
+    def stepped(self) -> None:
+        """Note that a window was made together."""
+
+    def drop(self, own: Sequence[Tensor]) -> None:
+        """Drop what a window has left with others."""
+
+    def telling_of_failure(self, device: torch.device) -> AbstractContextManager[None]:
+        """Tell others, who wait for this rank's statement, of an error inside."""
+        del device
+        return _NOTHING
+
+    def tell_of_several(self, device: torch.device) -> None:
+        """Tell others that counts must be known in advance."""
