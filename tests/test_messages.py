@@ -27,7 +27,7 @@ BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 NO_LOADERS: list[tuple[Any, str]] = [
     (5, r"over takes the loader, anything that yields micro-batches; found int"),
     (None, r"found NoneType"),
-    (lambda: BATCHES, r"found function(.|\n)*call it:  accumulator.over\(loader\(\)\)"),
+    (lambda: BATCHES, r"found function"),
 ]
 
 
@@ -36,19 +36,15 @@ def test_what_is_no_loader_is_refused_at_once(loader: Any, text: str) -> None:
     """Not at the first batch, nor with Python's own words."""
     with pytest.raises(ConfigurationError, match=text) as caught:
         Training(steps=2).accumulator.over(loader)
-    assert "for inputs, labels in accumulator.over(loader):" in str(caught.value)
+    assert "for inputs, labels in accumulator.over(loader)" in str(caught.value)
 
 
-def test_a_float_of_steps_says_how_to_divide() -> None:
-    """`64 / 16` is a float in Python."""
-    with pytest.raises(ConfigurationError, match=r"found 4.0, a float: divide with //, as in steps=64 // 16"):
-        Training(steps=64 / 16)  # type: ignore[arg-type]
-
-
-def test_swapped_arguments_are_named() -> None:
-    """The optimizer came first."""
+def test_arguments_of_another_kind_are_named() -> None:
+    """`64 / 16` is a float in Python; or the optimizer came first."""
     model = mlp()()
-    with pytest.raises(ConfigurationError, match=r"found SGD.*\n.*other way round:  Accumulator\(model, optimizer, "):
+    with pytest.raises(ConfigurationError, match=r"steps must be a positive integer, .*; found 4.0"):
+        Training(steps=64 / 16)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"model must be an nn.Module or a sequence of them; found SGD"):
         Accumulator(sgd(trained(model)), model, steps=2)  # type: ignore[arg-type]
 
 

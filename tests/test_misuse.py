@@ -25,9 +25,7 @@ def test_a_step_by_hand_is_refused_and_the_window_goes_on() -> None:
     training = Training(steps=3)
     for batch in training.accumulator.over(BATCHES):
         if training.backward(batch) is None:
-            with pytest.raises(
-                WindowDisturbed, match=r"optimizer.step\(\) was called inside a window.*\n.*\n.*flush\(\)"
-            ):
+            with pytest.raises(WindowDisturbed, match=r"optimizer.step\(\) was called inside a window.*\n.*flush\(\)"):
                 training.optimizer.step()
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 

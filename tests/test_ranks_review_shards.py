@@ -325,7 +325,7 @@ def short_of_memory(rank: int, when: str) -> Any:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return mean(network, batch)
 
-    Replicas.reduce = reduce  # type: ignore[method-assign]  # in a process that ends
+    Replicas.reduce = reduce  # type: ignore[method-assign, assignment]  # in a process that ends
     step = BigStep(network, OPTIMIZERS["adamw"](network.parameters()), loss_fn, micro_batch_size=4, clip_norm=1.0)
     for number in range(4):
         step(micro_batch(8 + rank, 100 * rank + number))

@@ -1,7 +1,5 @@
 """Micro-batches come in, updates come out."""
 
-import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -15,32 +13,22 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import arguments
 from bigbatch.distributed.discovery import team_of
-from bigbatch.errors import BigBatchError, StateError, WindowDisturbed, WindowError, WindowOpen
-from bigbatch.loop import Listener, Loop, Over, Source
-from bigbatch.loss import refusals
+from bigbatch.errors import BigBatchError, StateError, WindowError, WindowOpen
+from bigbatch.loop import Listener, Loop, NoLoop, Over, Source
 from bigbatch.loss.count import Count, GivenCount, checked_count
 from bigbatch.loss.terms import Term
-from bigbatch.state.scope import asked_anywhere, times_asked
+from bigbatch.state.scope import asked_anywhere
 from bigbatch.update import Update
 from bigbatch.window.forgotten import Forgotten
-from bigbatch.window.gate import Admission
+from bigbatch.window.gate import Admission, refuse_scaled
 from bigbatch.window.gradients import all_parameters, setting_aside
 from bigbatch.window.observer import Witness
+from bigbatch.window.questions import Questions
 from bigbatch.window.stepper import Stepper, refuse_copy
 from bigbatch.window.window import CLOSED, OPEN, Window
 
 Batch = TypeVar("Batch")
 STATE_VERSION = 1
-_WINDOW_OF_ONE = (
-    "this state_dict holds an open window, which one process has saved: every rank would load the same gradients, and "
-    "add them up once for each of them.\n"
-    "Finish that window in one process, and save between two updates: such a state_dict loads on any number of ranks."
-)
-_OTHERS_GO_ON = (
-    "this rank has left its loop by break and made its last update, and others go on with theirs: each of their "
-    "windows would wait for one of this rank.\n"
-    "Break on all ranks in the same window, or on none: a rank whose loader has ended takes part by itself."
-)
 
 
 class Accumulator:
@@ -60,6 +48,15 @@ class Accumulator:
                 optimizer.zero_grad()
 
     `model` and `optimizer` are one or a sequence each; the gradient's norm is then one over all of them.
+
+    A loop that keeps its own backward and step has `weigh` and `settle`:
+
+        for micro_batches in windows:
+            for inputs, labels in micro_batches:
+                accumulator.weigh(criterion(model(inputs), labels)).backward()
+            accumulator.settle()
+            optimizer.step()
+            optimizer.zero_grad()
 
     Args:
         model: whose BatchNorm layers are looked at and whose frozen weights are known.
@@ -98,40 +95,33 @@ class Accumulator:
         mesh: None = None,
         overlap: bool = False,
     ) -> None:
-        """Check every argument; nothing is changed yet."""
+        """Check every argument; then watch the optimizers, and keep wrappers from reducing by themselves."""
         arguments.mesh(mesh)
-        self._models = arguments.models(model, ranks=True)
-        optimizers = arguments.optimizers(optimizer, self._models)
+        found = arguments.models(model, ranks=True)
+        optimizers = arguments.optimizers(optimizer, found)
         self._steps = arguments.steps(steps)
         self._gradient_dtype = arguments.gradient_dtype(gradient_dtype)
         self._counts = arguments.counts(counts)
+        overlap = arguments.truth("overlap", overlap)
         self._stepper = Stepper(
             optimizers,
             schedulers=arguments.schedulers(scheduler, optimizers),
             scaler=arguments.scaler(scaler),
             clip_norm=arguments.clip_norm(clip_norm),
             skip_nonfinite=arguments.skip_nonfinite(skip_nonfinite),
-            team=team_of(self._models, group, overlap=arguments.overlap(overlap), trained=all_parameters(optimizers)),
+            team=team_of(found, group, overlap=overlap, trained=all_parameters(optimizers)),
         )
-        self._team = self._stepper.team
         accepting = 'Accumulator(..., batch_norm="micro")'
-        self._admission = Admission(self._models, optimizers, arguments.batch_norm(batch_norm), accepting)
+        self._admission = Admission(found, optimizers, arguments.batch_norm(batch_norm), accepting)
         self._stepper.watch()
+        self._team = self._stepper.team
         self._team.serve(self)
         self._team.prepare(last=self._steps == 1)
+        self._questions, self._forgotten = Questions(), Forgotten(self)
         self._window: Window | None = None
-        self._forgotten = Forgotten(self)
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
-        self._loop = Loop()
-        self._kept: list[Source[Any]] = []
-        self._asked_in_training = times_asked(in_training=True)  # when a loss last passed
-        self._asked_anywhere = asked_anywhere[0]  # when that was last looked at
-        self._refused: weakref.ref[Tensor] | None = None  # the loss that was refused for it
-        self._warned = self._warned_of_moving = False
-        self._to_compare = 8  # losses that come with a count, with what their graphs show
-        self._compared: tuple[float, float] | None = None  # the first of the window
-        self._promised = False  # whether other ranks were told of another window
-        self._others_go_on = False  # whether they have told of one
+        self._loop: Loop = NoLoop()
+        self._sources: list[Source[Any]] = []  # what was read ahead of iterators that loops were left with
 
     @property
     def steps(self) -> int:
@@ -142,15 +132,13 @@ class Accumulator:
     def steps(self, steps: int) -> None:
         steps = arguments.steps(steps)
         if self._window is not None and steps != self._steps:
-            msg = (
+            raise WindowOpen(
                 f"steps cannot change from {self._steps} to {steps} inside a window: {self._window.micro_batches} "
-                "micro-batches were weighed for the old one.\n"
-                "Change it between windows, after accumulator.flush() or when backward has returned an Update."
+                "micro-batches were weighed for the old one.",
+                fix="steps set between windows, after accumulator.flush() or when backward has returned an Update",
             )
-            raise WindowOpen(msg)
         self._steps = steps
-        if not self._team.is_alone:
-            self._prepare()  # the next micro-batch may be its window's last now, or no longer
+        self._prepare()
 
     @property
     def remaining(self) -> int:
@@ -172,40 +160,23 @@ class Accumulator:
             exhausted=self._end,  # where the last batch made no backward, what came before must not be lost
             left=self._leave,
             remaining=lambda: self.remaining,
-            kept=self._kept,
+            kept=self._sources,
             most=self._most if self._team.sharded else None,
             must_know=self._team.looks_ahead,
         )
         return Over(loader, listener, self._counts)
 
-    def backward(  # noqa: C901 - a call less for every micro-batch
-        self, loss: Tensor, count: GivenCount | None = None
-    ) -> Update | None:
+    def backward(self, loss: Tensor, count: GivenCount | None = None) -> Update | None:
         """Add one micro-batch's gradient; returns the Update that it completed, or None.
 
         `count` says what the loss was averaged over where its graph cannot tell; see `counted`.
         """
         loop, window, admission, added = self._loop, self._window, self._admission, None
         try:
-            arguments.loss(loss, self._stepper.scaler)
-            if asked_anywhere[0] != self._asked_anywhere or loop.spent:
-                self._refuse_questions(loss)
-                self._refuse_second_backward()
-            if window is None:
-                admission.open()
-                admission.warn_of_hooks(several=self._steps > 1 or not self._team.is_alone)
-            if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
-                admission.look()
-            terms = self._read(loss, count)
-            if admission.reader.fresh or admission.may_wake:
-                admission.scan(loss)
-                self._warn_of_moving()
-            if admission.others:
-                admission.refuse_changed(loss)
+            terms = self._admitted(loop, loss, count)
             loop.spent, added = loop.of_over, False
             if window is None:
-                window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._known_totals())
-                self._forgotten.opened(window.ledger)
+                window = self._opened()
             if loop.repeated:
                 with admission.sparing_others():
                     window.pass_by(loss, only_own=admission.only_own)
@@ -223,6 +194,76 @@ class Accumulator:
         if not self._team.is_alone:
             self._prepare()
         return None
+
+    def weigh(self, loss: Tensor, times: float = 1.0) -> Tensor:
+        """Return the same loss, whose next backward, whoever runs it, adds this micro-batch's share of the gradient.
+
+        `times` undoes a division by others: `accumulator.weigh(loss / 4, times=4)`. `settle` ends the window.
+        """
+        loop, window = self._loop, self._window
+        if window is not None:
+            window.check()  # a loss that was weighed before had its backward
+        undivided = loss if times == 1.0 or not isinstance(loss, Tensor) else loss * times
+        terms = self._admitted(loop, undivided, None)
+        if window is None:
+            window = self._opened()
+        try:
+            window.weigh(loss, terms, times)
+        except BaseException:
+            if window.untouched:
+                self.discard()
+            raise
+        loop.spent = loop.of_over
+        return loss
+
+    def settle(self) -> Update | None:
+        """End a window of `weigh`: `.grad` is the big batch's gradient, of all ranks, and nothing is stepped.
+
+        Where nothing was counted there is no gradient, and `update.skipped`. None where no window is open.
+        """
+        return None if self._window is None else self._close(self._window, stepping=False)
+
+    def _admitted(self, loop: Loop, loss: Tensor, count: GivenCount | None) -> list[Term]:
+        """Return the terms of a loss that may be added, or refuse it."""
+        admission = self._admission
+        arguments.loss(loss)
+        if self._stepper.scaler is not None:
+            refuse_scaled(loss, self._stepper.scaler)
+        if asked_anywhere[0] != self._questions.anywhere or loop.spent:
+            self._questions.check(loss, loop.asked if loop.of_over else None)
+            loop.refuse_second()
+        if self._window is None:
+            admission.open()
+            admission.warn_of_hooks(several=self._steps > 1 or not self._team.is_alone)
+        if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
+            admission.look()
+        terms = self._read(loss, count)
+        if admission.reader.fresh or admission.may_wake:
+            admission.scan(loss)
+            admission.hints.check_moving(admission.models, several=self._steps > 1)
+        if admission.others:
+            admission.refuse_changed(loss)
+        return terms
+
+    def _read(self, loss: Tensor, count: GivenCount | None) -> list[Term]:
+        admission, hints = self._admission, self._admission.hints
+        if count is not None:
+            kind, number = checked_count(count)
+            if hints.to_compare and kind == "mean":
+                hints.compare_count(admission.reader, loss, number, first_of_window=self._window is None)
+            admission.skip_reading(loss)
+            return [Term(None, kind, number, "count=", None)]
+        terms = admission.reader.read(loss)
+        if admission.reader.fresh:
+            hints.check_division(loss, terms, self._steps, self._team.size)
+        return terms
+
+    def _opened(self) -> Window:
+        if self._counts is not None and self._loop.totals is None:
+            raise WindowError("counts= needs the batches of a window in advance: iterate over accumulator.over(loader)")
+        window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._loop.totals)
+        self._forgotten.opened(window.ledger)
+        return window
 
     def _fail(self, loop: Loop, error: BaseException, *, added: bool | None) -> None:
         """A backward has failed: it was refused, perhaps before it began, or nobody can tell how far it came."""
@@ -242,17 +283,23 @@ class Accumulator:
         if self._window is None:
             return None
         update = self._close(self._window)
-        if self._others_go_on and not self._loop.of_over:
-            raise WindowError(_OTHERS_GO_ON)
+        if self._team.others_go_on and not self._loop.of_over:
+            raise WindowError(
+                "this rank has left its loop by break and made its last update, and others go on with theirs: each of "
+                "their windows would wait for one of this rank.",
+                fix="Break on all ranks in the same window, or on none: a rank whose loader has ended takes part by "
+                "itself",
+            )
         return update
 
-    def _close(self, window: Window, *, checked: bool = False) -> Update:
-        self._promised = self._loop.of_over and not self._loop.last
+    def _close(self, window: Window, *, checked: bool = False, stepping: bool = True) -> Update:
         self._admission.note_step()
+        loop = self._loop
+        loop.promised = loop.of_over and not loop.last
         try:
             with self._team.telling_of_failure(window.gradients.device):
-                update = window.close(checked=checked, goes_on=self._promised)
-            self._others_go_on, self._loop.last = window.others_go_on, False
+                update = window.close(checked=checked, goes_on=loop.promised, stepping=stepping)
+            loop.last = False
             self._forget()
         except BaseException as error:
             self._forgotten.known()  # the error says enough
@@ -292,13 +339,7 @@ class Accumulator:
 
         It may read or change the gradients. Returns a function that removes it.
         """
-        key = object()
-        self._stepper.hooks[key] = hook
-
-        def remove() -> None:
-            self._stepper.hooks.pop(key, None)
-
-        return remove
+        return self._stepper.before_step(hook)
 
     def observe(self, witness: Witness) -> Callable[[], None]:
         """Show each window to a witness, such as a `GradientNoise`; returns a function that ends it."""
@@ -311,12 +352,11 @@ class Accumulator:
         Over several ranks a window is not saved: save between two updates.
         """
         if self._window is not None and not self._team.is_alone:
-            msg = (
+            raise StateError(
                 f"a window is open, with {self._window.micro_batches} micro-batches on this rank, and its gradients "
-                "are this rank's own: another number of ranks could not go on with it.\n"
-                "Save between two updates, when accumulator.backward(loss) has returned one, or flush() first."
+                "are this rank's own: another number of ranks could not go on with it.",
+                fix="Save between two updates, when accumulator.backward(loss) has returned one, or flush() first",
             )
-            raise StateError(msg)
         window = None if self._window is None else self._window.state_dict()
         self._forgotten.known()
         return {"version": STATE_VERSION, "steps": self._steps, "window": window}
@@ -328,195 +368,108 @@ class Accumulator:
         here: they are one rank's, and another number of ranks takes others.
         """
         if not isinstance(state, dict) or not {"version", "steps", "window"} <= state.keys():
-            msg = "this is not the state_dict() of an Accumulator: it should hold version, steps and window"
-            raise StateError(msg)
+            raise StateError("this is not the state_dict() of an Accumulator: it should hold version, steps and window")
         if state["version"] != STATE_VERSION:
-            msg = f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
-            raise StateError(msg)
-        if state["window"] is not None and not isinstance(state["window"], dict):
-            msg = f"the window of this state_dict is a {type(state['window']).__name__}, not a dict"
-            raise StateError(msg)
-        if state["window"] is not None and not self._team.is_alone:
-            raise StateError(_WINDOW_OF_ONE)
+            raise StateError(
+                f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
+            )
+        saved = state["window"]
+        if saved is not None and not isinstance(saved, dict):
+            raise StateError(f"the window of this state_dict is a {type(saved).__name__}, not a dict")
+        if saved is not None and not self._team.is_alone:
+            raise StateError(
+                "this state_dict holds an open window, which one process has saved: every rank would load the same "
+                "gradients, and add them up once for each of them.",
+                fix="Finish that window in one process, and save between two updates: such a state_dict loads on any "
+                "number of ranks",
+            )
         steps = arguments.steps(state["steps"])
-        if state["window"] is None:
+        if saved is None:
             self.discard()
-        else:
-            now = self._window
-            with setting_aside(all_parameters(self._stepper.optimizers)):  # a state that is refused changes nothing
-                window = Window(self._stepper, steps, self._gradient_dtype)
-                try:
-                    window.load_state_dict(state["window"])
-                except BaseException:
-                    self._stepper.window = None if now is None else weakref.ref(now)
-                    raise
-            if now is not None:
-                now.state = CLOSED
-            self._window, self._resumed, self._steps = window, True, steps
-            self._forgotten.opened(window.ledger)
-            self._forgotten.known()  # it can be loaded again
-
-    def _read(self, loss: Tensor, count: object) -> list[Term]:
-        if count is not None:
-            kind, number = checked_count(count)
-            if self._to_compare and kind == "mean":
-                self._compare_count(loss, number)
-            self._admission.skip_reading(loss)
-            return [Term(None, kind, number, "count=", None)]
-        reader = self._admission.reader
-        terms = reader.read(loss)
-        if reader.fresh and not self._warned:
-            divided = arguments.divided_message(loss, terms, self._steps, self._team.size)
-            if divided is not None:
-                self._warned = True
-                warnings.warn(divided, stacklevel=3)
-        return terms
-
-    def _compare_count(self, loss: Tensor, given: Count) -> None:
-        """Warn, once, where counts that come with losses are not in proportion to those that the graphs show."""
-        left, self._to_compare = self._to_compare - 1, 0
-        try:
-            with warnings.catch_warnings():  # they ask for the count, which is given
-                warnings.simplefilter("ignore")
-                (term,) = self._admission.reader.read(loss)
-        except (BigBatchError, ValueError):  # several terms, or one that cannot be read: that is what a count is for
             return
-        counts = (given, term.count)
-        if term.kind != "mean" or any(isinstance(each, Tensor) and not each.is_cpu for each in counts):
-            return
-        given, shown = map(float, counts)
-        self._to_compare, first = left, (self._window and self._compared) or (given, shown)
-        self._compared = first if first[1] else None
-        if not math.isclose(given * first[1], first[0] * shown, rel_tol=1e-6):
-            self._to_compare = 0
-            warnings.warn(
-                f"count= is {first[0]:g} and {given:g} in two micro-batches whose losses are means over {first[1]:g} "
-                f"and {shown:g} ({term.name}), so the gradient is not the big batch's.\n"
-                "Leave count= out: it is read from the loss. Ignore this where you want other weights.",
-                stacklevel=4,
-            )
-
-    def _warn_of_moving(self) -> None:
-        """Name the layers that move once per micro-batch, at the first backward of several."""
-        moving = (
-            arguments.spectral_norms(self._admission.models) if self._steps > 1 and not self._warned_of_moving else []
-        )
-        self._warned_of_moving = True
-        if moving:
-            warnings.warn(
-                f"spectral_norm of layer '{moving[0]}' ({len(moving)} in all) is in training mode: its power iteration "
-                "runs once per micro-batch, where the big batch would run it once, so the gradients differ.\n"
-                "For the big batch's, call layer.eval() after the first backward of a window and layer.train() before "
-                "the next window; or accept the difference.",
-                stacklevel=3,
-            )
-
-    def _refuse_questions(self, loss: Tensor) -> None:
-        """Refuse a loss that may have asked for other micro-batches, perhaps for a value without a place in its graph.
-
-        In `over` it may since its batch was given out, else since the last backward, with gradients enabled.
-        """
-        if self._loop.of_over:
-            if times_asked() != self._loop.asked:
-                raise refusals.alone()
-        elif times_asked(in_training=True) != self._asked_in_training or (self._refused and self._refused() is loss):
-            self._asked_in_training, self._asked_anywhere = times_asked(in_training=True), -1  # look again
-            self._refused = weakref.ref(loss)
-            raise refusals.alone() if arguments.scan(loss).alone else refusals.asked_since()
-        self._asked_anywhere, self._refused = asked_anywhere[0], None
-
-    def _refuse_second_backward(self) -> None:
-        """Refuse another loss of a batch that `over` gave out once."""
-        if self._loop.spent:
-            msg = (
-                "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.\n"
-                "Add its losses and call it once:  accumulator.backward(loss_real + loss_fake)"
-            )
-            raise WindowError(msg)
-
-    def _known_totals(self) -> tuple[Count, ...] | None:
-        if self._counts is not None and self._loop.totals is None:
-            msg = "counts= needs the batches of a window in advance: iterate over accumulator.over(loader)"
-            raise WindowError(msg)
-        return self._loop.totals
+        now = self._window
+        with setting_aside(all_parameters(self._stepper.optimizers)):  # a state that is refused changes nothing
+            window = Window(self._stepper, steps, self._gradient_dtype)
+            try:
+                window.load_state_dict(saved)
+            except BaseException:
+                self._stepper.window = None if now is None else weakref.ref(now)
+                raise
+        if now is not None:
+            now.state = CLOSED
+        self._window, self._resumed, self._steps = window, True, steps
+        self._forgotten.opened(window.ledger)
+        self._forgotten.known()  # it can be loaded again
 
     def _refuse_open_window(self) -> None:
         if self._window is None or self._resumed:
             return
         self._window.check()
-        msg = (
+        raise WindowOpen(
             f"a window is still open, with {self._window.micro_batches} of {self._steps} micro-batches, left by break "
-            "or an exception.\n"
-            "Make its update with accumulator.flush(), or drop it with accumulator.discard(); then go on."
+            "or an exception.",
+            fix="accumulator.flush() makes its update, accumulator.discard() drops it; then go on",
         )
-        raise WindowOpen(msg)
+
+    def _most(self, mine: int) -> int:
+        return self._team.most(mine, self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        return all_parameters(self._stepper.optimizers)[0].device
 
     def _open(self) -> Loop:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
-        self._resumed, self._loop = False, Loop(of_over=True, spent=True)
+        self._resumed, self._loop = False, Loop()
         self._team.begin_loop()
-        self._promised = True  # those of other ranks that begin, too, expect one window at least
         return self._loop
 
-    def _begin(self, loop: Loop, *, has_batches: bool) -> None:
-        """At the first batch of an `over`, or where there is none, hear of other ranks whether theirs begins, too."""
-        self._team.check_batches(all_parameters(self._stepper.optimizers)[0].device, has_batches=has_batches)
-        loop.begun = True
-
-    def _refuse_backward_by_hand(self) -> None:
-        """A batch went by without our backward: was it loss.backward() that the loop called?"""
-        if self._window is not None:
-            return
-        if self._stepper.by_hand or any(p.grad is not None for p in all_parameters(self._stepper.optimizers)):
-            msg = (
-                "a batch of `over` had no accumulator.backward(loss), and "
-                f"{'optimizer.step() was called' if self._stepper.by_hand else 'the parameters have gradients'}: the "
-                "loop has a backward of its own, loss.backward() or accelerator.backward(loss), and nothing is "
-                "accumulated.\n"
-                "Replace it, and what steps and clears:  accumulator.backward(loss)"
-            )
-            raise WindowDisturbed(msg)
+    def _announce(self, loop: Loop, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - by Over
+        """Note the next batch of an `over`: whether it is the last, and what its window comes to."""
+        if not loop.begun:
+            loop.begun = True
+            self._team.check_batches(self._device, has_batches=True)
+        if not loop.spent:
+            self._refuse_backward_by_hand()
+        self._loop = loop
+        loop.give_out(last=last, totals=totals, asked=self._questions.begin_batch())
+        self._stepper.by_hand = False
+        if not self._team.is_alone:
+            self._prepare()
 
     def _end(self, loop: Loop) -> None:
-        """Hear that all batches were given out; the last one may have made no backward."""
+        """All batches were given out; the last one may have made no backward."""
         if not loop.begun:
-            self._begin(loop, has_batches=False)
+            loop.begun = True
+            self._team.check_batches(self._device, has_batches=False)
         if not loop.spent:
             self._refuse_backward_by_hand()
             self._team.check_last_batch()
         loop.last = True
         self.flush()
-        while not (self._team.is_alone or self._team.sharded) and (self._promised or self._others_go_on):
+        while self._team.joins_windows and (loop.promised or self._team.others_go_on):
             loop.last = True
-            # Others have batches left: their windows need this rank, which has none.
-            nothing = None if self._counts is None else ()
-            window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, nothing)
-            try:
-                self._close(window)
-            except BaseException:
-                if window.untouched:  # nothing of this rank is in it
-                    self.discard()
-                raise
-        if self._loop is loop:
-            self._loop = Loop()
+            self._close_without_batches()
+        self._leave(loop)
 
-    def _most(self, mine: int) -> int:
-        return self._team.most(mine, all_parameters(self._stepper.optimizers)[0].device)
+    def _close_without_batches(self) -> None:
+        """Take part in a window of others, who have batches left."""
+        nothing = None if self._counts is None else ()
+        window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, nothing)
+        try:
+            self._close(window)
+        except BaseException:
+            if window.untouched:  # nothing of this rank is in it
+                self.discard()
+            raise
 
     def _leave(self, loop: Loop) -> None:
-        """End an `over` by `break` or an error; another one may have begun since."""
+        """End an `over`; another one may have begun since."""
         if self._loop is loop:
-            self._loop = Loop()
+            self._loop = NoLoop()
 
-    def _announce(self, loop: Loop, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - by Over
-        """Hear from `over` of the next batch: whether it is the last, and what its window comes to."""
-        if not loop.begun:
-            self._begin(loop, has_batches=True)
-        if not loop.spent:
-            self._refuse_backward_by_hand()
-        self._loop, loop.last, loop.totals, loop.spent = loop, last, totals, False
-        self._stepper.by_hand = False
-        if not self._team.is_alone:
-            self._prepare()
-        loop.asked, self._asked_anywhere = times_asked(), asked_anywhere[0]
+    def _refuse_backward_by_hand(self) -> None:
+        """A batch went by without our backward: was it loss.backward() that the loop called?"""
+        if self._window is None:
+            self._stepper.refuse_backward_by_hand()

@@ -6,12 +6,12 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch.batch.tree import Content
-from bigbatch.errors import BatchError, ConfigurationError
+from bigbatch.errors import BatchError, ConfigurationError, WindowError
 from bigbatch.loss.count import Count, TotalOfSum, checked_count, finite
 
 Batch = TypeVar("Batch")
@@ -20,15 +20,38 @@ _ALIKE = 16  # so many at most are compared where nothing tells them apart
 
 @dataclass(eq=False)
 class Loop:
-    """One pass over a loader, as `backward` sees it. A loop that is written by hand is not `of_over`."""
+    """One pass over a loader, as `backward` sees it."""
 
-    of_over: bool = False
+    of_over: ClassVar[bool] = True
     begun: bool = False  # whether it has given out a batch, or has none
-    spent: bool = False  # whether the batch at hand has had its backward
+    spent: bool = True  # whether the batch at hand has had its backward
     last: bool = False  # whether it is the loader's last
     totals: tuple[Count, ...] | None = None  # of its window, where they are counted in advance
     repeated: bool = False  # whether it was given out before, so that this rank passes by with the others
     asked: int = 0  # how often anyone had asked for other micro-batches when it was given out
+    promised: bool = True  # whether other ranks expect a window of it: those that begin expect one at least
+
+    def give_out(self, *, last: bool, totals: tuple[Count, ...] | None, asked: int) -> None:
+        """Begin with the next batch."""
+        self.last, self.totals, self.spent, self.asked = last, totals, False, asked
+
+    def refuse_second(self) -> None:
+        """Refuse another loss of a batch that was given out once."""
+        if self.spent:
+            raise WindowError(
+                "backward was called a second time for one batch of `over`: a batch is one micro-batch of the window.",
+                fix="accumulator.backward(loss_real + loss_fake), once",
+            )
+
+
+class NoLoop(Loop):
+    """A loop written by hand: no batch is known to be the last, and nobody counts calls."""
+
+    of_over = False
+
+    def __init__(self) -> None:
+        """Promise nothing."""
+        super().__init__(spent=False, promised=False)
 
 
 @dataclass(frozen=True)
@@ -150,7 +173,7 @@ class Over(Generic[Batch]):
             )
             raise ConfigurationError(msg)
         self._loader, self._listener, self._counts = loader, listener, counts
-        self.loop = Loop()  # the latest
+        self.loop: Loop = NoLoop()  # the latest
 
     def __len__(self) -> int:
         """Return the number of micro-batches, where the loader knows it."""

@@ -211,7 +211,9 @@ class Ranks(Team):
     def _agreed(self, row: Row, said: Statement, device: torch.device) -> Agreement:
         self.spoken = True
         rows = [Row(*each) for each in self.rows("statement", row, device)]
-        return agree(rows, lambda name: self._exchange(getattr(said, name)), self._names, sharded=self.sharded)
+        found = agree(rows, lambda name: self._exchange(getattr(said, name)), self._names, sharded=self.sharded)
+        self.others_go_on = found.going > said.goes_on
+        return found
 
     def _completed(self, row: Row, gradients: Gradients) -> Row:
         """Return a row with what this team knows of the gradients and of itself."""

@@ -27,6 +27,8 @@ _IN_FLIGHT = 2  # buckets under way while the next one is filled
 class Replicas(Ranks):
     """Processes that hold the whole model each."""
 
+    joins_windows = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -47,6 +47,8 @@ class Team:
     sharded = False  # whether every pass through the model needs all ranks
     overlap = False  # whether gradients are reduced in a window's last backward
     in_common = False  # whether a backward adds up what ranks have: then all need one unit of weights
+    joins_windows = False  # whether a rank without batches left joins the windows of others
+    others_go_on = False  # whether they have batches for another one
     looks_ahead = False  # whether the last batch of a loader must be known before it is used
     device: torch.device | None = None  # where sharded weights compute
     unit: float | None = None  # of weights, where a gradient scaler needs one

@@ -25,7 +25,7 @@ from bigbatch.lockstep.window_graph import WholeWindows
 from bigbatch.loss.terms import Term
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from bigbatch.window.backward import run_backward
-from bigbatch.window.gate import Admission
+from bigbatch.window.gate import Admission, refuse_scaled
 from bigbatch.window.gradients import Gradients
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import OPEN, Window
@@ -72,7 +72,9 @@ class Runner:
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return what the loss was averaged over, or refuse it."""
-        arguments.loss(loss, self._stepper.scaler)
+        arguments.loss(loss)
+        if self._stepper.scaler is not None:
+            refuse_scaled(loss, self._stepper.scaler)
         self._admission.look()
         terms = self._admission.read(loss)
         self._admission.scan(loss)

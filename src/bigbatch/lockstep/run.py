@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from bigbatch import arguments
 from bigbatch.caller import outside
 from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
@@ -35,6 +34,7 @@ from bigbatch.memory.host import host_available, resident
 from bigbatch.memory.meter import saved_bytes
 from bigbatch.state.rng import Streams
 from bigbatch.state.snapshot import devices_of, untouched
+from bigbatch.window.awake_norms import batch_norms, is_awake
 from bigbatch.window.window import Window
 
 _WAITING = 1.25  # times what autograd saves of one micro-batch: more of all others does not wait on the device
@@ -264,7 +264,7 @@ class Together:
         return lambda: (tensor for each in own for tensor in each.values() if tensor is not None)
 
     def _meets_in_model(self) -> bool:
-        return self._norms_meet and any(arguments.is_awake(module) for _, module in arguments.batch_norms(self._models))
+        return self._norms_meet and any(is_awake(module) for _, module in batch_norms(self._models))
 
     def _side_by_side(
         self,

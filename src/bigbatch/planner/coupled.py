@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bigbatch import arguments
 from bigbatch.memory.budget import human
 from bigbatch.memory.host import host_available
 from bigbatch.planner.plan_report import Plan
 from bigbatch.state.patch import Swap, swapped
 from bigbatch.state.scope import heard_by
+from bigbatch.window.awake_norms import batch_norms, is_awake
 
 _MOST = 1.25  # times what autograd saves of one micro-batch: lock-step lets no more of the others wait at norms
 
@@ -26,7 +26,7 @@ class Coupling:
     def __init__(self, models: Sequence[nn.Module]) -> None:
         """Look up the BatchNorm layers that normalize by the batch."""
         self._models = models
-        self.norms = [name for name, module in arguments.batch_norms(models) if arguments.is_awake(module)]
+        self.norms = [name for name, module in batch_norms(models) if is_awake(module)]
         self.inside = bool(self.norms)  # between layers
         self.asked = False  # by `across`, between layers or after the last one, as in a contrastive loss
 

@@ -175,7 +175,7 @@ def _measuring(work: _Work, budget: int) -> _Bench:
             returned = work.forward(mover.moved(work.batch.take(slice(0, size))), size, device)
             loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
             with speaking_of("BigStep"):
-                arguments.loss(loss, None)
+                arguments.loss(loss)
             if not is_hooked and not work.coupling.asked and not any(note.startswith(REFUSED) for note in notes):
                 with _disable_current_modes():  # as in a window
                     notes.extend(_refusal(admission, loss))

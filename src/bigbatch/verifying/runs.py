@@ -147,7 +147,7 @@ class Runs:
         loss: Tensor
         loss, _ = self._called(model, batch)
         with speaking_of("verify"):
-            arguments.loss(loss, None)
+            arguments.loss(loss)
         return loss
 
     @contextmanager

@@ -8,21 +8,25 @@ from itertools import chain
 from typing import Any, Literal
 
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # no public name
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
-from bigbatch import arguments
 from bigbatch.distributed.fsdp_internals import parameters_of, sharded, tensors_of, whole_weights
 from bigbatch.distributed.shards import leaving_alone
-from bigbatch.errors import BatchNormError, ConfigurationError, LossError, WindowDisturbed
+from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed
 from bigbatch.loss import refusals
+from bigbatch.loss.graph import edges, operation, saved_tensor
 from bigbatch.loss.own_tensors import FrozenWeights
 from bigbatch.loss.readings import Reader
 from bigbatch.loss.samples import Surroundings
 from bigbatch.loss.terms import Term
 from bigbatch.state.scope import NeedsLockStep
+from bigbatch.window.awake_norms import batch_norms, escaped, foreign, is_awake, refuse_awake, refuse_compiled
 from bigbatch.window.gradients import all_parameters, sparing
+from bigbatch.window.graph_scan import kind_of_graph, scan
+from bigbatch.window.hints import Hints
 
 _present: "weakref.WeakSet[Admission]" = weakref.WeakSet()  # of everyone that trains a model in this process
 
@@ -65,7 +69,7 @@ class Admission:
         self._shards = None if self.only_own else self._own
         self._walked: tuple[list[Any], list[Any], list[Tensor]] | None = None  # in the window at hand
         self._opened, self._latest, self._apart = True, 0, 0  # see `skip_reading`
-        self._looked_for_hooks = False
+        self.hints = Hints()
         self.others: dict[int, weakref.ref[Tensor]] = {}  # parameters that losses run through, and that are not ours
         self._versions: dict[int, int] = {}  # of those, at the first micro-batch of the window
         self._stepped: tuple[int, dict[int, int]] = 0, {}  # see `note_step`
@@ -76,13 +80,11 @@ class Admission:
         self._walked, self._opened = None, True
         self._versions.clear()
         if self._refuses or self.exact:
-            self.batch_norms = arguments.batch_norms(self.models)
+            self.batch_norms = batch_norms(self.models)
 
     def warn_of_hooks(self, *, several: bool) -> None:
-        """Tell of gradient hooks, once, where several gradients are added up."""
-        if several and not self._looked_for_hooks:
-            self._looked_for_hooks = True
-            arguments.warn_of_gradient_hooks(self.models, all_parameters(self._optimizers))
+        """Warn of gradient hooks, once, where several gradients are added up."""
+        self.hints.check_gradient_hooks(self.models, all_parameters(self._optimizers), several=several)
 
     def run_side_by_side(self, wanted: bool) -> None:  # noqa: FBT001 - a mode
         """Say how micro-batches run from now on; graphs are looked through again where that is new."""
@@ -93,7 +95,7 @@ class Admission:
 
     def needs_lock_step(self) -> bool:
         """Whether a BatchNorm is in training mode, which should normalise by the big batch."""
-        return self.exact and any(arguments.is_awake(module) for _, module in self.batch_norms)
+        return self.exact and any(is_awake(module) for _, module in self.batch_norms)
 
     def sparing_others(self) -> AbstractContextManager[None]:
         """Leave all parameters alone that no optimizer of ours has, where a backward cannot choose."""
@@ -119,14 +121,14 @@ class Admission:
     def look(self) -> None:
         """Refuse BatchNorm in training mode, before each micro-batch is used."""
         if self._refuses and self.batch_norms:
-            arguments.batch_norms_rest(self.batch_norms, self._accepting)
+            refuse_awake(self.batch_norms, self._accepting)
         elif not self.side_by_side and self.needs_lock_step():
             raise NeedsLockStep("BatchNorm in training mode")
 
     def look_at_compiled(self) -> None:
         """Refuse BatchNorm in training mode inside of compiled code, before any is compiled."""
         if self.exact and self.batch_norms:
-            arguments.refuse_compiled(self.models)
+            refuse_compiled(self.models)
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""
@@ -144,7 +146,7 @@ class Admission:
 
     def scan(self, loss: Tensor) -> None:
         """Look through a whole new graph for what the walk to the model's edge does not meet; some milliseconds."""
-        kind = arguments.kind_of_graph(loss) if self.reader.fresh else 0
+        kind = kind_of_graph(loss) if self.reader.fresh else 0
         if not self.may_wake and (not self.reader.fresh or kind in self._scanned):
             return
         try:
@@ -158,7 +160,7 @@ class Admission:
     def _scan(self, loss: Tensor) -> None:
         if self._shards is None and self.reader.fresh:
             self._refuse_sharded_since()
-        found = arguments.scan(loss)
+        found = scan(loss)
         if found.reentrant_checkpoint:
             self.only_own = False  # it cannot run a backward with a chosen set of parameters
         if found.alone:
@@ -168,12 +170,11 @@ class Admission:
             self.others.update((id(p), weakref.ref(p)) for p in others)
         elif found.leaves.keys() & self._shards:
             used = [p for p in all_parameters(self._optimizers) if id(p) in found.leaves]
-            in_parts = all(hasattr(p, "device_mesh") for p in used)
-            raise LossError(arguments.SHARDS_IN_A_LOSS if in_parts else arguments.BESIDE_SHARDS)
+            raise _shards_in_a_loss() if all(hasattr(p, "device_mesh") for p in used) else _beside_shards()
         if self.exact and found.batch_norm:
             self._refuse_escaped()
         if self._refuses and found.batch_norm:
-            raise BatchNormError(arguments.foreign_batch_norm(self._accepting))
+            raise foreign(self._accepting)
         if (self._refuses or self.exact) and found.resting and not self.may_wake:
             own = {m.running_mean.data_ptr() for _, m in self.batch_norms if m.running_mean is not None}
             self.may_wake = not found.resting <= (own | {0} if own else own)
@@ -193,26 +194,67 @@ class Admission:
             if root._sequence_nr() < when:  # noqa: SLF001 - no public name
                 used.update((key, before[key]) for key in used.keys() & before.keys())
         changed = {key for key, version in used.items() if self._versions[key] != version}
-        if changed and (changed := changed & arguments.scan(loss).leaves.keys()):  # the rest is of other losses
-            raise WindowDisturbed(arguments.OTHERS_CHANGED.format(len(changed)))
+        if changed and (changed := changed & scan(loss).leaves.keys()):  # the rest is of other losses
+            raise WindowDisturbed(
+                f"this loss runs through parameters that another optimizer trains, which has changed {len(changed)} of "
+                "them since the window's first micro-batch, as a discriminator's that steps before its generator.",
+                fix="fake = generator(noise) once, then the generator's backward, then the discriminator's; or a "
+                "BigStep each. accumulator.discard() drops this window",
+                fix_in_step="fake = generator(noise) once, then the generator's backward, then the discriminator's",
+            )
 
     def _refuse_sharded_since(self) -> None:
         """What fully_shard puts in the place of parameters is in no optimizer that was made before."""
         trained = [each.sharded_param for each in parameters_of(sharded(self.models))]
         if any(p.requires_grad and id(p) not in self._own for p in trained):
-            raise ConfigurationError(arguments.SHARDED_SINCE)
+            raise ConfigurationError(
+                "fully_shard was called on this model after the accumulator was made, and has put shards in the place "
+                "of parameters that the optimizer holds: this loss reaches none of those.",
+                fix="fully_shard(model); optimizer = AdamW(model.parameters()); Accumulator(model, optimizer, ...)",
+            )
 
     def _refuse_escaped(self) -> None:
         """BatchNorm in training mode stands in a graph: it was not met by all micro-batches."""
         if not self.side_by_side:
             raise NeedsLockStep("BatchNorm in training mode")
         if self.side_by_side > 1:
-            msg = (
-                "this loss went through BatchNorm in training mode that micro-batches did not meet at, so it has "
-                "normalised by the micro-batch: it was called on a thread of the model's own, or does not call "
-                "torch.nn.functional.batch_norm.\n"
-                "Call it on the thread that the model is called on, write the layer with F.batch_norm or nn.BatchNorm, "
-                "freeze it, or accept the difference:\n"
-                f"    {self._accepting}"
+            raise escaped(self._accepting)
+
+
+_BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())
+_TERMS_LOOKED_AT = 64
+
+
+def refuse_scaled(loss: Tensor, scaler: GradScaler) -> None:
+    """Refuse a loss that has the scaler's own tensor among its factors, or those of its terms."""
+    scale = getattr(scaler, "_scale", None)
+    stack, looked = [loss.grad_fn], 0
+    while stack and scale is not None and looked < _TERMS_LOOKED_AT:
+        node = stack.pop()
+        if node is None or operation(node) not in _BETWEEN_TERMS:
+            continue
+        looked += 1
+        factors = (saved_tensor(node, "other"), saved_tensor(node, "self")) if operation(node) == "Mul" else ()
+        if any(factor is not None and factor.data_ptr() == scale.data_ptr() for factor in factors):
+            raise LossError(
+                "this loss has already been through scaler.scale(): it would be scaled twice.",
+                fix="accumulator.backward(loss)",
+                fix_in_step="return loss",
             )
-            raise BatchNormError(msg)
+        stack.extend(below for below, _ in edges(node))
+
+
+def _shards_in_a_loss() -> LossError:
+    return LossError(
+        "this loss uses parameters that fully_shard has sharded, beside the model's own forward: nothing adds up what "
+        "ranks find for them there.",
+        fix="such a term inside the model's forward, where its parameters are whole; for a penalty, weight_decay=",
+    )
+
+
+def _beside_shards() -> LossError:
+    return LossError(
+        "this loss uses a parameter of the optimizer that fully_shard has not sharded, outside of the model: nothing "
+        "adds up what ranks find for it, so each would step it by itself.",
+        fix="a parameter of the model, made before fully_shard(model), and used in the model's forward",
+    )

@@ -20,9 +20,12 @@ class Starts:
         self.residual: Count = 1.0  # what a low-precision loss could not be weighed with
         self._held_scale: Tensor | None = None
 
-    def of(self, weight: Count, loss: Tensor, *, first: bool) -> Tensor:
-        """Return the start of a loss's backward; `first` where no gradient of the window is there yet."""
-        scaler, dtype = self._stepper.scaler, loss.dtype
+    def of(self, weight: Count, loss: Tensor, *, first: bool, scaled: bool = True) -> Tensor:
+        """Return the start of a loss's backward; `first` where no gradient of the window is there yet.
+
+        Where it is not `scaled`, others multiply with the loss scale.
+        """
+        scaler, dtype = self._stepper.scaler if scaled else None, loss.dtype
         if dtype in LOW_PRECISION:
             weight = self._low_precision(weight, whole=dtype == torch.float16 and scaler is None, first=first)
         elif isinstance(self.residual, Tensor) or self.residual != 1.0:  # a low-precision loss came before
@@ -42,6 +45,18 @@ class Starts:
         if plain:
             self._stepper.start = (key, start)
         return start
+
+    def undivided(self, times: float, gradient: Tensor) -> Count:
+        """Return what makes the value of a loss whole that others divide, before it was weighed or after that.
+
+        The gradient that has come to it tells which.
+        """
+        if times == 1.0:
+            return times
+        scale = self.scale()
+        one = torch.ones_like(gradient) if scale is None else scale.to(gradient)
+        whole = torch.isclose(gradient * times, one).reshape(())
+        return torch.where(whole, 1.0, times)
 
     def scale(self) -> Tensor | None:
         """Return the loss scale that is in the gradients, or would be."""

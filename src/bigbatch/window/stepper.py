@@ -20,7 +20,7 @@ from bigbatch.distributed.team import Team
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
 from bigbatch.loss.arrival import Arrival
 from bigbatch.loss.count import Count
-from bigbatch.window.gradients import Gradients
+from bigbatch.window.gradients import Gradients, all_parameters
 from bigbatch.window.observer import Witness
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
@@ -41,12 +41,14 @@ class Stepper:
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window: "weakref.ref[object] | None" = None  # an optimizer stepped by hand while one is open raises
+    weighed: bool = False  # whether the open window is one whose backward and step are others'
     by_hand: bool = False  # whether someone else has stepped since a batch was given out
     _doing: Optimizer | LRScheduler | Literal["hook", "made", ""] = ""  # what a failure would be that of
     _moves: list[int] = field(default_factory=list)  # how far the schedulers were when we last left them
     _warned: bool = False
     _stepping: bool = False
     _stepped: bool = False
+    _watches_ends: bool = False
 
     def watch(self) -> None:
         """Notice each step of the optimizers, whoever calls it."""
@@ -64,6 +66,22 @@ class Stepper:
     def ranks(self) -> Any:
         """The other processes; None where there are none."""
         return None if self.team.is_alone else self.team
+
+    def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
+        """Call `hook()` before each step; returns a function that removes it."""
+        key = object()
+        self.hooks[key] = hook
+        return lambda: self.hooks.pop(key, None) and None
+
+    def refuse_backward_by_hand(self) -> None:
+        """Raise where the loop has a backward of its own."""
+        if self.by_hand or any(p.grad is not None for p in all_parameters(self.optimizers)):
+            raise WindowDisturbed(
+                "a batch of `over` had no accumulator.backward(loss), and "
+                f"{'optimizer.step() was called' if self.by_hand else 'the parameters have gradients'}: the loop has "
+                "a backward of its own, loss.backward() or accelerator.backward(loss), and nothing is accumulated.",
+                fix="accumulator.backward(loss) instead of it, and of what steps and clears",
+            )
 
     def settings(self, gradient_dtype: torch.dtype | None) -> dict[str, str]:
         """Return what a step depends on, in words that are the same on every rank."""
@@ -101,18 +119,18 @@ class Stepper:
 
     def open(self, window: object) -> Witness | None:
         """Begin with a window, of which nothing is stepped yet; returns who wants to see it."""
-        self.window, self._doing = weakref.ref(window), ""
+        self.window, self._doing, self.weighed = weakref.ref(window), "", False
         return self.witness if self.witness is not None and self.witness.attends() else None
 
     def notice(self) -> None:
         """Hear of a step; raise where it is not ours and a window is open."""
-        if self.window is not None and self.window() is not None and not self._stepping:
-            msg = (
-                "optimizer.step() was called inside a window. Nothing was stepped, and the window is as it was.\n"
-                "Take the call out: accumulator.backward(loss) steps when the window is full.\n"
-                "To end a window early:  accumulator.flush()"
+        if self.window is not None and self.window() is not None and not self._stepping and not self.weighed:
+            raise WindowDisturbed(
+                "optimizer.step() was called inside a window. Nothing was stepped, and the window is as it was.",
+                fix="accumulator.backward(loss) alone, which steps when the window is full; accumulator.flush() ends a "
+                "window early",
+                fix_in_step="the loop without that call: the step is made when all of the batch is added up",
             )
-            raise WindowDisturbed(msg)
         self._stepped, self.by_hand = True, not self._stepping
 
     def step(
@@ -188,6 +206,29 @@ class Stepper:
             self._doing = scheduler
             scheduler.step()
         self._moves = [_moves(scheduler) for scheduler in self.schedulers]
+
+    def watch_steps_of_others(self) -> None:
+        """Have the open window be one that others step for: a step may begin inside of it, but must not end there."""
+        self.weighed = True
+        if self._watches_ends:
+            return
+        self._watches_ends = True
+        me = weakref.ref(self)
+
+        def ended(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+            stepper = me()
+            window: Any = stepper.window() if stepper is not None and stepper.window is not None else None
+            if window is not None and stepper is not None and stepper.weighed:
+                error = WindowDisturbed(
+                    "optimizer.step() was called before accumulator.settle(): it has stepped with gradients that are "
+                    "not the big batch's.",
+                    fix="accumulator.settle(); optimizer.step(). accumulator.discard() drops this window",
+                )
+                window.fail(error)
+                raise error
+
+        for optimizer in self.optimizers:
+            weakref.finalize(self, optimizer.register_step_post_hook(ended).remove)
 
     def rest(self) -> None:
         """Begin with something new, of which nothing is stepped yet."""

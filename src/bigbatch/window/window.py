@@ -1,6 +1,7 @@
 """One window: weigh, add up, correct, clip, step. Both entrances stand on it."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -12,7 +13,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.distributed.fingerprint import rates_in_one
 from bigbatch.distributed.statement import Agreement, Statement
-from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken
+from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.loss.count import Count, finite, wide
 from bigbatch.loss.terms import Term
 from bigbatch.update import Update
@@ -76,7 +77,8 @@ class Window:
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.passed_by = 0  # passes that added nothing, for company
         self.recording = False  # whether what is launched is captured, and nothing computed yet
-        self.others_go_on = False  # whether other ranks have batches for another window
+        self._awaited = False  # whether a loss was weighed whose backward did not come yet
+        self._around = ExitStack()  # what is to hold during that
         self.state = OPEN
         self._failure: tuple[BaseException, str] | None = None  # what failed, and what is true of the window since
 
@@ -127,6 +129,55 @@ class Window:
         if first or dtype != self._loss_dtype:
             self._loss_dtype = dtype if dtype == torch.float64 else torch.float32
         ledger.enter(terms, weights, loss, factors)
+
+    def weigh(self, loss: Tensor, terms: list[Term], times: float) -> None:
+        """Have the next backward of a loss, whoever runs it, add one micro-batch's gradient: that of the loss x times.
+
+        Others scale losses where a scaler does.
+        """
+        ledger, first = self._ledger, self.untouched
+        if not first and not self._stepper.weighed:
+            raise WindowError(
+                "this window was begun with accumulator.backward(loss), and goes on with it.",
+                fix="backward, or weigh and settle, for all micro-batches of a window",
+            )
+        self._team.check_loss(loss.dtype)
+        ledger.small = True  # somebody may multiply with a loss scale, which is tuned to means
+        if ledger.in_common:
+            self._agree_on_unit(terms)
+        weights = ledger.weigh(terms)
+        if first:
+            self._await(terms)
+            self._stepper.watch_steps_of_others()
+        factors: dict[Node, Tensor] = {}
+        hooks = weigh_terms(weights, loss, terms, factors) if weights.each else []
+        start = self._starts.of(weights.whole, loss, first=first, scaled=False) * times
+        arrived: list[Tensor] = []
+        found: list[Tensor] = []
+        queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001
+
+        def weighed(gradient: Tensor) -> Tensor:
+            queue(lambda: queue(added))  # behind what the backward itself leaves for its end, as FSDP does
+            arrived.append(gradient)
+            found.append(gradient * start)
+            return found[0]
+
+        def added() -> None:
+            self._around.close()
+            for hook in hooks:
+                hook.remove()
+            self._gradients.remember()
+            if not self._reached and not (ledger.in_common and self._team.holds_back):
+                self._refuse_unreached()
+            scale = found[0].reshape(())
+            known = {} if weights.of_value is not None else {node: factor / scale for node, factor in factors.items()}
+            self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+            ledger.enter(terms, weights, loss.detach() * self._starts.undivided(times, arrived[0]), known)
+            self._awaited, self.state = False, OPEN
+
+        self._around.enter_context(self._team.around_backward(self._gradients.parameters, adds=not weights.nothing))
+        hooks.append(loss.register_hook(weighed))
+        self._awaited, self.state = True, BROKEN
 
     def fail(self, error: BaseException) -> None:
         """Hear what has failed in a backward, or between it and the next call: what it has added cannot be told."""
@@ -290,7 +341,8 @@ class Window:
     def check(self) -> None:
         """Raise where the window cannot go on."""
         if self.state is not OPEN:
-            error, failure = self._failure or (None, "a backward or a step of this window failed.")
+            said = "a loss was weighed, and its backward failed or did not come." if self._awaited else _FAILED
+            error, failure = self._failure or (None, said)
             msg = f"{failure}\nDrop the window and go on with the next:  accumulator.discard()"
             raise WindowBroken(msg) from error
         self._gradients.check()
@@ -303,6 +355,11 @@ class Window:
         """
         if not checked:
             self.check()
+        if stepping and self._stepper.weighed:
+            raise WindowError(
+                "this window was begun with accumulator.weigh(loss), whose step is made by the loop.",
+                fix="accumulator.settle(); optimizer.step()",
+            )
         if self._ledger.pending:
             self._ledger.fold()
         try:
@@ -313,7 +370,7 @@ class Window:
             raise
 
     def _close(self, *, goes_on: bool, stepping: bool) -> Update:
-        """Agree on what was counted, correct, add up and step. One process agrees with itself, and waits for nothing."""
+        """Agree on what was counted, correct, add up and step. One process agrees with itself, without waiting."""
         ledger, gradients, team, stepper = self._ledger, self._gradients, self._team, self._stepper
         if ledger.totals is not None:
             ledger.refuse_other_totals()
@@ -322,7 +379,6 @@ class Window:
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
         loss, _ = agreement.big_loss(), finite(agreement.total)
-        self.others_go_on = agreement.going > goes_on
         if agreement.nothings and stepper.scaler is None and not stepper.skip_nonfinite:
             team.check_finite(gradients)
         team.share_buffers()  # before the step, which may fail on one rank: the others would wait here
@@ -373,6 +429,7 @@ class Window:
             self._end(released=True)
 
     def _end(self, *, released: bool) -> None:
+        self._around.close()
         if released:
             self._gradients.release()
         self._team.drop(self._gradients.parameters)
@@ -428,3 +485,6 @@ class Window:
         self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
         self._loss_dtype = torch.float64 if state["double"] else torch.float32
         self._shown = True  # or never: its first gradient has others added to it by now
+
+
+_FAILED = "a backward or a step of this window failed."

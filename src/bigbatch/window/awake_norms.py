@@ -1,0 +1,65 @@
+"""BatchNorm in training mode normalizes each micro-batch by itself: found, and refused where that is not accepted."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+from bigbatch.errors import BatchNormError
+
+
+def batch_norms(modules: Sequence[nn.Module]) -> list[tuple[str, BatchNorm]]:
+    """Return the BatchNorm layers of the models, by name."""
+    return [(name, m) for model in modules for name, m in model.named_modules() if isinstance(m, BatchNorm)]
+
+
+def is_awake(module: BatchNorm) -> bool:
+    """Tell whether a BatchNorm normalizes by the batch."""
+    return module.training or module.running_mean is None
+
+
+def refuse_compiled(models: Sequence[nn.Module]) -> None:
+    """Refuse BatchNorm in training mode inside compiled code, where micro-batches cannot wait for each other."""
+    for name, module in (named for model in models for named in model.named_modules()):
+        compiled = type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None)
+        if compiled and any(isinstance(m, BatchNorm) and is_awake(m) for m in module.modules()):
+            raise BatchNormError(
+                f"'{name or type(module).__name__}' is compiled and holds BatchNorm in training mode: inside compiled "
+                "code it would normalize by the micro-batch.",
+                fix="the model as it was before torch.compile, module.eval() on its BatchNorm, or accept the "
+                'difference with Options(batch_norm="micro")',
+            )
+
+
+def refuse_awake(layers: Sequence[tuple[str, BatchNorm]], accepting: str) -> None:
+    """Refuse BatchNorm in training mode: it would normalize by the micro-batch."""
+    for name, module in layers:
+        if is_awake(module):
+            why = "is in training mode" if module.training else "keeps no running statistics"
+            raise BatchNormError(
+                f"{type(module).__name__} '{name}' {why}: it normalizes each micro-batch by its own mean and variance, "
+                "not the big batch's, so the gradients differ.",
+                fix="BigStep, which normalizes by the big batch; module.eval(), GroupNorm or LayerNorm; or accept the "
+                f"difference:  {accepting}",
+                fix_in_step='batch_norm="exact", which normalizes by the big batch; module.eval(), GroupNorm or '
+                f"LayerNorm; or accept the difference:  {accepting}",
+            )
+
+
+def foreign(accepting: str) -> BatchNormError:
+    """Refuse BatchNorm of a model that was not given: it normalizes by the micro-batch, too."""
+    return BatchNormError(
+        "this loss went through BatchNorm in training mode, in a model that was not given to the accumulator: it "
+        "normalizes each micro-batch by its own mean and variance, not the big batch's.",
+        fix=f"that model in evaluation mode, discriminator.eval(); or accept the difference:  {accepting}",
+    )
+
+
+def escaped(accepting: str) -> BatchNormError:
+    """Refuse BatchNorm that micro-batches in lock-step went through one by one."""
+    return BatchNormError(
+        "this loss went through BatchNorm in training mode that normalized by the micro-batch: it was called on a "
+        "thread of the model's own, or does not call torch.nn.functional.batch_norm.",
+        fix="F.batch_norm or nn.BatchNorm on the thread that the model is called on, or freeze it; or accept the "
+        f"difference:  {accepting}",
+    )

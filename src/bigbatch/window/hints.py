@@ -1,0 +1,134 @@
+"""What is probably a mistake, though it may be meant: each is warned of once."""
+
+import math
+import warnings
+from collections import ChainMap
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from bigbatch.caller import outside
+from bigbatch.errors import BigBatchError
+from bigbatch.loss.count import Count
+from bigbatch.loss.graph import operation, saved_number, unseen
+from bigbatch.loss.readings import Reader
+from bigbatch.loss.terms import Term
+
+_KNOWN_HOOKS = ("bigbatch.", "torch.distributed.", "wandb.")  # they add nothing, or reduce
+_COMPARED = 8  # losses that come with a count, with what their graphs show
+
+
+class Hints:
+    """What an accumulator has warned of."""
+
+    def __init__(self) -> None:
+        """Have warned of nothing."""
+        self._of_division = self._of_moving = self._of_hooks = False
+        self.to_compare = _COMPARED
+        self._compared: tuple[float, float] | None = None  # the first of the window
+
+    def check_division(self, loss: Tensor, terms: Sequence[Term], steps: int, ranks: int) -> None:
+        """Warn of a loss that is divided by `steps`, the number of ranks or both."""
+        if self._of_division:
+            return
+        each = {"steps": steps, "the number of ranks": ranks, "steps times the number of ranks": steps * ranks}
+        known = {name: divisor for name, divisor in each.items() if _looks_divided(loss, terms, divisor)}
+        if not known:
+            return
+        self._of_division, found = True, next(iter(known.values()))
+        named = [name for name in known if "times" not in name] or list(known)  # one of them may be 1
+        how = "hand-written accumulation" if named == ["steps"] else "a training loop for several processes"
+        warnings.warn(
+            f"this loss looks divided by {' or '.join(named)} ({found}) already, as {how} does; bigbatch averages by "
+            f"itself{' over all ranks' if ranks > 1 else ''}, so its gradients would be {found} times too small. Pass "
+            "the undivided loss. If you mean it, say it as a factor:  "
+            f"accumulator.backward(loss * {1 / found:g})",
+            stacklevel=outside(),
+        )
+
+    def compare_count(self, reader: Reader, loss: Tensor, given: Count, *, first_of_window: bool) -> None:
+        """Warn where counts that come with losses are not in proportion to those that the graphs show."""
+        left, self.to_compare = self.to_compare - 1, 0
+        try:
+            with warnings.catch_warnings():  # they ask for the count, which is given
+                warnings.simplefilter("ignore")
+                (term,) = reader.read(loss)
+        except (BigBatchError, ValueError):  # several terms, or one that cannot be read: that is what a count is for
+            return
+        counts = (given, term.count)
+        if term.kind != "mean" or any(isinstance(each, Tensor) and not each.is_cpu for each in counts):
+            return
+        given, shown = map(float, counts)
+        self.to_compare, first = left, (not first_of_window and self._compared) or (given, shown)
+        self._compared = first if first[1] else None
+        if not math.isclose(given * first[1], first[0] * shown, rel_tol=1e-6):
+            self.to_compare = 0
+            warnings.warn(
+                f"count= is {first[0]:g} and {given:g} in two micro-batches whose losses are means over {first[1]:g} "
+                f"and {shown:g} ({term.name}), so the gradient is not the big batch's.\n"
+                "Leave count= out: it is read from the loss. Ignore this where you want other weights.",
+                stacklevel=outside(),
+            )
+
+    def check_moving(self, models: Sequence[nn.Module], *, several: bool) -> None:
+        """Name the layers that move once per micro-batch, at the first backward of several."""
+        if self._of_moving or not several:
+            self._of_moving = True
+            return
+        self._of_moving = True
+        moving = _spectral_norms(models)
+        if moving:
+            warnings.warn(
+                f"spectral_norm of layer '{moving[0]}' ({len(moving)} in all) is in training mode: its power iteration "
+                "runs once per micro-batch, where the big batch would run it once, so the gradients differ.\n"
+                "For the big batch's, call layer.eval() after the first backward of a window and layer.train() before "
+                "the next window; or accept the difference.",
+                stacklevel=outside(),
+            )
+
+    def check_gradient_hooks(self, models: Sequence[nn.Module], parameters: Iterable[Tensor], *, several: bool) -> None:
+        """Say what a user's hook on a parameter's gradient does in a window of several, of the first that is found."""
+        if self._of_hooks or not several:
+            return
+        self._of_hooks = True
+        names = {id(p): name for model in models for name, p in model.named_parameters()}
+        for p in parameters:
+            hooks = ChainMap(
+                *(getattr(p, kind, None) or {} for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+            )
+            called = (getattr(each, "func", each) for each in hooks.values())  # what a functools.partial calls
+            if any(not str(getattr(each, "__module__", "")).startswith(_KNOWN_HOOKS) for each in called):
+                warnings.warn(
+                    f"parameter '{names.get(id(p), '')}' has a gradient hook: it runs on the gradient of each "
+                    "micro-batch, not on the big batch's. That is exact for a mask or a factor, and not for clipping "
+                    "or anything else that is not linear.\n"
+                    "To clip, use clip_norm=, or change the big batch's gradient in before_step(function).",
+                    stacklevel=outside(),
+                )
+                return
+
+
+def _looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
+    """Tell whether the last thing done to the loss was to divide it by a number, `loss / steps`.
+
+    A factor of one over it, `0.5 * loss`, is a weight; and so is the mean of as many terms, or a sum over as many rows.
+    """
+    node = value.grad_fn
+    if node is None or number == 1 or operation(node) != "Div":
+        return False
+    if len(terms) == number or any(term.divided for term in terms):
+        return False
+    with unseen():
+        return saved_number(node, "other") == number
+
+
+def _spectral_norms(modules: Sequence[nn.Module]) -> list[str]:
+    """Return the names of layers whose spectral norm moves by a power iteration whenever they run."""
+    found: list[str] = []
+    for name, module in (named for model in modules for named in model.named_modules()):
+        hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - where the older one is
+        if module.training and any(
+            type(each).__name__ in {"_SpectralNorm", "SpectralNorm"} for each in (module, *hooks)
+        ):
+            found.append(name.partition(".parametrizations.")[0])
+    return found
