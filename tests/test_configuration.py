@@ -60,7 +60,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     """The usual cause is a model made anew after its optimizer; the error gives the line to write."""
     with pytest.raises(
         ConfigurationError,
-        match=r"SGD shares no parameter with the model: it holds 4 tensors, none of them among the model's 4. "
+        match=r"SGD shares no parameter with the model: it holds 4 tensors, none of them among the model's 4. .*\n"
         r".*SGD\(model.parameters\(\), ...\)",
     ):
         Accumulator(mlp()(), SGD(mlp()().parameters(), lr=0.1), steps=2)

@@ -17,7 +17,7 @@ from bigbatch.errors import BigBatchError, StateError, WindowError, WindowOpen
 from bigbatch.loop import Listener, Loop, NoLoop, Over, Source
 from bigbatch.loss.count import Count, GivenCount, checked_count
 from bigbatch.loss.terms import Term
-from bigbatch.state.scope import asked_anywhere
+from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
 from bigbatch.window.forgotten import Forgotten
 from bigbatch.window.gate import Admission, refuse_scaled
@@ -432,8 +432,8 @@ class Accumulator:
             self._team.check_batches(self._device, has_batches=True)
         if not loop.spent:
             self._refuse_backward_by_hand()
-        self._loop = loop
-        loop.give_out(last=last, totals=totals, asked=self._questions.begin_batch())
+        self._loop, loop.last, loop.totals, loop.spent = loop, last, totals, False
+        loop.asked, self._questions.anywhere = times_asked(), asked_anywhere[0]
         self._stepper.by_hand = False
         if not self._team.is_alone:
             self._prepare()

@@ -31,10 +31,6 @@ class Loop:
     asked: int = 0  # how often anyone had asked for other micro-batches when it was given out
     promised: bool = True  # whether other ranks expect a window of it: those that begin expect one at least
 
-    def give_out(self, *, last: bool, totals: tuple[Count, ...] | None, asked: int) -> None:
-        """Begin with the next batch."""
-        self.last, self.totals, self.spent, self.asked = last, totals, False, asked
-
     def refuse_second(self) -> None:
         """Refuse another loss of a batch that was given out once."""
         if self.spent:

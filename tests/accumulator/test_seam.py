@@ -105,7 +105,7 @@ def truth(loss: Loss, windows: Sequence[Sequence[Batch]]) -> Any:
     losses = []
     for window in windows:
         value = loss(net, (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window])))
-        losses.append(float(value))
+        losses.append(float(value.detach()))
         optimizer.zero_grad()
         value.backward()
         optimizer.step()

@@ -18,11 +18,6 @@ class Questions:
         self._in_training = times_asked(in_training=True)  # when a loss last passed
         self._refused: weakref.ref[Tensor] | None = None  # the loss that was refused for it
 
-    def begin_batch(self) -> int:
-        """Return how often anyone has asked before this batch."""
-        self.anywhere = asked_anywhere[0]
-        return times_asked()
-
     def check(self, loss: Tensor, since: int | None) -> None:
         """Refuse a loss that may have asked, perhaps for a value without a place in its graph.
 

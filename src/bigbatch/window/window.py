@@ -78,7 +78,7 @@ class Window:
         self.passed_by = 0  # passes that added nothing, for company
         self.recording = False  # whether what is launched is captured, and nothing computed yet
         self._awaited = False  # whether a loss was weighed whose backward did not come yet
-        self._around = ExitStack()  # what is to hold during that
+        self._around: ExitStack | None = None  # what is to hold during that
         self.state = OPEN
         self._failure: tuple[BaseException, str] | None = None  # what failed, and what is true of the window since
 
@@ -111,8 +111,8 @@ class Window:
         first, in_common = not ledger.micro_batches, ledger.in_common
         if not first or not self.untouched:  # gradients were looked at when the window was opened
             self.check()
-        self._team.check_loss(dtype)
-        if in_common:
+        if not self._team.is_alone:
+            self._team.check_loss(dtype)
             self._agree_on_unit(terms)
         weights = ledger.weigh(terms)
         if first:
@@ -143,13 +143,13 @@ class Window:
             )
         self._team.check_loss(loss.dtype)
         ledger.small = True  # somebody may multiply with a loss scale, which is tuned to means
-        if ledger.in_common:
-            self._agree_on_unit(terms)
+        self._agree_on_unit(terms)
         weights = ledger.weigh(terms)
         if first:
             self._await(terms)
             self._stepper.watch_steps_of_others()
         factors: dict[Node, Tensor] = {}
+        around = self._around = ExitStack()
         hooks = weigh_terms(weights, loss, terms, factors) if weights.each else []
         start = self._starts.of(weights.whole, loss, first=first, scaled=False) * times
         arrived: list[Tensor] = []
@@ -163,7 +163,7 @@ class Window:
             return found[0]
 
         def added() -> None:
-            self._around.close()
+            around.close()
             for hook in hooks:
                 hook.remove()
             self._gradients.remember()
@@ -175,7 +175,7 @@ class Window:
             ledger.enter(terms, weights, loss.detach() * self._starts.undivided(times, arrived[0]), known)
             self._awaited, self.state = False, OPEN
 
-        self._around.enter_context(self._team.around_backward(self._gradients.parameters, adds=not weights.nothing))
+        around.enter_context(self._team.around_backward(self._gradients.parameters, adds=not weights.nothing))
         hooks.append(loss.register_hook(weighed))
         self._awaited, self.state = True, BROKEN
 
@@ -225,7 +225,9 @@ class Window:
     def _agree_on_unit(self, terms: list[Term]) -> None:
         """Agree on a unit of weights, once, where a scaler is tuned to means: it would overflow with those of sums."""
         ledger, scaler = self._ledger, self._stepper.scaler
-        known = ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None
+        known = (
+            not ledger.in_common or ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None
+        )
         if not known and scaler is not None and scaler.is_enabled():
             own = next((term.count for term in terms if term.kind == "mean"), 0.0)
             ledger.provisional = self._team.agree_on_unit(own * ledger.steps, self._gradients.device)
@@ -243,10 +245,13 @@ class Window:
         try:
             start = self._starts.of(weights.whole, loss, first=not self._ledger.micro_batches)
             leaves = self._gradients.leaves if only_own else None
-            # Where nothing is in common, what counts nothing is left out, or others are under way beside it.
-            adds = not (self._ledger.in_common and weights.nothing)
-            with self._team.around_backward(self._gradients.parameters, adds=adds):
+            if self._team.is_alone:  # a context is felt by a small model
                 run_backward(loss, start, leaves)
+            else:
+                # Where nothing is in common, what counts nothing is left out, or others are under way beside it.
+                adds = not (self._ledger.in_common and weights.nothing)
+                with self._team.around_backward(self._gradients.parameters, adds=adds):
+                    run_backward(loss, start, leaves)
             if not factors or weights.of_value is not None:
                 return {}  # the value of the whole says it all
             return {node: factor / start.reshape(()) for node, factor in factors.items()}
@@ -429,7 +434,8 @@ class Window:
             self._end(released=True)
 
     def _end(self, *, released: bool) -> None:
-        self._around.close()
+        if self._around is not None:
+            self._around.close()
         if released:
             self._gradients.release()
         self._team.drop(self._gradients.parameters)
