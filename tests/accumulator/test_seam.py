@@ -137,7 +137,7 @@ def on_ranks(rank: int, kind: str) -> dict[str, Any]:
     """Take every other micro-batch of each window, in all cases; or have three refused."""
     found: dict[str, Any] = {}
     for name, (loss, sizes) in EXACT.items():
-        options = {} if kind == "ddp" else {"group": dist.group.WORLD}
+        options: dict[str, Any] = {} if kind == "ddp" else {"group": dist.group.WORLD}
         net = DistributedDataParallel(model()) if kind == "ddp" else model()
         found[name] = train(net, loss, [window[rank::2] for window in windows_of(sizes)], **options)
     return found

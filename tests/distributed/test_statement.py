@@ -105,11 +105,9 @@ def test_rounding_of_weights_and_rates_is_no_difference() -> None:
     agreed(ROW, ROW._replace(weights=2.0 * (1 + 1e-8), rates=0.1 * (1 + 1e-12)))
 
 
-def test_a_statement_is_a_row_of_floats_that_a_wire_holds_exactly() -> None:
-    """Fingerprints are whole numbers below 2 ** 53."""
-    row = Statement(form="MseLoss", settings={"lr": "0.1"}, goes_on=True).row(
-        Agreement("mean", 3.0, 1.5, micro_batches=2)
-    )
+def test_fingerprints_are_numbers_that_a_wire_holds_exactly() -> None:
+    """Whole numbers below 2 ** 53; and what a window came to goes into the row."""
+    assert 0 < fingerprint("MseLoss") == int(fingerprint("MseLoss")) < 2**53
+    assert fingerprint() == fingerprint("") == 0.0
+    row = Statement(Row(going=1.0)).with_totals(Agreement("mean", 3.0, 1.5, micro_batches=2))
     assert (row.kind, row.total, row.going, row.ratio) == (MEAN, 3.0, 1.0, -1.0)
-    assert row.form == fingerprint("MseLoss") == int(row.form) < 2**53
-    assert row.settings not in {0.0, row.form}

@@ -206,13 +206,13 @@ class Ranks(Team):
         Where ranks cannot make one batch of what they have, all of them raise the same error.
         """
         said: Statement = statement(first=not self.windows)
-        return self._agreed(self._completed(said.row(mine), gradients), said, gradients.device)
+        return self._agreed(self._completed(said.with_totals(mine), gradients), said, gradients.device)
 
     def _agreed(self, row: Row, said: Statement, device: torch.device) -> Agreement:
         self.spoken = True
         rows = [Row(*each) for each in self.rows("statement", row, device)]
-        found = agree(rows, lambda name: self._exchange(getattr(said, name)), self._names, sharded=self.sharded)
-        self.others_go_on = found.going > said.goes_on
+        found = agree(rows, lambda name: self._exchange(said.words[name]), self._names, sharded=self.sharded)
+        self.others_go_on = bool(found.going > row.going)
         return found
 
     def _completed(self, row: Row, gradients: Gradients) -> Row:
@@ -261,7 +261,7 @@ class Ranks(Team):
         """Tell others that counts must be known in advance."""
         if not self.spoken:
             with suppress(SeveralCounts):
-                self._agreed(Row(several=1.0), Statement(several=True), device)
+                self._agreed(Row(several=1.0), Statement(Row()), device)
 
 
 def is_of_the_wire(error: BaseException) -> bool:

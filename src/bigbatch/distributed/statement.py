@@ -77,22 +77,15 @@ class Row(NamedTuple):
 
 
 class Statement(NamedTuple):
-    """What a window says of itself beside its totals; words are exchanged only where their fingerprints differ."""
+    """What a window says of itself: a row, and the words behind its fingerprints, exchanged only where those differ."""
 
-    goes_on: bool = False  # whether this rank has batches for another window
-    shares_once: bool = False
-    ratio: Count | None = None
-    several: bool = False
-    form: str = ""
-    hooks: bool = False
-    nothings: Count = 0.0
-    settings: Mapping[str, str] = {}
-    rates: float = 0.0
+    row: Row
+    words: Mapping[str, Any] = {}
 
-    def row(self, mine: Agreement) -> Row:
-        """Return it in numbers, with the totals."""
+    def with_totals(self, mine: Agreement) -> Row:
+        """Return the row with what this rank's window came to."""
         known = mine.loss_known
-        return Row(
+        return self.row._replace(
             kind=float(KINDS.index(mine.kind)),
             total=mine.total if mine.kind == "mean" else 0.0,
             loss=mine.loss,
@@ -100,20 +93,13 @@ class Statement(NamedTuple):
             micro_batches=float(mine.micro_batches),
             unknown=1.0 - known.double() if isinstance(known, Tensor) else float(not known),
             precise=float(mine.precise),
-            going=float(self.goes_on),
-            shares_once=float(self.shares_once),
-            ratio=-1.0 if self.ratio is None else self.ratio,
-            several=float(self.several),
-            form=fingerprint(self.form) if self.form else 0.0,
-            hooks=float(self.hooks),
-            nothings=self.nothings,
-            settings=fingerprint(*self.settings.values()) if self.settings else 0.0,
-            rates=self.rates,
         )
 
 
 def fingerprint(*words: str) -> float:
-    """Return one number of some words, the same in every process, which a float64 holds exactly; never 0."""
+    """Return one number of some words, the same in every process, which a float64 holds exactly; 0 of none."""
+    if not any(words):
+        return 0.0
     return float(1 + int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=6).digest(), "big"))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.distributed.fingerprint import rates_in_one
-from bigbatch.distributed.statement import Agreement, Statement
+from bigbatch.distributed.statement import Agreement, Row, Statement, fingerprint
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.loss.count import Count, finite, wide
 from bigbatch.loss.terms import Term
@@ -416,17 +416,19 @@ class Window:
     def _statement(self, goes_on: bool, *, first: bool) -> Statement:  # noqa: FBT001 - a partial
         """Say what other ranks must know of this window beside its totals; the settings in the `first` one."""
         ledger, stepper = self._ledger, self._stepper
-        return Statement(
-            goes_on=goes_on,
-            shares_once=ledger.shares_once and ledger.kind != "mean",
-            ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else None,
-            several=ledger.in_ratio is not None and not bool(ledger.in_ratio),
-            form=ledger.form(),
-            hooks=bool(stepper.hooks),
+        form, settings = ledger.form(), stepper.settings(self._gradients.dtype) if first else {}
+        row = Row(
+            going=float(goes_on),
+            shares_once=float(ledger.shares_once and ledger.kind != "mean"),
+            ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else -1.0,
+            several=float(ledger.in_ratio is not None and not bool(ledger.in_ratio)),
+            form=fingerprint(form),
+            hooks=float(bool(stepper.hooks)),
             nothings=ledger.nothings,
-            settings=stepper.settings(self._gradients.dtype) if first else {},
+            settings=fingerprint(*settings.values()),
             rates=rates_in_one(stepper.optimizers),
         )
+        return Statement(row, {"form": form, "settings": settings})
 
     def discard(self) -> None:
         """Drop the window: no gradient is left of it."""
