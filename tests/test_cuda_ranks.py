@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options
-from tests.ranks import run_on_ranks
-from tests.test_ranks import LOSSES, OPTIMIZERS, assert_same, batches_of, model, truth
-from tests.test_ranks_sharded import model as parts_of_model
+from tests.support.rank_loops import LOSSES, OPTIMIZERS, assert_same, batches_of, model, truth
+from tests.support.rank_shards import model as parts_of_model
+from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.cuda
 SIZES = [[3, 5, 2, 4], [6, 1, 1, 7]]

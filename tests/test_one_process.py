@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from bigbatch import Accumulator, Setup, plan
 from bigbatch.cli import app
 from bigbatch.errors import ConfigurationError
-from tests.ranks import run_on_ranks
-from tests.test_ranks_sharded import shards
+from tests.support.rank_shards import shards
+from tests.support.ranks import run_on_ranks
 
 
 def small() -> nn.Sequential:

@@ -18,11 +18,13 @@ from bigbatch.distributed.fsdp_internals import groups_of
 from bigbatch.distributed.replicas import Replicas
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
 from bigbatch.window.gradients import Gradients
-from tests.ranks import RankFailed as Died
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import OPTIMIZERS, Batch, batches_of, mean, micro_batch, two_counts, windows_of
-from tests.test_ranks_sharded import model, shards
+from tests.support.rank_loops import OPTIMIZERS, Batch, batches_of, mean, micro_batch, two_counts, windows_of
+from tests.support.rank_shards import model, shards
+from tests.support.ranks import RankFailed as Died
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 SIZES = [[3, 5, 2, 4], [6, 1, 1, 7]]
 WRAPPED: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": DistributedDataParallel, "shards": shards}

@@ -5,6 +5,8 @@ import pytest
 from tests.faults import rank_faults
 from tests.faults.outcomes import Case, Outcome
 
+pytestmark = pytest.mark.ranks
+
 FAULTS = [
     ("Accumulator", "ddp", "before a message", "ValueError", 1002),
     ("Accumulator", "ddp", "before optimizer.step", "KeyboardInterrupt", 2),

@@ -14,8 +14,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bigbatch import Accumulator, BigStep, Options, Setup, plan
 from bigbatch.errors import BigBatchError, ConfigurationError
-from tests.ranks import run_on_ranks
-from tests.test_ranks_sharded import model
+from tests.support.rank_shards import model
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def spread(mesh: DeviceMesh) -> nn.Module:

@@ -10,10 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import batches_of
-from tests.test_ranks_sharded import shards, whole
+from tests.support.rank_loops import batches_of
+from tests.support.rank_shards import shards, whole
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 SAMPLES = 512  # of which a loss in float16 would overflow, weighed by their number
 UNEVEN = [[3, 5, 2, 1, 4], [6, 1, 1]]

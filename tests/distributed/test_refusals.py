@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from bigbatch import Accumulator, BigStep, Options, counted, verify
-from bigbatch.errors import BatchError, BigBatchError, ConfigurationError, LossError, WindowError
+from bigbatch.errors import BatchError, ConfigurationError, LossError, WindowError
 from bigbatch.window.tally import Ledger
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import (
+from tests.support.rank_checks import SIZES, one_process, refused, right
+from tests.support.rank_errors import heard
+from tests.support.rank_loops import (
     CLASSES,
     OPTIMIZERS,
     Batch,
@@ -31,17 +32,10 @@ from tests.test_ranks import (
     two_counts,
     two_heads,
 )
-from tests.test_ranks_hard import SIZES, one_process, refused, right
-from tests.test_ranks_sharded import shards
+from tests.support.rank_shards import shards
+from tests.support.ranks import run_on_ranks
 
-
-def heard(work: Callable[..., object], *given: object) -> str:
-    """Return what is said where something fails; nothing where it does not."""
-    try:
-        work(*given)
-    except (BigBatchError, ValueError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+pytestmark = pytest.mark.ranks
 
 
 # DDP's own reduction, window after window.

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 
 from bigbatch import Accumulator
-from tests.ranks import run_on_ranks
-from tests.test_ranks import LOSSES, OPTIMIZERS, assert_same, batches_of, truth
-from tests.test_ranks_sharded import model, shards, whole
+from tests.support.rank_loops import LOSSES, OPTIMIZERS, assert_same, batches_of, truth
+from tests.support.rank_shards import model, shards, whole
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def accumulated(rank: int, sizes: Sequence[Sequence[int]], inner: bool, overlap: bool) -> Any:

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator
 from bigbatch.errors import ConfigurationError, WindowError
-from tests.ranks import run_on_ranks
-from tests.test_ranks import CLASSES, OPTIMIZERS, batches_of, micro_batch
-from tests.test_ranks_hard import SIZES, refused, right
-from tests.test_ranks_sharded import model, shards, whole
+from tests.support.rank_checks import SIZES, refused, right
+from tests.support.rank_loops import CLASSES, OPTIMIZERS, batches_of, micro_batch
+from tests.support.rank_shards import model, shards, whole
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 class Heads(nn.Module):

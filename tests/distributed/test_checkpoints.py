@@ -11,10 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator
 from bigbatch.errors import StateError
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import OPTIMIZERS, Batch, mean, micro_batch, model
-from tests.test_ranks_sharded import shards
+from tests.support.rank_loops import OPTIMIZERS, Batch, mean, micro_batch, model
+from tests.support.rank_shards import shards
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 SIZES = [4, 3, 5, 2, 4, 1, 3, 6]  # micro-batches of two windows, four to each
 

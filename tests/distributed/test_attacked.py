@@ -11,10 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import BigStep
 from bigbatch.errors import LossError
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import OPTIMIZERS, micro_batch
-from tests.test_ranks_coupled import Batch, Normalised, made
+from tests.support.rank_loops import OPTIMIZERS, micro_batch
+from tests.support.rank_norms import Batch, Normalised, made
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 SIZES = (3, 6)
 

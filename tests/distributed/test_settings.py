@@ -15,12 +15,14 @@ from bigbatch import Accumulator, BigStep, Options, verify
 from bigbatch.distributed.fingerprint import rates_in_one
 from bigbatch.errors import ConfigurationError
 from bigbatch.window.stepper import Stepper
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import OPTIMIZERS, mean, micro_batch, model
-from tests.test_ranks_hard import refused
-from tests.test_ranks_review import heard
-from tests.test_ranks_sharded import shards
+from tests.support.rank_checks import refused
+from tests.support.rank_errors import heard
+from tests.support.rank_loops import OPTIMIZERS, mean, micro_batch, model
+from tests.support.rank_shards import shards
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 
 def between_updates(steps: int) -> dict[str, Any]:

@@ -11,7 +11,9 @@ from examples.ranks import one_gpu
 from tests.launched import assert_ended, torchrun
 from tests.reference import distance
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
 FSDP2 = "examples/ranks/fsdp2.py"
 EXAMPLES = ["examples/ranks/ddp.py", "examples/ranks/ddp_big_step.py", FSDP2]
 

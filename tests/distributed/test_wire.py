@@ -9,9 +9,11 @@ import pytest
 from benchmarks.wire import grids, independent_of_steps, page_table
 from benchmarks.wire_counting import Wire, count_here
 from benchmarks.wire_loops import OURS, plain_model
-from tests.ranks import run_on_ranks
+from tests.support.ranks import run_on_ranks
 
-ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.ranks
+
+ROOT = Path(__file__).parents[2]
 EVERY, QUIET = "DDP, reduced every micro-batch", "DDP with no_sync"
 NUMBERS = 40 * 8  # bytes of what ranks tell each other before the gradients
 GRADIENTS = sum(p.numel() * p.element_size() for p in plain_model().parameters())

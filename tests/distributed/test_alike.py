@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, Options, counted
 from bigbatch.errors import LossError, SeveralCounts, WindowError
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks_hard import refused, right, weights
+from tests.support.rank_checks import refused, right, weights
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 WIDTH = 4
 

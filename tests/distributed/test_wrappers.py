@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, across, counted
 from bigbatch.errors import BatchError, ConfigurationError, LossError, RankFailed, SeveralCounts, WindowError
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import (
+from tests.support.rank_checks import SIZES, one_process, refused, right, weights
+from tests.support.rank_loops import (
     CLASSES,
     OPTIMIZERS,
     Batch,
@@ -27,41 +27,11 @@ from tests.test_ranks import (
     two_heads,
     windows_of,
 )
-from tests.test_ranks_coupled import Normalised, Plain, made
-from tests.test_ranks_sharded import shards
+from tests.support.rank_norms import Normalised, Plain, made
+from tests.support.rank_shards import shards
+from tests.support.ranks import run_on_ranks
 
-SIZES = [[3, 5, 2, 4], [6, 1, 1, 7]]
-
-
-def weights(network: nn.Module) -> list[Tensor]:
-    """Return what was trained."""
-    return [p.detach() for p in network.parameters()]
-
-
-def one_process(steps: int) -> list[Tensor]:
-    """Train in one process, each big batch at once."""
-    network = model()
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    for window in windows_of(SIZES, steps):
-        optimizer.zero_grad()
-        mean(network, (torch.cat([x for x, _ in window]), torch.cat([y for _, y in window]))).backward()
-        optimizer.step()
-    return weights(network)
-
-
-def right(found: Sequence[Any], true: Sequence[Tensor]) -> None:
-    """Every rank has the weights of one process."""
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
-        assert distance(each, true) <= 1e-12
-
-
-def refused(found: Sequence[Any], kind: type[Exception], words: str) -> None:
-    """Every rank has the same error."""
-    for error in found:
-        assert isinstance(error, kind), error
-        assert words in str(error)
+pytestmark = pytest.mark.ranks
 
 
 # DDP is kept quiet as long as anyone wants it, and as it was afterwards.

@@ -20,10 +20,12 @@ from bigbatch import Accumulator, BigStep
 from bigbatch.distributed.fsdp_internals import groups_of
 from bigbatch.distributed.fsdp_internals import sharded as parts_of
 from bigbatch.errors import LossError
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import LOSSES, OPTIMIZERS, assert_same, batches_of, micro_batch, truth
-from tests.test_ranks_sharded import accumulated, model, shards, whole
+from tests.support.rank_loops import LOSSES, OPTIMIZERS, assert_same, batches_of, micro_batch, truth
+from tests.support.rank_shards import accumulated, model, shards, whole
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 MESH = (2, 2)  # replicas x shards
 UNEVEN = [[3, 5, 2, 1, 4], [6, 1], [2, 2, 3], [4, 3, 1, 2]]  # windows of two, the last one short

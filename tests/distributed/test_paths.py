@@ -10,9 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import BigStep, Options, across
 from bigbatch.errors import PathsDiffer, RankFailed, WindowError
-from tests.ranks import run_on_ranks
 from tests.reference import distance
-from tests.test_ranks import OPTIMIZERS, Batch, micro_batch
+from tests.support.rank_loops import OPTIMIZERS, Batch, micro_batch
+from tests.support.ranks import run_on_ranks
+
+pytestmark = pytest.mark.ranks
 
 LIMIT = 15.0  # seconds: less than torch would wait
 RANKS = 2
