@@ -186,7 +186,7 @@ def test_ranks_at_different_meetings_all_say_so(different: Any, work: Callable[[
         assert "rank 0 is at " in said
         assert "rank 1 is at " in said
         assert "across." in said
-        assert "test_ranks_paths.py, line" in said
+        assert "test_paths.py, line" in said
 
 
 def test_the_error_says_where_each_rank_is(different: Any) -> None:

@@ -110,7 +110,7 @@ def test_a_process_among_others_that_would_train_alone_is_told() -> None:
     for found in run_on_ranks(2, without_a_wrapper):
         for told in (found[:5], found[5:]):
             ((plain,), *others) = told
-            assert plain.startswith("test_ranks_newcomer.py: this process is one of 2, and nothing says")
+            assert plain.startswith("test_settings.py: this process is one of 2, and nothing says")
             assert "make the Accumulator or BigStep after that" in plain
             assert "group=torch.distributed.group.WORLD" in plain
             assert others == [[]] * 4
@@ -151,7 +151,7 @@ def test_a_model_that_is_sharded_later_is_refused(big: bool) -> None:
     """It says in which order to make them."""
     found = run_on_ranks(2, sharded_later, big)
     refused(found, ConfigurationError, f"after the {'BigStep' if big else 'accumulator'} was made")
-    refused(found, ConfigurationError, "Make it after fully_shard:  fully_shard(model)")
+    refused(found, ConfigurationError, "Use: fully_shard(model); optimizer = AdamW")
 
 
 def dividing(rank: int, divisors: list[tuple[int, int]]) -> list[list[str]]:
