@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from bigbatch import arguments
 from bigbatch.batch.split import balanced
 from bigbatch.default_loss import own_loss, takes
+from bigbatch.distributed.discovery import refuse_tensor_parallelism
 from bigbatch.distributed.fsdp_internals import sharded
 from bigbatch.errors import ConfigurationError, LossError
 
@@ -157,6 +158,7 @@ def _check_model(model: object) -> None:
     if isinstance(model, list | tuple):
         raise ConfigurationError("A Setup has one model.", fix="model=nn.ModuleList([first, second])")
     (module,) = arguments.models(model, ranks=True)
+    refuse_tensor_parallelism([module])
     if sharded([module]) or (isinstance(module, DistributedDataParallel) and module.process_group.size() > 1):
         raise ConfigurationError(
             "One process runs a Setup, and this model is spread over several (DDP, fully_shard). Give the plain model; "

@@ -10,7 +10,7 @@ from types import ModuleType
 
 from bigbatch.cli.terminal import typed
 from bigbatch.default_loss import takes
-from bigbatch.distributed.launcher import started
+from bigbatch.distributed.discovery import started
 from bigbatch.errors import ConfigurationError
 from bigbatch.recipes.user_code import calling
 from bigbatch.setup import Setup

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import default_collate
 
-from bigbatch import arguments
 from bigbatch.big_step import BigStep
 from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.lockstep.threads import current
@@ -16,6 +15,7 @@ from bigbatch.options import Options
 from bigbatch.recipes.user_code import UserCodeError, calling
 from bigbatch.setup import Setup
 from bigbatch.update import Update
+from bigbatch.window.awake_norms import batch_norms, is_awake
 
 Value = TypeVar("Value")
 
@@ -151,8 +151,8 @@ class _Steps:
 
 
 def _refuse_batch_norm(setup: Setup) -> None:
-    for name, layer in arguments.batch_norms([setup.model]) if setup.batch_norm == "refuse" else ():
-        if arguments.is_awake(layer):
+    for name, layer in batch_norms([setup.model]) if setup.batch_norm == "refuse" else ():
+        if is_awake(layer):
             raise BatchNormError(
                 f"BatchNorm '{name}' is in training mode and would normalize by the micro-batch.",
                 found='batch_norm="refuse"',
