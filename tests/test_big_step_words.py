@@ -117,7 +117,7 @@ def test_refused_arguments_speak_of_big_step() -> None:
     """Also where the check is shared with the other entrance."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(errors.ConfigurationError, match=r"BigStep\(model, optimizer\)") as caught:
+    with pytest.raises(errors.ConfigurationError, match=r"model must be an nn.Module") as caught:
         BigStep(optimizer, model, mean_square)  # type: ignore[arg-type]
     assert "Accumulator" not in str(caught.value)
 
