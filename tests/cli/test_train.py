@@ -332,7 +332,7 @@ def test_out_of_memory_says_what_needs_less(directory: Path) -> None:
     ("right", "wrong", "message", "hint"),
     [
         ("return F.", "F.", "loss_fn: The loss must be a tensor. Got NoneType.", "return loss"),
-        ("labels)\n\n", "labels, reduction='none')\n\n", "loss_fn: loss_fn must return one number", "Reduce it"),
+        ("labels)\n\n", "labels, reduction='none')\n\n", "loss_fn: loss_fn must return one number", "loss.mean()"),
         ("labels)\n\n", "labels).sqrt()\n\n", "loss_fn: this loss does not add up", ""),
         (
             "return Setup(",

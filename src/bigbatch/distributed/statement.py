@@ -225,7 +225,7 @@ class _Comparison:
                 "factor that differs may be a count in disguise. Nothing was stepped.",
                 fix="the same loss on every rank; where it is meant to differ (mixup), "
                 "accumulator.backward(loss, count=n)",
-                fix_in_step="the same loss on every rank; where it is meant to differ (mixup), counted(loss, n)",
+                fix_in_step="the same loss on every rank; where it is meant to differ (mixup), return counted(loss, n)",
             )
         ratios = [row.ratio for row in self._rows if row.ratio >= 0]
         if ratios and max(ratios) - min(ratios) > RATIO_TOLERANCE * max(ratios):
