@@ -19,7 +19,7 @@ import builtins
 import math
 import os
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +27,12 @@ from torch import Tensor
 from bigbatch.errors import LossError
 from bigbatch.lockstep.barrier import meet_in_forward
 from bigbatch.lockstep.collectives import gathered, summed
-from bigbatch.lockstep.threads import current
+from bigbatch.lockstep.threads import current, refuse_other_threads
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.loss.terms import counted
 from bigbatch.state.scope import refuse_alone
+
+Value = TypeVar("Value", bound=Tensor | None)
 
 __all__ = ["gather", "mean", "offset", "once", "sum"]
 
@@ -46,7 +48,7 @@ def gather(x: Tensor) -> Tensor:
         msg = "across.gather takes rows, one per sample; found a 0-d tensor. To add one up:  across.sum(x)"
         raise LossError(msg)
     worker = current()
-    return gathered(worker, x, _called_from()) if worker is not None else refuse_alone(x, "gather")
+    return gathered(worker, x, _called_from()) if worker is not None else _alone(x, "gather")
 
 
 def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
@@ -55,7 +57,7 @@ def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
     worker = current()
     if x.dtype == torch.bool:
         x = x.long()  # how many are true
-    return summed(worker, x, "sum", _called_from()) if worker is not None else refuse_alone(x, "sum")
+    return summed(worker, x, "sum", _called_from()) if worker is not None else _alone(x, "sum")
 
 
 def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
@@ -66,7 +68,7 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
     _refuse_no_tensor(x, "mean")
     worker = current()
     if worker is None:
-        return refuse_alone(x, "mean")
+        return _alone(x, "mean")
     if count is None:
         sizes: tuple[int, ...] = worker.notes["sizes"]
         total = float(worker.notes.get("all samples") or builtins.sum(sizes))
@@ -90,7 +92,7 @@ def offset() -> int:
     """Return how many samples come before this micro-batch's, on all ranks: where its rows begin in `gather`."""
     worker = current()
     if worker is None:
-        refuse_alone(None, "offset")
+        _alone(None, "offset")
         return 0
     sizes: tuple[int, ...] = worker.notes["sizes"]
     before: int = worker.notes.get("samples before", 0)  # those of other ranks
@@ -108,10 +110,16 @@ def once(term: Tensor) -> Tensor:
         raise LossError(msg)
     worker = current()
     if worker is None:
-        return counted(refuse_alone(term, "once"), "once")
+        return counted(_alone(term, "once"), "once")
     if worker.size > 1:
         _refuse_unlike(worker, term, _called_from())
     return counted(term, "once")
+
+
+def _alone(x: Value, name: str) -> Value:
+    """Answer for a batch that nobody has cut, or raise where there are other micro-batches that cannot be asked."""
+    refuse_other_threads(name)
+    return refuse_alone(x, name)
 
 
 def _refuse_no_tensor(x: object, name: str) -> None:

@@ -35,10 +35,10 @@ from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_check import FirstCheck
 from bigbatch.lockstep.explaining import explained
 from bigbatch.lockstep.run import Together
-from bigbatch.lockstep.threads import current
 from bigbatch.loss.count import Count
 from bigbatch.memory.sizes import Sizes
 from bigbatch.options import Options
+from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import NeedsLockStep
 from bigbatch.state.snapshot import Buffers, Habits, Randomness, devices_of, restore, untouched, warn_of_written
@@ -200,7 +200,7 @@ class BigStep:
 
         Over several ranks each gives its own part; None where it has none in this update.
         """
-        if current() is not None:
+        if scope.worker() is not None:
             raise WindowError(_INSIDE)
         self._stepper.rest()
         try:

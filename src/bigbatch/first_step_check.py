@@ -39,10 +39,10 @@ from bigbatch.first_step_coupling import (
     tells_nothing,
     tolerance_of,
 )
-from bigbatch.lockstep.threads import current
 from bigbatch.loss.terms import Term
 from bigbatch.memory.meter import LiveBytes
 from bigbatch.options import Options
+from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.scope import NeedsLockStep
 from bigbatch.state.snapshot import Buffers, Randomness, devices_of, untouched
@@ -349,7 +349,7 @@ class FirstCheck:
             device = loss.device.type
             lowest = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else watch.lowest
             lowered = max(tolerance_of(lowest), tolerance_of(watch.lowest), tolerance_of(loss.dtype))
-            worker = current()
+            worker = scope.worker()
             return Part(
                 float(loss.detach()),
                 tuple(term.kind for term in terms),

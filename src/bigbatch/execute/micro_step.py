@@ -20,9 +20,9 @@ from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.graph_replay import Graphs, Recipe
 from bigbatch.execute.graph_window import Replaying
 from bigbatch.execute.precast import CastWeights, ForeignBackward
-from bigbatch.lockstep.threads import current
 from bigbatch.lockstep.window_graph import WholeWindows
 from bigbatch.loss.terms import Term
+from bigbatch.state import scope
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from bigbatch.window.backward import run_backward
 from bigbatch.window.gate import Admission
@@ -55,7 +55,7 @@ class Runner:
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
         """Call the user's function: a loss, perhaps with extras."""
-        alone = current() is None  # of a window that runs one after the other, for all that the loss may ask
+        alone = scope.worker() is None  # of a window that runs one after the other, for all that the loss may ask
         with one_after_the_other() if alone else nullcontext():
             try:
                 found = self._loss_fn(self._model, micro_batch)

@@ -71,6 +71,8 @@ class Checkpointed:
             raise RunsDiffer.between("an object that the model was given")
         with self._found.again(), self._draws.again():
             result = self._alone(positional, named)
+        if self._draws.differed:
+            raise RunsDiffer.in_numbers()
         values = _results(result)
         if len(values) != len(self._values):
             raise RunsDiffer.in_path(f"it returns {len(values)} tensors with a gradient, and did {len(self._values)}")

@@ -77,6 +77,8 @@ class _Call:
         looking = self.tracks.second() if self.tracks is not None else nullcontext()
         with torch.enable_grad(), _under(self.autocast), self.found.again(), self.draws.again(), looking:
             found = dict(leaves(self.run(worker, given)))
+        if self.draws.differed:
+            raise RunsDiffer.in_numbers()
         missing = [place for place in self.wanted if not isinstance(found.get(place), Tensor)]
         if missing:
             raise CannotRunAgain(f"the model returned {missing[0]} the first time, and does not the second")

@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from bigbatch.errors import ConfigurationError, PathsDiffer
+from bigbatch.errors import ConfigurationError, LossError, PathsDiffer
 from bigbatch.lockstep.one_core import stay_on, this_processor, wait_when_woken
 from bigbatch.lockstep.thread_state import Carried
+from bigbatch.state import scope
 
 _GLANCE = 0.1  # seconds
 Result = TypeVar("Result")
@@ -68,16 +69,24 @@ class Worker:
         return found
 
 
-_here = threading.local()
-
-
 def current() -> Worker | None:
     """Return the task that this thread runs, where it runs one."""
-    return getattr(_here, "worker", None)
+    found: Worker | None = scope.worker()
+    return found
 
 
-def began_inside() -> bool:
-    """Whether this thread has been started while a window runs, as a task's own code starts some."""
+def refuse_other_threads(name: str) -> None:
+    """Raise on a thread that a task's own code has started: it is nobody's worker."""
+    if _began_inside():
+        msg = (
+            f"across.{name} was called on a thread that has begun while micro-batches run in lock-step, and other "
+            "micro-batches cannot be met there: it would have answered for this one alone.\n"
+            "Call it on the thread that loss_fn is called on, before or after threads of your own."
+        )
+        raise LossError(msg)
+
+
+def _began_inside() -> bool:
     thread = threading.current_thread()
     # One that Python has not started is first seen when it is asked.
     known = not isinstance(thread, threading._DummyThread)  # noqa: SLF001 - no public name
@@ -307,7 +316,7 @@ class _Round:
             self._begun = True
             self._seats[number].job = None
             try:
-                _here.worker = Worker(self, number)
+                scope.become(Worker(self, number))
                 self._seats[number].stay_on(self._processor)
                 if self._failure is None:
                     with self._carried.there():
@@ -318,7 +327,7 @@ class _Round:
                 if self._failure is None:
                     self._failure = error
             finally:
-                _here.worker = None
+                scope.become(None)
             self._end(number)
 
         return job
