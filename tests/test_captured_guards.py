@@ -1,10 +1,7 @@
 """What captured micro-steps and lock-step do not watch yet: each with the outcome that is due."""
 
-import os
 import random
-import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,8 +12,6 @@ from torch import Tensor, nn
 from bigbatch import BigStep, Options, across
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.precast import CastWeights
-from bigbatch.lockstep.thread_state import Carried
-from bigbatch.lockstep.threads import Crew, current
 from tests.emulated_graphs import emulated, whole_emulated
 from tests.reference import distance, sgd, trained, weights
 from tests.samples import seeded
@@ -175,24 +170,3 @@ def test_two_casts_that_overlap_leave_functions_as_they_were() -> None:
         assert F.linear is plain
     finally:
         F.linear = plain
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such calls")
-@pytest.mark.xfail(strict=True, reason="workers keep the processor of their latest window on a device")
-def test_workers_go_where_they_like_after_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools that are first made inside of a later window would inherit one processor."""
-    if len(os.sched_getaffinity(0)) == 1:
-        pytest.xfail("one processor is all there is")
-    crew, plain = Crew(), Carried.here(torch.device("cpu"))
-    there, elsewhere = plain.there, object()
-    monkeypatch.setattr(Carried, "there", lambda _: there())
-
-    def places(carried: Any) -> list[set[int]]:
-        def task() -> set[int]:
-            assert current() is not None
-            return os.sched_getaffinity(0)
-
-        return crew.run([task] * 2, carried)
-
-    places(replace(plain, stream=elsewhere))  # type: ignore[arg-type]
-    assert places(plain) == [os.sched_getaffinity(0)] * 2

@@ -856,23 +856,13 @@ def test_hugging_face_networks_with_batch_norm_are_the_big_batch(transformers: A
     )
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_an_attack_through_values_of_all(reduction: str) -> None:
-    """A derivative inside of the loss is exact of a sum, and refused of micro-batches' means."""
+def test_an_attack_through_values_of_all() -> None:
+    """A derivative inside of the loss would add up those of all micro-batches, and is refused."""
 
     def attacked(model: Any, batch: Any) -> Tensor:
         x = batch[0].clone().requires_grad_()
-        (slope,) = torch.autograd.grad(F.cross_entropy(centred(model(x)), batch[2], reduction=reduction), x)
+        (slope,) = torch.autograd.grad(F.cross_entropy(centred(model(x)), batch[2], reduction="sum"), x)
         return F.cross_entropy(centred(model(batch[0] + 0.1 * slope.sign())), batch[2])
 
-    if reduction == "mean":
-        with pytest.raises(LossError, match="a derivative inside of the loss goes through across"):
-            step_once(attacked, encoder())
-        return
-    model = encoder()
-    twin = copy.deepcopy(model)
-    batch = pairs_of(11)
-    BigStep(model, sgd(trained(model)), attacked, micro_batch_size=4)(batch)
-    attacked(twin, batch).backward()
-    sgd(trained(twin)).step()
-    assert distance(weights(model), weights(twin)) <= 1e-12
+    with pytest.raises(LossError, match="a derivative inside of the loss goes through across"):
+        step_once(attacked, encoder())

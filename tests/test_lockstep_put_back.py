@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from bigbatch import BigStep, Options
-from bigbatch.lockstep.own_weights import OwnWeights
+from bigbatch.lockstep.own_parameters import OwnParameters
 from bigbatch.lockstep.room import _SHAPES, Waiting
 from tests.reference import TOLERANCE, distance, sgd, trained
 from tests.samples import rows, seeded
@@ -34,7 +34,7 @@ def step_of(model: nn.Module) -> BigStep:
 def test_parameters_that_were_replaced_are_put_back() -> None:
     """As by calls of functional_call that ended in another order than they began: the very ones, where they were."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    own = OwnWeights([model], by_value=False)
+    own = OwnParameters([model])
     before = dict(model.named_parameters())
     first, second = model[0], model[1]
     first._parameters["weight"] = nn.Parameter(torch.zeros(2, 3))
@@ -48,7 +48,7 @@ def test_parameters_that_were_replaced_are_put_back() -> None:
 def test_memory_that_was_exchanged_is_put_back() -> None:
     """The same for what a parameter holds."""
     model = nn.Linear(3, 2)
-    own = OwnWeights([model], by_value=False)
+    own = OwnParameters([model])
     memory, value = model.weight.data_ptr(), model.weight.detach().clone()
     model.weight.data = torch.zeros(2, 3)
     own.restore()

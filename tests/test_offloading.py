@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options
-from bigbatch.errors import LossError, OutOfMemory
+from bigbatch.errors import OutOfMemory
 from bigbatch.lockstep import offload_fetch, offload_store, pinned_slabs, room, run
 from tests.reference import distance, sgd, trained, weights
 
@@ -190,9 +190,8 @@ def test_a_change_in_place_is_noticed_as_torch_would(rows: int) -> None:
     options = Options(check=False)
     step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=rows, options=options)
     before = weights(model)
-    with pytest.raises(LossError, match="modified by an inplace operation") as caught:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         step(batch)
-    assert isinstance(caught.value.__cause__, RuntimeError)  # with the user's own line in its traceback
     assert distance(weights(model), before) == 0
 
 

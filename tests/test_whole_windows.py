@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
-from bigbatch.lockstep import constants
 from bigbatch.lockstep.window_graph import WholeWindows
 from tests.emulated_graphs import whole_emulated
 from tests.reference import distance
@@ -457,7 +456,7 @@ def test_constants_outlive_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph reads them where they are: it holds them."""
     twins = Twins(Norms(), classified, monkeypatch)
     twins.updates([8] * 3)
-    constants._made.clear()
+    twins.step._together._constants._made.clear()
     twins.updates([8] * 2)
     assert twins.whole._replays == 3
 

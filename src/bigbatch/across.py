@@ -70,8 +70,8 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
     if worker is None:
         return _alone(x, "mean")
     if count is None:
-        sizes: tuple[int, ...] = worker.notes["sizes"]
-        total = float(worker.notes.get("all samples") or builtins.sum(sizes))
+        sizes = worker.round.sizes
+        total = float(worker.round.all_samples)
         return summed(worker, x * (sizes[worker.number] / total), "mean", _called_from())
     given = torch.as_tensor(count, dtype=torch.float64)  # one, or one of each value, as of each class
     if given.device.type == "cpu" and (given < 0).any():  # no wait for a device
@@ -94,9 +94,8 @@ def offset() -> int:
     if worker is None:
         _alone(None, "offset")
         return 0
-    sizes: tuple[int, ...] = worker.notes["sizes"]
-    before: int = worker.notes.get("samples before", 0)  # those of other ranks
-    return before + builtins.sum(sizes[: worker.number])
+    sizes = worker.round.sizes
+    return worker.round.samples_before + builtins.sum(sizes[: worker.number])
 
 
 def once(term: Tensor) -> Tensor:
@@ -142,7 +141,7 @@ def _refuse_unlike(worker: Any, term: Tensor, place: str) -> None:
     """
     time = worker.visits[place] = worker.visits.get(place, 0) + 1
     place += f", time {time}" if time > 1 else ""
-    seen: set[str] = worker.notes["seen once"]
+    seen: set[str] = worker.round.same_terms
     if place in seen:
         return
     tolerance = 1e-9 if term.dtype == torch.float64 else 1e-3

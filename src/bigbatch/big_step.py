@@ -33,7 +33,6 @@ from bigbatch.execute import count_ahead
 from bigbatch.execute.choose_split import Divider
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_check import FirstCheck
-from bigbatch.lockstep.explaining import explained
 from bigbatch.lockstep.run import Together
 from bigbatch.loss.count import Count
 from bigbatch.memory.sizes import Sizes
@@ -269,9 +268,6 @@ class BigStep:
             return self._attempt(division)
         except BaseException as error:
             if not self._may_try_again(division, error):
-                meant = explained(error) if self._admission.side_by_side else None
-                if meant is not None:
-                    raise meant from error
                 raise
         return None
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.lockstep.checkpointed import Checkpointed
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.threads import Worker, current
 
 
@@ -62,7 +63,7 @@ class _Forward:
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         worker = current()
-        if worker is None or worker.notes.get("recomputing") or not torch.is_grad_enabled():
+        if worker is None or worker.round.is_recomputing or not torch.is_grad_enabled():
             return self._plain(*arguments, **named)
         if self._calls is not None:
             return self._calls.call(self._model, self._plain, worker, arguments, named)
@@ -77,9 +78,9 @@ def _itself(plain: Callable[..., Any]) -> Callable[..., Any]:
     return plain
 
 
-def refuse_meeting_while_recomputing(notes: dict[str, Any], name: str) -> None:
+def refuse_meeting_while_recomputing(round_: Round, name: str) -> None:
     """Raise where micro-batches meet inside of a model that is to be recomputed one at a time."""
-    if notes.get("recomputing"):
+    if round_.is_recomputing:
         msg = (
             f'activations="recompute" runs the model again one micro-batch at a time, and this model has {name} '
             "inside, where micro-batches meet: all of them would have to be kept at once.\n"

@@ -48,7 +48,8 @@ class Checkpointed:
     def _first(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         picture = Picture(self._model)
         found = FoundBefore(picture, None)
-        draws = Draws(self._worker.notes["streams"], picture.generators)
+        assert self._worker.round.streams is not None  # noqa: S101 - several run
+        draws = Draws(self._worker.round.streams, picture.generators)
         inputs = [(tensor, version_of(tensor)) for tensor in _tensors((positional, named))]
         objects = [(vars(each), vars(each).copy()) for each in _objects((positional, named))]
         result = self._alone(positional, named)
@@ -83,11 +84,11 @@ class Checkpointed:
 
     def _alone(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run the model, and meet nobody inside."""
-        self._worker.notes["recomputing"] = True
+        self._worker.round.is_recomputing = True
         try:
             return self._plain(*positional, **named)
         finally:
-            self._worker.notes["recomputing"] = False
+            self._worker.round.is_recomputing = False
 
 
 def _results(tree: Any) -> list[Tensor]:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from bigbatch.batch.tree import PLAIN, apart, leaves, mapped
-from bigbatch.lockstep.barrier import refuse_second_derivative
 from bigbatch.lockstep.differing import RunsDiffer, refuse_other_values
 from bigbatch.lockstep.found_before import FoundBefore
 from bigbatch.lockstep.holdings import Picture, Place
@@ -95,11 +95,11 @@ class _Call:
 @contextmanager
 def alone(worker: Worker) -> Iterator[None]:
     """Have no other micro-batch's turn come before this is over: it must not meet inside."""
-    worker.notes["recomputing"] = True
+    worker.round.is_recomputing = True
     try:
         yield
     finally:
-        worker.notes["recomputing"] = False
+        worker.round.is_recomputing = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,12 @@ class Calls:
     def _twice(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Any) -> Any:
         inputs = _tensors(given)
         versions = [tensor._version for tensor in inputs.values()]  # noqa: SLF001
-        picture, streams = self._picture_of(model), worker.notes["streams"]
-        before, draws = FoundBefore(picture, self.moving.get(id(model))), Draws(streams, picture.generators)
+        picture = self._picture_of(model)
+        assert worker.round.streams is not None  # noqa: S101 - several run
+        before, draws = (
+            FoundBefore(picture, self.moving.get(id(model))),
+            Draws(worker.round.streams, picture.generators),
+        )
         call = _Call(model, plain, apart(given), inputs, versions, _autocast(), before, draws, self.trained(model))
         call.tracks = Tracks() if self.comparing else None
         with saved_tensors_hooks(call.tracks.forget if call.tracks is not None else _nothing, _refuse):
@@ -210,8 +214,8 @@ class _Again(torch.autograd.Function):
         return tuple(values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a model that runs again in backward")
         call: _Call = ctx.call
         inputs = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
         fresh = [tensor.detach().requires_grad_() for tensor in inputs]

@@ -20,13 +20,13 @@ from bigbatch.execute.workspaces import workspaces_given_back
 from bigbatch.lockstep.activations import MeetsInside, recomputing
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.collectives import refuse_changed
-from bigbatch.lockstep.inner import derivatives_known
-from bigbatch.lockstep.lone import Lone
-from bigbatch.lockstep.offload_remake import Recipes, activations_known
+from bigbatch.lockstep.constants import Constants
+from bigbatch.lockstep.offload_remake import activations_known
 from bigbatch.lockstep.offload_store import Offload
-from bigbatch.lockstep.own_weights import OwnWeights
+from bigbatch.lockstep.own_parameters import OwnParameters
 from bigbatch.lockstep.recompute import Calls, RunsDiffer
 from bigbatch.lockstep.room import Waiting, refuse_too_much
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker, current
 from bigbatch.loss import refusals
@@ -63,9 +63,9 @@ class Together:
         self._models, self._runner, self._device, self._given = models, runner, device, given
         self._norms_meet = norms_meet
         self._crew = Crew()
-        self._lone = Lone(models, device, self._crew, norms_meet=norms_meet)
-        self._looked = False  # whether a window has gone well in which weights were looked at at every meeting
-        self._seen_once: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
+        self._constants = Constants()
+        self._looked = False  # whether a window has gone well
+        self._same_terms: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
         self.statistics: set[int] = set()  # ids of buffers that norms have moved together, once per window
         self._inside = False  # whether micro-batches meet inside the model
         self._recomputed = False  # whether the latest window was to run it again
@@ -82,6 +82,7 @@ class Together:
         whole = self._runner.whole
         if whole is None or window.ranks is not None:  # ranks meet inside, and no graph waits for others
             return self._launched(window, micro_batches, sizes)
+        whole.held = self._constants.all
         kind = f"{self._activations(len(sizes))} {tuple(sizes)}"
         return whole.run(window, micro_batches, kind, self._runner.state, partial(self._launched, sizes=sizes))
 
@@ -124,7 +125,7 @@ class Together:
             worker = current()
             assert worker is not None  # noqa: S101 - the last of them
             _refuse_changes(worker)
-            worker.notes["inside"] = None  # from now on gradients are the loss's own
+            worker.round.is_backward = True
             if calls is not None:
                 calls.refuse_changed()
             spared.enter_context(self._runner.sparing_others())  # known to be needed by now
@@ -134,14 +135,10 @@ class Together:
             return dict(enumerate(self._runner.weighed(window, found)))
 
         with around, ExitStack() as spared:
-            recipes = offload.recipes if offload is not None else None
-            beside = {
-                "recipes": recipes,
-                "offload": offload,
-                "leaving": leaving,
-                **_of_ranks(window.ranks, sizes, self._device, inside=self._meets_in_model()),
-            }
-            extras = self._side_by_side([task] * len(sizes), sizes, beside)
+            round_ = self._round(sizes)
+            round_.offload, round_.free_workspaces = offload, leaving
+            self._add_ranks(round_, window.ranks)
+            extras = self._side_by_side([task] * len(sizes), round_)
         if window.ranks is not None:
             window.ranks.elsewhere = False  # all have met for the last time, and come to their statements
         _tell_of_cost(of_all)
@@ -178,11 +175,15 @@ class Together:
 
             return run
 
-        return self._side_by_side([task(each) for each in micro_batches], sizes, {"resting": resting})
+        round_ = self._round(sizes)
+        round_.mode = "resting" if resting else "train"
+        return self._side_by_side([task(each) for each in micro_batches], round_)
 
     def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
         """Run one micro-batch alone that is meant to run beside others."""
-        self._lone.run(partial(run, micro_batch), size)
+        round_ = self._round([size])
+        round_.mode, round_.same_terms, round_.moved_statistics = "probe", set(), set()
+        run_alone(self._crew, partial(run, micro_batch), self._device, round_)
 
     def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
@@ -266,32 +267,32 @@ class Together:
     def _meets_in_model(self) -> bool:
         return self._norms_meet and any(arguments.is_awake(module) for _, module in arguments.batch_norms(self._models))
 
-    def _side_by_side(
-        self,
-        tasks: Sequence[Callable[[], Result]],
-        sizes: Sequence[int],
-        beside: dict[str, Any] | None = None,
-    ) -> list[Result]:
-        notes: dict[str, Any] = {
-            "sizes": tuple(sizes),
-            "seen once": self._seen_once,
-            "statistics": self.statistics,
-            "norms": norms_of(self._models) if self._norms_meet else None,
-            "inside": self._runner.kinds,
-            **(beside or {}),
-        }
-        recipes: Recipes | None = notes.get("recipes")
+    def _round(self, sizes: Sequence[int]) -> Round:
+        return Round(
+            tuple(sizes),
+            norms=norms_of(self._models) if self._norms_meet else None,
+            moved_statistics=self.statistics,
+            same_terms=self._same_terms,
+            constants=self._constants,
+        )
+
+    def _add_ranks(self, round_: Round, ranks: Ranks | None) -> None:
+        """Learn how many samples other ranks have, before micro-batches meet those; in norms without a word."""
+        if ranks is None:
+            return
+        own = sum(round_.sizes)
+        with rank_collectives.collective(ranks, "the beginning of a window", self._device):  # or another is elsewhere
+            every = rank_collectives.numbers(ranks, own, self._device)
+        ranks.elsewhere = self._meets_in_model()
+        round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
+
+    def _side_by_side(self, tasks: Sequence[Callable[[], Result]], round_: Round) -> list[Result]:
         if len(tasks) == 1:
-            # A whole batch's means are the big batch's; those of a rank are not.
-            known = derivatives_known() if notes.get("ranks") is not None else nullcontext()
-            with batch_norm_met(), known:
-                return self._crew.run(tasks, Carried.here(self._device), notes)
-        weights = OwnWeights(self._models, by_value=not self._looked)
-        if not self._looked:
-            notes["weights"] = weights
+            return run_alone(self._crew, tasks[0], self._device, round_)
+        own = round_.own_parameters = OwnParameters(self._models)
         # No generator of a device can be asked while its numbers are captured; a graph that draws any is not used.
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        streams = notes["streams"] = Streams(frozenset() if capturing else devices_of(self._models), len(tasks))
+        streams = round_.streams = Streams(frozenset() if capturing else devices_of(self._models), len(tasks))
 
         def with_own_numbers(number: int, task: Callable[[], Result]) -> Callable[[], Result]:
             def run() -> Result:
@@ -301,15 +302,25 @@ class Together:
             return run
 
         try:
-            knowing = activations_known() if recipes is not None else nullcontext()
-            with batch_norm_met(), derivatives_known(), knowing:
-                own = [with_own_numbers(number, task) for number, task in enumerate(tasks)]
-                return self._crew.run(own, Carried.here(self._device), notes)
+            with batch_norm_met(), activations_known() if round_.offload is not None else nullcontext():
+                numbered = [with_own_numbers(number, task) for number, task in enumerate(tasks)]
+                return self._crew.run(numbered, Carried.here(self._device), round_)
         except BaseException:
-            weights.restore()
+            own.restore()
             raise
         finally:
             streams.close()
+
+
+def run_alone(crew: Crew, task: Callable[[], Result], device: torch.device, round_: Round) -> list[Result]:
+    """Run one micro-batch in a window of its own."""
+    with batch_norm_met():
+        return crew.run([task], Carried.here(device), round_)
+
+
+def run_probe(models: Sequence[nn.Module], device: torch.device, task: Callable[[], object], size: int) -> None:
+    """Run a task on one micro-batch alone, as if others were there: BatchNorm takes a single sample."""
+    run_alone(Crew(), task, device, Round((size,), mode="probe", norms=norms_of(models)))
 
 
 def _tell_of_cost(of_all: Sequence[bool]) -> None:
@@ -335,23 +346,14 @@ def _is_of_all_alone(found: Sequence[tuple[Tensor, Sequence[Term]]]) -> bool:
 def _refuse_changes(worker: Worker | None) -> None:
     """A forward is over: what all micro-batches share must be as it was, and is let go."""
     if worker is not None:
-        refuse_changed(worker.notes.get("shared", []))
+        refuse_changed(worker.round.shared)
         if worker.number + 1 == worker.size:
-            worker.notes.pop("shared", None)
+            worker.round.shared.clear()
+            if worker.round.own_parameters is not None:
+                worker.round.own_parameters.refuse_others()
 
 
 def _end_of_drawing(worker: Worker | None) -> None:
     """A forward is over: see whether it has drawn random numbers."""
-    streams: Streams | None = worker.notes.get("streams") if worker is not None else None
-    if worker is not None and streams is not None:
-        streams.end(worker.number)
-
-
-def _of_ranks(ranks: Ranks | None, sizes: Sequence[int], device: torch.device, *, inside: bool) -> dict[str, Any]:
-    """Learn how many samples other ranks have, before micro-batches meet those; in norms (`inside`) without a word."""
-    if ranks is None:
-        return {}
-    with rank_collectives.collective(ranks, "the beginning of a window", device):  # or another rank is somewhere else
-        every = rank_collectives.numbers(ranks, sum(sizes), device)
-    ranks.elsewhere = inside
-    return {"ranks": ranks, "all samples": sum(every), "samples before": sum(every[: ranks.rank])}
+    if worker is not None and worker.round.streams is not None:
+        worker.round.streams.end(worker.number)

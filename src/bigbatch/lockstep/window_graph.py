@@ -17,7 +17,6 @@ from bigbatch.batch.tree import PLAIN, leaves, mapped
 from bigbatch.execute.graph_guard import keeping_tables
 from bigbatch.execute.graph_record import NotCapturable, Recorder
 from bigbatch.execute.graph_replay import shape_of
-from bigbatch.lockstep.constants import constants
 from bigbatch.lockstep.surroundings import Surroundings
 from bigbatch.state.oom import is_out_of_memory
 from bigbatch.state.rng import Draws, Streams
@@ -63,6 +62,7 @@ class WholeWindows:
         """Have none yet."""
         self._models, self._stepper = models, stepper
         self._recorder = Recorder(device)
+        self.held: Callable[[], list[Tensor]] = list  # what graphs read beside their inputs
         self._captured: dict[str, _Captured] = {}
         self._seen: set[str] = set()  # shapes
         self._state: object = None
@@ -188,7 +188,7 @@ class WholeWindows:
         with self._recording(window):
             graph, (extras, recorded) = self._recorder.record(run)
         self._refuse_other_gradients(window.gradients, versions)
-        return _Captured(graph, inputs, extras, recorded, constants())
+        return _Captured(graph, inputs, extras, recorded, self.held())
 
     @contextmanager
     def _recording(self, window: Window) -> Iterator[None]:

@@ -83,7 +83,7 @@ def _own_rows_first(x: Tensor) -> Tensor:
     worker = current()
     if worker is None:
         return rows
-    per_sample = len(x) // worker.notes["sizes"][worker.number]
+    per_sample = len(x) // worker.round.sizes[worker.number]
     first: Tensor = rows.roll(-across.offset() * per_sample, 0)
     return first
 
