@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import BigStep, Options, across
+from bigbatch import BigStep, Options
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.precast import CastWeights
 from tests.emulated_graphs import emulated, whole_emulated
@@ -117,43 +117,6 @@ def test_a_window_that_cannot_be_captured_leaves_captured_micro_steps(monkeypatc
     with pytest.warns(UserWarning, match="cannot be captured"):
         assert step._runner.fall_back(NotCapturable("a whole window that draws random numbers"))
     assert step._runner._graphs is graphs
-
-
-class Towers(nn.Module):
-    """Two encoders that are called by methods of their own, as in open_clip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text, self.calls = nn.Linear(3, 4), nn.Linear(3, 4), 0
-
-    def encode_image(self, x: Tensor) -> Tensor:
-        """One tower."""
-        self.calls += 1
-        return F.normalize(self.image(x), dim=1)
-
-    def encode_text(self, x: Tensor) -> Tensor:
-        """The other."""
-        self.calls += 1
-        return F.normalize(self.text(x), dim=1)
-
-
-def contrastive(model: Towers, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Own images against all texts."""
-    images, texts = model.encode_image(batch[0]), model.encode_text(batch[1])
-    own = across.offset() + torch.arange(len(images))
-    return F.cross_entropy(images @ across.gather(texts).T, own)
-
-
-@pytest.mark.xfail(strict=True, reason="calls of a model's own methods are not intercepted, so nothing is recomputed")
-def test_towers_that_are_called_by_methods_are_recomputed() -> None:
-    """Each but those of the first micro-batch runs again in backward."""
-    model = Towers().double()
-    step = BigStep(model, sgd(trained(model)), contrastive, micro_batch_size=2, options=Options(check=False))
-    batch = (torch.randn(8, 3, dtype=torch.float64), torch.randn(8, 3, dtype=torch.float64))
-    step(batch)
-    model.calls = 0
-    step(batch)
-    assert model.calls == 14
 
 
 @pytest.mark.xfail(strict=True, reason="CastWeights assigns to torch.nn.functional without the swap that threads share")

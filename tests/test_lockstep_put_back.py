@@ -8,7 +8,6 @@ from torch.nn.utils import parametrize
 
 from bigbatch import BigStep, Options
 from bigbatch.lockstep.own_parameters import OwnParameters
-from bigbatch.lockstep.room import _SHAPES, Waiting
 from tests.reference import TOLERANCE, distance, sgd, trained
 from tests.samples import rows, seeded
 
@@ -110,24 +109,6 @@ def test_a_computed_weight_of_a_norm_is_asked_for_by_its_micro_batches_alone() -
     before = int(counting.asked)
     update = step_of(model)(rows(10, 0))
     assert int(counting.asked) - before == update.micro_batches > 1
-
-
-def test_what_the_largest_known_does_not_leave_room_for_is_measured() -> None:
-    """A short sample is not refused for the longest of those before."""
-    waiting = Waiting()
-    for shape in range(_SHAPES):
-        waiting.of(str(shape), lambda: 4.0, lambda _: True)
-    measured: list[str] = []
-
-    def measure() -> float:
-        measured.append("measured")
-        return 1.0
-
-    assert waiting.of("another", measure, lambda each: each <= 4) == 4.0
-    assert measured == []
-    assert waiting.of("another", measure, lambda each: each <= 2) == 1.0
-    assert measured == ["measured"]
-    assert waiting.of("another", measure, lambda each: each <= 4) == 1.0
 
 
 @pytest.mark.parametrize("norm", [Renewing, nn.BatchNorm1d])

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 
 from bigbatch.errors import LossError
-from bigbatch.lockstep.activations import refuse_meeting_while_recomputing
+from bigbatch.lockstep.recompute import refuse_meeting_while_recomputing
 from bigbatch.lockstep.threads import Worker
 
 Result = TypeVar("Result")
