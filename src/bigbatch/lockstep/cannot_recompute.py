@@ -1,6 +1,6 @@
 """Why a model cannot run a second time in backward, or may not."""
 
-from bigbatch.errors import LossError
+from bigbatch.errors import ConfigurationError, LossError
 
 _KEEP = 'Options(activations="keep"), or "offload"'
 
@@ -26,3 +26,7 @@ class CannotRecompute(LossError):
             "one call",
             "model(x, condition), an argument of the call",
         )
+
+
+class MeetsInside(CannotRecompute, ConfigurationError):
+    """Micro-batches meet inside of a model that is to be recomputed."""

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from bigbatch.batch.tree import PLAIN, apart, leaves, mapped
-from bigbatch.lockstep.cannot_recompute import CannotRecompute
+from bigbatch.lockstep.cannot_recompute import CannotRecompute, MeetsInside
 from bigbatch.lockstep.model_state import Attributes, FoundState, Place
 from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.threads import Worker, current
@@ -55,8 +55,9 @@ class Recompute:
         """Inside, calls of models, and those of their children that are called without them, are recomputed."""
         with ExitStack() as stack:
             for model in models:
-                for each in (model, *_children(model)):
-                    stack.enter_context(_replaced(each, self))
+                stack.enter_context(_replaced(model, self, is_whole=True))
+                for child in _children(model):
+                    stack.enter_context(_replaced(child, self, is_whole=False))
             yield
 
     def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Arguments) -> Any:
@@ -203,14 +204,16 @@ class _Again(torch.autograd.Function):
 class _Forward:
     """Stands in a model's place for its forward while a window runs."""
 
-    def __init__(self, model: nn.Module, plain: Callable[..., Any], recompute: Recompute) -> None:
-        self._model, self._plain, self._recompute = model, plain, recompute
+    def __init__(self, model: nn.Module, plain: Callable[..., Any], recompute: Recompute, *, is_whole: bool) -> None:
+        self._model, self._plain, self._recompute, self._is_whole = model, plain, recompute, is_whole
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
         worker = current()
         # In backward it is a part of a second run, perhaps of a checkpoint that is inside of the model.
         is_part = worker is not None and (worker.round.is_recomputing or worker.round.is_backward)
         if worker is None or is_part or not torch.is_grad_enabled():
+            return self._plain(*positional, **named)
+        if worker.meetings and not self._is_whole:  # a layer of the loss, whose terms are read through it
             return self._plain(*positional, **named)
         return self._recompute.call(self._model, self._plain, worker, (positional, named))
 
@@ -230,26 +233,29 @@ def refuse_meeting_while_recomputing(round_: Round, name: str) -> None:
             f'activations="recompute" runs the model again one micro-batch at a time, and this model has {name} '
             "inside, where micro-batches meet: all of them would have to be kept at once."
         )
-        raise CannotRecompute(msg, fix='Options(activations="offload"), which keeps them in host memory, or "keep"')
+        raise MeetsInside(msg, fix='Options(activations="offload"), which keeps them in host memory, or "keep"')
 
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that a model's own methods call; lists of modules are called one by one."""
+    """Yield the modules that a model's own methods call; lists of modules are called one by one.
+
+    Not those without parameters: they may be losses, which are read.
+    """
     for child in model.children():
         if type(child).forward is nn.Module.forward:
             yield from _children(child)
-        elif not isinstance(child, torch.jit.ScriptModule):
+        elif not isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
             yield child
 
 
 @contextmanager
-def _replaced(model: nn.Module, recompute: Recompute) -> Iterator[None]:
+def _replaced(model: nn.Module, recompute: Recompute, *, is_whole: bool) -> Iterator[None]:
     plain: Callable[..., Any] = model.forward
     was_set = "forward" in vars(model)
     if isinstance(plain, _Forward):  # a child of two models
         yield
         return
-    model.forward = _Forward(model, plain, recompute)
+    model.forward = _Forward(model, plain, recompute, is_whole=is_whole)
     try:
         yield
     finally:
