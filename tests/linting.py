@@ -2,9 +2,9 @@
 
 import textwrap
 
-from bigbatch.lint.checking import check
-from bigbatch.lint.finding import Finding
-from bigbatch.lint.sources import read_source
+from bigbatch_lint.check import check
+from bigbatch_lint.finding import Finding
+from bigbatch_lint.source import read_source
 
 HEAD = """\
 import torch

@@ -99,6 +99,7 @@ class Interpreter(Expressions):
                     self.assign(each, self._part(value, number, len(target.elts), dotted(each)), env, source)
             return
         text = dotted(target)
+        value = self._kept_sum(target, text, value, source)
         if isinstance(target, ast.Attribute) and self._assign_attribute(target, text, value, env, source):
             return
         if isinstance(target, ast.Subscript):
@@ -108,8 +109,7 @@ class Interpreter(Expressions):
         if text:
             self._learn_steps(text, value)
             scope = env.holder(text) if text in self.globals else None
-            kept = self._kept_sum(target, text, value, source)
-            (scope if scope is not None else env)[text] = self.named(text, kept)
+            (scope if scope is not None else env)[text] = self.named(text, value)
 
     def _learn_steps(self, text: str, value: object) -> None:
         """Take a computed number for the length of a window, where the file has no other."""
@@ -171,12 +171,13 @@ class Interpreter(Expressions):
 
     def _kept_sum(self, target: ast.AST, text: str, value: object, source: ast.expr | None) -> object:
         """Note `total = total + loss`, which keeps the graph of every loss."""
-        if not (isinstance(value, Loss) and value.live and isinstance(source, ast.BinOp)):
+        if not (isinstance(value, Loss) and value.live and isinstance(source, (ast.BinOp, ast.IfExp)) and text):
             return value
-        if not isinstance(source.op, ast.Add):
-            return value
-        names = [dotted(each) for each in ast.walk(source) if dotted(each)]
-        return self._keep(target, text, value) if text in names and set(names) != {text} else value
+        for part in [source.body, source.orelse] if isinstance(source, ast.IfExp) else [source]:
+            names = {dotted(each) for each in ast.walk(part)} - {""}
+            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) and text in names and names != {text}:
+                return self._keep(target, text, value)
+        return value
 
     def _keep(self, node: ast.AST, text: str, loss: Loss) -> Loss:
         self.emit(Event(Kind.KEEP, node, loss=loss, subject=text))

@@ -340,10 +340,9 @@ def _after_step(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
     Shape.ACCUMULATING,
 )
 def _clip(loop: TrainingLoop) -> Iterator[Hit]:
-    often = list(_too_early(loop, Kind.CLIP)) if loop.shape is Shape.ACCUMULATING else []
+    often = [event for event in _too_early(loop, Kind.CLIP) if event in loop.within]
     for event in often:
-        if event in loop.within:
-            yield Hit(event.node, "partial sums are clipped with every micro-batch, not the window's gradient once")
+        yield Hit(event.node, "partial sums are clipped with every micro-batch, not the window's gradient once")
     nodes = {event.node for event in often}
     for event in _after_step(loop, Kind.CLIP):
         if event.node not in nodes:
@@ -362,7 +361,7 @@ def _clip(loop: TrainingLoop) -> Iterator[Hit]:
     Shape.ACCUMULATING,
 )
 def _unscale(loop: TrainingLoop) -> Iterator[Hit]:
-    often = list(_too_early(loop, Kind.UNSCALE)) if loop.shape is Shape.ACCUMULATING else []
+    often = [event for event in _too_early(loop, Kind.UNSCALE) if event in loop.within]
     for event in often:
         yield Hit(event.node, "gradients are unscaled with every micro-batch: what is added later is still scaled")
     for event in _after_step(loop, Kind.UNSCALE):
@@ -402,7 +401,7 @@ def _repeated(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
             yield found[0]
         return
     for window in loop.windows:
-        if window.size > 1 and len({e.place for e in window.noted[kind]}) > 1:
+        if window.size > 1 and len({loop.round_of(event) for event in window.noted[kind]}) > 1:
             yield window.noted[kind][0]
             return
 

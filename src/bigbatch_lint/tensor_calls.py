@@ -159,6 +159,9 @@ def _shorter(_: Machine, call: Call) -> object:
 
 @_TABLE.on("get items values keys")
 def _of_dict(_: Machine, call: Call) -> object:
+    if isinstance(call.receiver, Loss) and not call.args:
+        values = call.receiver.part(call.name)
+        return [(Opaque(is_setting=False), values)] if call.name == "items" else [values]
     if not isinstance(call.receiver, dict):
         return UNKNOWN
     if call.name == "get":
@@ -192,7 +195,8 @@ def _len(machine: Machine, call: Call) -> object:
     text = dotted(call.node.args[0]) if call.node.args else ""
     if isinstance(call.first, (Opaque, Loss)) and _LOADERS.search(text):
         return machine.length
-    if PIECES.search(last_part(text)) and not isinstance(call.first, Loss) and not text.endswith("batch"):
+    several = not isinstance(call.first, Loss) or "window" in text
+    if PIECES.search(last_part(text)) and several and not text.endswith("batch"):
         return machine.steps
     return Opaque(f"len({text})", is_setting=not machine.varies(call.node))
 

@@ -114,6 +114,10 @@ class TrainingLoop:
         """Return what happened in the loop."""
         return [event for event in self.inside if event.kind in kinds]
 
+    def round_of(self, event: Event) -> int | None:
+        """Return the number of the loop's round in which something happened; None outside."""
+        return next((each.number for each in event.rounds if each.loop is self.node), None)
+
     def everywhere(self, *kinds: Kind) -> list[Event]:
         """Return what happened in the loop and around it."""
         return [event for event in self.events if event.kind in kinds]
@@ -186,7 +190,8 @@ class TrainingLoop:
 
     def _steps_each(self) -> bool:
         outside = self.divides and not self.has_framework and not self.module.words & _ACCUMULATING
-        if not (self.is_announced or outside) or any(window.size > 1 for window in self.windows):
+        unprepared = self.has_framework and any(window.step.is_prepared is False for window in self.windows)
+        if not (self.is_announced or outside or unprepared) or any(window.size > 1 for window in self.windows):
             return False
         rounds = {(each.number, each.passage) for event in self.backwards for each in event.rounds}
         return len(self.steps_inside) >= max(2, _MOST * min(len(rounds), rounds_in(self.backwards)))
