@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Grid, show
-from bigbatch.lint.checking import check
-from bigbatch.lint.finding import Finding
-from bigbatch.lint.rules import RULES
-from bigbatch.lint.sources import Source, read_source
+from bigbatch_lint.check import check
+from bigbatch_lint.finding import Finding
+from bigbatch_lint.rules import RULES
+from bigbatch_lint.source import Source, read_source
 
 CORPUS = Path(__file__).parent.parent / "tests" / "lint_corpus"
 _LABEL = re.compile(r"#\s*(expect|expect-file|allow-file):\s*((?:BB\d{3}[,\s]*)+)")

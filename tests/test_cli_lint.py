@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
-from bigbatch.lint import linting
-from bigbatch.lint.checking import check
-from bigbatch.lint.finding import Finding
-from bigbatch.lint.rules import RULES
-from bigbatch.lint.sources import Source
+from bigbatch_lint import runner as linting
+from bigbatch_lint.check import check
+from bigbatch_lint.finding import Finding
+from bigbatch_lint.rules import RULES
+from bigbatch_lint.source import Source
 
 LOOP = """\
 for x, y in loader:
@@ -161,7 +161,7 @@ def test_explain_every_rule() -> None:
         (["gone.py"], "error: there is no file or folder gone.py"),
         (["--select", "E501", "."], "error: no rule's code begins with 'E501'."),
         (["--explain", "BB999"], "error: there is no rule BB999"),
-        (["--format", "xml"], "error: Invalid value"),
+        (["--format", "xml"], "error: argument --format: invalid choice"),
         (["--json", "--format", "text"], "error: --json and --format text ask for different things"),
         (["--format", "github", "--json"], "hint: Leave one of them out."),
     ],

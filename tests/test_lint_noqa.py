@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bigbatch.lint.checking import check
-from bigbatch.lint.sources import read_source
+from bigbatch_lint.check import check
+from bigbatch_lint.source import read_source
 from tests.linting import codes
 
 LOOP = """\

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lint_consequences import MISTAKES, cost
-from bigbatch.lint.checking import check
-from bigbatch.lint.pages import page_of
-from bigbatch.lint.rules import RULES
-from bigbatch.lint.sources import read_source
+from bigbatch_lint.check import check
+from bigbatch_lint.cli import _page as page_of
+from bigbatch_lint.rules import RULES
+from bigbatch_lint.source import read_source
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)

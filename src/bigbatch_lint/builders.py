@@ -18,7 +18,9 @@ _BY_NAME = ((Role.OPTIMIZER, OPTIMIZERS), (Role.SCHEDULER, SCHEDULERS), (Role.MO
 
 def build(machine: Machine, call: Call) -> object:
     """Handle a call that makes something."""
-    if call.words and any(word.arg in _ENDLESS and call.constant(word.arg or "") is True for word in call.node.keywords):
+    if call.words and any(
+        word.arg in _ENDLESS and call.constant(word.arg or "") is True for word in call.node.keywords
+    ):
         return Items(None, batch, "endless")
     found = _TABLE(machine, call)
     if found is not UNKNOWN:
@@ -212,4 +214,6 @@ def _batched(machine: Machine, call: Call) -> object:
 def _pieces(machine: Machine, call: Call) -> object:
     given = next((each for each in call.args if isinstance(each, int)), machine.steps)
     count = given if call.name in {"chunk", "tensor_split", "array_split"} else machine.steps
-    return Items(count if count <= _LONGEST_LIST else machine.steps, lambda k: new_loss(("piece", id(call), k)), "pieces")
+    return Items(
+        count if count <= _LONGEST_LIST else machine.steps, lambda k: new_loss(("piece", id(call), k)), "pieces"
+    )

@@ -115,5 +115,3 @@ def _of_elsewhere(machine: Machine, this: Call) -> object:
     told = any(announces_steps(dotted(each)) for each in this.node.args) or any(map(announces_steps, this.words))
     loss = new_loss(id(this.node))
     return loss.unknown_weight() if hidden or told else loss
-
-

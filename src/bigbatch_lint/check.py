@@ -34,9 +34,7 @@ def _finding(source: Source, code: str, hit: Hit) -> Finding:
     last = _last_line(source, hit.node)
     cell, line = source.place(first)
     end = line + last - first
-    return Finding(
-        source.path, cell, line, column, code, rule.slug, rule.severity, hit.message, rule.remedy, end
-    )
+    return Finding(source.path, cell, line, column, code, rule.slug, rule.severity, hit.message, rule.remedy, end)
 
 
 def _last_line(source: Source, node: ast.AST) -> int:

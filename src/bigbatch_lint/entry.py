@@ -46,7 +46,12 @@ def _run(module: Module, *, settings: bool) -> tuple[Interpreter, list[tuple[str
 
 
 def _hits(machine: Interpreter) -> list[tuple[str, Hit]]:
-    return [hit for events in _stories(machine) for loop in training_loops(events, machine.module, machine.steps) for hit in hits_of(loop)]
+    return [
+        hit
+        for events in _stories(machine)
+        for loop in training_loops(events, machine.module, machine.steps)
+        for hit in hits_of(loop)
+    ]
 
 
 def _stories(machine: Interpreter) -> Iterator[list[Event]]:

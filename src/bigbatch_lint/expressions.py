@@ -236,6 +236,8 @@ class Expressions(Machine):
         last = self._is_last_round(node, op, left, right)
         if last is not None:
             return last
+        if isinstance(left, Opaque) and left.is_remainder:
+            return Opaque(is_setting=False, is_remainder=isinstance(op, ast.Eq))
         varies = self.varies(node) or isinstance(left, Loss) or isinstance(right, Loss)
         return Opaque(self.module.text(node), is_setting=not varies)
 
@@ -271,7 +273,7 @@ class Expressions(Machine):
         found = []
         trains = node.elt in self.module.trains
         self.passages[node] = passage = self.passages.get(node, 0) + 1
-        for number in range(min(items.length or 1, 64) if whole else min(items.length or 1, 1)):
+        for number in range(min(1 if items.length is None else items.length, 64 if whole else 1)):
             if trains:
                 self.rounds.append(Round(node, number, passage, is_micro=True, total=items.length, kind=items.kind))
             self.assign(head.target, items.item(number), inner, None)

@@ -252,12 +252,12 @@ class Interpreter(Expressions):
         if items.kind == "range" and length == self.steps and self._counts_otherwise(node.iter):
             length = self.length
         if node not in self.module.trains:
-            return range(min(length or 1, 1 if items.kind == "loader" else 3)), False
+            return range(min(1 if length is None else length, 1 if items.kind == "loader" else 3)), False
         if self._holds_loop(node) and items.kind in {"loader", "endless", "range", "list", "batched"}:
-            return range(min(length or _EPOCHS, 3 if items.kind == "batched" else _EPOCHS)), False
+            return range(min(_EPOCHS if length is None else length, 3 if items.kind == "batched" else _EPOCHS)), False
         target = node.target.id if isinstance(node.target, ast.Name) else ""
         if is_loss(target) and not self._holds_loop(node):
-            return range(min(length or 2, 2)), False
+            return range(min(2 if length is None else length, 2)), False
         if length is None:
             return range(2 * self.steps + 1), target not in _PARTS
         return self._whole_windows(length), target not in _PARTS
@@ -437,5 +437,3 @@ def _names_in(target: ast.expr) -> Iterator[str]:
         text = dotted(each)
         if text:
             yield text
-
-

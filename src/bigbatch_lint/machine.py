@@ -161,7 +161,6 @@ class Machine:
 
     def _unknown_items(self, value: object, node: ast.expr, text: str) -> Items:
 
-
         name = last_part(dotted(node))
         if ENDLESS.search(text):
             return Items(None, lambda k: new_loss(("batch", k)), "endless", text)

@@ -161,7 +161,11 @@ class Module:
         return trains, holds
 
     def _climb(
-        self, node: ast.AST, inside: bool, trains: set[ast.AST], holds: set[ast.AST]  # noqa: FBT001
+        self,
+        node: ast.AST,
+        inside: bool,
+        trains: set[ast.AST],
+        holds: set[ast.AST],  # noqa: FBT001
     ) -> Iterator[tuple[str, bool]]:
         """Mark everything around a call; yield the functions it is in, and whether in a loop there."""
         at: ast.AST | None = node

@@ -434,9 +434,7 @@ def _is_distributed(module: Module) -> bool:
     return False
 
 
-@_rule(
-    "BB402", "no-sync-around-backward-only", Severity.ERROR, "put the forward into the same no_sync block"
-)
+@_rule("BB402", "no-sync-around-backward-only", Severity.ERROR, "put the forward into the same no_sync block")
 def _around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
     forwards: dict[tuple[int, ...], list[Event]] = {}
     for event in loop.inside:

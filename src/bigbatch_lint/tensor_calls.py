@@ -183,7 +183,9 @@ def _number(machine: Machine, call: Call) -> object:
         return Opaque(is_setting=False), Opaque(is_setting=False, is_remainder=True)
     if isinstance(call.first, Loss):
         return call.first.detached()
-    return call.first if call.name in {"float", "int", "bool", "abs"} else Opaque(is_setting=not machine.varies(call.node))
+    return (
+        call.first if call.name in {"float", "int", "bool", "abs"} else Opaque(is_setting=not machine.varies(call.node))
+    )
 
 
 @_TABLE.on("len")

@@ -107,7 +107,9 @@ class TrainingLoop:
         """Tell whether one of several optimizers is cleared that does not step here."""
         if zero.subject in self.stepped or not self.stepped:
             return False
-        others = role_of(zero.subject) is Role.OPTIMIZER and any(each.subject in self.stepped for each in self.of(Kind.ZERO))
+        others = role_of(zero.subject) is Role.OPTIMIZER and any(
+            each.subject in self.stepped for each in self.of(Kind.ZERO)
+        )
         return others or (len(self.stepped) > 1 and zero in self.within)
 
     def of(self, *kinds: Kind) -> list[Event]:
