@@ -1,6 +1,7 @@
 """Whether a file's models normalize by batch statistics while they are trained."""
 
 import ast
+from functools import lru_cache
 
 from bigbatch_lint.module import Module
 from bigbatch_lint.names import BATCH_NORMS, NORMED_NETWORKS, dotted
@@ -16,7 +17,8 @@ _REPLACED = {
 }
 
 
-def brings_batch_norm(module: Module, models: set[str]) -> ast.Call | None:
+@lru_cache(maxsize=8)  # asked for each loop of a file
+def brings_batch_norm(module: Module, models: frozenset[str]) -> ast.Call | None:
     """Return the first layer or network with BatchNorm; None where it is replaced, frozen or in evaluation mode."""
     modes = {dotted(call.func) for call in module.calls if isinstance(call.func, ast.Attribute)}
     evaluated = {mode[: -len(".eval")] for mode in modes if mode.endswith(".eval")}

@@ -164,7 +164,7 @@ def _zip(machine: Machine, call: Call) -> object:
     known = [each for each in parts if each.length is not None]
     sure = [each for each in known if each.kind != "loader" or len(parts) == 1] or known
     shortest = min(sure, key=lambda each: each.length or 0, default=None)
-    kind = next((each.kind for each in parts if each.kind != "range"), "range")
+    kind = next((each.kind for each in known if each.kind != "range"), "range" if known else "endless")
     length, is_known = (shortest.length, shortest.is_known) if shortest is not None else (None, False)
     return Items(length, lambda k: tuple(each.item(k) for each in parts), kind, is_known=is_known)
 

@@ -192,7 +192,8 @@ class Interpreter(Expressions):
         if answer and any(isinstance(each, ast.Raise) for each in node.body) and _asks_for_remainder(node.test):
             raise WindowsAreWhole
         # What nobody can know is left out, with all that depends on it.
-        self.guards.append(node if self.rounds and self.varies(node.test) else None)
+        computed = isinstance(value, bool) or self.varies(node.test)
+        self.guards.append(node if self.rounds and computed else None)
         try:
             self.run(node.body if answer else node.orelse, env)
         finally:

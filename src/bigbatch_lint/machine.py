@@ -155,7 +155,7 @@ class Machine:
             return value
         if isinstance(value, (list, tuple, dict, str)):
             listed = list(value)
-            return Items(len(listed), lambda k: listed[k], "list", is_known=True)
+            return Items(len(listed), lambda k: listed[k] if k < len(listed) else Opaque(is_setting=False), "list", is_known=True)
         text = self.module.text(node)
         return self._unknown_items(value, node, text)
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 from bigbatch_lint.batch_norm import brings_batch_norm
 from bigbatch_lint.module import Module
@@ -421,6 +422,7 @@ def _without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
         )
 
 
+@lru_cache(maxsize=8)  # asked for each loop of a file
 def _is_distributed(module: Module) -> bool:
     """Tell whether a model is wrapped for data-parallel training with one process per device."""
     for call in module.calls:
@@ -480,7 +482,7 @@ def _keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
 def _batch_norm(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.has_framework and not (loop.is_announced or loop.divides):
         return  # nobody said that there is more than one micro-batch to a window
-    models = {event.subject for event in loop.of(Kind.FORWARD)}
+    models = frozenset(event.subject for event in loop.of(Kind.FORWARD))
     call = brings_batch_norm(loop.module, models)
     if call is not None:
         yield Hit(
