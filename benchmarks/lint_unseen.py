@@ -43,7 +43,6 @@ def is_set_aside(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % 2 == 1
 
 
-
 def grid() -> Grid:
     """Return the table."""
     header = ("", "date", "scripts", "of them wrong", "labelled", "found", "false alarms", "precision", "recall")

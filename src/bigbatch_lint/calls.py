@@ -3,8 +3,8 @@
 import ast
 import re
 
-from bigbatch_lint.call import UNKNOWN, Call
 from bigbatch_lint.builders import build
+from bigbatch_lint.call import UNKNOWN, Call
 from bigbatch_lint.machine import Machine
 from bigbatch_lint.names import Role, announces_steps, dotted
 from bigbatch_lint.tensor_calls import of_tensor

@@ -41,7 +41,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(program: str) -> argparse.ArgumentParser:
     """Return the options."""
-    options = _Parser(program, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
+    plain = argparse.RawDescriptionHelpFormatter
+    options = _Parser(program, description=DESCRIPTION, formatter_class=plain, allow_abbrev=False)
     add = options.add_argument
     add("paths", nargs="*", metavar="PATH", help="Scripts, notebooks, folders; - for standard input.")
     add("--select", action="append", metavar="CODES", help="Only these rules: BB103,BB2 or ALL.")

@@ -114,7 +114,8 @@ class _Root:
         machine = self.machine
         arguments = self.node.args
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1 if self.owner is not None else 0 :]
-        attributes = {dotted(t) for n in ast.walk(self.node) for t in getattr(n, "targets", ()) if dotted(t).startswith("self.")}  # fmt: skip
+        bound = {dotted(target) for node in ast.walk(self.node) for target in getattr(node, "targets", ())}
+        attributes = {text for text in bound if text.startswith("self.")}
         machine.assigned.append({*names, *attributes})
         machine.passages[self.node] = 1
         total = machine.length if self.via is Via.LIGHTNING else None
@@ -144,7 +145,8 @@ class _Root:
         if isinstance(loss, Loss):
             returns = [each for each in ast.walk(self.node) if isinstance(each, ast.Return)]
             divides = True if self._is_divided() else None
-            self.machine.emit(Event(Kind.BACKWARD, returns[-1] if returns else self.node, loss=loss, via=self.via, divides=divides))  # fmt: skip
+            node = returns[-1] if returns else self.node
+            self.machine.emit(Event(Kind.BACKWARD, node, loss=loss, via=self.via, divides=divides))
 
     def _is_divided(self) -> bool:
         if self.via is Via.LIGHTNING:
@@ -165,7 +167,7 @@ def _is_manual(cls: ast.ClassDef) -> bool:
 def trainer_divides(module: Module) -> bool:
     """Tell whether Hugging Face's Trainer is certain to divide a loss by its number of steps.
 
-    It does not where a model's forward takes loss arguments, as those of its own language models do. So one case alone is
+    It does not where a model's forward takes loss arguments, as those of its own language models do. So one case is
     sure: the model is a class of the file, and its forward takes no `**kwargs`.
     """
     if (module.words | module.keywords) & _SAYS_OTHERWISE:

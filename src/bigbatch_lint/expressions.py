@@ -38,7 +38,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[object, object], object]] = {
     ast.BitXor: operator.xor,
     ast.RShift: operator.rshift,
 }
-_COMPARISONS: dict[type[ast.cmpop], Callable[[object, object], object]] = {
+_COMPARISONS: dict[type[ast.cmpop], Callable[..., object]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -190,7 +190,7 @@ class Expressions(Machine):
             answer = self.truth(value, node.operand)
             return Opaque(is_setting=False) if answer is None else not answer
         if isinstance(value, NUMBERS):
-            return -value if isinstance(node.op, ast.USub) else ~value if isinstance(node.op, ast.Invert) and isinstance(value, int) else value  # fmt: skip
+            return -value if isinstance(node.op, ast.USub) else value
         return value
 
     def _and_or(self, node: ast.BoolOp, env: Environment) -> object:
@@ -221,7 +221,9 @@ class Expressions(Machine):
             left = right
         return result
 
-    def _comparison(self, node: ast.Compare, op: ast.cmpop, left: object, right: object) -> object:
+    def _comparison(  # noqa: PLR0911 - one kind of question after the other
+        self, node: ast.Compare, op: ast.cmpop, left: object, right: object
+    ) -> object:
         if isinstance(left, PLAIN) and isinstance(right, PLAIN) and type(op) in _COMPARISONS:
             try:
                 return bool(_COMPARISONS[type(op)](left, right))
@@ -295,7 +297,7 @@ class Expressions(Machine):
         left, right = self.evaluate(node.left, env), self.evaluate(node.right, env)
         return self.combine(node, node.op, (left, node.left), (right, node.right))
 
-    def combine(
+    def combine(  # noqa: PLR0911 - one kind of values after the other
         self, node: ast.AST, op: ast.operator, first: tuple[object, ast.expr], second: tuple[object, ast.expr]
     ) -> object:
         """Return what an operator makes of two values, each given with its expression."""

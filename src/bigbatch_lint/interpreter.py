@@ -115,10 +115,10 @@ class Interpreter(Expressions):
         """Take a computed number for the length of a window, where the file has no other."""
         name = last_part(text)
         moduli = self.module.moduli
-        if self.module.is_guess and (name in moduli if moduli else counts_steps(name)):
-            if type(value) is int and 1 < value <= LONGEST_WINDOW:
-                self.length = max(1, self.length * value // self.steps)
-                self.steps = value
+        meant = self.module.is_guess and (name in moduli if moduli else counts_steps(name))
+        if meant and type(value) is int and 1 < value <= LONGEST_WINDOW:
+            self.length = max(1, self.length * value // self.steps)
+            self.steps = value
 
     def _part(self, value: object, number: int, count: int, name: str) -> object:
         """Return one item of what is unpacked."""
@@ -206,7 +206,7 @@ class Interpreter(Expressions):
     def _match(self, node: ast.Match, env: Environment) -> None:
         subject = self.evaluate(node.subject, env)
         for case in node.cases:
-            fits = self._fits(case.pattern, subject, env)
+            fits: bool | None = self._fits(case.pattern, subject, env)
             if fits and case.guard is not None:
                 fits = self.truth(self.evaluate(case.guard, env), case.guard)
             if fits:
@@ -229,7 +229,7 @@ class Interpreter(Expressions):
         if isinstance(pattern, ast.MatchSequence):
             same = isinstance(subject, (tuple, list)) and len(subject) == len(pattern.patterns)
             pairs = zip(pattern.patterns, subject, strict=True) if same and isinstance(subject, (tuple, list)) else ()
-            return same and all([self._fits(each, value, env) for each, value in pairs])
+            return same and all(self._fits(each, value, env) for each, value in pairs)
         if isinstance(pattern, (ast.MatchValue, ast.MatchSingleton)):
             value = self.evaluate(pattern.value, env) if isinstance(pattern, ast.MatchValue) else pattern.value
             return isinstance(subject, PLAIN) and isinstance(value, PLAIN) and subject == value

@@ -1,16 +1,13 @@
 """The state of one run of a file's skeleton: what is bound, what is around, what has happened."""
 
 import ast
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from bigbatch_lint.module import Module
 from bigbatch_lint.names import ENDLESS, PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of
 from bigbatch_lint.trace import Event, Kind, Round
 from bigbatch_lint.values import Class, Environment, Function, Instance, Items, Loss, Nothing, Opaque, new_loss
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 _BUDGET = 150_000  # statements
 _HELD_BACK = {Kind.STEP, Kind.ZERO, Kind.SCHEDULER}  # by Accelerate, until its window is full
@@ -69,7 +66,7 @@ class Machine:
         """Compute an expression."""
         raise NotImplementedError
 
-    def call_function(self, function: Function, args: "Sequence[object]", words: "Mapping[str, object]") -> object:
+    def call_function(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> object:
         """Run a function of the file."""
         raise NotImplementedError
 
@@ -155,7 +152,9 @@ class Machine:
             return value
         if isinstance(value, (list, tuple, dict, str)):
             listed = list(value)
-            return Items(len(listed), lambda k: listed[k] if k < len(listed) else Opaque(is_setting=False), "list", is_known=True)
+            return Items(
+                len(listed), lambda k: listed[k] if k < len(listed) else Opaque(is_setting=False), "list", is_known=True
+            )
         text = self.module.text(node)
         return self._unknown_items(value, node, text)
 
@@ -164,10 +163,7 @@ class Machine:
         name = last_part(dotted(node))
         if ENDLESS.search(text):
             return Items(None, lambda k: new_loss(("batch", k)), "endless", text)
-        if isinstance(value, Loss):
-            item = lambda k: new_loss((text, k))  # noqa: E731
-        else:
-            item = batch
+        item: Callable[[int], object] = (lambda k: new_loss((text, k))) if isinstance(value, Loss) else batch
         if PIECES.search(name) and dotted(node):
             return Items(self.steps, item, "pieces", text)
         return Items(self.length, item, "loader", text)

@@ -1,4 +1,4 @@
-"""One look over a file's syntax tree: imports, classes, functions, calls, which parts train, and how long a window is."""
+"""One look over a syntax tree: imports, classes, functions, calls, which parts train, and how long a window is."""
 
 import ast
 import re
@@ -10,11 +10,13 @@ from bigbatch_lint.names import PADDED_MODELS, PADDERS, Role, announces_steps, c
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 _OTHER_LIBRARIES = {"paddle", "tensorflow", "jax", "mindspore", "mxnet", "tinygrad"}
 _NO_BOUNDARY = re.compile(r"last|len|num_b|total|max|end|epoch")
 _HARMLESS = {
     *"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split(),
 }
+_IGNORED = 100  # negative: what torch leaves out of a cross-entropy by default
 _UPDATES = {"step", "zero_grad"}
 _TORCH_METHODS = {"train", "step", "update"}
 LONGEST_WINDOW = 64  # more is a batch size
@@ -29,7 +31,7 @@ class Module:
         self.nodes: list[ast.AST] = [tree]
         self.imports: dict[str, str] = {}
         self.classes: dict[str, ast.ClassDef] = {}
-        self.functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+        self.functions: list[FunctionDef] = []
         self.calls: list[ast.Call] = []
         self.words: set[str] = set()
         self.keywords: set[str] = set()
@@ -82,7 +84,8 @@ class Module:
     @cached_property
     def ignores_targets(self) -> bool:
         """Tell whether some targets are marked to be left out."""
-        return any(isinstance(n, ast.UnaryOp) and isinstance(n.operand, ast.Constant) and n.operand.value == 100 for n in self.nodes)  # fmt: skip
+        negative = [n.operand for n in self.nodes if isinstance(n, ast.UnaryOp)]
+        return any(isinstance(n, ast.Constant) and n.value == _IGNORED for n in negative)
 
     @cached_property
     def pads_models(self) -> bool:
@@ -100,7 +103,7 @@ class Module:
         first, dot, rest = text.partition(".")
         return self.imports.get(first, first) + dot + rest
 
-    def method(self, cls: ast.ClassDef, name: str, seen: tuple[str, ...] = ()) -> ast.FunctionDef | ast.AsyncFunctionDef | None:  # fmt: skip
+    def method(self, cls: ast.ClassDef, name: str, seen: tuple[str, ...] = ()) -> FunctionDef | None:
         """Return a method of a class or of its bases in this file."""
         for each in cls.body:
             if isinstance(each, FUNCTIONS) and each.name == name:
@@ -163,9 +166,9 @@ class Module:
     def _climb(
         self,
         node: ast.AST,
-        inside: bool,
+        inside: bool,  # noqa: FBT001 - part of a tuple
         trains: set[ast.AST],
-        holds: set[ast.AST],  # noqa: FBT001
+        holds: set[ast.AST],
     ) -> Iterator[tuple[str, bool]]:
         """Mark everything around a call; yield the functions it is in, and whether in a loop there."""
         at: ast.AST | None = node

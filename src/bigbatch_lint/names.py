@@ -36,7 +36,8 @@ _MASKS = re.compile(r"mask|(^|_)valid($|_)|not_?pad|non_?pad|(^|_)keep($|_)", re
 _KEYS = re.compile(r"(^|\.)(batch|data|inputs?|samples?|items?|examples?|mb|micro_?batch)\w*\[['\"](\w+)['\"]\]$")
 PADDED_MODELS = re.compile(r"For(CausalLM|ConditionalGeneration|Seq2SeqLM|MaskedLM|TokenClassification)$|LMHeadModel$")
 PADDERS = frozenset(
-    "pad_token pad_token_id DataCollatorForSeq2Seq DataCollatorWithPadding pad_sequence DataCollatorForLanguageModeling".split()
+    "pad_token pad_token_id pad_sequence DataCollatorForSeq2Seq DataCollatorWithPadding "
+    "DataCollatorForLanguageModeling".split()
 )
 BATCH_NORMS = re.compile(r"^(Sync|Lazy)?BatchNorm([123]d)?$")
 NORMED_NETWORKS = re.compile(

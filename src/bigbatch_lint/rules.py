@@ -99,7 +99,10 @@ def _zero_inside(loop: TrainingLoop) -> Iterator[Hit]:
 )
 def _step_each(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.is_announced:
-        why = f"the optimizer steps with every micro-batch, though a window of {loop.steps_text} is announced: nothing is accumulated"
+        why = (
+            f"the optimizer steps with every micro-batch, though a window of {loop.steps_text} is announced: "
+            "nothing is accumulated"
+        )
     else:
         why = (
             f"the optimizer steps with every micro-batch, with gradients divided by {loop.steps}: "
@@ -234,10 +237,12 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
             often = "only outside the loop" if loop.is_cleared and not cleared else "never"
             yield Hit(step.node, f"gradients are {often} cleared: every step also takes those of all steps before")
     after = [each.step for each in loop.windows if not each.is_inside and loop.steps_inside]
-    if zeros and after and loop.passes > 1 and loop.shape is Shape.ACCUMULATING:
-        if all(event in loop.within for event in loop.everywhere(Kind.ZERO)):
-            why = "the leftover's gradients are not cleared after their step: the next epoch's first window holds them too"
-            yield Hit(after[0].node, why)
+    only_inside = all(event in loop.within for event in loop.everywhere(Kind.ZERO))
+    if zeros and after and only_inside and loop.passes > 1 and loop.shape is Shape.ACCUMULATING:
+        yield Hit(
+            after[0].node,
+            "the leftover's gradients are not cleared after their step: the next epoch's first window holds them too",
+        )
 
 
 # BB2: the weights.
@@ -256,7 +261,8 @@ def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
         text = loop.steps_text
         yield Hit(
             window.backwards[0].node,
-            f"{text} losses are added up and none is divided: the gradient is {text} times that of the big batch's mean",
+            f"{text} losses are added up and none is divided: "
+            f"the gradient is {text} times that of the big batch's mean",
         )
 
 
@@ -418,7 +424,8 @@ def _without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
     if not loop.has_framework and not loop.module.words & _NO_SYNC and _is_distributed(loop.module):
         yield Hit(
             loop.backwards[0].node,
-            f"ranks exchange gradients with every micro-batch; one exchange per window of {loop.steps_text} gives the same",
+            f"ranks exchange gradients with every micro-batch; one exchange per window of {loop.steps_text} "
+            "gives the same",
         )
 
 

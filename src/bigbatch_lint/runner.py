@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bigbatch_lint.check import check
+from bigbatch_lint.config import Nearest
 from bigbatch_lint.files import EXCLUDED, files_in, is_excluded
 from bigbatch_lint.finding import Finding
-from bigbatch_lint.config import Nearest
 from bigbatch_lint.source import Source, Unreadable, read_source
 
 

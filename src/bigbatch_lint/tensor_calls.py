@@ -41,7 +41,8 @@ def _loss(machine: Machine, call: Call) -> object:
 
 
 @_TABLE.on(
-    "to half double bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long requires_grad_ expand"
+    "to half double bfloat16 clone contiguous view reshape squeeze unsqueeze flatten cuda cpu long "
+    "requires_grad_ expand"
 )
 def _same(_: Machine, call: Call) -> object:
     return call.receiver if isinstance(call.receiver, (Loss, Opaque)) else UNKNOWN

@@ -3,11 +3,10 @@
 import ast
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import Union
 
 from bigbatch_lint.names import Role
 
-FunctionNode = Union[ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda]
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 NUMBERS = (int, float)
 PLAIN = (int, float, str, bool, type(None))
 

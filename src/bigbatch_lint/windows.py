@@ -205,9 +205,8 @@ class TrainingLoop:
             return []
         each = [zero for _, zero in self.lost if zero in self.within]
         largest = max((window.size for window in self.windows), default=0)
-        if len(each) > 1 and self.windows and largest <= 1 and len(self.steps_inside) < len(self.backwards):
-            if largest:
-                return [(each[0], False)]
+        if len(each) > 1 and largest == 1 and len(self.steps_inside) < len(self.backwards):
+            return [(each[0], False)]
         empty = [window for window in self.windows if not window.backwards]
         stepped = any(window.is_inside for window in empty) or len(empty) == len(self.windows)
         zeros = [zero for lost, zero in self.lost if len(lost) > 1] or [zero for _, zero in self.lost]

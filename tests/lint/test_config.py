@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from bigbatch_lint.files import files_in
-from bigbatch_lint.runner import Choice, lint
-from bigbatch_lint.rules import REMOVED, RULES
 from bigbatch_lint.config import Nearest, SettingsError, chosen, read_settings
+from bigbatch_lint.files import files_in
+from bigbatch_lint.rules import REMOVED, RULES
+from bigbatch_lint.runner import Choice, lint
 
 LOOP = "for x in loader:\n    loss = net(x)\n    loss.backward()\n    opt.step()\n    total += loss\n"
 

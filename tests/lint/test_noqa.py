@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from benchmarks.lint_accuracy import codes
 from bigbatch_lint.check import check
 from bigbatch_lint.source import read_source
-from benchmarks.lint_accuracy import codes
 
 LOOP = """\
 for x in loader:{head}

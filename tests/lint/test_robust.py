@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.lint_accuracy import read_cases
 from bigbatch_lint.check import check
-from bigbatch_lint.runner import Choice, check_source, lint
 from bigbatch_lint.rules import RULES
+from bigbatch_lint.runner import Choice, check_source, lint
 from bigbatch_lint.source import read_source
 
 EVERYTHING = frozenset(RULES)

@@ -103,7 +103,7 @@ class DistTrainer:
         self.loader.sampler.set_epoch(n)
         last = len(self.loader) - 1
         for i, (x, y) in enumerate(self.loader):
-            self._batch(x, y, update=(i + 1) % self.accum == 0 or i == last)  # expect: BB104
+            self._batch(x, y, update=(i + 1) % self.accum == 0 or i == last)
 
 # --- fabric_ddp_sync: BB401
 import torch
