@@ -13,9 +13,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 _OTHER_LIBRARIES = {"paddle", "tensorflow", "jax", "mindspore", "mxnet", "tinygrad"}
 _NO_BOUNDARY = re.compile(r"last|len|num_b|total|max|end|epoch")
-_HARMLESS = {
-    *"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split(),
-}
+_HARMLESS = {*"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split()}
 _IGNORED = 100  # negative: what torch leaves out of a cross-entropy by default
 _UPDATES = {"step", "zero_grad"}
 _TORCH_METHODS = {"train", "step", "update"}

@@ -17,12 +17,7 @@ from bigbatch_lint.windows import Shape, TrainingLoop, Window, rounds_in, weight
 _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}
 _TORCH_CLIPS = {"", "utils", "nn", "torch", "clip_grad"}
 _WORDS = {Via.LIGHTNING: "accumulate_grad_batches", Via.TRAINER: "gradient_accumulation_steps"}
-_NAMES = {
-    Via.ACCELERATE: "Accelerate",
-    Via.LIGHTNING: "Lightning",
-    Via.TRAINER: "Trainer",
-    Via.ENGINE: "the engine",
-}
+_NAMES = {Via.ACCELERATE: "Accelerate", Via.LIGHTNING: "Lightning", Via.TRAINER: "Trainer", Via.ENGINE: "the engine"}
 # Rules of version 0.1, and what is there instead.
 REMOVED = {
     "BB305": "`bigbatch.scale_lr` changes the learning rate for a larger batch.",
@@ -90,13 +85,7 @@ def _zero_inside(loop: TrainingLoop) -> Iterator[Hit]:
             )
 
 
-@_rule(
-    "BB102",
-    "step-every-micro-batch",
-    Severity.ERROR,
-    "step and clear only when a window is complete",
-    Shape.EACH,
-)
+@_rule("BB102", "step-every-micro-batch", Severity.ERROR, "step and clear only when a window is complete", Shape.EACH)
 def _step_each(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.is_announced:
         why = (
@@ -190,12 +179,7 @@ def _rescales(loop: TrainingLoop) -> list[Event]:
     return loop.everywhere(Kind.RESCALE)
 
 
-@_rule(
-    "BB105",
-    "off-by-one-modulo",
-    Severity.ERROR,
-    "ask for (i + 1) % steps == 0, and count a round before asking",
-)
+@_rule("BB105", "off-by-one-modulo", Severity.ERROR, "ask for (i + 1) % steps == 0, and count a round before asking")
 def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
     n, spans, inside = loop.steps, loop.spans, loop.steps_inside
     if loop.has_framework or len(inside) < 2 or n < 2 or loop.kind in {"pieces", "batched"}:  # noqa: PLR2004
@@ -246,12 +230,7 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
 
 
 # BB2: the weights.
-@_rule(
-    "BB201",
-    "loss-not-scaled",
-    Severity.ERROR,
-    "divide each loss by the number of micro-batches in its window",
-)
+@_rule("BB201", "loss-not-scaled", Severity.ERROR, "divide each loss by the number of micro-batches in its window")
 def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
     if not _is_judged(loop) or loop.has_framework or loop.divides or _rescales(loop):
         return

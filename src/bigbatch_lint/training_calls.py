@@ -10,12 +10,7 @@ from bigbatch_lint.trace import Event, Kind, Via
 from bigbatch_lint.values import NUMBERS, Function, Loss, Opaque
 
 _TABLE = Table()
-_VIA = {
-    Role.SCALER: Via.SCALER,
-    Role.ACCELERATOR: Via.ACCELERATE,
-    Role.FABRIC: Via.FABRIC,
-    Role.ENGINE: Via.ENGINE,
-}
+_VIA = {Role.SCALER: Via.SCALER, Role.ACCELERATOR: Via.ACCELERATE, Role.FABRIC: Via.FABRIC, Role.ENGINE: Via.ENGINE}
 
 
 def of_training(machine: Machine, call: Call) -> object:
