@@ -4,7 +4,7 @@ import ast
 from functools import lru_cache
 
 from bigbatch_lint.module import Module
-from bigbatch_lint.names import BATCH_NORMS, NORMED_NETWORKS, dotted
+from bigbatch_lint.names import BATCH_NORMS, NORMED_NETWORKS, dotted, walk
 
 # What takes BatchNorm out of a network, or stops it from normalizing by the batch.
 _REPLACED = {
@@ -29,7 +29,7 @@ def brings_batch_norm(module: Module, models: frozenset[str]) -> ast.Call | None
         each
         for node in module.nodes
         if isinstance(node, ast.Assign) and any(dotted(target) in evaluated for target in node.targets)
-        for each in ast.walk(node.value)
+        for each in walk(node.value)
     }
     return next((call for call in module.calls if call not in frozen and _has_batch_norm(module, call)), None)
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from bigbatch_lint.interpreter import Interpreter
 from bigbatch_lint.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole
 from bigbatch_lint.module import Module
-from bigbatch_lint.names import called_name, dotted
+from bigbatch_lint.names import called_name, dotted, walk
 from bigbatch_lint.rules import Hit, hits_of
 from bigbatch_lint.trace import Event, Kind, Round, Via
 from bigbatch_lint.values import Class, Environment, Function, Instance, Loss, Opaque
@@ -114,7 +114,7 @@ class _Root:
         machine = self.machine
         arguments = self.node.args
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)][1 if self.owner is not None else 0 :]
-        bound = {dotted(target) for node in ast.walk(self.node) for target in getattr(node, "targets", ())}
+        bound = {dotted(target) for node in walk(self.node) for target in getattr(node, "targets", ())}
         attributes = {text for text in bound if text.startswith("self.")}
         machine.assigned.append({*names, *attributes})
         machine.passages[self.node] = 1
@@ -143,7 +143,7 @@ class _Root:
         loss = result[0] if isinstance(result, tuple) and result else result
         loss = loss.get("loss") if isinstance(loss, dict) else loss
         if isinstance(loss, Loss):
-            returns = [each for each in ast.walk(self.node) if isinstance(each, ast.Return)]
+            returns = [each for each in walk(self.node) if isinstance(each, ast.Return)]
             divides = True if self._is_divided() else None
             node = returns[-1] if returns else self.node
             self.machine.emit(Event(Kind.BACKWARD, node, loss=loss, via=self.via, divides=divides))
@@ -160,7 +160,7 @@ def _is_manual(cls: ast.ClassDef) -> bool:
         and any(dotted(target).endswith("automatic_optimization") for target in node.targets)
         and isinstance(node.value, ast.Constant)
         and node.value.value is False
-        for node in ast.walk(cls)
+        for node in walk(cls)
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from bigbatch_lint.calls import call
 from bigbatch_lint.machine import Machine
 from bigbatch_lint.module import Module
-from bigbatch_lint.names import LENGTHS, Role, announces_steps, dotted, is_mask_key, last_part
+from bigbatch_lint.names import LENGTHS, Role, announces_steps, children, dotted, is_mask_key, last_part
 from bigbatch_lint.trace import Round
 from bigbatch_lint.values import (
     NUMBERS,
@@ -87,7 +87,7 @@ class Expressions(Machine):
         compute = self._kinds.get(type(node))
         if compute is not None:
             return compute(node, env)
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             if isinstance(child, ast.expr):
                 self.evaluate(child, env)
         return Opaque(is_setting=not self.varies(node))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from bigbatch_lint.expressions import Expressions
 from bigbatch_lint.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole, batch
 from bigbatch_lint.module import FUNCTIONS, LONGEST_WINDOW, Module
-from bigbatch_lint.names import Role, called_name, counts_steps, dotted, is_loss, last_part
+from bigbatch_lint.names import Role, called_name, counts_steps, dotted, is_loss, last_part, walk
 from bigbatch_lint.trace import Event, Kind, Round
 from bigbatch_lint.values import NUMBERS, PLAIN, Class, Environment, Function, Instance, Items, Loss, Opaque, new_loss
 
@@ -129,7 +129,9 @@ class Interpreter(Expressions):
         else:
             found = self.unknown(name) if name else Opaque(is_setting=False)
             found = Opaque(is_setting=False) if isinstance(found, int) else found
-        return replace(found, is_setting=False) if isinstance(found, Opaque) and found.role is None else found
+        if isinstance(found, Opaque) and found.role is None and found.is_setting:
+            return replace(found, is_setting=False)
+        return found
 
     def _assign_attribute(
         self, target: ast.Attribute, text: str, value: object, env: Environment, source: ast.expr | None
@@ -174,7 +176,7 @@ class Interpreter(Expressions):
         if not (isinstance(value, Loss) and value.live and isinstance(source, (ast.BinOp, ast.IfExp)) and text):
             return value
         for part in [source.body, source.orelse] if isinstance(source, ast.IfExp) else [source]:
-            names = {dotted(each) for each in ast.walk(part)} - {""}
+            names = {dotted(each) for each in walk(part)} - {""}
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) and text in names and names != {text}:
                 return self._keep(target, text, value)
         return value
@@ -331,7 +333,7 @@ class Interpreter(Expressions):
         """Return the names that a loop binds anew."""
         found = self._known_targets.get(node)
         if found is None:
-            found = {text for each in ast.walk(node) for target in _targets_of(each) for text in _names_in(target)}
+            found = {text for each in walk(node) for target in _targets_of(each) for text in _names_in(target)}
             self._known_targets[node] = found
         return found
 
@@ -371,7 +373,7 @@ class Interpreter(Expressions):
         env = self._arguments(function, args, words)
         if isinstance(node, ast.Lambda):
             return self.evaluate(node.body, env)
-        if _is_generator(node):
+        if node in self.module.generators:
             return self._generated(node)
         self.depth += 1
         guards, self.guards = self.guards, list(self.guards)
@@ -406,7 +408,7 @@ class Interpreter(Expressions):
         return value
 
     def _generated(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Items:
-        endless = any(isinstance(n, ast.While) and getattr(n.test, "value", False) for n in ast.walk(node))
+        endless = any(isinstance(n, ast.While) and getattr(n.test, "value", False) for n in walk(node))
         if any(word in node.name for word in _CUTTERS):
             return Items(3, lambda _: Items(self.steps, batch, "pieces"), "list")
         return Items(None if endless else self.length, batch, "endless" if endless else "loader")
@@ -414,16 +416,12 @@ class Interpreter(Expressions):
 
 def _trains(node: ast.If) -> bool:
     """Tell whether a condition decides on a step or a clear."""
-    calls = [each for statement in node.body for each in ast.walk(statement) if isinstance(each, ast.Call)]
+    calls = [each for statement in node.body for each in walk(statement) if isinstance(each, ast.Call)]
     return any(called_name(each) in {"step", "zero_grad"} for each in calls)
 
 
 def _asks_for_remainder(test: ast.expr) -> bool:
-    return any(isinstance(each, ast.Mod) for each in ast.walk(test))
-
-
-def _is_generator(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(isinstance(each, (ast.Yield, ast.YieldFrom)) for each in ast.walk(node))
+    return any(isinstance(each, ast.Mod) for each in walk(test))
 
 
 def _targets_of(node: ast.AST) -> list[ast.expr]:
@@ -434,7 +432,7 @@ def _targets_of(node: ast.AST) -> list[ast.expr]:
 
 
 def _names_in(target: ast.expr) -> Iterator[str]:
-    for each in ast.walk(target):
+    for each in walk(target):
         text = dotted(each)
         if text:
             yield text

@@ -5,7 +5,18 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 
-from bigbatch_lint.names import PADDED_MODELS, PADDERS, Role, announces_steps, called_name, dotted, last_part, role_of
+from bigbatch_lint.names import (
+    PADDED_MODELS,
+    PADDERS,
+    Role,
+    announces_steps,
+    called_name,
+    children,
+    dotted,
+    last_part,
+    role_of,
+    walk,
+)
 
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
@@ -34,7 +45,7 @@ class Module:
         self.words: set[str] = set()
         self.keywords: set[str] = set()
         for node in self.nodes:  # grows on the way
-            for child in ast.iter_child_nodes(node):
+            for child in children(node):
                 self.parents[child] = node
                 self.nodes.append(child)
             self._note(node)
@@ -78,6 +89,20 @@ class Module:
         """Tell whether the same words mean something else here."""
         roots = {name.partition(".")[0] for name in self.imports.values()}
         return bool(roots & _OTHER_LIBRARIES) and "torch" not in roots
+
+    @cached_property
+    def generators(self) -> set[ast.AST]:
+        """Return the functions that yield."""
+        found: set[ast.AST] = set()
+        for node in self.nodes:
+            if isinstance(node, (ast.Yield, ast.YieldFrom)):
+                found.update(each for each in self._around(node) if isinstance(each, FUNCTIONS))
+        return found
+
+    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
 
     @cached_property
     def ignores_targets(self) -> bool:
@@ -131,7 +156,7 @@ class Module:
         if node not in self._mentions:
             names: set[str] = set()
             calls = False
-            for each in ast.walk(node):
+            for each in walk(node):
                 if isinstance(each, (ast.Name, ast.Attribute, ast.Subscript)):
                     names.add(dotted(each))
                 elif isinstance(each, ast.Call):
@@ -231,7 +256,7 @@ class Module:
                 bound.setdefault(dotted(node.targets[0]), node.value)
         for node in self.nodes:
             if isinstance(node, ast.If) and _updates(node, stepping):
-                tests = [node.test, *(bound[dotted(n)] for n in ast.walk(node.test) if dotted(n) in bound)]
+                tests = [node.test, *(bound[dotted(n)] for n in walk(node.test) if dotted(n) in bound)]
                 for test in tests:
                     yield from _boundaries_in(test)
 
@@ -249,16 +274,16 @@ def _is_torchs(call: ast.Call) -> bool:
 
 
 def _updates(node: ast.If, names: set[str]) -> bool:
-    body = [each for statement in node.body for each in ast.walk(statement)]
+    body = [each for statement in node.body for each in walk(statement)]
     if any(isinstance(each, ast.Call) and called_name(each) in names for each in body):
         return True
     skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
-    return skips and any(isinstance(each, ast.Mod) for each in ast.walk(node.test))
+    return skips and any(isinstance(each, ast.Mod) for each in walk(node.test))
 
 
 def _boundaries_in(test: ast.expr) -> Iterator[ast.expr]:
-    divides = any(isinstance(node, (ast.Mod, ast.FloorDiv)) or dotted(node) == "divmod" for node in ast.walk(test))
-    for node in ast.walk(test):
+    divides = any(isinstance(node, (ast.Mod, ast.FloorDiv)) or dotted(node) == "divmod" for node in walk(test))
+    for node in walk(test):
         if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mod, ast.FloorDiv)):
             yield node.right
         elif isinstance(node, ast.Call) and called_name(node) == "divmod" and len(node.args) == 2:  # noqa: PLR2004

@@ -22,6 +22,8 @@ class Role(Enum):
     GRADIENT = "gradient"
     CONTEXT = "context"  # of a `with`
 
+    __hash__ = object.__hash__  # members are asked for in every round, and an Enum's own hash is slow
+
 
 _STEPS = re.compile(
     r"accum|grad(ient)?_?acc|(^|_)acc_?(steps|iters?|grad|n)|micro_?(steps|batch_?(num|count))|(n|num)_?micro|"
@@ -90,6 +92,27 @@ def _dotted(node: ast.AST) -> str:
         base = dotted(node.value)
         return f"{base}[{node.slice.value!r}]" if base else ""
     return ""
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """Return what stands right below a node, without the mark whether a name is read or bound."""
+    notes = node.__dict__
+    if "children" not in notes:
+        notes["children"] = [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr_context)]
+    found: list[ast.AST] = notes["children"]
+    return found
+
+
+def walk(node: ast.AST) -> list[ast.AST]:
+    """Return a node and all below it, as `ast.walk` does; noted on the node, too."""
+    notes = node.__dict__
+    if "below" not in notes:
+        below = [node]
+        for each in below:  # grows on the way
+            below += children(each)
+        notes["below"] = below
+    found: list[ast.AST] = notes["below"]
+    return found
 
 
 def called_name(call: ast.Call) -> str:

@@ -24,6 +24,8 @@ class Kind(Enum):
     HANDED = "handed"  # an optimizer or scaler went into code of another file
     END = "end"  # of a pass through a loop over micro-batches
 
+    __hash__ = object.__hash__  # an Enum's own is slow
+
 
 class Via(Enum):
     """Who is asked."""

@@ -11,7 +11,7 @@ NUMBERS = (int, float)
 PLAIN = (int, float, str, bool, type(None))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Opaque:
     """A thing without a value: a model, an optimizer, a setting, a batch."""
 
@@ -37,7 +37,7 @@ class Division:
     is_weight: bool = False  # `0.5 * loss` and `(a + b) / 2` are a loss of their own
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Loss:
     """A tensor that a loss may be made of: what it comes from, and what it was divided by."""
 
