@@ -12,6 +12,7 @@ from bigbatch_lint.trace import Event, Kind, Round
 from bigbatch_lint.values import NUMBERS, PLAIN, Class, Environment, Function, Instance, Items, Loss, Opaque, new_loss
 
 _EPOCHS = 2  # of loops around a training loop
+_WHILE = 11  # rounds of a loop without a length, at least
 _DEEPEST = 6  # calls of functions in one another
 _PARTS = set("p param params opt optimizer optim name group param_group module sched scheduler".split())
 _CUTTERS = ("chunk", "window", "batched", "micro", "split", "group")
@@ -263,14 +264,16 @@ class Interpreter(Expressions):
             return range(min(2 if length is None else length, 2)), False
         if length is None:
             return range(2 * self.steps + 1), target not in _PARTS
-        return self._whole_windows(length), target not in _PARTS
+        again = node in self.passages and items.kind != "pieces"
+        return self._whole_windows(length, 1 if again else 2), target not in _PARTS
 
-    def _whole_windows(self, length: int) -> Sequence[int]:
-        """Return the rounds of a loop; of a long one, some windows in the middle are skipped."""
-        first, rest = 2 * self.steps, length % self.steps
-        if length <= 4 * self.steps:
+    def _whole_windows(self, length: int, windows: int) -> Sequence[int]:
+        """Return the rounds of a loop; of a long one, and of all in a later epoch, windows in the middle are skipped."""
+        end = length // self.steps * self.steps
+        if windows > 1 and length <= 4 * self.steps:
             return range(length)
-        return [*range(first), *range(length - rest - self.steps, length)]
+        first = min(windows * self.steps, end)
+        return [*range(first), *range(max(end - (windows - 1) * self.steps, first), length)]
 
     def _counts_otherwise(self, head: ast.expr) -> bool:
         """Tell whether a number of micro-steps is not the window's: another name decides on the update."""
@@ -282,7 +285,7 @@ class Interpreter(Expressions):
 
     def _while(self, node: ast.While, env: Environment) -> None:
         trains, holds = node in self.module.trains, self._holds_loop(node)
-        most = (_EPOCHS if holds else 2 * self.steps + self.steps // 2 + 1) if trains else 1
+        most = (_EPOCHS if holds else max(2 * self.steps + self.steps // 2 + 1, _WHILE)) if trains else 1
         exhausted = False
 
         def begin(_: Round) -> None:

@@ -219,7 +219,7 @@ class Module:
         self.is_guess = not (sure and sizes)
         names = [dotted(each) for each in boundaries if dotted(each)] + [n for n in values if announces_steps(n)]
         self.steps_text = names[0] if names else ""
-        return sizes[0] if sizes else 4
+        return sizes[0] if sizes else 4 if boundaries else 2
 
     def _constants(self) -> Iterator[tuple[str, int]]:
         """Yield the names that are bound to a number, the first one last."""
@@ -227,6 +227,12 @@ class Module:
         for node in self.nodes:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is int:
                 found += [(last_part(dotted(target)), node.value.value) for target in node.targets]
+            elif isinstance(node, ast.Dict):
+                pairs = zip(node.keys, node.values, strict=True)
+                constants = [
+                    (k.value, v.value) for k, v in pairs if isinstance(k, ast.Constant) and isinstance(v, ast.Constant)
+                ]
+                found += [(key, value) for key, value in constants if isinstance(key, str) and type(value) is int]
             elif isinstance(node, ast.arguments):
                 for argument, default in zip(reversed(node.args), reversed(node.defaults)):  # noqa: B905
                     if isinstance(default, ast.Constant) and type(default.value) is int:
@@ -289,6 +295,8 @@ def _boundaries_in(test: ast.expr) -> Iterator[ast.expr]:
         elif isinstance(node, ast.Call) and called_name(node) == "divmod" and len(node.args) == 2:  # noqa: PLR2004
             yield node.args[1]
         elif not divides and isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.GtE)):
-            name = dotted(node.comparators[0])
+            name, other = dotted(node.comparators[0]), node.comparators[0]
+            if isinstance(other, ast.Constant) and type(other.value) is int and other.value > 1:
+                yield other
             if name and not _NO_BOUNDARY.search(name):
                 yield node.comparators[0]

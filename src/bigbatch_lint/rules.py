@@ -286,8 +286,8 @@ def _masked_mean(loop: TrainingLoop) -> Iterator[Hit]:
     event = loop.backwards[0]
     if event.loss.masked is None or event.loss.reduction != "mean" or _rescales(loop):
         return
-    n = loop.steps
-    written = [each for each in event.loss.divisions if each.value == n or announces_steps(each.text)]
+    full = {loop.steps, *(window.size for window in loop.whole[:1])}
+    written = [each for each in event.loss.divisions if each.value in full or announces_steps(each.text)]
     by_framework = loop.has_framework and event.via in {Via.ACCELERATE, Via.LIGHTNING} and event.divides is not False
     if written or by_framework:
         yield Hit(
