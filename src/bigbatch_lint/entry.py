@@ -93,11 +93,16 @@ class _Root:
         """Call the function."""
         function = self._function()
         if self.via is None and self.node in self.module.holds_loop:
-            for _ in range(2 if self.owner is not None else 1):  # what an object counts goes on in its next call
+            for _ in range(2 if self._counts() else 1):  # what an object counts goes on in its next call
                 with suppress(ReturnValue):
                     self.machine.call_function(function, (), {})
         else:
             self._run_with_each(function)
+
+    def _counts(self) -> bool:
+        """Tell whether the function's object counts something."""
+        counted = [each.target for each in walk(self.owner) if isinstance(each, ast.AugAssign)] if self.owner else []
+        return any(dotted(each).startswith("self.") for each in counted)
 
     def _function(self) -> Function:
         if self.owner is None:

@@ -268,7 +268,7 @@ class Interpreter(Expressions):
         return self._whole_windows(length, 1 if again else 2), target not in _PARTS
 
     def _whole_windows(self, length: int, windows: int) -> Sequence[int]:
-        """Return the rounds of a loop; of a long one, and of all in a later epoch, windows in the middle are skipped."""
+        """Return the rounds of a loop; middle windows of a long one, or in a later epoch, are skipped."""
         end = length // self.steps * self.steps
         if windows > 1 and length <= 4 * self.steps:
             return range(length)
