@@ -5,6 +5,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from bigbatch_lint.calls import call
 from bigbatch_lint.machine import Machine
@@ -59,7 +60,7 @@ class Expressions(Machine):
         super().__init__(module, length, settings=settings)
         self._kinds: dict[type[ast.AST], Callable[..., object]] = {
             ast.Constant: lambda node, _: node.value if isinstance(node.value, PLAIN) else Opaque(),
-            ast.Name: lambda node, env: self._name(node.id, env),
+            ast.Name: self._name,
             ast.NamedExpr: self._walrus,
             ast.Await: lambda node, env: self.evaluate(node.value, env),
             ast.Starred: lambda node, env: self.evaluate(node.value, env),
@@ -77,7 +78,7 @@ class Expressions(Machine):
             ast.GeneratorExp: self._comprehension,
             ast.SetComp: self._comprehension,
             ast.BinOp: self._binary,
-            ast.Call: lambda node, env: call(self, node, env),
+            ast.Call: partial(call, self),
         }
 
     def evaluate(self, node: ast.expr | None, env: Environment) -> object:
@@ -92,9 +93,9 @@ class Expressions(Machine):
                 self.evaluate(child, env)
         return Opaque(is_setting=not self.varies(node))
 
-    def _name(self, name: str, env: Environment) -> object:
-        bound = env.find(name)
-        return bound if bound is not None else self.unknown(name)
+    def _name(self, node: ast.Name, env: Environment) -> object:
+        bound = env.find(node.id)
+        return bound if bound is not None else self.unknown(node.id)
 
     def _walrus(self, node: ast.NamedExpr, env: Environment) -> object:
         value = self.evaluate(node.value, env)
