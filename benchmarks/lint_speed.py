@@ -23,7 +23,7 @@ from benchmarks.report import Grid, show
 
 FILES = 1000
 BAR = 3.0  # seconds
-RUNS = 5  # the machine is seldom quiet for all of them
+RUNS = 3  # the machine is seldom quiet for all of them
 COMMAND = "from bigbatch.cli import app; app()"  # what `bigbatch` runs
 
 
