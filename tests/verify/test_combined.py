@@ -114,5 +114,5 @@ def test_batch_norm_with_a_short_last_micro_batch_is_no_coupled_module(seed: int
     """Whatever the numbers are."""
     torch.manual_seed(seed)
     model = defects.network(nn.BatchNorm1d(8))
-    found = verify(model, defects.mean, defects.samples(9), 4, train_window=defects.by_samples(defects.mean))
+    found = verify(model, defects.mean, defects.samples(10), 4, train_window=defects.by_samples(defects.mean))
     assert [(cause.kind, cause.where) for cause in found.causes] == [("batch-norm", "1")], str(found)
