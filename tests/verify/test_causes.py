@@ -430,7 +430,8 @@ class Stateful(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.head, self.h = nn.GRUCell(6, 8), nn.Linear(8, 3), None
+        self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, 3)
+        self.h: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Go on from the mean of the last hidden states."""

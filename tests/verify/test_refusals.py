@@ -36,7 +36,6 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception]]] = {
     "no size": (lambda: verify(network(), mean, samples(), 0), errors.ConfigurationError),
     "all at once": (lambda: verify(network(), mean, samples(), 11), errors.ConfigurationError),
     "one sample": (lambda: verify(network(), mean, samples(1), 1), errors.BatchError),
-    "a batch that cannot be cut": (lambda: verify(network(), mean, "text", 4), errors.BatchError),
     "nothing to train": (
         lambda: verify(network().requires_grad_(False), mean, samples(), 4),
         errors.ConfigurationError,
