@@ -86,5 +86,5 @@ def test_a_sum_of_outputs_is_asked_for() -> None:
     """It might be a regulariser of the weights, for all that the graph shows."""
     model = network(ASKED[0], 1)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.01), steps=3)
-    with pytest.raises(UnreadableLoss, match="a sum over data or a regulariser"):
+    with pytest.raises(UnreadableLoss, match="a sum over data or a regularizer"):
         accumulator.backward(model(images()[:4]).square().sum())

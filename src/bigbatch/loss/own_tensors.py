@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.loss import refusals
-from bigbatch.loss.arrival import Arrival
+from bigbatch.loss.count import Arrival
 from bigbatch.loss.graph import is_shared_value
 
 _LOOKED_AT = 32  # numbers of a copy that are compared each time

@@ -10,12 +10,28 @@ import torch
 from torch.autograd.graph import Node
 
 from bigbatch.loss import refusals
-from bigbatch.loss.graph import Edge, edges, operation, saved, saved_dim, saved_indices, saved_tensor, shape, signed
+from bigbatch.loss.graph import (
+    Edge,
+    Shape,
+    edges,
+    operation,
+    saved,
+    saved_dim,
+    saved_indices,
+    saved_tensor,
+    shape,
+    signed,
+)
 from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped
-from bigbatch.loss.rules import Inputs, along, everything, only_input, size_of
+from bigbatch.loss.rules import Inputs, along, of_one, size_of
 
 Place: TypeAlias = tuple[int, ...]  # the dimensions of a tensor that a part of it has
 _OPERATIONS_ON_A_ROW = 64
+
+
+def _set(layout: Layout, dim: int, to: Dim) -> Layout:
+    """Return the layout with another dimension in the place of one."""
+    return (*layout[:dim], to, *layout[dim + 1 :])
 
 
 def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
@@ -25,52 +41,47 @@ def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True
     if took == size:
         return layout
     if took == 0 or size % took:
-        return (*layout[:dim], ((size, name),), *layout[dim + 1 :])
+        return _set(layout, dim, ((size, name),))
     if part == ((1, PICKED),):
-        return (*layout[:dim], ((size, PICKED),), *layout[dim + 1 :])
+        return _set(layout, dim, ((size, PICKED),))
     share = (size // took, SHARED)
-    return (*layout[:dim], (share, *part) if outer else (*part, share), *layout[dim + 1 :])
+    return _set(layout, dim, (share, *part) if outer else (*part, share))
 
 
-def take_slice(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def take_slice(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Even shares (`rewards[:n]`, `rewards[n:]`, `x[::2]`) stay apart; other cuts move rows past each other."""
-    edge = only_input(node)
-    sizes = size_of(edge)
     dim = saved_dim(node, "dim", len(sizes))
     size, took = sizes[dim], shape(node, 0)[dim]
-    start, step = saved(node, "start") or 0, saved(node, "step") or 1
-    start = signed(start)
+    start, step = signed(saved(node, "start") or 0), saved(node, "step") or 1
     start = max(start + size, 0) if start < 0 else start
     even = took and (start % took == 0 if step == 1 else start < step and took * step == size)
     if took == size or even:
-        return [(edge, _chunk(layout, dim, size, operation(node), outer=step == 1))]
-    return [(edge, (*layout[:dim], ((size, operation(node)),), *layout[dim + 1 :]))]
+        return _chunk(layout, dim, size, operation(node), outer=step == 1)
+    return _set(layout, dim, ((size, operation(node)),))
 
 
-def split(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def split(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Equal chunks stay apart; unequal ones move rows past each other."""
-    edge = only_input(node)
-    sizes = size_of(edge)
     dim = saved_dim(node, "dim", len(sizes))
-    took = {shape(node, n)[dim] for n in range(results(node))}
-    if len(took) == 1:
-        return [(edge, _chunk(layout, dim, sizes[dim], operation(node)))]
-    return [(edge, (*layout[:dim], ((sizes[dim], operation(node)),), *layout[dim + 1 :]))]
+    if len({shape(node, n)[dim] for n in range(results(node))}) == 1:
+        return _chunk(layout, dim, sizes[dim], operation(node))
+    return _set(layout, dim, ((sizes[dim], operation(node)),))
+
+
+@of_one
+def select(node: Node, layout: Layout, sizes: Shape) -> Layout:
+    """One position along a dimension; of an unbind, all of them should go somewhere."""
+    dim = saved_dim(node, "dim", len(sizes))
+    tag = PICKED if operation(node) == "Select" else UNBOUND
+    return (*layout[:dim], ((sizes[dim], tag),), *layout[dim:])
 
 
 def results(node: Node) -> int:
     """Return how many results an operation has."""
     metadata: object = getattr(node, "_input_metadata", ())
     return len(metadata) if isinstance(metadata, list | tuple) else 1
-
-
-def select(node: Node, _output: int, layout: Layout) -> Inputs:
-    """One position along a dimension; of an unbind, all of them should go somewhere."""
-    edge = only_input(node)
-    sizes = size_of(edge)
-    dim = saved_dim(node, "dim", len(sizes))
-    tag = PICKED if operation(node) == "Select" else UNBOUND
-    return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
 
 
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
@@ -104,29 +115,26 @@ def _tag(dim: Dim, name: str) -> Tag:
     return parts[0][1] if apart else name
 
 
-def index(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def index(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
-    edge, name = only_input(node), operation(node)
-    sizes = size_of(edge)
-    chosen = [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
-    places = [d for d, _ in chosen]
-    if not chosen or places != list(range(places[0], places[0] + len(places))):
-        return everything(node, 0, layout)
+    name, chosen = operation(node), [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
+    if not chosen or [d for d, _ in chosen] != list(range(chosen[0][0], chosen[0][0] + len(chosen))):
+        return mixed(sizes, name)
     first, tensor = chosen[0]
     covers = tensor.dim() if tensor.dtype == torch.bool else 1
     if covers == 1 and tensor.dim() != 1:
-        return everything(node, 0, layout)
+        return mixed(sizes, name)
+    several = covers > 1 or len(chosen) > 1  # dimensions that one number or truth value chooses from
     rows = layout[first]
     taken = math.prod(n for n, _ in rows)
     covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
-    if taken > covered and (covers > 1 or len(chosen) > 1):
-        return everything(node, 0, layout)
     if taken > covered:  # some rows were taken twice
-        return [(edge, (*layout[:first], ((sizes[first], name),), *layout[first + 1 :]))]
+        return mixed(sizes, name) if several else _set(layout, first, ((sizes[first], name),))
     stay = taken == sizes[first] and _each_row_once(tensor)
     head = reordered(((sizes[first], _tag(rows, name)),), (name, key(tensor)), stay=stay)
     picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
-    return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
+    return (*layout[:first], head, *picked, *layout[first + 1 :])
 
 
 def _each_row_once(by: torch.Tensor) -> bool:
@@ -155,13 +163,12 @@ def _along_rows(node: Node, layout: Layout, sizes: tuple[int, ...]) -> Layout | 
     by, name, dim = rows_index(node), operation(node), saved_dim(node, "dim", len(sizes))
     if by is None or (name not in PUTS and len(by) > sizes[dim]) or (name == "Gather" and len(sizes) == 1):
         return None
-    rows = reordered(((sizes[dim], _tag(layout[dim], name)),), (name, key(by)))
-    return (*layout[:dim], rows, *layout[dim + 1 :])
+    return _set(layout, dim, reordered(((sizes[dim], _tag(layout[dim], name)),), (name, key(by))))
 
 
 def index_select(node: Node, output: int, layout: Layout) -> Inputs:
     """Rows chosen by numbers along one dimension, or single elements of them."""
-    edge = only_input(node)
+    edge = edges(node)[0]
     rows = _along_rows(node, layout, size_of(edge))
     return along(node, output, layout) if rows is None else [(edge, rows)]
 
@@ -209,22 +216,19 @@ def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
     return [*result, (value, (*layout[:first], rows, *layout[first + covers :]))]
 
 
-def as_strided(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def as_strided(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Windows over a signal, as `stft` takes them: outer dimensions that are left alone stay, the rest is mixed."""
-    edge, name = only_input(node), operation(node)
-    sizes = size_of(edge)
     size, stride = saved(node, "size"), saved(node, "stride")
     kept = 0
     while kept < len(sizes) and size[kept : kept + 1] == sizes[kept : kept + 1]:
         if stride[kept] != math.prod(sizes[kept + 1 :]):  # of a tensor that lies in one piece
             break
         kept += 1
-    reach = (saved(node, "storage_offset") or 0) + sum(
-        (n - 1) * m for n, m in zip(size[kept:], stride[kept:], strict=True)
-    )
-    if reach >= math.prod(sizes[kept:]):
+    steps = sum((n - 1) * m for n, m in zip(size[kept:], stride[kept:], strict=True))
+    if (saved(node, "storage_offset") or 0) + steps >= math.prod(sizes[kept:]):
         kept = 0
-    return [(edge, (*layout[:kept], *mixed(sizes[kept:], name)))]
+    return (*layout[:kept], *mixed(sizes[kept:], operation(node)))
 
 
 def copy_slices(
@@ -252,14 +256,13 @@ def copy_slices(
     return result
 
 
-def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def masked_select(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Elements chosen by a mask, outermost dimension first."""
-    edge = only_input(node)
-    sizes = size_of(edge)
-    mask = saved_tensor(node, "mask")
-    by = (operation(node), key(mask) if mask is not None else None)
-    rows = reordered(((sizes[0], _tag(layout[0], operation(node))),), by)
-    return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
+    name, mask = operation(node), saved_tensor(node, "mask")
+    by = (name, key(mask) if mask is not None else None)
+    rows = reordered(((sizes[0], _tag(layout[0], name)),), by)
+    return (rows, *(((size, PICKED),) for size in sizes[1:]))
 
 
 def cat(node: Node, _output: int, layout: Layout) -> Inputs:
@@ -269,7 +272,7 @@ def cat(node: Node, _output: int, layout: Layout) -> Inputs:
     taken = [size_of(edge)[dim] for edge in inputs]
     own = _own_rows(layout[dim], taken, len(edges(node)))
     rows = [own if own is not None else _some_rows(layout[dim], taken, n) for n in taken]
-    return [(edge, (*layout[:dim], part, *layout[dim + 1 :])) for edge, part in zip(inputs, rows, strict=True)]
+    return [(edge, _set(layout, dim, part)) for edge, part in zip(inputs, rows, strict=True)]
 
 
 def _own_rows(dim: Dim, taken: list[int], inputs: int) -> Dim | None:
@@ -332,11 +335,10 @@ def _unbinds(edge: Edge) -> dict[Node, set[int]]:
     return found
 
 
-def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def diagonal(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """The diagonal pairs each row with the column of its number."""
-    edge = only_input(node)
-    sizes = size_of(edge)
     dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
     rest = iter(layout[:-1])
     tag = _tag(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
-    return [(edge, tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes)))]
+    return tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes))
