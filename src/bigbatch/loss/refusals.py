@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 
-_N = "  # n: what this micro-batch's mean is over, as (labels != -100).sum(); of one term:  counted(term, n)"
-_COUNT = f"accumulator.backward(loss, count=n){_N}"
-_COUNT_IN_STEP = f"return counted(loss, n){_N}"
+_N = "# n: what this micro-batch's mean is over, as (labels != -100).sum(); of one term:  counted(term, n)"
 _ACROSS = "across.gather, across.sum or across.mean in a BigStep, where micro-batches meet (docs/coupled.md)"
 _BIG_STEP = "BigStep, which has the whole batch:  step = BigStep(model, optimizer, loss_fn); step(batch)"
 
@@ -36,10 +34,18 @@ _WORDS = {
 }
 
 
+def _fixes(text: str, *counts: tuple[str, str]) -> dict[str, str]:
+    """Fill in how a count of a loss is typed, in a loop and in a loss_fn."""
+    return {
+        "fix": text.format(*(f"accumulator.backward({loss}, count={n})" for loss, n in counts)),
+        "fix_in_step": text.format(*(f"return counted({loss}, {n})" for loss, n in counts)),
+    }
+
+
 def _unread(problem: str, instead: str = "") -> UnreadableLoss:
     """Refuse a loss that a count settles; `instead` is another way out."""
     before = f"{instead}; or  " if instead else ""
-    return UnreadableLoss(problem, fix=f"{before}{_COUNT}", fix_in_step=f"{before}{_COUNT_IN_STEP}")
+    return UnreadableLoss(problem, **_fixes(f"{before}{{}}  {_N}", ("loss", "n")))
 
 
 def _untold(problem: str, instead: str = "") -> UnreadableLoss:
@@ -57,8 +63,7 @@ def coupled(name: str, *, chosen: bool = False) -> CoupledLoss:
     return CoupledLoss(
         f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples. No weights make "
         f"the parts add up to the big batch's gradient.{hint}",
-        fix=f"{_ACROSS}\nIf it acts on each sample alone:  {_COUNT}",
-        fix_in_step=f"{_ACROSS}\nIf it acts on each sample alone:  {_COUNT_IN_STEP}",
+        **_fixes(f"{_ACROSS}\nIf it acts on each sample alone:  {{}}  {_N}", ("loss", "n")),
     )
 
 
@@ -122,12 +127,11 @@ def lone_rows() -> UnreadableLoss:
 
 def slope(name: str) -> CoupledLoss:
     """Refuse a derivative of a mean inside of a loss."""
-    fix = "torch.autograd.grad(criterion(model(x), y, reduction='sum'), x, create_graph=True)"
+    of_sum = "torch.autograd.grad(criterion(model(x), y, reduction='sum'), x, create_graph=True)"
     return CoupledLoss(
         f"a derivative of a mean is part of this loss: found the backward of {name}, which divides by the size of the "
         "micro-batch, where the big batch divides by its own.",
-        fix=f"{fix}\nIf the mean is over each sample's own parts:  {_COUNT}",
-        fix_in_step=f"{fix}\nIf the mean is over each sample's own parts:  {_COUNT_IN_STEP}",
+        **_fixes(f"{of_sum}\nIf the mean is over each sample's own parts:  {{}}  {_N}", ("loss", "n")),
     )
 
 
@@ -135,17 +139,11 @@ def scaled_sum(name: str, by: str) -> UnreadableLoss:
     """Refuse a factor above a data sum that may be a count or a constant."""
     verb = "divided by" if name == "Div" else "times"
     masked = (name, by) == ("Div", "a tensor")
-    constant = "counted(term, 'sum') for a constant"
-    if masked:
-        of_mask = "accumulator.backward(loss, count=mask.sum())  # of (x * mask).sum() / mask.sum()"
-        in_step = "return counted(loss, mask.sum())  # of (x * mask).sum() / mask.sum()"
-    else:
-        of_mask, in_step = _COUNT, _COUNT_IN_STEP
+    note = "# of (x * mask).sum() / mask.sum()" if masked else _N
     return UnreadableLoss(
         f"cannot tell what this loss was averaged over: found {name}Backward, a sum over data {verb} {by}. That may be "
         "a count, which differs from micro-batch to micro-batch, or a constant, which does not.",
-        fix=f"{of_mask}\nor  {constant}",
-        fix_in_step=f"{in_step}\nor  {constant}",
+        **_fixes(f"{{}}  {note}\nor  counted(term, 'sum') for a constant", ("loss", "mask.sum()" if masked else "n")),
     )
 
 
@@ -168,8 +166,7 @@ def changing_factor(name: str, before: str, now: str) -> UnreadableLoss:
     return UnreadableLoss(
         f"the factor of {name} is not the same in all micro-batches of this window: {before} before and {now} now. The "
         "big batch has one factor, so this may be a count in disguise.",
-        fix="accumulator.backward(loss, count=n)  # if it is meant to differ (mixup): what the loss was averaged over",
-        fix_in_step="return counted(loss, n)  # if it is meant to differ (mixup): what the loss was averaged over",
+        **_fixes("{}  # if it is meant to differ (mixup): what the loss was averaged over", ("loss", "n")),
     )
 
 
@@ -187,25 +184,22 @@ def nonlinear(name: str, *, root: bool = False) -> UnreadableLoss:
         return UnreadableLoss(
             "cannot tell what this loss was averaged over: found NansumBackward, which keeps no count of what is not "
             "NaN.",
-            fix="accumulator.backward(torch.nanmean(x), count=(~x.isnan()).sum())\n"
-            "or  accumulator.backward(torch.nansum(x), count='sum')",
-            fix_in_step="return counted(torch.nanmean(x), (~x.isnan()).sum())\n"
-            "or  return counted(torch.nansum(x), 'sum')",
+            **_fixes("{}\nor  {}", ("torch.nanmean(x)", "(~x.isnan()).sum()"), ("torch.nansum(x)", "'sum'")),
         )
     if name in {"Mm", "Bmm", "Mv"}:
         return UnreadableLoss(
             f"cannot tell what this loss was summed over: found {name}Backward, a matrix product that makes one number "
             "of a whole batch, as torch.einsum('bi,bi->', a, b) does.",
-            fix="(a * b).sum()\nor  accumulator.backward(loss, count='sum')",
-            fix_in_step="(a * b).sum()\nor  return counted(loss, 'sum')",
+            **_fixes("(a * b).sum()\nor  {}", ("loss", "'sum'")),
         )
-    across = "f below the mean; or across.once(f(across.mean(x))) in a BigStep"
-    alone = "counted(term, 'once') for a term of parameters alone"
     return UnreadableLoss(
         f"this loss does not add up over micro-batches: found {name}Backward above its mean, and a function of a mean "
         "is not the mean of the function (the root of a mean, a product of means).",
-        fix=f"{across}; {alone}\nIf there is no batch mean below it:  accumulator.backward(loss, count=n)",
-        fix_in_step=f"{across}; {alone}\nIf there is no batch mean below it:  return counted(loss, n)",
+        **_fixes(
+            "f below the mean; or across.once(f(across.mean(x))) in a BigStep; counted(term, 'once') for a term of "
+            "parameters alone\nIf there is no batch mean below it:  {}",
+            ("loss", "n"),
+        ),
     )
 
 
