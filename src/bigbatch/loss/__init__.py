@@ -9,6 +9,7 @@ broadcasts   was the output spread over other samples on the way?
 origin       what is made of parameters alone: regularizers, computed weights
 operations   which operation follows which rule
 rules        what an operation does to samples
+puts         what putting rows together does to them
 selections   what choosing rows does to them
 layout       where samples lie in a tensor
 graph        autograd nodes as they stand

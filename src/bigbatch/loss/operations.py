@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from bigbatch.loss import rules, selections
+from bigbatch.loss import puts, rules, selections
 from bigbatch.loss.rules import MATMULS, Rule
 
 NORMS: dict[str, Rule] = {
@@ -90,13 +90,13 @@ _BY_RULE: dict[Rule, Iterable[str]] = {
     selections.index: {"Index"},
     selections.index_select: {"IndexSelect", "Gather"},
     selections.masked_select: {"MaskedSelect"},
-    selections.cat: {"Cat"},
-    selections.stack: {"Stack"},
+    puts.cat: {"Cat"},
+    puts.stack: {"Stack"},
     selections.diagonal: {"Diagonal"},
     selections.as_strided: {"AsStrided"},
-    selections.index_put: {"IndexPut"},
-    selections.put_rows: {"IndexAdd", "IndexCopy", "ScatterAdd"},
-    selections.copy_slices: {"CopySlices"},
+    puts.index_put: {"IndexPut"},
+    puts.put_rows: {"IndexAdd", "IndexCopy", "ScatterAdd"},
+    puts.copy_slices: {"CopySlices"},
 }
 RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names} | NORMS
 

@@ -30,11 +30,11 @@ from bigbatch.loss.graph import (
 from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, is_sliver, matches, sample_axes, without_slivers
 from bigbatch.loss.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
 from bigbatch.loss.origin import Origin, by_number, is_made_of, saved_factor
-from bigbatch.loss.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise
-from bigbatch.loss.selections import PUTS, Place, copy_slices, key, reordered, results, rows_put_back
+from bigbatch.loss.puts import Place, copy_slices, put_back, rows_put_back
+from bigbatch.loss.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, Rule, fused_loss, pointwise
+from bigbatch.loss.selections import PUTS, results
 from bigbatch.loss.trail import Trail
 
-_LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 _CHOOSING = frozenset("Index IndexSelect Gather".split())
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 _RECURRENT = frozenset("CudnnRnn MiopenRnn MkldnnRnnLayer LstmMps".split())
@@ -85,38 +85,46 @@ class Samples:
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
-    def _below(  # noqa: C901, PLR0911, PLR0912 - one way per kind of operation
-        self, node: Node, output: int, layout: Layout
-    ) -> Inputs:
-        name = operation(node)
+    def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
+        """Return what to follow below a node, and how samples lie there; nothing where the model begins."""
+        name, known = operation(node), self.trail.known
         if is_shared_by_all(node):
             self.shared = True  # the same for all samples, wherever they are
             return []
-        if is_leaf(node):
-            if not is_parameter(node, self.trail.known.own):
-                self._model(layout, (0,))
-            return []
-        if name in _CHOOSING and is_parameter(edges(node)[0][0], self.trail.known.own):
+        if name in _CHOOSING and is_parameter(edges(node)[0][0], known.own):
             return self._chosen_rows(node, name, layout)
-        rule = rule_of(name)
-        if name == "_Alone":
-            raise refusals.alone()
+        rule = None if is_custom(node) else rule_of(name)
         if is_placement(node, output):  # from ranks that hold parts of one model: the samples are where they were
             rule = pointwise
-        elif rule is None or is_custom(node):
-            if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.trail.known.own) for n, _ in edges(node)):
-                raise refusals.unknown(name)
-            time_first = _is_time_first(node, name, output, len(layout))
-            self.placed = self.placed or time_first
-            self._model(layout, (int(time_first),))
-            self._refuse_slopes(node)
+        if rule is None:
+            self._end(node, name, output, layout)
             return []
-        if name in NORMS and self.trail.known.micro_batch_norm and "BatchNorm" in name:
-            if not is_made_of(Origin.PARAMETERS, edges(node)[0], self.trail):  # or a weight is standardised
+        if name in NORMS and known.micro_batch_norm and "BatchNorm" in name:
+            if not is_made_of(Origin.PARAMETERS, edges(node)[0], self.trail):  # or a weight is standardized
                 self._model(layout, (0,))
             return []
         if name in MATMULS or name in NORMS or name == "Convolution":
             return self._layer(node, name, layout, rule(node, output, layout))
+        return self._operation(node, name, output, layout, rule)
+
+    def _end(self, node: Node, name: str, output: int, layout: Layout) -> None:
+        """A leaf, or a function that may be the model's edge: its parameters, or compiled code, are below it."""
+        own = self.trail.known.own
+        if is_leaf(node):
+            if not is_parameter(node, own):
+                self._model(layout, (0,))
+            return
+        if name == "_Alone":
+            raise refusals.alone()
+        if name not in _MODEL_FUNCTIONS and not any(is_parameter(below, own) for below, _ in edges(node)):
+            raise refusals.unknown(name)
+        time_first = _is_time_first(node, name, output, len(layout))
+        self.placed = self.placed or time_first
+        self._model(layout, (int(time_first),))
+        self._refuse_slopes(node)
+
+    def _operation(self, node: Node, name: str, output: int, layout: Layout, rule: Rule) -> Inputs:
+        """An operation on the way, which has no weights."""
         written = rule is copy_slices
         inputs = copy_slices(node, output, layout, self._written) if written else rule(node, output, layout)
         if name == "Stack":
@@ -139,20 +147,15 @@ class Samples:
         dim = saved_dim(node, "dim", len(layout) + 1)
         return edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:])
 
-    def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:  # noqa: C901 - one way per kind
+    def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
         """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
-        own = self.trail.known.own
         data, weight = MATMULS.get(name, (0, 1))
         matrix = name in MATMULS
         if matrix:
             shared = [is_made_of(Origin.SHARED, inputs[which][0], self.trail) for which in (data, weight)]
             if any(shared):
                 return self._beside_shared(inputs, (data, weight), shared, layout)
-        held = [is_parameter(edge[0], own) for edge, _ in inputs]
-        if matrix and not held[data]:
-            held[data] = is_made_of(Origin.WEIGHT, inputs[data][0], self.trail)
-        if name not in NORMS and not held[data] and not held[weight]:
-            held[weight] = is_made_of(Origin.BESIDE, inputs[weight][0], self.trail)
+        held = self._held(name, inputs, data, weight)
         # A bias, too, may have been computed, and of samples: it is followed, down to its parameter mostly.
         beside = [
             each
@@ -163,7 +166,7 @@ class Samples:
             return beside
         if held[weight]:
             self._refuse_slopes(inputs[data][0][0])
-            mine = _put_back(inputs[data][1] or layout, inputs[data][0][0])
+            mine = put_back(inputs[data][1] or layout, inputs[data][0][0])
             self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))), layout)
             return beside
         if held[data] and matrix:
@@ -177,6 +180,15 @@ class Samples:
         if inputs[data][0][0] is None:
             self.gradless = True  # samples, which a weight that was computed on the way is applied to
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
+
+    def _held(self, name: str, inputs: Inputs, data: int, weight: int) -> list[bool]:
+        """Tell which inputs of a layer are the model's: parameters, or computed of such."""
+        held = [is_parameter(edge[0], self.trail.known.own) for edge, _ in inputs]
+        if name in MATMULS and not held[data]:
+            held[data] = is_made_of(Origin.WEIGHT, inputs[data][0], self.trail)
+        if name not in NORMS and not held[data] and not held[weight]:
+            held[weight] = is_made_of(Origin.BESIDE, inputs[weight][0], self.trail)
+        return held
 
     def _chosen_rows(self, node: Node, name: str, layout: Layout) -> Inputs:
         """Rows of a parameter that an index has chosen: of the model's own, a parameter; else one for each sample."""
@@ -237,8 +249,11 @@ class Samples:
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
         self.broadcasts.hold(parts)
-        if not found:
-            return
+        if found:
+            self._align(found, parts)
+
+    def _align(self, found: tuple[Axis, ...], parts: tuple[Part, ...]) -> None:
+        """Compare along which axes samples lie in an output with those of the others before."""
         puts = {axis: by for axis in found for by, _ in axis.order if by in PUTS}  # where they were not taken from
         if found[0] in puts or "IndexPut" in puts.values():
             raise refusals.pooled(puts.get(found[0], "IndexPut"))
@@ -316,20 +331,6 @@ def _refusal(name: str, *, chosen: bool) -> LossError:
     if name == BY_CONSTANT:
         return refusals.gradless_factor("LinalgSolveTriangular")
     return refusals.pooled(name) if name in POOLING else refusals.coupled(name, chosen=chosen)
-
-
-def _put_back(layout: Layout, node: Node | None) -> Layout:
-    """Rows that an index puts back where it has taken them, a layer in between: `out[index] = expert(x[index])`."""
-    puts = {tag.order[-1][1] for dim in layout for _, tag in dim if isinstance(tag, Axis) and tag.order[-1:]}
-    for _ in range(_LAYERS if puts else 0):
-        if node is None:
-            break
-        taken = saved_indices(node) if operation(node) == "Index" else (saved_tensor(node, "index"),)
-        by = next((by for each in taken if each is not None and (by := key(each)) in puts), None)
-        if by is not None:
-            return tuple(reordered(dim, (operation(node), by)) for dim in layout)
-        node = edges(node)[MATMULS.get(operation(node), (0,))[0]][0] if edges(node) else None
-    return layout
 
 
 def _same_rows(one: Dim, other: Dim) -> bool:
