@@ -70,17 +70,15 @@ class Broadcasts:
             for part in [dim] if direct else self._copies(dim, axes):
                 if any(map(self._is_held, part)):
                     continue
-                many, question = math.prod(n for n, _ in part), trail.question("spread", name)
+                many, kind = math.prod(n for n, _ in part), trail.kind("spread", name)
                 trail.passing = True  # it hangs on the shape of a tensor that is in no graph
                 own = [tag for each in beside for _, tag in each if isinstance(tag, Axis)]
                 apart = bool(axes) and all(any(axis.matches(tag) for tag in own) for axis in axes)
                 pairs = size > 1 and (many == size if direct or apart else many % size == 0)
-                if (pairs and not trail.precedents.get(question)) or (
-                    direct and not apart and not trail.known.divisors
-                ):
+                if (pairs and not trail.precedents.get(kind)) or (direct and not apart and not trail.known.divisors):
                     return name
                 if size > 1:
-                    trail.precedents[question] = True
+                    trail.precedents[kind] = True
         return ""
 
     def _copies(self, dim: Dim, axes: tuple[Axis, ...]) -> list[Dim]:

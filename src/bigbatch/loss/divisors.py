@@ -138,7 +138,7 @@ def _read(factor: Node, sizes: Sizes | None, trail: Trail) -> float | LossError 
     divides, divisor = name == "Div", abs(number) if name == "Div" else 1 / abs(number)
     meaning = sizes.meaning(divisor, whole=divides and _is_whole(factor))
     # As in all graphs of this kind that could be read in one way only; where those differ, it cannot be told.
-    seen: set[bool] = trail.precedents.setdefault(trail.question(name), set())
+    seen: set[bool] = trail.precedents.setdefault(trail.kind(name), set())
     over_samples: bool | None = None
     if meaning in {Meaning.SAMPLES, Meaning.OTHERS}:
         over_samples = meaning is Meaning.SAMPLES

@@ -46,7 +46,7 @@ _FOLLOWS = NLL | PURE_POINTWISE - {"Expand"} | frozenset("Softmax LogSoftmax".sp
 _OURS = frozenset({"_Counted", "_BatchNorm"})
 _LAYERS = frozenset({*MATMULS, *NORMS, "Convolution"})
 
-Question: TypeAlias = Callable[[Any], object]  # of a node
+Inspection: TypeAlias = Callable[[Any], object]  # of a node
 
 
 class _Look(NamedTuple):
@@ -55,8 +55,8 @@ class _Look(NamedTuple):
     parent: int  # the input number `place` of the node of this number
     place: int
     sort: type
-    question: Question | None  # None: its type says all there is
-    answer: object
+    inspect: Inspection | None  # None: its type says all there is
+    found: object
 
 
 class _Found(NamedTuple):
@@ -82,13 +82,13 @@ class _Reading(NamedTuple):
         nodes: list[Node] = []
         inputs: list[tuple[Edge, ...]] = []
         node: Node | None = root
-        for parent, place, sort, question, answer in self.looks:
+        for parent, place, sort, inspect, found in self.looks:
             if nodes:
                 node = inputs[parent][place][0]
             if type(node) is not sort or node is None:
                 return None
             below = node.next_functions
-            if question is not None and question(node) != answer:
+            if inspect is not None and inspect(node) != found:
                 return None
             nodes.append(node)
             inputs.append(below)
@@ -107,7 +107,7 @@ class Reader:
         self._surroundings, self._is_weight = surroundings, surroundings.is_weight
         self._readings: list[_Reading] = []
         self._precedents: Precedents = {}
-        self._settings: dict[type, Question | None] = {}  # of a type of nodes
+        self._settings: dict[type, Inspection | None] = {}  # of a type of nodes
         self.fresh = False  # whether the latest loss looked unlike those before
 
     def read(self, loss: Tensor) -> list[Term]:
@@ -170,7 +170,7 @@ class Reader:
         follows = name in _FOLLOWS and all(below is not None for below, _ in inputs)
         told = above is not None and _is_single_file(above) and hasattr(above, "_saved_self_sym_sizes")
         layer = (name in _LAYERS or name not in RULES) and not is_leaf(node)
-        questions = (
+        inspections = (
             None
             if follows or told
             else _size
@@ -181,8 +181,8 @@ class Reader:
             _factors if name in _FACTORS else None,
             self._settings[sort],
         )
-        question = _all([each for each in questions if each is not None])
-        return _Look(parent, place, sort, question, None if question is None else question(node))
+        inspect = _all([each for each in inspections if each is not None])
+        return _Look(parent, place, sort, inspect, None if inspect is None else inspect(node))
 
 
 def _is_told_by_type(node: Node, name: str) -> bool:
@@ -203,16 +203,16 @@ def _is_single_file(node: Node) -> bool:
     return len(inputs) == 1 and inputs[0][0] is not None and results(inputs[0][0]) == 1
 
 
-# What there is to ask a node.
+# What there is to see of a node.
 
 
-def _all(questions: list[Question]) -> Question | None:
-    """Ask all of them in one."""
-    if len(questions) <= 1:
-        return questions[0] if questions else None
-    if len(questions) > 2:  # noqa: PLR2004
-        return lambda node: [question(node) for question in questions]
-    first, second = questions
+def _all(inspections: list[Inspection]) -> Inspection | None:
+    """Inspect it in all these ways at once."""
+    if len(inspections) <= 1:
+        return inspections[0] if inspections else None
+    if len(inspections) > 2:  # noqa: PLR2004
+        return lambda node: [inspect(node) for inspect in inspections]
+    first, second = inspections
     return lambda node: (first(node), second(node))
 
 
@@ -225,12 +225,12 @@ def _sizes(node: Any) -> list[object]:
 
 
 def _wires(node: Any) -> list[int]:
-    """Tell of each input which result it is; -1 for one without gradient."""
+    """Return of each input which result it is; -1 for one without gradient."""
     return [number if below is not None else -1 for below, number in node.next_functions]
 
 
-def _settings(node: Node, name: str) -> Question | None:
-    """Ask for saved attributes that are not tensors: dimensions, reductions."""
+def _settings(node: Node, name: str) -> Inspection | None:
+    """Inspect saved attributes that are not tensors: dimensions, reductions."""
     plain = [each for each in dir(node) if each.startswith("_saved_") and not hasattr(node, "_raw" + each)]
     if not plain or name in MATMULS:
         return None
@@ -249,10 +249,10 @@ def _way(node: Node | None) -> tuple[type, ...]:
     return tuple(way)
 
 
-def _ways(ways: list[tuple[int, type, tuple[type, ...]]]) -> Question:
-    """Ask whether each input of a layer is reached on the way that it was."""
+def _ways(ways: list[tuple[int, type, tuple[type, ...]]]) -> Inspection:
+    """Inspect whether each input of a layer is reached on the way that it was."""
 
-    def question(node: Any) -> bool:
+    def inspect(node: Any) -> bool:
         inputs = node.next_functions
         if len(inputs) != len(ways):
             return False
@@ -266,7 +266,7 @@ def _ways(ways: list[tuple[int, type, tuple[type, ...]]]) -> Question:
                     return False
         return True
 
-    return question
+    return inspect
 
 
 def _factors(node: Node) -> list[object]:

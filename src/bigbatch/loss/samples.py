@@ -286,14 +286,14 @@ class Samples:
 
     def _one_sample(self, size: int) -> bool:
         """Whether what was seen as one row is one sample, as `x.view(1, k)` of k parts: if it was for several."""
-        key = self.trail.question("rows")
+        key = self.trail.kind("rows")
         if size > 1:
             self.trail.precedents[key] = True
         return key in self.trail.precedents
 
     def _written(self, fits: list[Place]) -> Place | None:
         """Choose where a part was written over: in the only place that fits, or in that of a graph of this kind."""
-        key = self.trail.question("written")
+        key = self.trail.kind("written")
         number = {sum(1 << dim for dim in dims): dims for dims in fits}
         if len(fits) == 1:
             self.trail.precedents[key] = next(iter(number))

@@ -43,10 +43,10 @@ class Trail:
         self.nodes.update(other.nodes)
         self.weights.extend(other.weights)
 
-    def question(self, *about: Hashable) -> tuple[Hashable, ...]:
-        """Return the key of a precedent: a question about graphs that are of one kind so far."""
+    def kind(self, *about: Hashable) -> tuple[Hashable, ...]:
+        """Return the key of a precedent: of what, in graphs that are of one kind so far."""
         return (*about, *map(type, self.nodes))
 
     def is_as_before(self, about: Hashable, answer: object) -> bool:
         """Tell whether graphs of this kind have had the same answer; the first one settles it."""
-        return bool(self.precedents.setdefault(self.question(about), answer) == answer)
+        return bool(self.precedents.setdefault(self.kind(about), answer) == answer)
