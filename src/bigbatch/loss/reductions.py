@@ -33,6 +33,7 @@ from bigbatch.loss.trail import Trail
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
 
+_ROUNDED = frozenset(LOW_PRECISION)  # a set of dtypes is faster to look into
 LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
 
 
@@ -258,7 +259,7 @@ def targets(node: Node) -> Count:
     if (hook is not None and hides(hook)) if TELLS_ITS_HOOK else is_guarded(node, "total_weight", raw):
         raise refusals.hidden(operation(node))
     total: Tensor = nll._saved_total_weight  # noqa: SLF001
-    if total.dtype in LOW_PRECISION:  # bf16 cannot count beyond 256
+    if total.dtype in _ROUNDED:  # bf16 cannot count beyond 256
         total = _count_again(node)
     return total.item() if total.is_cpu else total.detach()
 
