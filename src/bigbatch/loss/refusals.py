@@ -176,9 +176,12 @@ def nonlinear(name: str, *, root: bool = False) -> UnreadableLoss:
         return UnreadableLoss(
             f"this loss does not add up over micro-batches: found {name}Backward above its mean. It is nonlinear in a "
             "mean: the root of a mean (RMSE) is not the mean of the micro-batches' roots.",
-            fix="loss = F.mse_loss(prediction, target)  # which has the same minimum; report update.loss.sqrt()\n"
-            "or, in a BigStep, across.once(across.mean(F.mse_loss(prediction, target)).sqrt()); a count, where no "
-            "batch mean is below; counted(term, 'once') for a term of parameters alone",
+            **_fixes(
+                "loss = F.mse_loss(prediction, target)  # which has the same minimum; report update.loss.sqrt(); or "
+                "across.once(across.mean(F.mse_loss(prediction, target)).sqrt()) in a BigStep; counted(term, 'once') "
+                "for a term of parameters alone\nIf there is no batch mean below it:  {}",
+                ("loss", "n"),
+            ),
         )
     if name == "Nansum":
         return UnreadableLoss(
