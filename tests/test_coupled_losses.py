@@ -153,7 +153,7 @@ def test_an_accumulator_refuses_an_example(name: str) -> None:
     """It gets one micro-batch after the other, so nobody can be asked; the error names BigStep."""
     model = network(name)
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    with pytest.raises(CoupledLoss, match="Use BigStep, which has the whole batch"):
+    with pytest.raises(CoupledLoss, match="Use: BigStep, which has the whole batch"):
         accumulator.backward(EXAMPLES[name].loss_fn(model, batch_of(name, 6)))
 
 
@@ -736,7 +736,7 @@ def test_an_accumulator_refuses_a_coupled_loss_with_a_count_too() -> None:
     """No count makes the parts add up."""
     model = network("clip")
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    with pytest.raises(CoupledLoss, match="Use BigStep, which has the whole batch"):
+    with pytest.raises(CoupledLoss, match="Use: BigStep, which has the whole batch"):
         accumulator.backward(clip.loss_fn(model, batch_of("clip", 6)), count=6)
 
 

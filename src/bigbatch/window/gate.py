@@ -19,8 +19,8 @@ from bigbatch.errors import BatchNormError, ConfigurationError, LossError, Windo
 from bigbatch.loss import refusals
 from bigbatch.loss.own_tensors import FrozenWeights
 from bigbatch.loss.readings import Reader
-from bigbatch.loss.samples import Surroundings
 from bigbatch.loss.terms import Term
+from bigbatch.loss.trail import Surroundings
 from bigbatch.state.scope import NeedsLockStep
 from bigbatch.window.gradients import all_parameters, sparing
 

@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from bigbatch.caller import outside
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import ConfigurationError, RankFailed, StateError, WindowDisturbed
-from bigbatch.loss.arrival import Arrival
-from bigbatch.loss.count import Count
+from bigbatch.loss.count import Arrival, Count
 from bigbatch.window.gradients import Gradients
 from bigbatch.window.observer import Witness
 

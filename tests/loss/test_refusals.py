@@ -1,5 +1,6 @@
 """Every loss that no weights can accumulate is refused before anything is added, and the error names the operation."""
 
+import copy
 import re
 from collections.abc import Callable
 
@@ -9,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator
-from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
+from bigbatch.errors import BigBatchError, CoupledLoss, LossError, UnreadableLoss
+from bigbatch.loss import refusals
 from tests.losses import READABLE, SEVERAL
 from tests.reference import big_batches, distance, sgd, trained
 from tests.refused import COUPLED, INVISIBLE_ALONE, UNREADABLE, Refused
 from tests.samples import Batch, Loss, mlp, rows
+from tests.support.messages import approve
 
 SPLIT = (5, 3, 4)
 REFUSED = [*UNREADABLE, *COUPLED]
@@ -134,7 +137,7 @@ def test_a_factor_that_changes_within_a_window_is_refused(factor: Callable[[Batc
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
     first, second = plain.micro_batches((3, 2))
     accumulator.backward(factor(first) * plain.loss(model, first))
-    with pytest.raises(UnreadableLoss, match=r"not the same in all micro-batches.*\n.*\n.*count=n"):
+    with pytest.raises(UnreadableLoss, match=r"not the same in all micro-batches.*\n.*count=n"):
         accumulator.backward(factor(second) * plain.loss(model, second))
 
 
@@ -206,3 +209,51 @@ def test_nonsense_counts_are_refused(count: object) -> None:
     (batch,) = case.micro_batches((3,))
     with pytest.raises(LossError, match="count"):
         accumulator.backward(F.mse_loss(model(batch["x"]), batch["value"]), count=count)  # type: ignore[arg-type]
+
+
+# The texts.
+
+
+TEXTS: dict[str, BigBatchError] = {
+    "coupled": refusals.coupled("Softmax"),
+    "coupled, by an unknown name": refusals.coupled("Renorm"),
+    "coupled, of steps": refusals.coupled("Select"),
+    "coupled, by rows of labels": refusals.coupled("Mm", chosen=True),
+    "unknown operation": refusals.unknown("Square"),
+    "written over": refusals.written("CopySlices"),
+    "rows put where an index says": refusals.pooled("IndexAdd"),
+    "factor without gradient": refusals.gradless_factor("Mm"),
+    "no cast of a weight": refusals.other_weight((4, 4)),
+    "pairs by broadcasting": refusals.expanded("Sub"),
+    "rows one by one": refusals.lone_rows(),
+    "derivative of a mean": refusals.slope("MseLoss"),
+    "sum by a tensor": refusals.scaled_sum("Div", "a tensor"),
+    "sum by a number": refusals.scaled_sum("Mul", "the number 0.3"),
+    "zero beside a mean": refusals.zero_beside_mean(),
+    "factor that changes": refusals.changing_factor("MseLoss", "0.3", "0.4"),
+    "factor of NaN": refusals.changing_factor("MseLoss", "nan", "nan"),
+    "function of a mean": refusals.nonlinear("Exp"),
+    "root of a mean": refusals.nonlinear("Sqrt", root=True),
+    "nansum": refusals.nonlinear("Nansum"),
+    "matrix product of a batch": refusals.nonlinear("Mm"),
+    "custom function": refusals.custom("Square"),
+    "compiled function": refusals.custom("CompiledFunction"),
+    "hidden count": refusals.hidden("NllLoss"),
+    "data or constant": refusals.data_or_constant("Sum"),
+    "shared values that differ": refusals.shared_alone([1.0, 2.0]),
+    "asked since": refusals.asked_since(),
+    "alone": refusals.alone(),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_are_approved(name: str) -> None:
+    """In a loop with an accumulator and in a `BigStep`; three lines at most."""
+    error = TEXTS[name]
+    approve("loss", name, error)
+    assert str(error).count("\n") <= 2
+    if error.fix_in_step != error.fix:
+        in_step = copy.copy(error)
+        in_step.speak_to_step()
+        approve("loss", f"{name}, in a BigStep", in_step)
+        assert "accumulator" not in str(in_step)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import LossError, SeveralCounts
-from tests.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL, squares
+from tests.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL, SPLIT, sizes, squares
 from tests.reference import accumulated, assert_equal, big_batches, distance, gentle, one
 from tests.refused import SETTLED
 from tests.samples import Batch, Loss, mlp, rows, sequences
@@ -29,13 +29,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:this loss is a sum over data:UserWarning",  # by a number that is also another size
 )
 
-SPLIT = (4, 4, 2, 1)
 BY_NAME = {case.name: case for case in READABLE}
-
-
-def sizes(case: Loss) -> tuple[int, ...]:
-    """The split that every row is tried with."""
-    return (1, 1, 1, 1) if case.single else tuple(max(size, case.smallest) for size in SPLIT)
 
 
 @pytest.mark.parametrize("case", READABLE, ids=str)

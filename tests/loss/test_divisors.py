@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
 from bigbatch.errors import CoupledLoss, UnreadableLoss
+from bigbatch.loss.readings import Reader
+from bigbatch.loss.trail import Surroundings
 from tests.reference import sgd, trained
 
 Batch = dict[str, Tensor]
@@ -145,3 +147,17 @@ def test_without_the_check_the_line_to_type_is_named() -> None:
     step = BigStep(model, sgd(trained(model)), EXACT["mask"], micro_batch_size=SIZE, options=Options(check=False))
     with pytest.raises(UnreadableLoss, match=r"return counted\(loss, mask.sum\(\)\)"):
         step(batch_of(0))
+
+
+def test_graphs_of_one_kind_that_were_read_both_ways_settle_nothing() -> None:
+    """A mean over 3 samples and one over 5 features look alike: what 5 divides for 5 samples cannot be told."""
+    model = nn.Linear(CLASSES, 5).double()
+    reader = Reader(Surroundings(own=frozenset(map(id, model.parameters()))))
+
+    def read(samples: int, divisor: int) -> str:
+        (term,) = reader.read(model(torch.ones(samples, CLASSES, dtype=torch.float64)).square().sum() / divisor)
+        return term.kind
+
+    assert (read(3, 3), read(3, 5)) == ("mean", "sum")
+    with pytest.raises(UnreadableLoss, match="may be a count"):
+        read(5, 5)

@@ -295,7 +295,7 @@ def test_load_balancing_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_load_balancing_of_experts_is_exact_as_the_docs_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Micro-batches meet inside the model, at a function of its module."""
     monkeypatch.undo()
-    page = (Path(__file__).parent.parent / "docs" / "coupled.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "coupled.md").read_text()
     (code,) = re.findall(r"^(def balance.*?)^```", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"torch": torch, "F": F, "across": across}
     exec(code, names)  # noqa: S102 - that is the test
