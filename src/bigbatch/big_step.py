@@ -40,7 +40,7 @@ from bigbatch.options import Options
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import NeedsLockStep
-from bigbatch.state.snapshot import Buffers, Habits, Randomness, devices_of, restore, untouched, warn_of_written
+from bigbatch.state.snapshot import Buffers, Habits, Snapshot, devices_of, untouched, warn_of_written
 from bigbatch.update import Update
 from bigbatch.window.gate import Admission
 from bigbatch.window.observer import Witness
@@ -380,7 +380,7 @@ class BigStep:
     def _attempt(self, division: Division) -> "_Done":
         """Make the update, or leave everything as it was."""
         division.batch.refuse_changed()  # by a probe, or by an attempt before
-        buffers, randomness = Buffers(self._models, self._habits), Randomness(self._devices)
+        before = Snapshot(self._models, self._habits, self._devices)
         window: Window | None = None
         side_by_side = bool(self._admission.side_by_side)
         ragged = division.longest is not None
@@ -403,7 +403,7 @@ class BigStep:
                         self._accompany(window, division, passes)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 looks = len(division) > 1 and (not self._looked_at_buffers or looked)
-                written = buffers.written(self._together.statistics) if looks else []
+                written = before.buffers.written(self._together.statistics) if looks else []
                 update = self._closed(window)
         except BaseException as error:
             if is_out_of_memory(error):
@@ -411,9 +411,9 @@ class BigStep:
             if window is not None:
                 window.discard()
             if not self._stepper.began:
-                restore(buffers, randomness)
+                before.restore()
             raise
-        return _Done(replace(update, extras=together), looked, buffers, division.padding, written)
+        return _Done(replace(update, extras=together), looked, before.buffers, division.padding, written)
 
     def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
         with untouched(self._models, habits=self._habits):

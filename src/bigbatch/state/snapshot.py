@@ -154,20 +154,33 @@ class Buffers:
         return id(buffer) in self._trusted or torch.equal(buffer.to(copied.device), copied)
 
 
-def restore(buffers: Buffers, randomness: Randomness) -> None:
-    """Restore both, or raise: what is tried again must not begin with other numbers."""
-    try:
-        with ExitStack() as each_by_itself:
-            each_by_itself.callback(buffers.restore)
-            each_by_itself.callback(randomness.restore)
-    except BaseException as error:
-        msg = (
-            "a step failed, and what its forwards had changed (the model's buffers, random generators) could not be "
-            f"restored: {type(error).__name__}: {str(error).partition(chr(10))[0]}. Parameters and the optimizer are "
-            "as before it.\n"
-            "Load the buffers from a checkpoint before you go on."
-        )
-        raise WindowBroken(msg) from error
+class Snapshot:
+    """What a forward of some models begins with: their buffers, and random numbers."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        habits: Habits | None = None,
+        devices: frozenset[torch.device] = frozenset(),
+    ) -> None:
+        """Copy both as they are; `devices` are those in use beside the models' own."""
+        self.buffers, self.randomness = Buffers(models, habits), Randomness(devices_of(models) | devices)
+
+    def restore(self, *, randomness: bool = True) -> None:
+        """Go back to both, or raise: what is tried again must not begin with other numbers."""
+        try:
+            with ExitStack() as each_by_itself:
+                each_by_itself.callback(self.buffers.restore)
+                if randomness:
+                    each_by_itself.callback(self.randomness.restore)
+        except BaseException as error:
+            said = str(error).partition("\n")[0]
+            raise WindowBroken(
+                "a step failed, and the model's buffers or random generators could not be restored. Parameters and the "
+                "optimizer are as before it.",
+                found=f"{type(error).__name__}: {said}",
+                fix="the buffers of a checkpoint, loaded before you go on",
+            ) from error
 
 
 def warn_of_written(names: Sequence[str]) -> None:
@@ -199,7 +212,7 @@ def untouched(
     stepped = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
     parameters += [p for key, p in stepped.items() if key not in known]
     gradients = [p.grad for p in parameters]
-    buffers, randomness = Buffers(models, habits), Randomness(devices_of(models))
+    before = Snapshot(models, habits)
     for p in parameters:
         p.grad = None
     try:
@@ -207,7 +220,7 @@ def untouched(
     finally:
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
-        restore(buffers, randomness)
+        before.restore()
 
 
 def devices_of(models: Sequence[nn.Module]) -> frozenset[torch.device]:

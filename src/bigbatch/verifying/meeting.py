@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bigbatch import across
-from bigbatch.first_step_coupling import shared_state
+from bigbatch.first_step_check import shared_state
 from bigbatch.lockstep.threads import current
 from bigbatch.verifying.attributes import of_module
 from bigbatch.verifying.samples import Samples
@@ -22,7 +22,7 @@ from bigbatch.verifying.verification import Cause
 from bigbatch.verifying.ways import Accumulated, LossFunction, OwnWay
 
 _LIKE_REFUSAL, _, _WHAT_TO_DO = str(shared_state(ValueError())).partition("\n")
-TURNS = _WHAT_TO_DO.removesuffix(" Nothing was changed.")  # as BigStep says it
+TURNS = _WHAT_TO_DO  # as BigStep says it
 ASKED = (
     "It asks for all samples already; look at what it does with them. Rows of own samples begin at across.offset(). "
     "across.sum(x) adds up sums, across.mean(x) averages means over samples, across.mean(x, count) those over other "
