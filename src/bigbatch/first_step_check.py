@@ -110,7 +110,8 @@ class FirstCheck:
         """Begin with nothing compared."""
         self._models, self._runner, self._mover, self._options = models, runner, mover, options
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-        self._updates, self._due = 0, _AGAIN
+        self._updates = 0
+        self._due: tuple[int, ...] = _AGAIN
         self._modes, self._mode = set[bytes](), b""  # which modules were in training mode when pieces were compared
         self._warned = False
         self._side_by_side: SideBySide | None = None

@@ -3,7 +3,8 @@
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +16,21 @@ from bigbatch.batch.split import Division
 from bigbatch.caller import outside
 from bigbatch.default_loss import own_loss
 from bigbatch.errors import ConfigurationError
-from bigbatch.execute.graph_guard import keeping_tables, state_of
 from bigbatch.execute.graph_record import NotCapturable
-from bigbatch.execute.graph_replay import Graphs, Recipe
-from bigbatch.execute.graph_window import Replaying
+from bigbatch.execute.graph_replay import MICRO_STEPS, Replayed, copied, refuse_hidden, shape_of
+from bigbatch.execute.graph_window import WholeWindows
 from bigbatch.execute.precast import CastWeights, ForeignBackward
-from bigbatch.lockstep.window_graph import WholeWindows
+from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.loss.terms import Term
 from bigbatch.state import scope
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from bigbatch.window.backward import run_backward
 from bigbatch.window.gate import Admission
-from bigbatch.window.gradients import Gradients
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import OPEN, Window
 
 LossFunction = Callable[[Any, Any], Any]
+_SEVERAL = "its loss has several terms, and only one mean or sum can be captured"
 _ONE_VALUE = "more than 1 value per channel"  # torch's word for BatchNorm on a single sample
 
 
@@ -47,10 +47,10 @@ class Runner:
         device = next(p.device for o in stepper.optimizers for g in o.param_groups for p in g["params"])
         serves = CastWeights.serves(self._models, device)
         self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
-        self._graphs = Graphs(device) if cuda_graph else None
+        self.graphs = Replayed(self._models, device, MICRO_STEPS, draws=True) if cuda_graph else None
         self.whole = WholeWindows(self._models, device, stepper) if cuda_graph else None
-        # Which parameters, by their ids, got a gradient in a window that was launched.
-        self._reached: dict[int, bool] = {}
+        # What a count is multiplied with to make the weight of a replay.
+        self._unit = torch.ones((), dtype=torch.float64, device=device) if cuda_graph else torch.empty(())
         self._ragged = False
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
@@ -99,21 +99,82 @@ class Runner:
 
     def run(self, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
         """Add all micro-batches of a division, wherever they lie by now, to the window; returns their extras."""
-        parameters = window.gradients.parameters
-        if self._graphs is not None:
-            self._graphs.settle(self.state(window.gradients))
-            if self._reached.keys() == {id(p) for p in parameters}:
-                return self._replayed(self._graphs, window, micro_batches, division)
+        if self.graphs is not None:
+            return self._replayed(self.graphs, window, micro_batches, division)
         extras = []
         for micro_batch in micro_batches:
             with self._launching():
                 extras.append(self._add(window, micro_batch))
-            if self._graphs is not None and division.comes_again(len(extras) - 1):
-                self._graphs.is_new(micro_batch)
-        self._reached = {id(p): p.grad is not None for p in parameters}
-        if self._graphs is not None:
-            self._graphs.renew(self.state(window.gradients))
         return extras
+
+    def _replayed(
+        self, graphs: Replayed, window: Window, micro_batches: Iterable[Any], division: Division
+    ) -> list[Any]:
+        """Replay the micro-batches whose shapes have come before, and launch the others, into the same gradients."""
+        if window.ledger.totals is not None:
+            raise NotCapturable(_SEVERAL)
+        gradients, prepared, extras = window.gradients, False, list[Any]()
+        graphs.settle(gradients, self.settings())
+        opened = graphs.open(gradients)
+        if opened and self._casting is not None:
+            self._casting.renew()
+
+        def prepare(step: _Step) -> None:
+            nonlocal prepared
+            if not prepared:
+                self._set_unit(window, step.terms)
+            prepared = True
+
+        for micro_batch in micro_batches:
+            shape = shape_of(micro_batch) if division.comes_again(len(extras)) else ""
+            is_known = bool(shape) and not graphs.is_new(shape)
+            if is_known and opened:
+                step: _Step = graphs.run(shape, micro_batch, self._recorded, gradients, before=prepare)
+                window.enter_replayed([_with_own_count(term) for term in step.terms], step.loss.clone())
+                extras.append(copied(step.extras))
+            else:
+                with self._launching():
+                    extras.append(self._add(window, micro_batch))
+                if opened:
+                    graphs.renew(gradients, self.settings())  # a table may have been made, for a longer micro-batch
+        if opened:
+            graphs.close(gradients)
+        else:
+            graphs.note(gradients)
+            graphs.renew(gradients, self.settings())
+        return extras
+
+    def _recorded(self, micro_batch: Any) -> "_Step":
+        """Run a micro-step whose count and weight stay on the device, as a replay computes them anew."""
+        loss, extras = self.loss(micro_batch)
+        terms = self.read(loss)
+        data = [term for term in terms if term.kind != "once"]
+        if len(data) != 1 or (data[0].kind == "sum" and len(terms) > 1):
+            raise NotCapturable(_SEVERAL)
+        if loss.dtype in LOW_PRECISION:
+            raise NotCapturable(f"its loss is {loss.dtype}, which cannot hold a weight; compute it in float32")
+        refuse_hidden(extras)
+        weight = self._unit * data[0].count if data[0].kind == "mean" else self._unit
+        self._backward(loss, weight.to(loss.dtype).reshape(loss.shape))
+        for term in terms:
+            term.node = term.source = term.value = None  # what is kept must not keep the graph alive
+        return _Step(terms, loss.detach(), extras)
+
+    def _set_unit(self, window: Window, terms: Sequence[Term]) -> None:
+        """Set what counts are multiplied with in this window, without waiting for the device."""
+        (term,), ledger = [term for term in terms if term.kind != "once"], window.ledger
+        if term.kind == "sum":
+            self._unit.fill_(1.0)
+        else:
+            if ledger.provisional is None:  # a gradient scaler is tuned to means: weights stay below 1
+                about = term.about or 1.0 if isinstance(term.count, Tensor) else max(term.count, 1.0)
+                ledger.provisional = 1.0 if self._stepper.scaler is None else about * ledger.steps
+            if isinstance(ledger.provisional, Tensor):
+                self._unit.copy_(1.0 / ledger.provisional)
+            else:
+                self._unit.fill_(1.0 / ledger.provisional)
+        if self._stepper.scaler is not None:
+            self._unit.mul_(window.scale)
 
     def weighed(self, window: Window, found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
         """Weigh the losses of micro-batches that run side by side; returns each one's backward."""
@@ -142,11 +203,14 @@ class Runner:
             self._casting = None
             self.forget()  # graphs read its copies
             return True
-        if isinstance(error, NotCapturable) and (self._graphs is not None or self.whole is not None):
+        if isinstance(error, NotCapturable) and (self.graphs is not None or self.whole is not None):
             self.forget()
-            self._graphs = self.whole = None
-            if self._casting is not None:
-                self._casting.captured = False
+            if self._admission.side_by_side:  # micro-steps of other losses are another kind
+                self.whole = None
+            else:
+                self.graphs = None
+                if self._casting is not None:
+                    self._casting.captured = False
             warnings.warn(
                 f"this model cannot be captured as a CUDA graph: {error}. It is launched kernel by kernel, which gives "
                 "the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
@@ -157,14 +221,14 @@ class Runner:
 
     def forget(self) -> None:
         """Give memory back that short cuts hold: it has run out."""
-        if self._graphs is not None:
-            self._graphs.forget()
+        if self.graphs is not None:
+            self.graphs.forget()
         if self.whole is not None:
-            self.whole.forget()
+            self.whole.graphs.forget()
 
     def forget_windows(self) -> bool:
         """Give the memory of captured windows back; returns whether there were any."""
-        return self.whole is not None and self.whole.forget()
+        return self.whole is not None and self.whole.graphs.forget()
 
     def _launching(self) -> AbstractContextManager[None]:
         """Run a micro-step that is not captured: of a shape that may never come again, where samples have lengths."""
@@ -187,31 +251,21 @@ class Runner:
         with adding_up, self._admission.sparing_others():
             run_backward(loss, start, own)
 
-    def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
-        """Replay a captured micro-step for each micro-batch; shapes that come again are captured on the way."""
-        gradients = window.gradients
-        if self._casting is not None:
-            self._casting.renew()
-        graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters])
-        recipe = Recipe(self.loss, self.read, self._backward, lambda: keeping_tables(self._models))
-        replaying = Replaying(graphs, recipe, gradients.parameters, self._stepper, len(division))
-        extras: list[Any] = []
-        for micro_batch in micro_batches:
-            if division.comes_again(len(extras)) and not graphs.is_new(micro_batch):
-                extras.append(replaying.replay(micro_batch))
-            else:
-                with self._launching():
-                    extras.append(replaying.launch(micro_batch))
-                graphs.renew(self.state(gradients))  # a table may have been made anew, for a longer micro-batch
-            if len(extras) == 1 and window.attended:
-                window.show(graphs.totals.count * graphs.totals.unit, graphs.totals.count.clone())
-        window.adopt(replaying.tally(len(extras)), graphs.loss_dtype)
-        return extras
+    def settings(self) -> object:
+        """What a captured graph depends on beside the model and the shapes of its inputs."""
+        return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), self._admission.only_own
 
-    def state(self, gradients: Gradients) -> object:
-        """What a captured graph depends on beside the shape of its inputs."""
-        autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-        return state_of(self._models, gradients.parameters), autocast, self._admission.only_own
+
+class _Step(NamedTuple):
+    """What a micro-step that was captured has returned."""
+
+    terms: list[Term]
+    loss: Tensor
+    extras: Any
+
+
+def _with_own_count(term: Term) -> Term:
+    return replace(term, count=term.count.clone()) if isinstance(term.count, Tensor) else term
 
 
 @contextmanager

@@ -22,10 +22,14 @@ _LARGE = 1 << 20  # bytes of a buffer
 
 
 class Randomness:
-    """The states of the default random generators: torch's on the CPU and the devices in use, Python's, numpy's."""
+    """The states of the default random generators: torch's on the CPU and the devices in use, Python's, numpy's.
 
-    def __init__(self, devices: frozenset[torch.device]) -> None:
+    And those of generators of a model's own.
+    """
+
+    def __init__(self, devices: frozenset[torch.device], own: Sequence[Any] = ()) -> None:
         """Take down the states as they are; no device is waited for."""
+        self._own = [(each, _state_of(each)) for each in own]
         self._cpu = torch.get_rng_state()
         self._devices = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
         self._python = random.getstate()
@@ -40,10 +44,14 @@ class Randomness:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+        for generator, state in self._own:
+            _set_state(generator, state)
 
-    def drawn(self) -> bool:
-        """Whether anyone has drawn a number since."""
-        if not torch.equal(self._cpu, torch.get_rng_state()) or self._python != random.getstate():
+    def drawn(self, *, torchs: bool = True) -> bool:
+        """Whether anyone has drawn a number since; of torch's on the CPU only where it is asked for."""
+        if torchs and not torch.equal(self._cpu, torch.get_rng_state()):
+            return True
+        if self._python != random.getstate() or any(_is_other(state, _state_of(own)) for own, state in self._own):
             return True
         if any(not torch.equal(state, torch.cuda.get_rng_state(device)) for device, state in self._devices.items()):
             return True
@@ -51,6 +59,32 @@ class Randomness:
         if self._numpy is None:
             return False
         return not all(numpy.array_equal(*pair) for pair in zip(self._numpy, numpy.random.get_state(), strict=True))
+
+
+def is_generator(value: object) -> bool:
+    """Tell a generator of random numbers: torch's, Python's or numpy's."""
+    return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
+
+
+def _state_of(generator: Any) -> Any:
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    if isinstance(generator, torch.Generator) or hasattr(generator, "get_state"):
+        return generator.get_state()
+    return generator.getstate() if hasattr(generator, "getstate") else None
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    elif isinstance(generator, torch.Generator) or hasattr(generator, "set_state"):
+        generator.set_state(state)
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+
+
+def _is_other(before: Any, now: Any) -> bool:
+    return not torch.equal(before, now) if isinstance(before, Tensor) else repr(before) != repr(now)
 
 
 class _Kept(NamedTuple):
