@@ -158,7 +158,7 @@ class FirstCheck:
         """Name the updates that were made before a coupling was seen."""
         if not self._updates:
             return error
-        since = f" This did not show at first: the {self._updates} updates before this one may not be the big batch's."
+        since = f" This did not show at first: the updates before this one, {self._updates} by now, may not be right."
         return type(error)(error.problem + since, fix=error.fix)
 
     def _first_that_runs(self, division: Division) -> _Outcome:
