@@ -139,6 +139,7 @@ def whole_emulated(step: BigStep, patch: Any) -> Replayed:
     _as_on_a_device(patch)
     runner = step._runner
     runner.whole = WholeWindows(runner._models, torch.device("cpu"), runner._stepper)
+    step._execution = replace(step._execution, graph_windows=True)
     return runner.whole.graphs
 
 
@@ -149,4 +150,5 @@ def emulated(step: BigStep, patch: Any) -> Replayed:
     runner._unit = torch.ones((), dtype=torch.float64)
     runner.graphs = Replayed(runner._models, torch.device("cpu"), MICRO_STEPS, draws=True)
     step._options = step._divider._options = replace(step._options, cuda_graph=True)
+    step._execution = replace(step._execution, graph_steps=True)
     return runner.graphs

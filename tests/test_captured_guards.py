@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
+from bigbatch.execute.execution import launch
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.precast import CastWeights
 from tests.emulated_graphs import emulated, whole_emulated
@@ -112,9 +113,13 @@ def test_a_window_that_cannot_be_captured_leaves_captured_micro_steps(monkeypatc
     step = BigStep(model, sgd(trained(model)), squares, micro_batch_size=4)
     graphs = emulated(step, monkeypatch)
     whole_emulated(step, monkeypatch)
-    step._admission.side_by_side = 2
+    error = NotCapturable("a whole window that draws random numbers")
+    error.of_window = True
     with pytest.warns(UserWarning, match="cannot be captured"):
-        assert step._runner.fall_back(NotCapturable("a whole window that draws random numbers"))
+        better = launch(step._execution, error)
+    assert better is not None
+    step._runner.follow(better)
+    assert step._runner.whole is None
     assert step._runner.graphs is graphs
 
 

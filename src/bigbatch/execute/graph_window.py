@@ -43,7 +43,22 @@ class WholeWindows:
         Windows of another `kind` are captured for themselves; `settings` are what all depend on beside; `reads` returns
         tensors that they read and nobody else holds.
         """
-        given, graphs, gradients = list(micro_batches), self.graphs, window.gradients
+        try:
+            return self._run(window, list(micro_batches), launch, settings, kind, reads)
+        except NotCapturable as error:
+            error.of_window = True
+            raise
+
+    def _run(  # noqa: PLR0917 - as above
+        self,
+        window: Window,
+        given: list[Any],
+        launch: Launch,
+        settings: object,
+        kind: str,
+        reads: Callable[[], Sequence[Tensor]],
+    ) -> list[Any]:
+        graphs, gradients = self.graphs, window.gradients
         shape = f"{kind}; {shape_of(given)}"
         graphs.settle(gradients, settings)
         if graphs.is_new(shape) or not graphs.open(gradients):

@@ -1,6 +1,5 @@
 """Run the micro-batches of a window: forward, read, backward; launched one by one, or replayed."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -13,14 +12,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bigbatch import arguments
 from bigbatch.batch.extras import detached
 from bigbatch.batch.split import Division
-from bigbatch.caller import outside
 from bigbatch.default_loss import own_loss
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.execute.execution import Execution
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.graph_replay import MICRO_STEPS, Replayed, copied, refuse_hidden, shape_of
 from bigbatch.execute.graph_window import WholeWindows
-from bigbatch.execute.precast import CastWeights, ForeignBackward
-from bigbatch.loss.count import LOW_PRECISION
+from bigbatch.execute.precast import CastWeights
+from bigbatch.loss.count import LOW_PRECISION, Count, TotalOfSum
 from bigbatch.loss.terms import Term
 from bigbatch.state import scope
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
@@ -30,6 +29,7 @@ from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import OPEN, Window
 
 LossFunction = Callable[[Any, Any], Any]
+_SHOWN = 8
 _SEVERAL = "its loss has several terms, and only one mean or sum can be captured"
 _ONE_VALUE = "more than 1 value per channel"  # torch's word for BatchNorm on a single sample
 
@@ -181,6 +181,24 @@ class Runner:
         window.check()
         return window.add_together(found, only_own=self._admission.only_own)
 
+    def totals(self, micro_batches: Iterable[Any]) -> tuple[Count, ...]:
+        """Return what each term over data comes to in all micro-batches, from forwards alone."""
+        rows: list[list[Term]] = []
+        for micro_batch in micro_batches:
+            terms = self.read(self.loss(micro_batch)[0])
+            data = [replace(term, node=None, source=None, value=None) for term in terms if term.kind != "once"]
+            rows += [data] if terms else []  # none of a loss of zero
+        if len({tuple(term.kind for term in row) for row in rows}) > 1:
+            raise LossError(
+                "the loss changes within a batch: its micro-batches have different numbers of terms over data.",
+                found=f"{', '.join(str(len(row)) for row in rows[:_SHOWN])} terms",
+                fix="every term for every micro-batch, as counted(term, n) with n = 0 where it does not apply",
+            )
+        return tuple(
+            TotalOfSum(1.0) if column[0].kind == "sum" else sum((t.count for t in column[1:]), start=column[0].count)
+            for column in zip(*rows, strict=True)
+        )
+
     def wanted(self, window: Window) -> tuple[Tensor, ...] | None:
         """Return whose gradients a backward is for; None where it cannot choose."""
         return window.gradients.leaves if self._admission.only_own else None
@@ -197,27 +215,17 @@ class Runner:
                 self.read(loss)
             self._backward(loss, torch.ones_like(loss), short=not side_by_side)
 
-    def fall_back(self, error: BaseException) -> bool:
-        """Give up a short cut that failed; returns whether it was one, and the window can be run again."""
-        if isinstance(error, ForeignBackward) and self._casting is not None:
+    def follow(self, execution: Execution) -> None:
+        """Run from now on as an execution says."""
+        if not execution.graph_windows:
+            self.whole = None
+        if not execution.graph_steps:
+            self.graphs = None
+        if self._casting is not None:
+            self._casting.captured = execution.graph_steps
+        if not execution.casts and self._casting is not None:
             self._casting = None
             self.forget()  # graphs read its copies
-            return True
-        if isinstance(error, NotCapturable) and (self.graphs is not None or self.whole is not None):
-            self.forget()
-            if self._admission.side_by_side:  # micro-steps of other losses are another kind
-                self.whole = None
-            else:
-                self.graphs = None
-                if self._casting is not None:
-                    self._casting.captured = False
-            warnings.warn(
-                f"this model cannot be captured as a CUDA graph: {error}. It is launched kernel by kernel, which gives "
-                "the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
-                stacklevel=outside(),
-            )
-            return True
-        return False
 
     def forget(self) -> None:
         """Give memory back that short cuts hold: it has run out."""
