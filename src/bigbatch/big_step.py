@@ -191,29 +191,45 @@ class BigStep:
 
         Over several ranks each gives its own part; None where it has none in this update.
         """
+        return self._update(batch, stepping=True)
+
+    def gradients(self, batch: Any) -> Update:
+        """Leave the big batch's gradient in `.grad`, and the step to the caller.
+
+            update = step.gradients(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        It is not clipped, and times the scale of a `scaler`: unscale, clip and step as in any loop, and clear it before
+        the next batch. All of them are None where nothing was counted; `update.skipped` says so.
+        """
+        return self._update(batch, stepping=False)
+
+    __reduce_ex__ = refuse_copy
+
+    def _update(self, batch: Any, *, stepping: bool) -> Update:
+        """Make the update, or its gradient alone; once a step has begun, an error says how far it came."""
         if scope.worker() is not None:
             raise WindowError(_INSIDE)
         self._stepper.rest()
         try:
-            return self._update(batch)
+            return self._finished(batch, stepping=stepping)
         except BaseException as error:
             if self._stepper.began:
                 self._stepper.give_up(error)
             raise
 
-    __reduce_ex__ = refuse_copy
-
-    def _update(self, batch: Any) -> Update:
+    def _finished(self, batch: Any, *, stepping: bool) -> Update:
         with telling_of_failure(self._stepper.ranks, self._mover.device):
             if batch is None and self._stepper.ranks is not None:
                 if self._is_sharded:
                     raise BatchError(_NO_SAMPLES)
-                return self._empty()
+                return self._empty(stepping=stepping)
             whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
             self._shared = whole.shared
             self._divided_again = False
             with speaking_of("BigStep"):
-                done = self._made(whole)
+                done = self._made(whole, stepping=stepping)
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()
         self._check.passed(looked=done.looked, stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
@@ -226,12 +242,12 @@ class BigStep:
         self._habits, self._padding = done.buffers.habits(), done.padding
         return done.update
 
-    def _empty(self) -> Update:
+    def _empty(self, *, stepping: bool) -> Update:
         """Take part in an update without samples of one's own."""
         while True:
             window = Window(self._stepper, 1, self._options.gradient_dtype, () if self._execution.count_first else None)
             try:
-                return window.close()
+                return window.close(stepping=stepping)
             except SeveralCounts:
                 if self._execution.count_first:
                     raise
@@ -244,14 +260,14 @@ class BigStep:
             finally:
                 window.discard()
 
-    def _made(self, whole: Batch) -> "_Done":
+    def _made(self, whole: Batch, *, stepping: bool) -> "_Done":
         """Make the update, in as many tries as there are remedies for what goes wrong."""
         while True:
             division: Division | None = None
             self._mover.at = None
             try:
                 division = self._divided(whole)
-                return self._attempt(division)
+                return self._attempt(division, stepping=stepping)
             except BaseException as error:
                 better = self._better(error, division)
                 if better is None:
@@ -382,7 +398,7 @@ class BigStep:
             raise StateError(msg)
         self._sizes.load_state_dict(state["sizes"])
 
-    def _attempt(self, division: Division) -> "_Done":
+    def _attempt(self, division: Division, *, stepping: bool) -> "_Done":
         """Make the update, or leave everything as it was."""
         division.batch.refuse_changed()  # by a probe, or by an attempt before
         before = Snapshot(self._models, self._habits, self._devices)
@@ -409,7 +425,7 @@ class BigStep:
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 looks = len(division) > 1 and (not self._looked_at_buffers or looked)
                 written = before.buffers.written(self._together.statistics) if looks else []
-                update = self._closed(window)
+                update = self._closed(window, stepping=stepping)
         except BaseException as error:
             if is_out_of_memory(error):
                 let_go(error, told=True)  # what restores takes memory, too
@@ -458,10 +474,10 @@ class BigStep:
             self._sizes.budget(),
         )
 
-    def _closed(self, window: Window) -> Update:
+    def _closed(self, window: Window, *, stepping: bool) -> Update:
         """Correct, clip and step; a step that ran out of memory halfway must not be made again."""
         try:
-            return window.close()
+            update = window.close(stepping=stepping)
         except BaseException as error:
             if not is_out_of_memory(error) or not self._stepper.began:
                 raise
@@ -471,6 +487,10 @@ class BigStep:
                 "Try a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state."
             )
             raise OutOfMemory(msg) from error
+        if not stepping and self._options.cuda_graph:  # the next replay writes to the same places
+            for p in window.gradients.parameters:
+                p.grad = None if p.grad is None else p.grad.clone()
+        return update
 
 
 class _Done(NamedTuple):

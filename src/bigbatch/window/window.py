@@ -323,10 +323,11 @@ class Window:
             raise WindowBroken(msg) from error
         self._gradients.check()
 
-    def close(self, *, checked: bool = False, goes_on: bool = False) -> Update:
+    def close(self, *, checked: bool = False, goes_on: bool = False, stepping: bool = True) -> Update:
         """Correct, clip and step; the parameters are as before the window, but for the step.
 
-        `goes_on` tells other ranks whether this one has batches for another window.
+        `goes_on` tells other ranks whether this one has batches for another window. Without `stepping` the gradient
+        that was corrected is left in `.grad`.
         """
         if not checked:
             self.check()
@@ -334,13 +335,15 @@ class Window:
             self._ledger.fold()
         ranks = self._stepper.ranks
         try:
-            return self._close_alone() if ranks is None else self._close_with(ranks, goes_on=goes_on)
+            if ranks is None:
+                return self._close_alone(stepping=stepping)
+            return self._close_with(ranks, goes_on=goes_on, stepping=stepping)
         except BaseException as error:
             if self.state is not OPEN:
                 self._failure = error, self._stepper.give_up(error)
             raise
 
-    def _close_alone(self) -> Update:
+    def _close_alone(self, *, stepping: bool) -> Update:
         ledger = self._ledger
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
@@ -354,8 +357,8 @@ class Window:
             if self._witness is not None:
                 self._witness.whole(self)
             correction = ledger.correction() * self._starts.correction()
-            norm, skipped = self._stepper.step(self._gradients, correction)
-        self.discard()
+            norm, skipped = self._step(correction, stepping=stepping)
+        self.discard(released=stepping or skipped is True)
         return Update(
             micro_batches=ledger.micro_batches,
             count=ledger.count,
@@ -366,7 +369,15 @@ class Window:
             _loss_known=ledger.loss_known,
         )
 
-    def _close_with(self, ranks: Ranks, *, goes_on: bool) -> Update:
+    def _step(
+        self, correction: Count, *, stepping: bool, hooks_elsewhere: bool = False
+    ) -> tuple[Tensor | None, bool | Tensor]:
+        if stepping:
+            return self._stepper.step(self._gradients, correction, hooks_elsewhere=hooks_elsewhere)
+        self._stepper.hand_over(self._gradients, correction, hooks_elsewhere=hooks_elsewhere)
+        return None, False
+
+    def _close_with(self, ranks: Ranks, *, goes_on: bool, stepping: bool) -> Update:
         """Do so together with other ranks: agree on what was counted, add up, and make the same step."""
         ledger, gradients = self._ledger, self._gradients
         self._refuse_unreduced(ranks)
@@ -405,10 +416,10 @@ class Window:
             gradients.scale(correction)
             if ranks.adds_up:
                 ranks.add_up(gradients.dense())
-            norm, skipped = self._stepper.step(gradients, 1.0, hooks_elsewhere=agreement.hooks)
+            norm, skipped = self._step(1.0, stepping=stepping, hooks_elsewhere=agreement.hooks)
         ranks.windows += 1
         self._shards_reached = None  # nothing of them is dropped
-        self.discard()
+        self.discard(released=stepping or skipped is True)
         return Update(
             micro_batches=agreement.micro_batches,
             count=ranks_glue.count(agreement, ledger),
@@ -429,11 +440,14 @@ class Window:
         if agreement.nothings and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
             ranks_glue.refuse_nonfinite(ranks, self._gradients)
 
-    def discard(self) -> None:
-        """Drop the window: no gradient is left of it."""
+    def discard(self, *, released: bool = True) -> None:
+        """Drop the window: no gradient is left of it, unless it is left to others and not `released`."""
         if self.state is CLOSED:  # the gradients may be another's by now
             return
-        self._gradients.release()
+        if released:
+            self._gradients.release()
+        else:
+            self._gradients.let_go()
         ranks = self._stepper.ranks
         if ranks is not None and self._shards_reached is not None and not ranks.overlap:
             ranks.dropped += self._shards_reached.backwards
