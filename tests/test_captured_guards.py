@@ -120,7 +120,8 @@ def test_a_window_that_cannot_be_captured_leaves_captured_micro_steps(monkeypatc
     assert better is not None
     step._runner.follow(better)
     assert step._runner.whole is None
-    assert step._runner.graphs is graphs
+    assert step._runner.steps is not None
+    assert step._runner.steps.graphs is graphs
 
 
 def test_two_casts_that_overlap_leave_functions_as_they_were() -> None:

@@ -168,7 +168,8 @@ def test_a_table_that_grows_in_a_launch_is_seen_by_the_replays_after_it(
 ) -> None:
     """The graphs that knew the old one are captured anew, and go on being replayed."""
     step, graphs = run(kind, monkeypatch, [SHORT] * 3 + [LONG] * 3)
-    assert step._runner.graphs is graphs
+    assert step._runner.steps is not None
+    assert step._runner.steps.graphs is graphs
     renewed = kind in {AsBuffer, AsAttribute, InATuple}
     # Four of width 8, two of 16, the one left over, perhaps all again, and one of width 24 and of 32.
     assert graphs.captures == (7 if renewed else 5)
@@ -182,7 +183,7 @@ def test_a_capture_that_replaces_a_table_is_refused_and_leaves_none(
     """What it has made was never computed: the micro-steps that are launched instead must not read it."""
     with pytest.warns(UserWarning, match=r"replaces a buffer or an attribute, (OfTheLatestWidth\.kept|ByWidth\.\d+);"):
         step, _ = run(kind, monkeypatch, [[16] * 4 + [8] * 8 + [24] * 2] * 3)
-    assert step._runner.graphs is None
+    assert step._runner.steps is None
 
 
 def test_a_capture_that_fails_leaves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +251,7 @@ def test_captures_that_are_hardly_replayed_are_given_up(monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match=r"captured 128 times, and replayed 2\.0 times each") as caught:
         list(map(step, data))
     assert len(caught) == 1
-    assert step._runner.graphs is None
+    assert step._runner.steps is None
     assert graphs.captures == 128
     for batch in data:
         optimizer.zero_grad()
@@ -261,7 +262,7 @@ def test_captures_that_are_hardly_replayed_are_given_up(monkeypatch: pytest.Monk
 
 def test_captures_that_are_often_replayed_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are."""
-    monkeypatch.setattr("tests.emulated_graphs.MICRO_STEPS", Limits(kept=64, shapes=256, captures=2, replays=16))
+    monkeypatch.setattr("bigbatch.execute.graph_steps.MICRO_STEPS", Limits(kept=64, shapes=256, captures=2, replays=16))
     step, graphs, _ = small_step(monkeypatch, micro_batch_size=1)
     for number in range(6):
         step({"x": samples(20), "step": number})

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,10 @@ from bigbatch.batch.split import Division
 from bigbatch.default_loss import own_loss
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.execute.execution import Execution
-from bigbatch.execute.graph_record import NotCapturable
-from bigbatch.execute.graph_replay import MICRO_STEPS, Replayed, copied, refuse_hidden, shape_of
+from bigbatch.execute.graph_steps import ReplayedSteps
 from bigbatch.execute.graph_window import WholeWindows
 from bigbatch.execute.precast import CastWeights
-from bigbatch.loss.count import LOW_PRECISION, Count, TotalOfSum
+from bigbatch.loss.count import Count, TotalOfSum
 from bigbatch.loss.terms import Term
 from bigbatch.state import scope
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
@@ -30,7 +30,6 @@ from bigbatch.window.window import OPEN, Window
 
 LossFunction = Callable[[Any, Any], Any]
 _SHOWN = 8
-_SEVERAL = "its loss has several terms, and only one mean or sum can be captured"
 _ONE_VALUE = "more than 1 value per channel"  # torch's word for BatchNorm on a single sample
 
 
@@ -47,10 +46,8 @@ class Runner:
         device = next(p.device for o in stepper.optimizers for g in o.param_groups for p in g["params"])
         serves = CastWeights.serves(self._models, device)
         self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
-        self.graphs = Replayed(self._models, device, MICRO_STEPS, draws=True) if cuda_graph else None
+        self.steps = ReplayedSteps(self._models, device, stepper, self) if cuda_graph else None
         self.whole = WholeWindows(self._models, device, stepper) if cuda_graph else None
-        # What a count is multiplied with to make the weight of a replay.
-        self._unit = torch.ones((), dtype=torch.float64, device=device) if cuda_graph else torch.empty(())
         self._ragged = False
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
@@ -99,82 +96,23 @@ class Runner:
 
     def run(self, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
         """Add all micro-batches of a division, wherever they lie by now, to the window; returns their extras."""
-        if self.graphs is not None:
-            return self._replayed(self.graphs, window, micro_batches, division)
-        extras = []
-        for micro_batch in micro_batches:
-            with self._launching():
-                extras.append(self._add(window, micro_batch))
-        return extras
+        if self.steps is not None:
+            if self._casting is not None:
+                self._casting.renew()
+            add = partial(self._launched, window)
+            return self.steps.run(window, micro_batches, division, add, self.settings())
+        return [self._launched(window, micro_batch) for micro_batch in micro_batches]
 
-    def _replayed(
-        self, graphs: Replayed, window: Window, micro_batches: Iterable[Any], division: Division
-    ) -> list[Any]:
-        """Replay the micro-batches whose shapes have come before, and launch the others, into the same gradients."""
-        if window.ledger.totals is not None:
-            raise NotCapturable(_SEVERAL)
-        gradients, prepared, extras = window.gradients, False, list[Any]()
-        graphs.settle(gradients, self.settings())
-        opened = graphs.open(gradients)
-        if opened and self._casting is not None:
-            self._casting.renew()
-
-        def prepare(step: _Step) -> None:
-            nonlocal prepared
-            if not prepared:
-                self._set_unit(window, step.terms)
-            prepared = True
-
-        for micro_batch in micro_batches:
-            shape = shape_of(micro_batch) if division.comes_again(len(extras)) else ""
-            is_known = bool(shape) and not graphs.is_new(shape)
-            if is_known and opened:
-                step: _Step = graphs.run(shape, micro_batch, self._recorded, gradients, before=prepare)
-                window.enter_replayed([_with_own_count(term) for term in step.terms], step.loss.clone())
-                extras.append(copied(step.extras))
-            else:
-                with self._launching():
-                    extras.append(self._add(window, micro_batch))
-                if opened:
-                    graphs.renew(gradients, self.settings())  # a table may have been made, for a longer micro-batch
-        if opened:
-            graphs.close(gradients)
-        else:
-            graphs.note(gradients)
-            graphs.renew(gradients, self.settings())
-        return extras
-
-    def _recorded(self, micro_batch: Any) -> "_Step":
-        """Run a micro-step whose count and weight stay on the device, as a replay computes them anew."""
-        loss, extras = self.loss(micro_batch)
-        terms = self.read(loss)
-        data = [term for term in terms if term.kind != "once"]
-        if len(data) != 1 or (data[0].kind == "sum" and len(terms) > 1):
-            raise NotCapturable(_SEVERAL)
-        if loss.dtype in LOW_PRECISION:
-            raise NotCapturable(f"its loss is {loss.dtype}, which cannot hold a weight; compute it in float32")
-        refuse_hidden(extras)
-        weight = self._unit * data[0].count if data[0].kind == "mean" else self._unit
-        self._backward(loss, weight.to(loss.dtype).reshape(loss.shape))
-        for term in terms:
-            term.node = term.source = term.value = None  # what is kept must not keep the graph alive
-        return _Step(terms, loss.detach(), extras)
-
-    def _set_unit(self, window: Window, terms: Sequence[Term]) -> None:
-        """Set what counts are multiplied with in this window, without waiting for the device."""
-        (term,), ledger = [term for term in terms if term.kind != "once"], window.ledger
-        if term.kind == "sum":
-            self._unit.fill_(1.0)
-        else:
-            if ledger.provisional is None:  # a gradient scaler is tuned to means: weights stay below 1
-                about = term.about or 1.0 if isinstance(term.count, Tensor) else max(term.count, 1.0)
-                ledger.provisional = 1.0 if self._stepper.scaler is None else about * ledger.steps
-            if isinstance(ledger.provisional, Tensor):
-                self._unit.copy_(1.0 / ledger.provisional)
-            else:
-                self._unit.fill_(1.0 / ledger.provisional)
-        if self._stepper.scaler is not None:
-            self._unit.mul_(window.scale)
+    def _launched(self, window: Window, micro_batch: Any) -> Any:
+        """Add one micro-batch; returns its extras."""
+        with self._launching():
+            loss, extra = self.loss(micro_batch)
+            window.check()  # loss_fn is the user's: it may have run a backward of its own
+            terms = self.read(loss)
+            with self._adding_up(loss), self._admission.sparing_others():
+                window.add(loss, terms, only_own=self._admission.only_own)
+            window.state = OPEN
+        return extra
 
     def weighed(self, window: Window, found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
         """Weigh the losses of micro-batches that run side by side; returns each one's backward."""
@@ -213,14 +151,14 @@ class Runner:
             loss, _ = self.loss(micro_batch)
             with _disable_current_modes():  # a meter would see the numbers in a graph as tensors, and stumble
                 self.read(loss)
-            self._backward(loss, torch.ones_like(loss), short=not side_by_side)
+            self.backward(loss, torch.ones_like(loss), short=not side_by_side)
 
     def follow(self, execution: Execution) -> None:
         """Run from now on as an execution says."""
         if not execution.graph_windows:
             self.whole = None
         if not execution.graph_steps:
-            self.graphs = None
+            self.steps = None
         if self._casting is not None:
             self._casting.captured = execution.graph_steps
         if not execution.casts and self._casting is not None:
@@ -229,8 +167,8 @@ class Runner:
 
     def forget(self) -> None:
         """Give memory back that short cuts hold: it has run out."""
-        if self.graphs is not None:
-            self.graphs.forget()
+        if self.steps is not None:
+            self.steps.graphs.forget()
         if self.whole is not None:
             self.whole.graphs.forget()
 
@@ -242,38 +180,19 @@ class Runner:
         """Run a micro-step that is not captured: of a shape that may never come again, where samples have lengths."""
         return _without_plans() if self._ragged else nullcontext()
 
-    def _add(self, window: Window, micro_batch: Any) -> Any:
-        loss, extra = self.loss(micro_batch)
-        window.check()  # loss_fn is the user's: it may have run a backward of its own
-        terms = self.read(loss)
-        adding_up = self._casting.adding_up(loss) if self._casting is not None else nullcontext()
-        with adding_up, self._admission.sparing_others():
-            window.add(loss, terms, only_own=self._admission.only_own)
-        window.state = OPEN
-        return extra
-
-    def _backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:
+    def backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:
+        """Add the gradient of a loss, outside of a window; not `short`, where gradients take the usual way."""
         leaves = tuple(p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"])
         own = tuple(p for p in leaves if p.requires_grad) if self._admission.only_own else None
-        adding_up = self._casting.adding_up(loss) if short and self._casting is not None else nullcontext()
-        with adding_up, self._admission.sparing_others():
+        with self._adding_up(loss) if short else nullcontext(), self._admission.sparing_others():
             run_backward(loss, start, own)
+
+    def _adding_up(self, loss: Tensor) -> AbstractContextManager[None]:
+        return self._casting.adding_up(loss) if self._casting is not None else nullcontext()
 
     def settings(self) -> object:
         """What a captured graph depends on beside the model and the shapes of its inputs."""
         return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), self._admission.only_own
-
-
-class _Step(NamedTuple):
-    """What a micro-step that was captured has returned."""
-
-    terms: list[Term]
-    loss: Tensor
-    extras: Any
-
-
-def _with_own_count(term: Term) -> Term:
-    return replace(term, count=term.count.clone()) if isinstance(term.count, Tensor) else term
 
 
 @contextmanager
