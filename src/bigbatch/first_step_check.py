@@ -507,7 +507,10 @@ class _Values(TorchFunctionMode):
         factors: Sequence[Tensor | None] = torch.autograd.grad(
             loss, [GradientEdge(n, 0) for n in nodes], retain_graph=True, allow_unused=True
         )
-        return tuple(0.0 if f is None else float(f * value) for f, value in zip(factors, known, strict=True))
+        # Of a term that is used twice, as in t + 0.5 * t, the first one stands for all.
+        first = [node not in nodes[:place] for place, node in enumerate(nodes)]
+        triples = zip(factors, known, first, strict=True)
+        return tuple(float(f * value) if f is not None and is_first else 0.0 for f, value, is_first in triples)
 
 
 def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
