@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import CoupledLoss
-from bigbatch.first_step_check import _moved
+from bigbatch.first_step_watch import moved
 from tests.reference import sgd, trained
 
 Batch = tuple[Tensor, Tensor]
@@ -509,7 +509,7 @@ def test_moved_weights_come_back() -> None:
     found: list[Tensor] = []
 
     def fail() -> None:
-        with _moved([model]):
+        with moved([model]):
             found.append(weights[3].unique())
             raise ZeroDivisionError
 

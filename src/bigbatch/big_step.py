@@ -18,7 +18,6 @@ from bigbatch.batch.extras import joined
 from bigbatch.batch.packing import Padding
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
-from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
 from bigbatch.distributed.launcher import is_of_the_wire
 from bigbatch.distributed.ranks import OthersTryAgain, Ranks, serve
 from bigbatch.errors import (
@@ -37,7 +36,7 @@ from bigbatch.first_step_check import FirstCheck
 from bigbatch.lockstep.run import Together
 from bigbatch.loss.count import Count
 from bigbatch.memory.sizes import Sizes
-from bigbatch.options import Options
+from bigbatch.options import Options, checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import NeedsLockStep

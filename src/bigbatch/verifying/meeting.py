@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bigbatch import across
-from bigbatch.first_step_check import shared_state
+from bigbatch.first_step_parts import shared_state
 from bigbatch.lockstep.threads import current
 from bigbatch.verifying.attributes import of_module
 from bigbatch.verifying.samples import Samples
