@@ -10,6 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.test_replaying import (
+    LONG,
+    SHORT,
+    AsAttribute,
+    AsBuffer,
+    ByWidth,
+    InATuple,
+    OfTheLatestWidth,
+    PutAside,
+    Turning,
+)
+from tests.test_replaying import text as table_text
+from tests.test_replaying import token_loss as table_loss
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -34,19 +47,6 @@ from tests.test_cuda import (
     two_heads,
     weighted,
 )
-from tests.test_replaying import (
-    LONG,
-    SHORT,
-    AsAttribute,
-    AsBuffer,
-    ByWidth,
-    InATuple,
-    OfTheLatestWidth,
-    PutAside,
-    Turning,
-)
-from tests.test_replaying import text as table_text
-from tests.test_replaying import token_loss as table_loss
 
 pytestmark = pytest.mark.cuda
 

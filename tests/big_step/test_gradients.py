@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
 from bigbatch.errors import WindowDisturbed
-from tests.emulated_graphs import emulated
+from tests.support.emulated_graphs import emulated
 
 Batch = dict[str, Tensor]
 Loss = Callable[[Any, Batch], Tensor]

@@ -15,9 +15,9 @@ from bigbatch.execute import graph_record
 from bigbatch.execute.graph_replay import Limits, Replayed
 from bigbatch.loss.terms import Term
 from bigbatch.window.tally import Ledger
-from tests.emulated_graphs import emulated
 from tests.reference import distance, sgd, trained, weights
 from tests.samples import Batch, seeded
+from tests.support.emulated_graphs import emulated
 
 SHORT = [16] * 4 + [8] * 8 + [5]
 LONG = [32] * 2 + SHORT
