@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.test_replaying import (
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch import BigStep, Options, errors
+from bigbatch.execute import precast
+from tests.reference import trained
+from tests.samples import seeded
+from tests.support.packed import LOSSES, attentive
+from tests.support.packed import text as ragged_text
+from tests.support.tables import (
     LONG,
     SHORT,
     AsAttribute,
@@ -21,17 +30,8 @@ from tests.test_replaying import (
     PutAside,
     Turning,
 )
-from tests.test_replaying import text as table_text
-from tests.test_replaying import token_loss as table_loss
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from bigbatch import BigStep, Options, errors
-from bigbatch.execute import precast
-from tests.reference import trained
-from tests.samples import seeded
-from tests.support.packed import LOSSES, attentive
-from tests.support.packed import text as ragged_text
+from tests.support.tables import text as table_text
+from tests.support.tables import token_loss as table_loss
 from tests.test_cuda import (
     OPTIMIZERS,
     Batch,
