@@ -64,9 +64,14 @@ class Together:
         whole = self._runner.whole
         if whole is None or window.ranks is not None:  # ranks meet inside, and no graph waits for others
             return self._launched(window, micro_batches, sizes)
-        whole.held = self._constants.all
-        kind = f"{self._activations(len(sizes))} {tuple(sizes)}"
-        return whole.run(window, micro_batches, kind, self._runner.state, partial(self._launched, sizes=sizes))
+        return whole.run(
+            window,
+            micro_batches,
+            partial(self._launched, sizes=sizes),
+            settings=self._runner.settings(),
+            kind=f"{self._activations(len(sizes))} {tuple(sizes)}",
+            reads=self._constants.all,
+        )
 
     def _launched(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         mode = self._activations(len(sizes))

@@ -218,6 +218,10 @@ class Gradients:
         """Clear all gradients and leave the parameters as they were before the window."""
         for p in self.parameters:
             p.grad = None
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave the gradients to others, as they are."""
         self._held, self._versions = [None] * len(self.parameters), [0] * len(self.parameters)
 
     def snapshot(self) -> list[Tensor | None]:

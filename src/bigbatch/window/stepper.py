@@ -129,6 +129,13 @@ class Stepper:
         self._doing = "made"
         return (norm if self.clip_norm is not None else None), skipped
 
+    def hand_over(self, gradients: Gradients, correction: Count, *, hooks_elsewhere: bool) -> None:
+        """Correct the gradients and leave the step to others."""
+        gradients.scale(correction)
+        if self.hooks or hooks_elsewhere:
+            self._call_hooks(None, gradients.device)
+        gradients.narrow()
+
     def _call_hooks(self, ranks: Ranks | None, device: torch.device) -> None:
         """Call the hooks; where ranks have a norm to find together, none begins before the hooks of all have passed."""
         waiting = ranks if ranks is not None and ranks.sharded else None

@@ -26,7 +26,7 @@ from bigbatch.window.backward import adding_zeros, run_backward
 from bigbatch.window.gradients import Gradients
 from bigbatch.window.start import Starts
 from bigbatch.window.stepper import Stepper
-from bigbatch.window.tally import Ledger, Tally, Weights
+from bigbatch.window.tally import Ledger, Weights
 from bigbatch.window.term_weights import refuse_rounded_weights, weigh_terms
 
 
@@ -276,23 +276,13 @@ class Window:
             return 1.0
         return scale.item() if scale.is_cpu else wide(scale)
 
-    @property
-    def attended(self) -> bool:
-        """Whether a witness wants to see this window."""
-        return self._witness is not None
-
-    def show(self, start: Count, count: Count) -> None:
-        """Show a witness the gradient of the first micro-batch, while it is alone in `.grad`."""
-        self._shown = True
-        if self._witness is not None:
-            self._witness.first(self, start, count)
-
     def _show(self, terms: list[Term], weights: Weights) -> None:
         mean = next((term for term in terms if term.kind == "mean"), None)
         if mean is None or weights.each:  # no one weight that would make it a gradient of its own
             self._shown = True
-        else:
-            self.show(weights.whole * self.scale, mean.count)
+        elif self._witness is not None:
+            self._shown = True
+            self._witness.first(self, weights.whole * self.scale, mean.count)
 
     def pass_by(self, loss: Tensor, *, only_own: bool = False) -> None:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
@@ -301,13 +291,15 @@ class Window:
         self._gradients.remember()
         self.passed_by += 1
 
-    def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
-        """Take over what replays of a captured micro-step have added up to the gradients of this window."""
-        self._loss_dtype = loss_dtype
-        if isinstance(tally.first, Tensor):
-            self._first_count = tally.first
-        self._gradients.remember()
-        self._ledger.adopt(tally)
+    def enter_replayed(self, terms: list[Term], loss: Tensor) -> None:
+        """Enter a micro-batch whose gradient a replay of a captured micro-step has added."""
+        weights = self._ledger.weigh(terms)
+        if not self._ledger.micro_batches:
+            self._await(terms)
+        if not self._shown:
+            self._show(terms, weights)
+        self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+        self._ledger.enter(terms, weights, loss, {})
 
     def recorded(self) -> Recorded:
         """Return what was captured, as it is: everything is in there, to the last sum."""
@@ -331,10 +323,11 @@ class Window:
             raise WindowBroken(msg) from error
         self._gradients.check()
 
-    def close(self, *, checked: bool = False, goes_on: bool = False) -> Update:
+    def close(self, *, checked: bool = False, goes_on: bool = False, stepping: bool = True) -> Update:
         """Correct, clip and step; the parameters are as before the window, but for the step.
 
-        `goes_on` tells other ranks whether this one has batches for another window.
+        `goes_on` tells other ranks whether this one has batches for another window. Without `stepping` the gradient
+        that was corrected is left in `.grad`.
         """
         if not checked:
             self.check()
@@ -342,13 +335,15 @@ class Window:
             self._ledger.fold()
         ranks = self._stepper.ranks
         try:
-            return self._close_alone() if ranks is None else self._close_with(ranks, goes_on=goes_on)
+            if ranks is None:
+                return self._close_alone(stepping=stepping)
+            return self._close_with(ranks, goes_on=goes_on, stepping=stepping)
         except BaseException as error:
             if self.state is not OPEN:
                 self._failure = error, self._stepper.give_up(error)
             raise
 
-    def _close_alone(self) -> Update:
+    def _close_alone(self, *, stepping: bool) -> Update:
         ledger = self._ledger
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
@@ -362,8 +357,8 @@ class Window:
             if self._witness is not None:
                 self._witness.whole(self)
             correction = ledger.correction() * self._starts.correction()
-            norm, skipped = self._stepper.step(self._gradients, correction)
-        self.discard()
+            norm, skipped = self._step(correction, stepping=stepping)
+        self.discard(released=stepping or skipped is True)
         return Update(
             micro_batches=ledger.micro_batches,
             count=ledger.count,
@@ -374,7 +369,15 @@ class Window:
             _loss_known=ledger.loss_known,
         )
 
-    def _close_with(self, ranks: Ranks, *, goes_on: bool) -> Update:
+    def _step(
+        self, correction: Count, *, stepping: bool, hooks_elsewhere: bool = False
+    ) -> tuple[Tensor | None, bool | Tensor]:
+        if stepping:
+            return self._stepper.step(self._gradients, correction, hooks_elsewhere=hooks_elsewhere)
+        self._stepper.hand_over(self._gradients, correction, hooks_elsewhere=hooks_elsewhere)
+        return None, False
+
+    def _close_with(self, ranks: Ranks, *, goes_on: bool, stepping: bool) -> Update:
         """Do so together with other ranks: agree on what was counted, add up, and make the same step."""
         ledger, gradients = self._ledger, self._gradients
         self._refuse_unreduced(ranks)
@@ -413,10 +416,10 @@ class Window:
             gradients.scale(correction)
             if ranks.adds_up:
                 ranks.add_up(gradients.dense())
-            norm, skipped = self._stepper.step(gradients, 1.0, hooks_elsewhere=agreement.hooks)
+            norm, skipped = self._step(1.0, stepping=stepping, hooks_elsewhere=agreement.hooks)
         ranks.windows += 1
         self._shards_reached = None  # nothing of them is dropped
-        self.discard()
+        self.discard(released=stepping or skipped is True)
         return Update(
             micro_batches=agreement.micro_batches,
             count=ranks_glue.count(agreement, ledger),
@@ -437,11 +440,14 @@ class Window:
         if agreement.nothings and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
             ranks_glue.refuse_nonfinite(ranks, self._gradients)
 
-    def discard(self) -> None:
-        """Drop the window: no gradient is left of it."""
+    def discard(self, *, released: bool = True) -> None:
+        """Drop the window: no gradient is left of it, unless it is left to others and not `released`."""
         if self.state is CLOSED:  # the gradients may be another's by now
             return
-        self._gradients.release()
+        if released:
+            self._gradients.release()
+        else:
+            self._gradients.let_go()
         ranks = self._stepper.ranks
         if ranks is not None and self._shards_reached is not None and not ranks.overlap:
             ranks.dropped += self._shards_reached.backwards

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigbatch import BigStep
-from bigbatch.batch.tree import leaves, mapped
 from bigbatch.execute.graph_record import Recorder
-from bigbatch.execute.graph_replay import Captured, Graphs, Recipe
+from bigbatch.execute.graph_replay import Replayed
+from bigbatch.execute.graph_steps import ReplayedSteps
+from bigbatch.execute.graph_window import WholeWindows
 from bigbatch.execute.micro_step import Runner
-from bigbatch.lockstep.window_graph import WholeWindows
 from bigbatch.loss import readings, reductions
 from bigbatch.loss.terms import Term
 from bigbatch.window import tally
@@ -106,26 +106,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _capture(self: Graphs, micro_batch: Any, recipe: Recipe) -> Captured:
-    def read(loss: Tensor) -> list[Term]:
-        with _disable_current_modes():
-            return recipe.read(loss)
-
-    inputs = {
-        path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        for path, leaf in leaves(micro_batch)
-        if isinstance(leaf, Tensor)
-    }
-    sums = [each for each in (*self._gradients, self.totals.count, self.totals.loss) if each is not None]
-    values, tape = [each.clone() for each in sums], Tape()
-    with tape:
-        extras, term = self._micro_step(mapped(micro_batch, inputs.get), replace(recipe, read=read))
-    for each, value in zip(sums, values, strict=True):
-        each.data.copy_(value)  # its version stays: it tells who got a gradient
-    tape.forget_values()
-    return Captured(tape, inputs, extras, term)  # type: ignore[arg-type]
-
-
 def _counted_on_a_device(node: Any) -> Tensor:
     """Return a count as a tensor, which a replay counts anew; on a CPU it would be a number, and stay as it was."""
     total: Tensor = node._saved_total_weight
@@ -141,9 +121,7 @@ def _record(_: Recorder, run: Callable[[], Any]) -> tuple[Any, Any]:
     return tape, found
 
 
-def whole_emulated(step: BigStep, patch: Any) -> WholeWindows:
-    """Let a step on the CPU replay whole windows, as with Options(cuda_graph=True) on a GPU; returns those."""
-
+def _as_on_a_device(patch: Any) -> None:
     def read(self: Runner, loss: Tensor) -> list[Term]:
         with _disable_current_modes():
             return plain(self, loss)
@@ -151,20 +129,26 @@ def whole_emulated(step: BigStep, patch: Any) -> WholeWindows:
     plain = getattr(Runner.read, "plain", Runner.read)
     read.plain = plain  # type: ignore[attr-defined]
     patch.setattr(Runner, "read", read)
-    patch.setattr(tally, "_value", lambda loss: loss.detach().reshape(()).clone())  # not a number, as on a device
+    patch.setattr(tally, "_value", lambda loss: loss.detach().reshape(()).clone())  # not a number
     patch.setattr(Recorder, "record", _record)
     patch.setattr(reductions, "targets", _counted_on_a_device)
     patch.setattr(readings, "targets", _counted_on_a_device)
+
+
+def whole_emulated(step: BigStep, patch: Any) -> Replayed:
+    """Let a step on the CPU replay whole windows, as with Options(cuda_graph=True) on a GPU; returns their graphs."""
+    _as_on_a_device(patch)
     runner = step._runner
-    whole = runner.whole = WholeWindows(runner._models, torch.device("cpu"), runner._stepper)
-    return whole
+    runner.whole = WholeWindows(runner._models, torch.device("cpu"), runner._stepper)
+    step._execution = replace(step._execution, graph_windows=True)
+    return runner.whole.graphs
 
 
-def emulated(step: BigStep, patch: Any) -> Graphs:
+def emulated(step: BigStep, patch: Any) -> Replayed:
     """Let a step on the CPU replay its micro-steps, as with Options(cuda_graph=True) on a GPU; returns its graphs."""
-    patch.setattr(Graphs, "_capture", _capture)
-    patch.setattr(reductions, "targets", _counted_on_a_device)
-    patch.setattr(readings, "targets", _counted_on_a_device)
-    graphs = step._runner._graphs = Graphs(torch.device("cpu"))
+    _as_on_a_device(patch)
+    runner = step._runner
+    runner.steps = ReplayedSteps(runner._models, torch.device("cpu"), runner._stepper, runner)
     step._options = step._divider._options = replace(step._options, cuda_graph=True)
-    return graphs
+    step._execution = replace(step._execution, graph_steps=True)
+    return runner.steps.graphs

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import CoupledLoss
-from bigbatch.first_step_check import _moved
+from bigbatch.first_step_watch import moved
 from tests.reference import sgd, trained
 
 Batch = tuple[Tensor, Tensor]
@@ -509,7 +509,7 @@ def test_moved_weights_come_back() -> None:
     found: list[Tensor] = []
 
     def fail() -> None:
-        with _moved([model]):
+        with moved([model]):
             found.append(weights[3].unique())
             raise ZeroDivisionError
 
@@ -538,3 +538,15 @@ def test_data_that_spreads_samples_is_left_to_the_check() -> None:
     assert all(torch.allclose(ours, big, rtol=1e-12, atol=1e-13) for ours, big in zip(moved, true, strict=True))
     with pytest.raises(CoupledLoss):
         BigStep(model, torch.optim.SGD(model.parameters(), lr=1.0), others, micro_batch_size=4)(batch)
+
+
+def test_a_term_that_is_used_twice_is_no_coupling() -> None:
+    """It is one number in the graph, and counts once."""
+
+    def twice(model: Any, batch: Batch) -> Tensor:
+        found = model(batch[0]).square().mean()
+        return found + 0.5 * found
+
+    model = nn.Linear(8, 4).double()
+    step = BigStep(model, sgd(trained(model)), twice, micro_batch_size=1)
+    assert step(data(Case(twice, 4, 8, 1), 0, torch.float64)).micro_batches == 8

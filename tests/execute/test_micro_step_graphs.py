@@ -1,155 +1,40 @@
 """Replayed micro-steps, on emulated graphs: always the big batch's update, whatever the model does meanwhile."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
 from bigbatch.batch.batch import Batch as Cut
 from bigbatch.batch.split import Division
-from bigbatch.execute import graph_record, graph_replay
-from bigbatch.execute.graph_replay import Graphs, Recipe
-from bigbatch.execute.graph_window import Replaying
+from bigbatch.execute import graph_record
+from bigbatch.execute.graph_replay import Limits, Replayed
 from bigbatch.loss.terms import Term
-from bigbatch.window.stepper import Stepper
 from bigbatch.window.tally import Ledger
-from tests.emulated_graphs import emulated
 from tests.reference import distance, sgd, trained, weights
-from tests.samples import Batch, seeded
-
-SHORT = [16] * 4 + [8] * 8 + [5]
-LONG = [32] * 2 + SHORT
-
-
-def text(lengths: Sequence[int], seed: int = 0) -> Batch:
-    """Right-padded sequences of one token each: their shape tells how many there are."""
-    by, width = torch.Generator().manual_seed(seed), max(lengths)
-    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
-    tokens = torch.randint(5, (len(lengths), width), generator=by).masked_fill(~mask, 0)
-    return {"tokens": tokens, "mask": mask.long(), "labels": tokens.masked_fill(~mask, -100)}
-
-
-def token_loss(model: Any, batch: Batch) -> Tensor:
-    """A cross-entropy over tokens."""
-    return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
-
-
-class Turning(nn.Module):
-    """Embeddings times a table of the places, which is made when it is needed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(5, 4), nn.Linear(4, 5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """(n, width) → (n, width, 5)."""
-        return self.head(self.tokens(tokens) * self.table(tokens.shape[1])[: tokens.shape[1]])
-
-    def table(self, width: int) -> Tensor:
-        """Return a table that is wide enough."""
-        return self.made(width)
-
-    def made(self, width: int, over: float = 1.0) -> Tensor:
-        """Make a table of so many places."""
-        places = torch.arange(width, dtype=torch.float64, device=self.head.weight.device)
-        return torch.cos(places / over)[:, None]
-
-
-class AsBuffer(Turning):
-    """A registered buffer that grows with the longest batch so far."""
-
-    kept: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", self.made(2), persistent=False)
-
-    def table(self, width: int) -> Tensor:
-        """Make a longer one where this is too short."""
-        if width > len(self.kept):
-            self.kept = self.made(width, width)  # all of it is another
-        return self.kept
-
-
-class AsAttribute(Turning):
-    """A plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: Tensor | None = None
-
-    def table(self, width: int) -> Tensor:
-        """Make a longer one where this is too short."""
-        if self.kept is None or width > len(self.kept):
-            self.kept = self.made(width, width)  # all of it is another
-        return self.kept
-
-
-class InATuple(Turning):
-    """Cosines and sines together."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: tuple[int, Tensor] = (2, self.made(2))
-
-    def table(self, width: int) -> Tensor:
-        """Make a longer one where this is too short."""
-        if width > self.kept[0]:
-            self.kept = width, self.made(width, width)
-        return self.kept[1]
-
-
-class PutAside(Turning):
-    """An activation is kept for whoever wants to look at it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.latest: Tensor | None = None
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Keep it."""
-        self.latest = super().forward(tokens)
-        return self.latest
-
-
-class OfTheLatestWidth(Turning):
-    """A table that is made anew whenever the width is another, as ESM has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.width, self.kept = 0, self.made(2)
-
-    def table(self, width: int) -> Tensor:
-        """Make another for another width."""
-        if width != self.width:
-            self.width, self.kept = width, self.made(width)
-        return self.kept
-
-
-class ByWidth(Turning):
-    """A dict of tables, the latest of which was made when there was none for its width."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: dict[int, Tensor] = {}
-
-    def table(self, width: int) -> Tensor:
-        """Make one where there is none, and keep two."""
-        if width not in self.kept:
-            self.kept[width] = self.made(width)
-        while len(self.kept) > 2:
-            del self.kept[next(iter(self.kept))]
-        return self.kept[width]
+from tests.samples import seeded
+from tests.support.emulated_graphs import emulated
+from tests.support.tables import (
+    LONG,
+    SHORT,
+    AsAttribute,
+    AsBuffer,
+    ByWidth,
+    InATuple,
+    OfTheLatestWidth,
+    PutAside,
+    Turning,
+    text,
+    token_loss,
+)
 
 
 def run(
     kind: type[nn.Module], patch: pytest.MonkeyPatch, lengths: Sequence[Sequence[int]], *, check: bool = True
-) -> tuple[BigStep, Graphs]:
+) -> tuple[BigStep, Replayed]:
     """Train packed batches beside a true big step, and compare after every update."""
     model, twin = seeded(kind)(), seeded(kind)()
     optimizer = sgd(trained(twin))
@@ -171,11 +56,12 @@ def test_a_table_that_grows_in_a_launch_is_seen_by_the_replays_after_it(
 ) -> None:
     """The graphs that knew the old one are captured anew, and go on being replayed."""
     step, graphs = run(kind, monkeypatch, [SHORT] * 3 + [LONG] * 3)
-    assert step._runner._graphs is graphs
+    assert step._runner.steps is not None
+    assert step._runner.steps.graphs is graphs
     renewed = kind in {AsBuffer, AsAttribute, InATuple}
     # Four of width 8, two of 16, the one left over, perhaps all again, and one of width 24 and of 32.
-    assert graphs._captures == (7 if renewed else 5)
-    assert graphs._replays > graphs._launches > 0
+    assert graphs.captures == (7 if renewed else 5)
+    assert graphs.replays > graphs.launches > 0
 
 
 @pytest.mark.parametrize("kind", [OfTheLatestWidth, ByWidth])
@@ -185,7 +71,7 @@ def test_a_capture_that_replaces_a_table_is_refused_and_leaves_none(
     """What it has made was never computed: the micro-steps that are launched instead must not read it."""
     with pytest.warns(UserWarning, match=r"replaces a buffer or an attribute, (OfTheLatestWidth\.kept|ByWidth\.\d+);"):
         step, _ = run(kind, monkeypatch, [[16] * 4 + [8] * 8 + [24] * 2] * 3)
-    assert step._runner._graphs is None
+    assert step._runner.steps is None
 
 
 def test_a_capture_that_fails_leaves_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +118,7 @@ def squares(model: Any, batch: Any) -> Tensor:
     return model(batch["x"]).square().mean()
 
 
-def small_step(patch: pytest.MonkeyPatch, **named: Any) -> tuple[BigStep, Graphs, nn.Module]:
+def small_step(patch: pytest.MonkeyPatch, **named: Any) -> tuple[BigStep, Replayed, nn.Module]:
     """A step of a linear layer, replayed."""
     model = seeded(lambda: nn.Linear(3, 1))()
     step = BigStep(model, sgd(trained(model)), squares, **{"micro_batch_size": 4, **named})
@@ -250,11 +136,11 @@ def test_captures_that_are_hardly_replayed_are_given_up(monkeypatch: pytest.Monk
     twin = seeded(lambda: nn.Linear(3, 1))()
     optimizer = sgd(trained(twin))
     data = [{"x": samples(16, number), "step": number} for number in range(140)]
-    with pytest.warns(UserWarning, match=r"again and again, 128 times by now, and replayed 2\.0 times") as caught:
+    with pytest.warns(UserWarning, match=r"captured 128 times, and replayed 2\.0 times each") as caught:
         list(map(step, data))
     assert len(caught) == 1
-    assert step._runner._graphs is None
-    assert graphs._captures == 128
+    assert step._runner.steps is None
+    assert graphs.captures == 128
     for batch in data:
         optimizer.zero_grad()
         squares(twin, batch).backward()
@@ -264,20 +150,20 @@ def test_captures_that_are_hardly_replayed_are_given_up(monkeypatch: pytest.Monk
 
 def test_captures_that_are_often_replayed_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are."""
-    monkeypatch.setattr(graph_replay, "_CAPTURES", 2)
+    monkeypatch.setattr("bigbatch.execute.graph_steps.MICRO_STEPS", Limits(kept=64, shapes=256, captures=2, replays=16))
     step, graphs, _ = small_step(monkeypatch, micro_batch_size=1)
     for number in range(6):
         step({"x": samples(20), "step": number})
-    assert graphs._captures == 5
-    assert graphs._replays == 5 * 18
+    assert graphs.captures == 5
+    assert graphs.replays == 5 * 18
 
 
 def test_shapes_that_never_come_again_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are launched all the same."""
     step, graphs, _ = small_step(monkeypatch, micro_batch_size=300)
-    with pytest.warns(UserWarning, match="have had 256 shapes, and most came only once"):
+    with pytest.warns(UserWarning, match="of 257 calls 257 were the first of their shape"):
         list(map(step, [{"x": samples(number + 1)} for number in range(258)]))
-    assert graphs._captures == 0
+    assert graphs.captures == 0
 
 
 def test_what_was_launched_in_another_mode_is_launched_again_before_it_is_captured(
@@ -289,8 +175,8 @@ def test_what_was_launched_in_another_mode_is_launched_again_before_it_is_captur
     for training in (True, False, False, True, True):  # the first window is launched as a whole
         model.train(training)
         step({"x": samples(8)})
-        seen.append((graphs._launches, graphs._captures))
-    assert seen == [(0, 0), (1, 1), (1, 1), (2, 2), (2, 2)]
+        seen.append((graphs.launches, graphs.captures))
+    assert seen == [(1, 0), (2, 1), (2, 1), (3, 2), (3, 2)]
 
 
 def test_what_was_seen_before_another_window_was_launched_is_launched_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +186,7 @@ def test_what_was_seen_before_another_window_was_launched_is_launched_again(monk
     model.get_parameter("bias").requires_grad_(False)
     step({"x": samples(3)})
     step({"x": samples(8)})
-    assert (graphs._launches, graphs._captures) == (1, 1)
+    assert (graphs.launches, graphs.captures) == (3, 1)
 
 
 def test_a_packed_batch_in_full_groups_is_captured_whole() -> None:
@@ -324,7 +210,7 @@ def test_a_packed_batch_in_full_groups_is_captured_whole() -> None:
 def test_a_packed_batch_of_one_group_is_replayed(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes again with every batch; a table that the first one has made is none that has changed."""
     _, graphs = run(kind, monkeypatch, [[16, 16]] * 4, check=False)
-    assert (graphs._captures, graphs._replays, graphs._launches) == (1, 2, 0)
+    assert (graphs.captures, graphs.replays, graphs.launches) == (1, 2, 1)
 
 
 # Counts as numbers and as tensors in one window.
@@ -352,26 +238,3 @@ def test_a_number_and_a_tensor_make_one_count(
         ledger.enter(terms, share, torch.ones((), dtype=torch.float64), {})
     correction = ledger.correction()
     assert [float(share * correction) for share in shares] == pytest.approx([4 / 32, 12 / 32, 16 / 32], rel=1e-12)
-
-
-@pytest.mark.parametrize("counts", [(4.0, 12.0), (on_device(4), 12.0), (4.0, on_device(12))], ids=str)
-def test_launches_and_replays_count_numbers_and_tensors(counts: tuple[Any, Any]) -> None:
-    """The total of a window is that of all its micro-batches."""
-    weight = nn.Parameter(torch.ones((), dtype=torch.float64))
-    weight.grad = torch.zeros_like(weight)
-    graphs = Graphs(torch.device("cpu"))
-    graphs._gradients, graphs._held = [weight.grad], [weight.grad]
-    waiting = list(counts)
-    recipe = Recipe(
-        forward=lambda x: (weight * x, None),
-        read=lambda _: [Term(None, "mean", waiting.pop(0), "counted")],
-        backward=lambda loss, start: loss.backward(start),
-        watching=nullcontext,
-    )
-    replaying = Replaying(graphs, recipe, [weight], Stepper([sgd([weight])]), 2)
-    for value in (3.0, 5.0):
-        replaying.launch(torch.tensor(value, dtype=torch.float64))
-    tally = replaying.tally(2)
-    assert float(tally.total) == 16
-    assert float(tally.loss) == 4 * 3 + 12 * 5
-    assert float(weight.grad * tally.provisional / tally.total) == pytest.approx(float(tally.loss) / 16, rel=1e-12)

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
-from bigbatch.lockstep.window_graph import WholeWindows
-from tests.emulated_graphs import whole_emulated
+from bigbatch.execute.graph_replay import Limits, Replayed
 from tests.reference import distance
+from tests.support.emulated_graphs import whole_emulated
 
 Batch = dict[str, Any]
 Loss = Callable[[Any, Batch], Any]
@@ -97,7 +97,7 @@ class Twins:
         self.step = BigStep(
             self.mine, self._sgd(self.mine), loss, micro_batch_size=size, clip_norm=1.0, options=Options(**options)
         )
-        self.whole: WholeWindows = whole_emulated(self.step, patch)
+        self.whole: Replayed = whole_emulated(self.step, patch)
         self._optimizer = self._sgd(self.true)
 
     @staticmethod
@@ -153,8 +153,8 @@ def test_a_replay_is_the_big_batch(size: int, sizes: list[int], case: str, seed:
             kept = "keep" if case == "pairs kept" else "auto"
             twins = Twins(Towers(), contrasted, patch, size, activations=kept)
             twins.updates(sizes, pairs)
-        assert twins.whole._launches == len(set(sizes))
-        assert len(twins.whole._captured) == sum(sizes.count(each) > 1 for each in set(sizes))
+        assert twins.whole.launches == len(set(sizes))
+        assert len(twins.whole.captured) == sum(sizes.count(each) > 1 for each in set(sizes))
 
 
 def test_what_is_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_what_is_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     twins.step._runner._loss_fn = loss
     twins.updates([8] * 5)
     assert calls == [3, *[3, 3, 2] * 2]
-    assert twins.whole._replays == 3
+    assert twins.whole.replays == 3
 
 
 @pytest.mark.parametrize(
@@ -200,12 +200,12 @@ def test_a_change_between_windows_is_seen(change: Callable[[Any], object], monke
     """A graph would keep numbers and addresses as they were: it is captured anew."""
     twins = Twins(Norms(), classified, monkeypatch)
     twins.updates([8] * 3)
-    assert twins.whole._replays == 1
+    assert twins.whole.replays == 1
     with torch.no_grad():
         twins.both(change)
     twins.optimize_what_is_there()
     twins.updates([8] * 4)
-    assert twins.whole._launches == 2
+    assert twins.whole.launches == 2
 
 
 def test_a_number_in_the_batch_is_a_part_of_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_a_number_in_the_batch_is_a_part_of_its_shape(monkeypatch: pytest.Monkey
     twins = Twins(Norms(), scaled, monkeypatch)
     for seed, by in enumerate([1.0, 1.0, 2.0, 1.0, 2.0, 2.0]):
         twins.update({**images(8, seed), "by": by})
-    assert twins.whole._replays == 2
+    assert twins.whole.replays == 2
 
 
 def test_extras_come_back_as_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def test_parameters_without_a_gradient_have_none(monkeypatch: pytest.MonkeyPatch
     twins = Twins(model, classified, monkeypatch)
     before = model.idle.weight.clone()
     twins.updates([8] * 4)
-    assert twins.whole._replays == 2
+    assert twins.whole.replays == 2
     assert torch.equal(model.idle.weight, before)
 
 
@@ -288,7 +288,7 @@ def test_low_precision_weights_add_up_in_float32(monkeypatch: pytest.MonkeyPatch
         whole = whole_emulated(steps[1], monkeypatch)
         for seed in range(3):
             steps[1](images(8, seed))
-    assert whole._replays == 1
+    assert whole.replays == 1
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert distance([other.detach().double()], [one.detach().double()], 1e-3) < 1e-2  # bf16 rounds
 
@@ -404,7 +404,7 @@ def test_a_scaler_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that counts its calls is another one every time; a warning says so."""
-    monkeypatch.setattr("bigbatch.lockstep.window_graph._PATIENCE", 2)
+    monkeypatch.setattr("bigbatch.execute.graph_window.WINDOWS", Limits(kept=8, shapes=64, captures=2, replays=1))
 
     class Counting(Norms):
         def __init__(self) -> None:
@@ -417,7 +417,7 @@ def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) 
 
     twins = Twins(Counting(), classified, monkeypatch)
     twins.updates([8] * 2)
-    with pytest.warns(UserWarning, match="2 windows were captured and 0 replayed"):
+    with pytest.warns(UserWarning, match="captured 2 times, and replayed 0.0 times each"):
         twins.updates([8] * 8)
     assert twins.step._runner.whole is None
 
@@ -441,15 +441,15 @@ def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPat
     assert all(p.grad is None for p in twins.mine.parameters())
     failing.clear()
     twins.updates([8] * 3)
-    assert twins.whole._replays == 2
+    assert twins.whole.replays == 2
 
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were used last."""
-    monkeypatch.setattr("bigbatch.lockstep.window_graph._KEEP", 2)
+    monkeypatch.setattr("bigbatch.execute.graph_window.WINDOWS", Limits(kept=2, shapes=64, captures=16, replays=1))
     twins = Twins(Norms(), classified, monkeypatch)
     twins.updates([4, 4, 5, 5, 6, 6, 4, 6, 5])
-    assert len(twins.whole._captured) == 2
+    assert len(twins.whole.captured) == 2
 
 
 def test_constants_outlive_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,7 +458,7 @@ def test_constants_outlive_their_table(monkeypatch: pytest.MonkeyPatch) -> None:
     twins.updates([8] * 3)
     twins.step._together._constants._made.clear()
     twins.updates([8] * 2)
-    assert twins.whole._replays == 3
+    assert twins.whole.replays == 3
 
 
 def test_running_out_of_memory_forgets_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -474,5 +474,5 @@ def test_running_out_of_memory_forgets_the_graphs(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(twins.step._stepper, "step", short)
     twins.updates([8] * 3)
-    assert twins.whole._launches == 2
+    assert twins.whole.launches == 2
     assert twins.update(images(8, 3)).micro_batches == 3  # no smaller than before

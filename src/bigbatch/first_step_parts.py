@@ -1,47 +1,38 @@
-"""The arithmetic and the words of the first check: is the loss of some samples the weighted loss of their parts?"""
+"""What parts of a batch come to together, beside the whole, and the words for where they differ."""
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import torch
-
-from bigbatch.errors import BatchError, CoupledLoss, LossError
+from bigbatch.errors import BatchError, BigBatchError, CoupledLoss, LossError
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Kind
 
-# How far two roundings of one loss may lie apart; what couples samples moves it by far more.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_LOW_PRECISION_TOLERANCE = 3e-2
 _FLOOR = 0.1  # a loss near zero may be the difference of larger numbers, whose rounding it has
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """The loss of some samples, and what it was averaged over."""
 
     value: float
-    kinds: tuple[Kind, ...] = ()  # of its terms; none where no graph was built
-    counts: tuple[float, ...] = ()
-    tolerance: float = _TOLERANCE[torch.float64]  # how far rounding may move it, relatively
-    norms: int = 0  # how often BatchNorm was called in lock-step
-    certain: bool = True  # whether it has drawn the same random numbers as the whole
-    peak: int = 0  # bytes of tensors that its forward held at once
-    terms: tuple[float, ...] = ()  # what each adds to the value, where that can be told
-
-
-def tolerance_of(dtype: torch.dtype | None) -> float:
-    """Return how far rounding to a dtype may move a loss, relatively."""
-    return _TOLERANCE.get(dtype or torch.float64, _LOW_PRECISION_TOLERANCE)
+    kinds: tuple[Kind, ...]  # of its terms
+    counts: tuple[float, ...]
+    terms: tuple[float, ...]  # what each adds to the value; nothing where that cannot be told
+    tolerance: float  # how far rounding may move it, relatively
+    norms: int  # how often BatchNorm was called in lock-step
+    certain: bool  # whether it used the same random numbers as the whole
+    peak: int  # bytes of tensors that its forward held at once
 
 
 def combined(parts: Sequence[Part]) -> float | None:
     """Return the loss that the parts make together; None where their values do not tell."""
-    parts = [part for part in parts if not part.counts or any(part.counts)] or parts  # a mean over nothing adds nothing
-    kinds = {kind for part in parts for kind in part.kinds if kind != "once"}
+    parts = [part for part in parts if any(part.counts)] or parts  # a mean over nothing adds nothing
+    kinds = {kind for kind in parts[0].kinds if kind != "once"}
     if len({part.kinds for part in parts}) > 1:
         return None
-    if not kinds and parts[0].kinds:
+    if not kinds:
         return parts[0].value  # made of what all have in common: every part has all of it
     if all(part.terms for part in parts):
         columns = zip(*(zip(part.kinds, part.terms, part.counts, strict=True) for part in parts), strict=True)
@@ -85,7 +76,7 @@ def is_sum_of(whole: Part, parts: Sequence[Part]) -> bool:
 
 
 def tells_nothing(parts: Sequence[Part]) -> bool:
-    """Whether a term is zero in every part, as that of PPO is as long as the policy is the one that has acted."""
+    """Whether a term is zero in every part, as that of PPO while the policy is the one that acted."""
     columns = zip(*(part.terms or (part.value,) for part in parts), strict=True)
     return any(all(abs(value) <= parts[0].tolerance * _FLOOR for value in column) for column in columns)
 
@@ -102,12 +93,20 @@ def counts_more(whole: Part, parts: Sequence[Part]) -> bool:
     return any(kind == "mean" and number > total * (1 + _COUNT_TOLERANCE) for kind, number, total in pairs)
 
 
-_SHARED_STATE = (
+_TURNS = (
     "Micro-batches take turns at BatchNorm and at `across`: what the model, a hook or the loss keeps outside of the "
-    "call for later, as in self.features = x or features['teacher'] = x, is another micro-batch's after that. Return "
-    "it, or pass it on as an argument."
+    "call, as in self.features = x, is another micro-batch's after that. Return it, or pass it on as an argument."
 )
-_OF_ALL = "Rows of own samples begin at across.offset(), and what is made of across.gather is to be the same in each. "
+_CAUSES = (
+    "Common causes: attention, pooling or a statistic over the batch dimension, also without gradient (normalized "
+    "advantages, class weights of the batch, a threshold); padding that the loss counts; a divisor that is no count, "
+    "where the term is counted(term, 'sum'); a tensor that all samples share and that has as many rows as there are "
+    "samples; an average, a queue or a counter that moves in every call, which belongs after step(batch)."
+)
+_CAUSES_IN_LOCKSTEP = (
+    "Common causes: rows of own samples begin at across.offset(), and what is made of across.gather must be the same "
+    "in each micro-batch. "
+)
 
 
 def shared_state(error: Exception) -> CoupledLoss:
@@ -115,21 +114,20 @@ def shared_state(error: Exception) -> CoupledLoss:
     said = str(error).strip().splitlines()
     return CoupledLoss(
         f"a micro-batch runs alone, and fails beside others with {type(error).__name__}: {said[0] if said else ''}\n"
-        f"{_SHARED_STATE} Or rows of all are set against a micro-batch's own, where only one side was gathered: "
-        "across.gather(features) goes with across.gather(labels). Nothing was changed."
+        f"{_TURNS} Or only one side of a comparison was gathered: across.gather(features) goes with "
+        "across.gather(labels)."
     )
 
 
-def coupled(whole: Part, parts: Sequence[Part], samples: int, *, side_by_side: bool) -> LossError:
+def coupled(whole: Part, parts: Sequence[Part], samples: int, *, in_lockstep: bool) -> LossError:
     """Say that the parts do not make the whole."""
     numbers = [len(part.kinds) for part in parts]
     if len(set(numbers)) > 1:
         return CoupledLoss(
-            f"the losses of {len(parts)} parts of {samples} samples have {', '.join(map(str, numbers))} terms: it "
-            "has terms for single samples or for what happens to be in a batch, and how they were averaged does not "
-            "show. Nothing was changed.\n"
-            "Compute all samples' losses in one tensor and reduce it once, or say what the loss is over:  "
-            "counted(loss, n), counted(loss, 'sum')"
+            f"the losses of {len(parts)} parts of {samples} samples have {', '.join(map(str, numbers))} terms: there "
+            "are terms for single samples, or for what happens to be in a batch, and what they are averaged over does "
+            "not show.",
+            fix="one tensor of all samples' losses, reduced once; or counted(loss, n), counted(loss, 'sum')",
         )
     alike = all(is_near(parts[0].value, part.value, parts) for part in parts)
     if not alike and all(set(part.kinds) == {"once"} for part in parts):
@@ -137,17 +135,17 @@ def coupled(whole: Part, parts: Sequence[Part], samples: int, *, side_by_side: b
     together = combined(parts)
     return CoupledLoss(
         f"the samples of this batch are coupled: {samples} of them have a loss of {whole.value:.6g}, and {len(parts)} "
-        f"parts of them {math.nan if together is None else together:.6g} together. Something in the model or the loss "
-        "looks across samples, so no split into micro-batches gives the big batch's gradient. Nothing was changed.\n"
-        "Find the cause:  print(bigbatch.verify(model, loss_fn, batch, micro_batch_size=...))\n"
-        "It may be attention, pooling or a statistic over the batch dimension, also without gradient (normalized "
-        "advantages, class weights of the batch, a threshold); padding that the loss counts; a divisor in a tensor "
-        "that is no count, where the term is counted(term, 'sum'); a tensor that all samples share and that has as "
-        "many rows as there are samples; or an average, a queue or a counter that moves in every call: move it after "
-        "step(batch), from update.extras.\n"
-        f"{_OF_ALL + _SHARED_STATE + chr(10) if side_by_side else ''}"
-        "If the loss only looks so, as one with random numbers of its own:  Options(check=False)"
+        f"parts of them {math.nan if together is None else together:.6g} together, so no split into micro-batches "
+        f"gives the big batch's gradient.\n{_CAUSES_IN_LOCKSTEP + _TURNS if in_lockstep else _CAUSES}",
+        fix="print(bigbatch.verify(model, loss_fn, batch, micro_batch_size=...)) to find the cause; "
+        "Options(check=False) where the loss only looks coupled, as with random numbers of its own",
     )
+
+
+def at_moved_weights(error: BigBatchError) -> BigBatchError:
+    """Say that the losses told are not those of the weights as they are."""
+    told = " These are losses with weights that were moved a little: as they are, they make a term zero."
+    return type(error)(error.problem + told, fix=error.fix)
 
 
 def more_norms(whole: Part, parts: Sequence[Part], samples: int) -> CoupledLoss:
@@ -155,22 +153,20 @@ def more_norms(whole: Part, parts: Sequence[Part], samples: int) -> CoupledLoss:
     return CoupledLoss(
         f"BatchNorm is called {whole.norms} times for {samples} samples, and {max(part.norms for part in parts)} times "
         "for a part of them: it normalizes by pieces of the batch (ghost or virtual batches, or one sample after the "
-        "other), and which samples make a piece would change with the split. Nothing was changed.\n"
-        "Accept statistics of the micro-batch, of a size of your own:  BigStep(..., micro_batch_size=128, "
-        'options=Options(batch_norm="micro"))'
+        "other), and which samples make a piece would change with the split.",
+        fix='BigStep(..., micro_batch_size=128, options=Options(batch_norm="micro"))',
     )
 
 
 def padded(whole: Part, parts: Sequence[Part]) -> BatchError:
     """Say that a loss is another one without its padding."""
     together = combined(parts)
-    counts = [math.fsum(row) for row in zip(*(part.counts for part in parts), strict=False)] if whole.counts else ()
+    counts = [math.fsum(row) for row in zip(*(part.counts for part in parts), strict=False)]
     return BatchError(
         f"this loss counts padding: with it the loss is {whole.value:.6g}{_listed(whole.counts)}, without it "
-        f"{math.nan if together is None else together:.6g}{_listed(counts)}. Packing would change it, so it is "
-        "refused; nothing was changed.\n"
-        "Have the loss ignore padding, as cross_entropy ignores labels of -100, and give the model its attention mask; "
-        "or take lengths= out."
+        f"{math.nan if together is None else together:.6g}{_listed(counts)}, so packing would change it.",
+        fix="a loss that ignores padding, as cross_entropy ignores labels of -100, and an attention mask for the "
+        "model; or leave lengths= out",
     )
 
 

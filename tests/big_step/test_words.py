@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted, errors
 from bigbatch.batch.packing import pack
-from bigbatch.big_step_checks import refuse_for_shards
+from bigbatch.options import refuse_for_shards
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ def test_a_sample_that_does_not_fit(point: str, error: Callable[[], BaseExceptio
     session = Session(bomb, size=4)
     before = session.all
     with pytest.raises(
-        OutOfMemory, match=r"(?s)out of memory with one sample at a time; .*Try activation check"
+        OutOfMemory, match=r"(?s)out of memory with one sample at a time; .*Use: activation check"
     ) as caught:
         session.step(rows(6, 0))
     said = str(caught.value)
