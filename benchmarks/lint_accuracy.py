@@ -1,99 +1,110 @@
-"""How often `bigbatch lint` is right: precision and recall over the labelled scripts in tests/lint_corpus.
+"""How often `bigbatch lint` is right: precision and recall over the labelled cases in tests/lint/cases.
 
     python -m benchmarks.lint_accuracy
 
-Counted are pairs of a file and a rule, as the corpus's README says.
+Counted are pairs of a case and a rule.
 """
 
 import re
 import sys
+import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Grid, show
-from bigbatch.lint.checking import check
-from bigbatch.lint.finding import Finding
-from bigbatch.lint.rules import RULES
-from bigbatch.lint.sources import Source, read_source
+from bigbatch_lint.check import check
+from bigbatch_lint.rules import RULES
+from bigbatch_lint.source import read_source
 
-CORPUS = Path(__file__).parent.parent / "tests" / "lint_corpus"
-_LABEL = re.compile(r"#\s*(expect|expect-file|allow-file):\s*((?:BB\d{3}[,\s]*)+)")
+CASES = Path(__file__).parent.parent / "tests" / "lint" / "cases"
+_HEADER = re.compile(r"^# --- (?P<name>\w+)(?P<head> \(after the head\))?: (?P<labels>.*)\n", re.MULTILINE)
+_ON_LINE = re.compile(r"# expect: (BB\d{3}(?:, BB\d{3})*)")
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data import loader, stream
+
+model = nn.Linear(10, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = nn.CrossEntropyLoss()
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)
+accumulation_steps = 4
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A script, and which rules it breaks; a code in parentheses may be reported or not."""
+
+    name: str
+    script: str
+    expected: frozenset[str]
+    allowed: frozenset[str]
+
+
+def read_cases() -> Iterator[Case]:
+    """Read `# --- name: BB103, (BB201)` and the script below it, up to the next such line; some follow the HEAD."""
+    for file in sorted(CASES.glob("*.py")):
+        _, *parts = re.split(r"^(?=# --- )", file.read_text(), flags=re.MULTILINE)
+        for part in parts:
+            header = _HEADER.match(part)
+            if header is None:
+                message = f"{file.name}: {part.splitlines()[0]}"
+                raise ValueError(message)
+            body = part[header.end() :].rstrip() + "\n"
+            labels = header["labels"]
+            allowed = frozenset(re.findall(r"\((BB\d{3})\)", labels))
+            expected = frozenset(re.findall(r"BB\d{3}", labels)) - allowed
+            yield Case(header["name"], (HEAD if header["head"] else "") + body, expected, allowed)
+
+
+def codes(script: str) -> list[str]:
+    """Return the codes of what is found in a script, each once."""
+    return sorted({finding.code for finding in check(read_source("train.py", textwrap.dedent(script).encode()))})
 
 
 @dataclass(frozen=True)
 class Judged:
-    """One script: what its labels say, and what was found."""
+    """One case: what its labels say, and what was found."""
 
-    file: Path
-    expected: frozenset[str]
-    allowed: frozenset[str]
-    lines: frozenset[tuple[str, str]]  # code, and the labelled line as it is written
-    findings: tuple[Finding, ...]
-    texts: tuple[str, ...]  # the lines the findings stand on
-
-    @property
-    def reported(self) -> frozenset[str]:
-        """The codes of what was found."""
-        return frozenset(finding.code for finding in self.findings)
+    case: Case
+    reported: frozenset[str]
+    lines: frozenset[tuple[str, str]]  # code, and the labelled line
+    shown: frozenset[tuple[str, str]]  # code, and the line it was reported on
 
     def found(self) -> frozenset[str]:
-        """What is there and was found."""
-        return self.expected & self.reported
+        """Return what is there and was found."""
+        return self.case.expected & self.reported
 
     def missed(self) -> frozenset[str]:
-        """What is there and was not found."""
-        return self.expected - self.reported
+        """Return what is there and was not found."""
+        return self.case.expected - self.reported
 
     def false(self) -> frozenset[str]:
-        """What was found and is not there."""
-        return self.reported - self.expected - self.allowed
+        """Return what was found and is not there."""
+        return self.reported - self.case.expected - self.case.allowed
 
     def in_place(self) -> frozenset[str]:
-        """What was found on a line that is labelled with it, of what is labelled on lines at all."""
-        shown = {(f.code, text) for f, text in zip(self.findings, self.texts, strict=True)}
-        return frozenset(code for code, _ in shown & self.lines)
+        """Return what was found on a line that is labelled with it, of what is labelled on lines at all."""
+        return frozenset(code for code, _ in self.shown & self.lines)
 
 
-def judge(file: Path) -> Judged:
-    """Read a script and its labels."""
-    raw = file.read_bytes().decode("utf-8", errors="replace")
-    labels: dict[str, set[str]] = {"expect": set(), "expect-file": set(), "allow-file": set()}
-    for kind, codes in _LABEL.findall(raw):
-        labels[kind] |= set(re.findall(r"BB\d{3}", codes))
-    source = read_source(str(file))
-    findings = tuple(check(source))
-    return Judged(
-        file,
-        frozenset(labels["expect"] | labels["expect-file"]),
-        frozenset(labels["allow-file"]),
-        _labelled_lines(source),
-        findings,
-        tuple(_text(source, finding) for finding in findings),
-    )
-
-
-def _labelled_lines(source: Source) -> frozenset[tuple[str, str]]:
-    found = set()
-    for line in source.text.split("\n"):
-        for kind, codes in _LABEL.findall(line):
-            found |= {(code, line.strip()) for code in re.findall(r"BB\d{3}", codes) if kind == "expect"}
-    return frozenset(found)
-
-
-def _text(source: Source, finding: Finding) -> str:
-    first = 1
-    if source.notebook is not None:
-        first = next((cell.first_line for cell in source.notebook.cells if cell.number == finding.cell), 1)
-    lines = source.text.split("\n")
-    place = first + finding.line - 2
-    return lines[place].strip() if place < len(lines) else ""
+def judge(case: Case) -> Judged:
+    """Check a case."""
+    findings = check(read_source("train.py", case.script.encode()))
+    lines = case.script.split("\n")
+    labelled = {(code, line) for line in lines for each in _ON_LINE.findall(line) for code in each.split(", ")}
+    shown = frozenset((finding.code, lines[finding.line - 1]) for finding in findings)
+    return Judged(case, frozenset(code for code, _ in shown), frozenset(labelled), shown)
 
 
 def judge_all() -> list[Judged]:
-    """Judge every script of the corpus."""
-    files = sorted(file for file in CORPUS.glob("*/*") if file.suffix in {".py", ".ipynb"})
-    return [judge(file) for file in files]
+    """Check every case."""
+    return [judge(case) for case in read_cases()]
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class Score:
 
 def scores(judged: list[Judged]) -> list[Score]:
     """One score for each rule that is labelled anywhere, and one for all of them."""
-    expected = Counter(code for each in judged for code in each.expected)
+    expected = Counter(code for each in judged for code in each.case.expected)
     found = Counter(code for each in judged for code in each.found())
     false = Counter(code for each in judged for code in each.false())
     labelled = Counter(code for each in judged for code in each.found() & {code for code, _ in each.lines})
@@ -133,8 +144,8 @@ def scores(judged: list[Judged]) -> list[Score]:
 
 def grid(judged: list[Judged]) -> Grid:
     """Return the table."""
-    wrong = sum(bool(each.expected) for each in judged)
-    title = f"Precision and recall over {len(judged)} scripts, {len(judged) - wrong} correct and {wrong} wrong"
+    wrong = sum(bool(each.case.expected) for each in judged)
+    title = f"Precision and recall over {len(judged)} cases, {len(judged) - wrong} correct and {wrong} wrong"
     header = ("", "labelled", "found", "false alarms", "precision", "recall", "on the labelled line")
     return Grid(title, header, [score.row() for score in scores(judged)])
 
@@ -147,7 +158,7 @@ def main() -> int:
     for each in judged:
         for code in sorted(each.missed() | each.false()):
             wrong += 1
-            print(f"{'missed' if code in each.missed() else 'false alarm'}: {code} in {each.file.name}")
+            print(f"{'missed' if code in each.missed() else 'false alarm'}: {code} in {each.case.name}")
     return int(wrong > 0)
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.report import Grid, show
-from bigbatch.lint.rules import RULES
+from bigbatch_lint.rules import RULES
 
 MICRO, STEPS = 16, 4
 BIG = MICRO * STEPS

@@ -2,12 +2,11 @@
 
     python -m benchmarks.lint_speed
 
-The scripts are those of tests/lint_corpus, over and over; nearly all of them train. The library is transformers, as
+The scripts are the cases of tests/lint, over and over; nearly all of them train. The library is transformers, as
 installed: few of its files train, and parsing is nearly all there is to do. Timed is the command as one types it.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,12 +18,12 @@ from importlib.util import find_spec
 from itertools import cycle, islice
 from pathlib import Path
 
-from benchmarks.lint_accuracy import CORPUS
+from benchmarks.lint_accuracy import read_cases
 from benchmarks.report import Grid, show
 
 FILES = 1000
-BAR = 5.0  # seconds
-RUNS = 5  # the machine is seldom quiet for all of them
+BAR = 3.0  # seconds
+RUNS = 3  # the machine is seldom quiet for all of them
 COMMAND = "from bigbatch.cli import app; app()"  # what `bigbatch` runs
 
 
@@ -39,31 +38,30 @@ class Timed:
     processor: tuple[float, ...]  # the same without waiting for others on this machine
 
 
-def scripts() -> list[Path]:
-    """Return the corpus, over and over."""
-    files = sorted(file for file in CORPUS.glob("*/*") if file.suffix in {".py", ".ipynb"})
-    return list(islice(cycle(files), FILES))
+def scripts() -> list[str]:
+    """Return the cases, over and over."""
+    return list(islice(cycle([case.script for case in read_cases()]), FILES))
 
 
-def modules() -> list[Path]:
+def modules() -> list[str]:
     """Return the largest library that the benchmarks install, every so manieth file of it."""
     spec = find_spec("transformers")
     if spec is None or spec.origin is None:
         return []
     files = sorted(Path(spec.origin).parent.rglob("*.py"))
-    return files[:: max(len(files) // FILES, 1)][:FILES]
+    return [file.read_text() for file in files[:: max(len(files) // FILES, 1)][:FILES]]
 
 
 @contextmanager
-def folder_of(files: list[Path]) -> Iterator[Path]:
-    """Copy files into a folder of their own."""
+def folder_of(files: list[str]) -> Iterator[Path]:
+    """Write scripts into a folder of their own."""
     with tempfile.TemporaryDirectory() as name:
-        for number, file in enumerate(files):
-            shutil.copyfile(file, Path(name) / f"{number:04}_{file.name}")
+        for number, text in enumerate(files):
+            (Path(name) / f"{number:04}.py").write_text(text)
         yield Path(name)
 
 
-def measure(what: str, files: list[Path]) -> Timed:
+def measure(what: str, files: list[str]) -> Timed:
     """Run the command a few times over all files."""
     seconds, processor = [], []
     with folder_of(files) as folder:

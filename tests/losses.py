@@ -1155,3 +1155,11 @@ AMBIGUOUS_WHEN_EVEN = {
     "sum-over-eleven",
     "first-sample-only",
 }
+
+
+SPLIT = (4, 4, 2, 1)  # the micro-batches that every row is tried with
+
+
+def sizes(case: Loss) -> tuple[int, ...]:
+    """The split that a row is tried with."""
+    return (1, 1, 1, 1) if case.single else tuple(max(size, case.smallest) for size in SPLIT)

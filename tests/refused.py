@@ -120,7 +120,7 @@ UNREADABLE = [
     Refused("sum-over-weights", mlp(), rows, lambda m, b: (squares(m, b).sum(1) * b["unit"][:, 0]).sum() / b["unit"][:, 0].sum(), names="div"),
     Refused("ce-sum-over-kept", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"], reduction="sum") / (b["partly"] != -100).sum(), names="div"),
     Refused("each-over-tensor", mlp(), sequences, lambda m, b: (squares(m, b) * b["mask"][..., None] / b["mask"].sum()).sum(), names="div|sum"),
-    Refused("factors-fixed-rows", seeded(Factors), rows, lambda m, _: m.users[[0, 2]].square().sum(), names="data or a regulariser.*sum"),
+    Refused("factors-fixed-rows", seeded(Factors), rows, lambda m, _: m.users[[0, 2]].square().sum(), names="data or a regularizer.*sum"),
     Refused("custom-above", mlp(), rows, lambda m, b: square(squares(m, b).mean()), names="Square"),
     Refused("custom-below", mlp(), rows, lambda m, b: square(m(b["x"]) - b["value"]).mean(), names="Square"),
     Refused("custom-deep-below", mlp(), rows, lambda m, b: F.cross_entropy(square(m(b["x"])).tanh(), b["label"]), names="Square"),
@@ -149,11 +149,11 @@ UNREADABLE = [
     Refused("median", mlp(), rows, lambda m, b: squares(m, b).median(), error=LossError, names="median"),
     Refused("variance", mlp(), rows, lambda m, b: m(b["x"]).var(), error=LossError, names="var"),
     Refused("product", mlp(), rows, lambda m, b: m(b["x"]).prod(), error=LossError, names="prod"),
-    Refused("line-sum", seeded(Line), rows, lambda m, b: line_errors(m, b).sum(), names="data or a regulariser.*sum"),
-    Refused("sum+orthogonality", mlp(), rows, lambda m, b: squares(m, b).sum() + orthogonality(m), names="data or a regulariser.*mean"),
+    Refused("line-sum", seeded(Line), rows, lambda m, b: line_errors(m, b).sum(), names="data or a regularizer.*sum"),
+    Refused("sum+orthogonality", mlp(), rows, lambda m, b: squares(m, b).sum() + orthogonality(m), names="data or a regularizer.*mean"),
     Refused("stack-of-one", mlp(), rows, lambda m, b: torch.stack([squares(m, b).mean()]).mean(), names="which of two means", late=True),
-    Refused("mean+orthogonality", mlp(), rows, lambda m, b: squares(m, b).mean() + orthogonality(m), names="data or a regulariser.*mean", late=True),
-    Refused("ignored+orthogonality", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]) + orthogonality(m), names="data or a regulariser.*mean", late=True),
+    Refused("mean+orthogonality", mlp(), rows, lambda m, b: squares(m, b).mean() + orthogonality(m), names="data or a regularizer.*mean", late=True),
+    Refused("ignored+orthogonality", mlp(), rows, lambda m, b: F.cross_entropy(m(b["x"]), b["partly"]) + orthogonality(m), names="data or a regularizer.*mean", late=True),
 ]  # fmt: skip
 
 

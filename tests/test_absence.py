@@ -3,6 +3,7 @@
 import copy
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from bigbatch import BigStep, Options, across
 from bigbatch.lockstep import offload_store, pinned_slabs, run
 from bigbatch.lockstep.offload_evict import Held, Holdings
 from bigbatch.lockstep.offload_fetch import Homecoming
+from bigbatch.lockstep.round import Round
 from tests.reference import distance, sgd, trained, weights
 from tests.test_offloading import (
     ACTIVATIONS,
@@ -280,14 +282,6 @@ def _raise(_: Tensor) -> None:
     raise ValueError("mine")
 
 
-class _Worker:
-    """One of several."""
-
-    def __init__(self, number: int, size: int) -> None:
-        self.number, self.size = number, size
-        self.notes: dict[str, Any] = {}
-
-
 @given(st.integers(2, 70), st.floats(0, 1.5))
 def test_as_many_leave_as_must(size: int, room: float) -> None:
     """Of all micro-batches, not next to each other where that can be; what stays fits."""
@@ -296,9 +290,8 @@ def test_as_many_leave_as_must(size: int, room: float) -> None:
     holdings = Holdings(limit, tuple)
     leaves = []
     for number, tensor in enumerate(tensors):
-        worker: Any = _Worker(number, size)
-        holdings.add(worker, tensor)
-        leaves.append(bool(holdings.leaving(worker, 0)))
+        holdings.add(number, tensor)
+        leaves.append(bool(holdings.leaving(number, size, 0)))
     stay = size - sum(leaves)
     assert stay * 128 <= limit + 128
     assert (stay + 1) * 128 > limit or stay == size
@@ -308,20 +301,19 @@ def test_as_many_leave_as_must(size: int, room: float) -> None:
 
 def test_who_is_not_asked_to_leave() -> None:
     """A part of other memory, memory that is gone, what is kept, and all where there is no limit."""
-    worker: Any = _Worker(0, 2)
     whole, kept = torch.ones(64), torch.ones(32)
     holdings = Holdings(0, lambda: [kept])
-    holdings.add(worker, whole[:32])
-    holdings.add(worker, whole[32:])
-    holdings.add(worker, torch.ones(5))
-    holdings.add(worker, kept)
-    holdings.add(worker, torch.ones(4, dtype=torch.complex64).conj())
-    assert holdings.leaving(worker, 0) == []
-    holdings.add(worker, whole, 7)
-    assert [each.number for each in holdings.leaving(worker, 0)] == [7]
+    holdings.add(0, whole[:32])
+    holdings.add(0, whole[32:])
+    holdings.add(0, torch.ones(5))
+    holdings.add(0, kept)
+    holdings.add(0, torch.ones(4, dtype=torch.complex64).conj())
+    assert holdings.leaving(0, 2, 0) == []
+    holdings.add(0, whole, 7)
+    assert [each.number for each in holdings.leaving(0, 2, 0)] == [7]
     unlimited = Holdings(None, tuple)
-    unlimited.add(worker, whole)
-    assert unlimited.leaving(worker, 0) == []
+    unlimited.add(0, whole)
+    assert unlimited.leaving(0, 2, 0) == []
 
 
 def test_what_is_added_to_a_gradient_is_not_lost() -> None:
@@ -403,38 +395,17 @@ def test_what_was_changed_after_it_was_saved_is_not_as_its_copy() -> None:
     assert distance(weights(model), weights(twin)) <= 1e-12
 
 
-def test_derivatives_inside_of_a_loss() -> None:
-    """Their gradients are copied out between activations: each finds its own."""
-    model = two_norms()
-    twin = copy.deepcopy(model)
-    batch = torch.randn(12, 6, dtype=torch.float64), torch.randn(12, 16, dtype=torch.float64)
-
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        x = batch[0].clone().requires_grad_()
-        (slope,) = torch.autograd.grad((model(x) - batch[1]).pow(2).sum(), x)
-        return F.mse_loss(model(x.detach() + 0.1 * slope), batch[1])
-
-    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=2, options=Options(check=False))
-    optimizer = sgd(trained(twin))
-    for _ in range(3):
-        step(batch)
-        optimizer.zero_grad()
-        loss(twin, batch).backward()
-        optimizer.step()
-    assert distance(weights(model), weights(twin)) <= 1e-12
-
-
 def test_a_host_without_room_leaves_nobody_without_memory(seen: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what a micro-batch holds, one piece goes, and there is no room for the next."""
     monkeypatch.setattr(offload_store, "_IN_FLIGHT", 1)
     like = pinned_slabs.HostMemory.like
     monkeypatch.setattr(pinned_slabs.HostMemory, "like", lambda *given: like(*given) if given[2] < 512 else _full())
     offload = offload_store.Offload(torch.device("cpu"))
-    worker: Any = _Worker(0, 2)
+    worker = SimpleNamespace(number=0, size=2, round=Round((1, 1)))
     pieces = [torch.ones(64), torch.ones(64), torch.ones(128)]
     with offload.window(0):
         for piece in pieces:
-            offload._holdings.add(worker, piece)
+            offload._holdings.add(0, piece)
         with pytest.raises(RuntimeError, match="full"), offload.waiting(worker):
             pass
     assert seen["went"] == seen["came"] == 1

@@ -488,7 +488,7 @@ def test_an_accumulator_refuses_a_loss_that_asks(how: str) -> None:
     """At the top of the loss or below; nothing was added."""
     model = twins()
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    with pytest.raises(CoupledLoss, match=r"(?s)asks for all samples of the big batch.*Use BigStep"):
+    with pytest.raises(CoupledLoss, match=r"(?s)asks for all samples of the big batch.*Use: BigStep"):
         accumulator.backward({**ASKING, **BELOW}[how](model, rows(4, 0)))
     assert all(p.grad is None for p in trained(model))
 
@@ -546,7 +546,7 @@ def test_an_accumulator_refuses_questions_without_gradient(how: str, over: bool)
     if not over:
         loss = loss_fn(model, rows(4, 0))
         for _ in range(2):
-            with pytest.raises(CoupledLoss, match=r"(?s)were asked for.*Use BigStep.*torch\.no_grad"):
+            with pytest.raises(CoupledLoss, match=r"(?s)were asked for.*Use: BigStep.*torch\.no_grad"):
                 accumulator.backward(loss)
         with torch.no_grad():
             loss_fn(model, rows(4, 0))

@@ -153,7 +153,7 @@ def test_an_accumulator_refuses_an_example(name: str) -> None:
     """It gets one micro-batch after the other, so nobody can be asked; the error names BigStep."""
     model = network(name)
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    with pytest.raises(CoupledLoss, match="Use BigStep, which has the whole batch"):
+    with pytest.raises(CoupledLoss, match="Use: BigStep, which has the whole batch"):
         accumulator.backward(EXAMPLES[name].loss_fn(model, batch_of(name, 6)))
 
 
@@ -736,7 +736,7 @@ def test_an_accumulator_refuses_a_coupled_loss_with_a_count_too() -> None:
     """No count makes the parts add up."""
     model = network("clip")
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    with pytest.raises(CoupledLoss, match="Use BigStep, which has the whole batch"):
+    with pytest.raises(CoupledLoss, match="Use: BigStep, which has the whole batch"):
         accumulator.backward(clip.loss_fn(model, batch_of("clip", 6)), count=6)
 
 
@@ -856,23 +856,13 @@ def test_hugging_face_networks_with_batch_norm_are_the_big_batch(transformers: A
     )
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_an_attack_through_values_of_all(reduction: str) -> None:
-    """A derivative inside of the loss is exact of a sum, and refused of micro-batches' means."""
+def test_an_attack_through_values_of_all() -> None:
+    """A derivative inside of the loss would add up those of all micro-batches, and is refused."""
 
     def attacked(model: Any, batch: Any) -> Tensor:
         x = batch[0].clone().requires_grad_()
-        (slope,) = torch.autograd.grad(F.cross_entropy(centred(model(x)), batch[2], reduction=reduction), x)
+        (slope,) = torch.autograd.grad(F.cross_entropy(centred(model(x)), batch[2], reduction="sum"), x)
         return F.cross_entropy(centred(model(batch[0] + 0.1 * slope.sign())), batch[2])
 
-    if reduction == "mean":
-        with pytest.raises(LossError, match="a derivative inside of the loss goes through across"):
-            step_once(attacked, encoder())
-        return
-    model = encoder()
-    twin = copy.deepcopy(model)
-    batch = pairs_of(11)
-    BigStep(model, sgd(trained(model)), attacked, micro_batch_size=4)(batch)
-    attacked(twin, batch).backward()
-    sgd(trained(twin)).step()
-    assert distance(weights(model), weights(twin)) <= 1e-12
+    with pytest.raises(LossError, match="a derivative inside of the loss goes through across"):
+        step_once(attacked, encoder())

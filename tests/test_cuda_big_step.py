@@ -19,6 +19,19 @@ from tests.reference import trained
 from tests.samples import seeded
 from tests.support.packed import LOSSES, attentive
 from tests.support.packed import text as ragged_text
+from tests.support.tables import (
+    LONG,
+    SHORT,
+    AsAttribute,
+    AsBuffer,
+    ByWidth,
+    InATuple,
+    OfTheLatestWidth,
+    PutAside,
+    Turning,
+)
+from tests.support.tables import text as table_text
+from tests.support.tables import token_loss as table_loss
 from tests.test_cuda import (
     OPTIMIZERS,
     Batch,
@@ -34,19 +47,6 @@ from tests.test_cuda import (
     two_heads,
     weighted,
 )
-from tests.test_replaying import (
-    LONG,
-    SHORT,
-    AsAttribute,
-    AsBuffer,
-    ByWidth,
-    InATuple,
-    OfTheLatestWidth,
-    PutAside,
-    Turning,
-)
-from tests.test_replaying import text as table_text
-from tests.test_replaying import token_loss as table_loss
 
 pytestmark = pytest.mark.cuda
 
@@ -243,7 +243,7 @@ def test_mixed_precision_is_no_less_precise_than_the_plain_way(
     record_property("errors", f"{errors_of} against {plainly} of micro-batches and the full batch")
     assert max(errors_of) <= 1.05 * max(plainly)
     assert F.linear is torch._C._nn.linear
-    assert (step._runner._graphs is not None) == cuda_graph  # it was not given up on the way
+    assert (step._runner.steps is not None) == cuda_graph  # it was not given up on the way
     assert step._runner._casting is not None
 
 
@@ -447,7 +447,7 @@ def test_shapes_that_come_and_go_are_captured_each() -> None:
         step(batch)
     train_big(true, data, cross_entropy, OPTIMIZERS["adamw-fused"], 1, None)
     assert distance(mine, true) < 1e-12
-    assert step._runner._graphs is not None
+    assert step._runner.steps is not None
 
 
 @pytest.mark.parametrize("loss", ["tokens", "sequences"])
@@ -468,9 +468,10 @@ def test_packed_micro_batches_are_replayed_and_exact(loss: str, host: bool) -> N
         LOSSES[loss](true, there).backward()
         optimizer.step()
         assert distance(mine, true) < 1e-12
-    graphs = step._runner._graphs
+    assert step._runner.steps is not None
+    graphs = step._runner.steps.graphs
     assert graphs is not None
-    assert graphs._replays > graphs._launches > 0
+    assert graphs.replays > graphs.launches > 0
 
 
 @pytest.mark.parametrize("kind", [Turning, AsBuffer, AsAttribute, InATuple])
@@ -487,9 +488,10 @@ def test_a_table_that_grows_is_seen_by_all_graphs(kind: type[nn.Module]) -> None
         table_loss(true, {key: value.cuda() for key, value in batch.items()}).backward()
         optimizer.step()
         assert distance(mine, true) < 1e-12
-    graphs = step._runner._graphs
+    assert step._runner.steps is not None
+    graphs = step._runner.steps.graphs
     assert graphs is not None
-    assert graphs._replays > graphs._launches > 0
+    assert graphs.replays > graphs.launches > 0
 
 
 @pytest.mark.filterwarnings("ignore:this model cannot be captured")
@@ -510,7 +512,7 @@ def test_a_table_that_a_capture_has_made_is_not_used(kind: type[nn.Module]) -> N
         table_loss(true, {key: value.cuda() for key, value in batch.items()}).backward()
         optimizer.step()
         assert distance(mine, true) < 1e-12
-    assert step._runner._graphs is None
+    assert step._runner.steps is None
 
 
 @pytest.mark.usefixtures("way")
@@ -530,9 +532,10 @@ def test_autocast_that_is_switched_on_later_is_captured_anew() -> None:
             with torch.autocast("cuda", torch.bfloat16, enabled=lowered):
                 step(text())
     assert distance(network, twin) < 5e-3
-    graphs = mine._runner._graphs
+    assert mine._runner.steps is not None
+    graphs = mine._runner.steps.graphs
     assert graphs is not None
-    assert graphs._captures == 4
+    assert graphs.captures == 4
 
 
 def test_a_forward_that_replaces_a_buffer_is_not_captured() -> None:

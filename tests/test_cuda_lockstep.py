@@ -256,7 +256,6 @@ def test_attention_runs_again_as_it_ran(tokens: int, dropout: float, low: bool) 
     for _ in range(2):
         step(torch.randn(12, tokens, 32))
     assert step._together._recomputed
-    assert step._together._valued
 
 
 def without_waiting(network: nn.Module) -> nn.Module:
@@ -288,7 +287,7 @@ def test_a_window_is_replayed_whole(activations: Any, last: bool, monkeypatch: p
         assert abs(update.loss.item() - loss.item()) < 1e-12
         assert apart(mine, true) < 1e-12
     assert step._runner.whole is not None
-    assert (step._runner.whole._launches, step._runner.whole._replays) == (2, 3)
+    assert (step._runner.whole.graphs.launches, step._runner.whole.graphs.replays) == (2, 3)
 
 
 @pytest.mark.parametrize("activations", ["auto", "keep"])
@@ -318,7 +317,7 @@ def test_a_contrastive_window_is_replayed_whole(activations: Any) -> None:
     assert apart(mine, true) < 1e-12
     assert all(torch.allclose(*each, rtol=0, atol=1e-12) for each in zip(found, expected, strict=True))
     assert step._runner.whole is not None
-    assert step._runner.whole._replays == 3
+    assert step._runner.whole.graphs.replays == 3
 
 
 @pytest.mark.parametrize("what", ["a norm that waits", "dropout", "own generator"])
@@ -411,7 +410,7 @@ def test_a_replayed_window_under_autocast() -> None:
         )
         for number in range(6):
             step(images(11, number, dtype=torch.float32))
-        assert step._runner.whole is None or step._runner.whole._replays == 4
+        assert step._runner.whole is None or step._runner.whole.graphs.replays == 4
     assert apart(*networks) < 1e-2
 
 

@@ -10,9 +10,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain, repeat
 from typing import Any, TypeVar
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.errors import ConfigurationError, PathsDiffer
-from bigbatch.lockstep import threads as crew_module
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker, current
 
@@ -53,7 +51,7 @@ def in_time(work: Callable[[], Result], limit: float = LIMIT) -> Result:
     return found[0]
 
 
-def side_by_side(crew: Crew, tasks: Sequence[Task], notes: dict[str, Any] | None = None) -> list[Any]:
+def side_by_side(crew: Crew, tasks: Sequence[Task], round_: Round | None = None) -> list[Any]:
     """Run tasks that take their worker."""
 
     def plain(task: Task) -> Callable[[], Any]:
@@ -64,7 +62,7 @@ def side_by_side(crew: Crew, tasks: Sequence[Task], notes: dict[str, Any] | None
 
         return run
 
-    return crew.run([plain(task) for task in tasks], Carried.here(CPU), notes)
+    return crew.run([plain(task) for task in tasks], Carried.here(CPU), round_ or Round((1,) * len(tasks)))
 
 
 def works(crew: Crew, tasks: int = 3) -> bool:
@@ -157,13 +155,13 @@ def test_of_folded_values_only_one_is_kept() -> None:
 def test_tasks_know_their_number_their_fellows_and_what_they_have_in_common() -> None:
     """And outside of a task there is no worker."""
 
-    def task(worker: Worker) -> tuple[int, int, str, int]:
+    def task(worker: Worker) -> tuple[int, int, tuple[int, ...], int]:
         worker.meet("once", None, len)
-        return worker.number, worker.size, worker.notes["said"], worker.meetings
+        return worker.number, worker.size, worker.round.sizes, worker.meetings
 
     assert current() is None
-    found = in_time(lambda: side_by_side(Crew(), [task] * 3, {"said": "so"}))
-    assert found == [(number, 3, "so", 1) for number in range(3)]
+    found = in_time(lambda: side_by_side(Crew(), [task] * 3, Round((5, 5, 2))))
+    assert found == [(number, 3, (5, 5, 2), 1) for number in range(3)]
     assert current() is None
 
 
@@ -669,13 +667,13 @@ def test_what_a_task_leaves_behind_is_not_the_next_ones() -> None:
     def untidy(worker: Worker) -> None:
         torch.set_grad_enabled(False)
         variable.set("left behind")
-        worker.notes["said"] = "left behind"
+        worker.round.is_recomputing = True
         torch.set_autocast_enabled("cpu", True)
 
     def work() -> None:
         side_by_side(crew, [untidy] * 2)
-        found = side_by_side(crew, [lambda w: (torch.is_grad_enabled(), variable.get(), dict(w.notes))] * 2)
-        assert found == [(True, "nothing", {})] * 2
+        found = side_by_side(crew, [lambda w: (torch.is_grad_enabled(), variable.get(), w.round.is_recomputing)] * 2)
+        assert found == [(True, "nothing", False)] * 2
         assert torch.is_grad_enabled()
 
     in_time(work)
@@ -781,59 +779,6 @@ def test_an_interrupt_while_a_thread_is_started_leaves_none(
     assert ended(list(set(ours()) - before))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("when", ["before its task", "after its task"])
-def test_a_thread_that_dies_ends_its_window(number: int, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever waits for its baton is released, the caller is told, no thread is left over, the next window works."""
-    gc.collect()
-    before = set(ours())
-    crew = Crew()
-    assert works(crew)
-    end = crew_module._Round._end
-    dies = [True]
-
-    def die(self: Any, at: int) -> None:
-        if at == number and dies[0]:
-            dies[0] = False
-            raise SystemExit  # a thread ends by it without a word
-        end(self, at)
-
-    if when == "after its task":
-        monkeypatch.setattr(crew_module._Round, "_end", die)
-    else:
-        seat = crew._seats[number]
-        seat.ended = True
-        seat.wake()
-        assert ended([seat.thread])
-        monkeypatch.setattr(
-            seat.thread, "is_alive", Mock(side_effect=chain([True], repeat(False)))
-        )  # it dies after that
-    told = f"the thread that ran micro-batch {number} of this window has ended without a word"
-    with pytest.raises(RuntimeError, match=told):
-        in_time(lambda: side_by_side(crew, [lambda w: w.meet("it", w.number, sum)] * 3))
-    monkeypatch.undo()
-    assert works(crew)
-    seat = crew = None  # type: ignore[assignment]
-    assert ended(list(set(ours()) - before))
-
-
-def test_what_fails_before_a_task_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As what fails in it."""
-    crew = Crew()
-
-    def fails(self: Any, processor: int | None) -> None:
-        del processor
-        if self.thread.name.endswith("-1"):
-            raise MemoryError("of the system")
-
-    monkeypatch.setattr(crew_module._Seat, "stay_on", fails)
-    with pytest.raises(MemoryError, match="of the system"):
-        in_time(lambda: side_by_side(crew, [lambda w: w.meet("it", w.number, sum)] * 3))
-    monkeypatch.undo()
-    assert works(crew)
-
-
 def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many were wanted, how many there are, and what to do; the next window finds what there is."""
     start, started = threading.Thread.start, [0]
@@ -861,7 +806,7 @@ def test_results_and_values_are_held_by_nobody_else() -> None:
     def task(worker: Worker) -> Tensor:
         tensor = torch.full((4,), float(worker.number))
         made.append(weakref.ref(tensor))
-        worker.notes[f"of {worker.number}"] = tensor
+        worker.round.shared.append((tensor, "it"))
         shared = worker.meet("it", tensor, torch.stack)
         made.append(weakref.ref(shared))
         return tensor
@@ -886,14 +831,14 @@ def test_whoever_holds_a_worker_holds_nothing_of_its_round() -> None:
         workers.append(worker)
         tensor = torch.ones(3)
         made.append(weakref.ref(tensor))
-        worker.notes["it"] = tensor
+        worker.round.shared.append((tensor, "it"))
         worker.meet("it", tensor, lambda values: values[0] + 1)
 
     crew, carried = Crew(), Carried.here(CPU)
     held = weakref.ref(carried)
     gc.disable()
     try:
-        crew.run([lambda: task(current())] * 3, carried)  # type: ignore[arg-type]
+        crew.run([lambda: task(current())] * 3, carried, Round((1,) * 3))  # type: ignore[arg-type]
         del carried
         assert not any(ref() is not None for ref in made)
         workers.clear()
@@ -929,7 +874,7 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
         x = torch.ones(2, requires_grad=True)
         made.append(weakref.ref(x))
         total: Tensor = worker.meet("it", x, lambda values: torch.stack(values).sum(0))
-        if worker.notes.get("fails") == worker.number:
+        if f"{worker.number} fails" in worker.round.same_terms:
             fail(ValueError("of the task"))
         worker.meet("again", 0, len)
         total.sum().backward()
@@ -941,7 +886,7 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
                 assert side_by_side(crew, [task] * 3) == [3.0] * 3
             else:
                 with pytest.raises(ValueError, match="of the task"):
-                    side_by_side(crew, [task] * 3, {"fails": each % 3})
+                    side_by_side(crew, [task] * 3, Round((1,) * 3, same_terms={f"{each % 3} fails"}))
 
     def work() -> None:
         rounds(10)
@@ -964,13 +909,16 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
 _BEGINNING = """
 import _thread, faulthandler, os, signal, sys, threading, time
 import torch
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.threads import Crew, current
 faulthandler.dump_traceback_later(40, exit=True)
 crew, here = Crew(), Carried.here(torch.device("cpu"))
 
 def works():
-    found = crew.run([lambda: current().meet("again", current().number, sum)] * 3, Carried.here(torch.device("cpu")))
+    here = Carried.here(torch.device("cpu"))
+    found = crew.run([lambda: current().meet("again", current().number, sum)] * 3, here, Round((1,) * 3))
     assert found == [3, 3, 3], found
 """
 
@@ -1004,7 +952,7 @@ for send in [SENDS]:
                     ended.append(worker.number)
 
             try:
-                crew.run([task] * 3, here)
+                crew.run([task] * 3, here, Round((1,) * 3))
             except KeyboardInterrupt:
                 assert sorted(ended) == [0, 1, 2], ended
                 assert len(further) < 30, f"{len(further)} meetings more"
@@ -1021,17 +969,11 @@ def test_an_interrupt_ends_all_and_comes_out() -> None:
     assert in_a_process(script) == "interrupted\n"
 
 
-def test_an_interrupt_that_does_not_wake_the_caller_ends_all_soon() -> None:
-    """It is a flag that the caller's thread must look at, and does now and then."""
-    script = _INTERRUPTED.replace("SENDS", "lambda: signal.raise_signal(signal.SIGINT), _thread.interrupt_main")
-    assert in_a_process(script) == "interrupted\n"
-
-
 def test_an_interrupt_at_any_line_of_waiting_leaves_no_task_running() -> None:
     """Wherever in the caller's part of a round it comes: when it is out no task runs, and the crew can be used."""
     printed = in_a_process("""
         import bigbatch.lockstep.threads as module
-        waiting = {code.__code__ for code in (module.Crew.run, module._Round.run, module._Round._wait)}
+        waiting = {code.__code__ for code in (module.Crew.run, module._Turns.run, module._Turns._wait)}
         outcomes = []
         for line in range(60):
             at, came, running, closed = [0], [False], set(), []
@@ -1058,7 +1000,7 @@ def test_an_interrupt_at_any_line_of_waiting_leaves_no_task_running() -> None:
 
             sys.settrace(trace)
             try:
-                crew.run([task] * 2, here)
+                crew.run([task] * 2, here, Round((1,) * 2))
             except KeyboardInterrupt:
                 sys.settrace(None)
                 if running:
@@ -1118,7 +1060,7 @@ def test_no_path_hangs_nor_does_a_fork_nor_the_end_of_a_process() -> None:
                     act(worker, what)
                 return "through"
             try:
-                crew.run([task] * 3, here)
+                crew.run([task] * 3, here, Round((1,) * 3))
             except (Own, PathsDiffer):
                 pass
             count += 1
@@ -1131,7 +1073,8 @@ def test_no_path_hangs_nor_does_a_fork_nor_the_end_of_a_process() -> None:
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
         works()
-        threading.Thread(target=lambda: Crew().run([lambda: time.sleep(600)] * 2, here), daemon=True).start()
+        late = lambda: Crew().run([lambda: time.sleep(600)] * 2, here, Round((1,) * 2))
+        threading.Thread(target=late, daemon=True).start()
         time.sleep(0.1)
         print("ended")
     """)

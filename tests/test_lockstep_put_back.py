@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from bigbatch import BigStep, Options
-from bigbatch.lockstep.own_weights import OwnWeights
-from bigbatch.lockstep.room import _SHAPES, Waiting
+from bigbatch.lockstep.own_parameters import OwnParameters
 from tests.reference import TOLERANCE, distance, sgd, trained
 from tests.samples import rows, seeded
 
@@ -34,7 +33,7 @@ def step_of(model: nn.Module) -> BigStep:
 def test_parameters_that_were_replaced_are_put_back() -> None:
     """As by calls of functional_call that ended in another order than they began: the very ones, where they were."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
-    own = OwnWeights([model], by_value=False)
+    own = OwnParameters([model])
     before = dict(model.named_parameters())
     first, second = model[0], model[1]
     first._parameters["weight"] = nn.Parameter(torch.zeros(2, 3))
@@ -48,7 +47,7 @@ def test_parameters_that_were_replaced_are_put_back() -> None:
 def test_memory_that_was_exchanged_is_put_back() -> None:
     """The same for what a parameter holds."""
     model = nn.Linear(3, 2)
-    own = OwnWeights([model], by_value=False)
+    own = OwnParameters([model])
     memory, value = model.weight.data_ptr(), model.weight.detach().clone()
     model.weight.data = torch.zeros(2, 3)
     own.restore()
@@ -110,24 +109,6 @@ def test_a_computed_weight_of_a_norm_is_asked_for_by_its_micro_batches_alone() -
     before = int(counting.asked)
     update = step_of(model)(rows(10, 0))
     assert int(counting.asked) - before == update.micro_batches > 1
-
-
-def test_what_the_largest_known_does_not_leave_room_for_is_measured() -> None:
-    """A short sample is not refused for the longest of those before."""
-    waiting = Waiting()
-    for shape in range(_SHAPES):
-        waiting.of(str(shape), lambda: 4.0, lambda _: True)
-    measured: list[str] = []
-
-    def measure() -> float:
-        measured.append("measured")
-        return 1.0
-
-    assert waiting.of("another", measure, lambda each: each <= 4) == 4.0
-    assert measured == []
-    assert waiting.of("another", measure, lambda each: each <= 2) == 1.0
-    assert measured == ["measured"]
-    assert waiting.of("another", measure, lambda each: each <= 4) == 1.0
 
 
 @pytest.mark.parametrize("norm", [Renewing, nn.BatchNorm1d])

@@ -14,11 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from bigbatch import Accumulator, BigStep, Options
 from bigbatch.errors import LossError
 from bigbatch.loss.readings import Reader
-from bigbatch.loss.samples import Surroundings
-from tests.losses import READABLE
+from bigbatch.loss.trail import Surroundings
+from tests.losses import READABLE, sizes
 from tests.reference import distance, sgd, trained, weights
 from tests.samples import Batch, Loss, join, rows, seeded
-from tests.test_reading import sizes
 from tests.training import Training
 
 pytestmark = pytest.mark.filterwarnings(

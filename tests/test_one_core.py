@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bigbatch.lockstep import one_core
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, current
 
@@ -25,7 +26,7 @@ def places(crew: Crew, carried: Any) -> list[set[int]]:
         worker.meet("here", 0, len)
         return os.sched_getaffinity(0)
 
-    return crew.run([task] * 3, carried)
+    return crew.run([task] * 3, carried, Round((1,) * 3))
 
 
 @needs_linux
@@ -40,6 +41,7 @@ def test_on_a_device_all_turns_are_on_one_processor(monkeypatch: pytest.MonkeyPa
     (here,) = {frozenset(each) for each in places(crew, replace(plain, stream=elsewhere))}
     assert len(here) == 1
     assert here <= before
+    assert places(crew, plain) == [before] * 3
     assert os.sched_getaffinity(0) == before
 
 
@@ -49,8 +51,8 @@ def test_where_this_thread_runs() -> None:
     found: list[int | None] = []
 
     def stay() -> None:
-        one_core.stay_on(max(os.sched_getaffinity(0)))
-        found.append(one_core.this_processor())
+        with one_core.staying_on(max(os.sched_getaffinity(0))):
+            found.append(one_core.this_processor())
 
     thread = threading.Thread(target=stay, name="a) b (c")
     thread.start()
@@ -70,7 +72,8 @@ def test_a_system_that_does_not_tell(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @needs_linux
 def test_a_processor_that_may_not_be_used() -> None:
     """Is no error."""
-    one_core.stay_on(100_000)
+    with one_core.staying_on(100_000):
+        assert os.sched_getaffinity(0)
 
 
 @needs_linux
@@ -84,5 +87,5 @@ def test_a_thread_that_takes_turns_waits_when_it_is_woken() -> None:
         return os.sched_getscheduler(0)
 
     before = os.sched_getscheduler(0)
-    assert Crew().run([task] * 3, Carried.here(torch.device("cpu"))) == [os.SCHED_BATCH] * 3
+    assert Crew().run([task] * 3, Carried.here(torch.device("cpu")), Round((1,) * 3)) == [os.SCHED_BATCH] * 3
     assert os.sched_getscheduler(0) == before

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
 from bigbatch.errors import OutOfMemory
-from bigbatch.lockstep.room import _SHAPES, Waiting, refuse_too_much
+from bigbatch.lockstep.activations import _SHAPES, Activations
 from tests.reference import distance, sgd, trained, weights
 
 
@@ -35,7 +35,7 @@ def step_of() -> tuple[nn.Module, BigStep]:
 def test_longer_samples_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that is too long is refused after short ones, and short ones are not after long ones."""
     model, step = step_of()
-    monkeypatch.setattr("bigbatch.lockstep.run.host_available", lambda: 1 << 20)
+    monkeypatch.setattr("bigbatch.lockstep.activations.host_available", lambda: 1 << 20)
     step(sequences(16))
     before = weights(model)
     with pytest.raises(OutOfMemory, match=r"(?s)about .* MiB, wait in the host's memory.* there are 1 MiB"):
@@ -44,24 +44,26 @@ def test_longer_samples_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> N
     step(sequences(16))
 
 
-def test_what_memory_allows_is_named_so() -> None:
+def test_what_memory_allows_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it is less than the host has."""
+    monkeypatch.setattr("bigbatch.lockstep.activations.resident", lambda: 0)
+    where = Activations("auto", torch.device("cpu"))
     with pytest.raises(OutOfMemory, match="1 KiB for them within memory="):
-        refuse_too_much(8, 2048, 1024, budgeted=True)
-    refuse_too_much(8, 1024, 1024, budgeted=True)
+        where.make_room(lambda: 256.0, 8, "a shape", lambda: "keep", budget=1024, pinned=0)
+    where.make_room(lambda: 128.0, 8, "another", lambda: "keep", budget=1024, pinned=0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=60))
 def test_shapes_are_measured_where_it_matters(asked: list[tuple[int, int]]) -> None:
     """Each of the first ones once; of others the largest is taken, unless it would not fit."""
-    waiting, measured = Waiting(), list[int]()
+    waiting, measured = Activations("auto", torch.device("cpu")), list[int]()
     for shape, room in asked:
 
         def measure(shape: int = shape) -> float:
             measured.append(shape)
             return 1 + shape % 4
 
-        found = waiting.of(str(shape), measure, lambda each, room=room: each <= room)  # type: ignore[misc]
+        found = waiting._bytes_of(str(shape), measure, lambda each, room=room: each <= room)  # type: ignore[misc]
         assert found >= 1 + shape % 4 or found <= room
         if shape in measured:
             assert found == 1 + shape % 4

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from bigbatch.planner.measure import plan
     from bigbatch.setup import Setup
     from bigbatch.update import Update
-    from bigbatch.verifying.verification import Verification as Verification
-    from bigbatch.verifying.verify import verify
+    from bigbatch.verification.api import verify
+    from bigbatch.verification.result import Verification as Verification
 
 __all__ = [
     "Accumulator",
@@ -48,11 +48,11 @@ _HOMES = {
     "Options": "options",
     "Setup": "setup",
     "Update": "update",
-    "Verification": "verifying.verification",  # what verify returns: for annotations
+    "Verification": "verification.result",  # what verify returns: for annotations
     "counted": "loss.terms",
     "plan": "planner.measure",
     "scale_lr": "learning_rate",
-    "verify": "verifying.verify",
+    "verify": "verification.api",
     "warmup": "learning_rate",
 }
 

@@ -19,7 +19,7 @@ import builtins
 import math
 import os
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,10 +27,12 @@ from torch import Tensor
 from bigbatch.errors import LossError
 from bigbatch.lockstep.barrier import meet_in_forward
 from bigbatch.lockstep.collectives import gathered, summed
-from bigbatch.lockstep.threads import current
+from bigbatch.lockstep.threads import current, refuse_other_threads
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.loss.terms import counted
 from bigbatch.state.scope import refuse_alone
+
+Value = TypeVar("Value", bound=Tensor | None)
 
 __all__ = ["gather", "mean", "offset", "once", "sum"]
 
@@ -46,7 +48,7 @@ def gather(x: Tensor) -> Tensor:
         msg = "across.gather takes rows, one per sample; found a 0-d tensor. To add one up:  across.sum(x)"
         raise LossError(msg)
     worker = current()
-    return gathered(worker, x, _called_from()) if worker is not None else refuse_alone(x, "gather")
+    return gathered(worker, x, _called_from()) if worker is not None else _alone(x, "gather")
 
 
 def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
@@ -55,7 +57,7 @@ def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
     worker = current()
     if x.dtype == torch.bool:
         x = x.long()  # how many are true
-    return summed(worker, x, "sum", _called_from()) if worker is not None else refuse_alone(x, "sum")
+    return summed(worker, x, "sum", _called_from()) if worker is not None else _alone(x, "sum")
 
 
 def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
@@ -66,10 +68,10 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
     _refuse_no_tensor(x, "mean")
     worker = current()
     if worker is None:
-        return refuse_alone(x, "mean")
+        return _alone(x, "mean")
     if count is None:
-        sizes: tuple[int, ...] = worker.notes["sizes"]
-        total = float(worker.notes.get("all samples") or builtins.sum(sizes))
+        sizes = worker.round.sizes
+        total = float(worker.round.all_samples)
         return summed(worker, x * (sizes[worker.number] / total), "mean", _called_from())
     given = torch.as_tensor(count, dtype=torch.float64)  # one, or one of each value, as of each class
     if given.device.type == "cpu" and (given < 0).any():  # no wait for a device
@@ -90,11 +92,10 @@ def offset() -> int:
     """Return how many samples come before this micro-batch's, on all ranks: where its rows begin in `gather`."""
     worker = current()
     if worker is None:
-        refuse_alone(None, "offset")
+        _alone(None, "offset")
         return 0
-    sizes: tuple[int, ...] = worker.notes["sizes"]
-    before: int = worker.notes.get("samples before", 0)  # those of other ranks
-    return before + builtins.sum(sizes[: worker.number])
+    sizes = worker.round.sizes
+    return worker.round.samples_before + builtins.sum(sizes[: worker.number])
 
 
 def once(term: Tensor) -> Tensor:
@@ -108,10 +109,16 @@ def once(term: Tensor) -> Tensor:
         raise LossError(msg)
     worker = current()
     if worker is None:
-        return counted(refuse_alone(term, "once"), "once")
+        return counted(_alone(term, "once"), "once")
     if worker.size > 1:
         _refuse_unlike(worker, term, _called_from())
     return counted(term, "once")
+
+
+def _alone(x: Value, name: str) -> Value:
+    """Answer for a batch that nobody has cut, or raise where there are other micro-batches that cannot be asked."""
+    refuse_other_threads(name)
+    return refuse_alone(x, name)
 
 
 def _refuse_no_tensor(x: object, name: str) -> None:
@@ -134,7 +141,7 @@ def _refuse_unlike(worker: Any, term: Tensor, place: str) -> None:
     """
     time = worker.visits[place] = worker.visits.get(place, 0) + 1
     place += f", time {time}" if time > 1 else ""
-    seen: set[str] = worker.notes["seen once"]
+    seen: set[str] = worker.round.same_terms
     if place in seen:
         return
     tolerance = 1e-9 if term.dtype == torch.float64 else 1e-3

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ from bigbatch.batch.extras import joined
 from bigbatch.batch.packing import Padding
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
-from bigbatch.big_step_checks import checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
 from bigbatch.distributed.discovery import team_of
 from bigbatch.distributed.ranks import OthersTryAgain, is_of_the_wire
 from bigbatch.distributed.team import Team
@@ -30,19 +30,18 @@ from bigbatch.errors import (
     WindowBroken,
     WindowError,
 )
-from bigbatch.execute import count_ahead
 from bigbatch.execute.choose_split import Divider
+from bigbatch.execute.execution import Execution, cast_each_time, count_first, launch, to_lockstep
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_check import FirstCheck
-from bigbatch.lockstep.explaining import explained
 from bigbatch.lockstep.run import Together
-from bigbatch.lockstep.threads import current
 from bigbatch.loss.count import Count
 from bigbatch.memory.sizes import Sizes
-from bigbatch.options import Options
+from bigbatch.options import Options, checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
+from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import NeedsLockStep
-from bigbatch.state.snapshot import Buffers, Habits, Randomness, devices_of, restore, untouched, warn_of_written
+from bigbatch.state.snapshot import Buffers, Habits, Snapshot, devices_of, untouched, warn_of_written
 from bigbatch.update import Update
 from bigbatch.window.gate import Admission
 from bigbatch.window.observer import Witness
@@ -172,8 +171,8 @@ class BigStep:
         self._check = FirstCheck(self._models, self._runner, self._mover, checked)
         self._looked_at_buffers = self._told_of_buffers = False  # whether a forward writes to some
         self._divided_again = False  # whether memory has run out before a batch was cut
-        self._several = False  # whether the loss has several counts, to be learned in a pass of their own
-        self._asked = False  # whether the loss has asked for other micro-batches: then they run side by side
+        captured = self._options.cuda_graph
+        self._execution = Execution(graph_steps=captured, graph_windows=captured)  # as it was found to be right
         self._together = Together(
             self._models,
             self._runner,
@@ -181,16 +180,7 @@ class BigStep:
             self._options.activations,
             norms_meet=self._options.batch_norm == "exact",
         )
-        self._divider = Divider(
-            self._models,
-            self._sizes,
-            self._options,
-            self._admission,
-            self._stepper,
-            self._runner,
-            self._together,
-            self._mover,
-        )
+        self._divider = Divider(self._models, optimizers, self._sizes, self._options, self._mover, self._run_one)
         self._padding: Padding | None = None
         self._stepper.watch()
         self._stepper.team.serve(self)
@@ -200,31 +190,45 @@ class BigStep:
 
         Over several ranks each gives its own part; None where it has none in this update.
         """
-        if current() is not None:
+        return self._update(batch, stepping=True)
+
+    def gradients(self, batch: Any) -> Update:
+        """Leave the big batch's gradient in `.grad`, and the step to the caller.
+
+            update = step.gradients(batch)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        It is not clipped, and times the scale of a `scaler`: unscale, clip and step as in any loop, and clear it before
+        the next batch. All of them are None where nothing was counted; `update.skipped` says so.
+        """
+        return self._update(batch, stepping=False)
+
+    __reduce_ex__ = refuse_copy
+
+    def _update(self, batch: Any, *, stepping: bool) -> Update:
+        """Make the update, or its gradient alone; once a step has begun, an error says how far it came."""
+        if scope.worker() is not None:
             raise WindowError(_INSIDE)
         self._stepper.rest()
         try:
-            return self._update(batch)
+            return self._finished(batch, stepping=stepping)
         except BaseException as error:
             if self._stepper.began:
                 self._stepper.give_up(error)
             raise
 
-    __reduce_ex__ = refuse_copy
-
-    def _update(self, batch: Any) -> Update:
+    def _finished(self, batch: Any, *, stepping: bool) -> Update:
         with self._stepper.team.telling_of_failure(self._mover.device):
             if batch is None and self._stepper.ranks is not None:
                 if self._is_sharded:
                     raise BatchError(_NO_SAMPLES)
-                return self._empty()
+                return self._empty(stepping=stepping)
             whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
             self._shared = whole.shared
-            done: _Done | None = None
             self._divided_again = False
             with speaking_of("BigStep"):
-                while done is None:
-                    done = self._tried(whole)
+                done = self._made(whole, stepping=stepping)
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()
         self._check.passed(looked=done.looked, stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
@@ -237,110 +241,122 @@ class BigStep:
         self._habits, self._padding = done.buffers.habits(), done.padding
         return done.update
 
-    def _empty(self) -> Update:
+    def _empty(self, *, stepping: bool) -> Update:
         """Take part in an update without samples of one's own."""
         while True:
-            window = Window(self._stepper, 1, self._options.gradient_dtype, () if self._several else None)
+            window = Window(self._stepper, 1, self._options.gradient_dtype, () if self._execution.count_first else None)
             try:
-                return window.close()
+                return window.close(stepping=stepping)
             except SeveralCounts:
-                if self._several:
+                if self._execution.count_first:
                     raise
-                self._several = True
+                self._execution = replace(self._execution, count_first=True)
             except WindowError as error:
                 self._admission.open()
-                if self._asked or self._admission.needs_lock_step():
+                if self._needs_lockstep():
                     raise WindowError(_NONE_COUPLED) from error
                 raise WindowError(f"this rank has no samples in this update, and {error}") from error
             finally:
                 window.discard()
 
-    def _tried(self, whole: Batch) -> "_Done | None":
-        """Make the update; None where it failed in a way that another try can do better."""
-        division: Division | None = None
-        self._mover.at = None
-        try:
-            self._admission.open()
-            self._admission.run_side_by_side(self._asked or self._admission.needs_lock_step())
-            self._refuse_meeting_ranks()
-            self._admission.look()
-            division = self._divider.divide(whole)
-            self._admission.warn_of_hooks(several=len(division) > 1 or self._stepper.ranks is not None)
-            return self._attempt(division)
-        except BaseException as error:
-            if not self._may_try_again(division, error):
-                meant = explained(error) if self._admission.side_by_side else None
-                if meant is not None:
-                    raise meant from error
-                raise
-        return None
+    def _made(self, whole: Batch, *, stepping: bool) -> "_Done":
+        """Make the update, in as many tries as there are remedies for what goes wrong."""
+        while True:
+            division: Division | None = None
+            self._mover.at = None
+            try:
+                division = self._divided(whole)
+                return self._attempt(division, stepping=stepping)
+            except BaseException as error:
+                better = self._better(error, division)
+                if better is None:
+                    raise
+                self._execution = better
+                self._runner.follow(better)
 
-    def _may_try_again(self, division: Division | None, error: BaseException) -> bool:
-        """Decide, for all modes, whether there is another try; never once the step has begun or traces are left."""
+    def _divided(self, whole: Batch) -> Division:
+        """Choose how to run the batch, and cut it."""
+        self._admission.open()
+        lockstep = self._needs_lockstep()
+        self._admission.run_side_by_side(lockstep)
+        if self._is_sharded and lockstep:
+            raise ConfigurationError(_WHOLE_MODELS)
+        self._admission.look()
+        division = self._divider.divide(whole, lockstep=lockstep)
+        self._admission.warn_of_hooks(several=len(division) > 1 or self._stepper.ranks is not None)
+        return division
+
+    def _needs_lockstep(self) -> bool:
+        return self._execution.lockstep or self._admission.needs_lock_step()
+
+    def _run_one(self, micro_batch: Any, division: Division) -> None:
+        """Run a micro-batch as a window would, for its memory and time."""
+        ragged = division.longest is not None
+        if self._admission.side_by_side:
+            try_one = partial(self._runner.try_once, ragged=ragged, side_by_side=True)
+            self._together.rehearse(try_one, micro_batch, division.sizes[0])
+        else:
+            self._runner.try_once(micro_batch, ragged=ragged)
+
+    def _better(self, error: BaseException, division: Division | None) -> Execution | None:
+        """Return how to try again; None where there is no remedy, or no other try is allowed.
+
+        None is, once the step has begun or traces are left, or other ranks have heard of this window.
+        """
+        now = self._execution
         if self._stepper.began or isinstance(error, WindowBroken):
-            return False
-        if isinstance(error, NeedsLockStep):
-            asked, self._asked = self._asked, True
-            return not asked
-        if isinstance(error, SeveralCounts):
-            if self._several or self._is_sharded:
-                return False
-            self._stepper.team.tell_of_several(self._mover.device)
-            self._several = True  # the graph cannot tell before the last micro-batch: count in advance from now on
-            return True
+            return None
         if isinstance(error, OthersTryAgain):
             let_go(error)
-            return True
-        return self._can_do_better(division, error)
+            return now
+        if isinstance(error, SeveralCounts) and not now.count_first:
+            if self._is_sharded:
+                return None
+            self._stepper.team.tell_of_several(self._mover.device)
+        better = to_lockstep(now, error) or count_first(now, error)
+        if better is not None or isinstance(error, NeedsLockStep | SeveralCounts) or self._others_wait(error, division):
+            return better
+        return launch(now, error) or cast_each_time(now, error) or (now if self._has_room(error, division) else None)
 
-    def _can_do_better(self, division: Division | None, error: BaseException) -> bool:
-        """Whether another try can, which is then made ready."""
-        short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
-        ranks = self._stepper.ranks
-        if ranks is not None and ranks.spoken:
-            if short:  # where others have heard of this window, it cannot be made once more alone
-                raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error))) from error
+    def _others_wait(self, error: BaseException, division: Division | None) -> bool:
+        """Whether other ranks wait for this one in the midst of a window: then it cannot try again alone."""
+        ranks, short = self._stepper.ranks, _is_short(error)
+        if ranks is None:
             return False
-        if ranks is not None and (ranks.elsewhere or ranks.sharded or is_of_the_wire(error)):
-            if short and division is not None:
-                raise OutOfMemory(_ALL_RANKS_END.format(missing(error))) from error
-            return False
-        if self._runner.fall_back(error):
-            return True
-        if short and self._runner.forget_windows():  # they hold a window's memory, and it may fit without
-            let_go(error)
-            self._have_others_try_again()
-            return True
-        elsewhere = self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)
-        if not elsewhere and not (short and self._may_divide_again(division, error)):
-            return False
-        if short:
-            self._runner.forget()
+        if ranks.spoken and short:
+            raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error))) from error
+        elsewhere = ranks.elsewhere or ranks.sharded or is_of_the_wire(error)
+        if elsewhere and not ranks.spoken and short and division is not None:
+            raise OutOfMemory(_ALL_RANKS_END.format(missing(error))) from error
+        return ranks.spoken or elsewhere
+
+    def _has_room(self, error: BaseException, division: Division | None) -> bool:
+        """Make room for another try where memory has run out, or have activations wait elsewhere."""
+        short = _is_short(error)
+        # Captured windows hold a window's memory, and it may fit without them.
+        if not (short and self._runner.forget_windows()):
+            elsewhere = self._admission.side_by_side and self._together.fall_back(error, out_of_memory=short)
+            if not elsewhere and not (short and self._may_divide_again(division, error)):
+                return False
+            if short:
+                self._runner.forget()
         let_go(error)
-        self._have_others_try_again()
+        ranks = self._stepper.ranks
+        if ranks is not None and self._admission.side_by_side:
+            ranks.try_again(self._mover.device)  # they are on their way through the same window, and begin anew, too
         return True
 
     def _may_divide_again(self, division: Division | None, error: BaseException) -> bool:
         """Take smaller micro-batches. Where there are none yet, packing may fit once short cuts have let go."""
         if division is not None:
-            self._divider.shrink(division, error)
+            self._divider.shrink(division, error, lockstep=bool(self._admission.side_by_side))
             return True
         again, self._divided_again = not self._divided_again, True
         return again
 
-    def _have_others_try_again(self) -> None:
-        """Where samples are coupled, other ranks are on their way through the same window, and begin it anew, too."""
-        ranks = self._stepper.ranks
-        if ranks is not None and self._admission.side_by_side:
-            ranks.try_again(self._mover.device)
-
     @property
     def _is_sharded(self) -> bool:
         return self._stepper.ranks is not None and self._stepper.ranks.sharded
-
-    def _refuse_meeting_ranks(self) -> None:
-        if self._is_sharded and self._admission.side_by_side:
-            raise ConfigurationError(_WHOLE_MODELS)
 
     @property
     def padding(self) -> Padding | None:
@@ -381,10 +397,10 @@ class BigStep:
             raise StateError(msg)
         self._sizes.load_state_dict(state["sizes"])
 
-    def _attempt(self, division: Division) -> "_Done":
+    def _attempt(self, division: Division, *, stepping: bool) -> "_Done":
         """Make the update, or leave everything as it was."""
         division.batch.refuse_changed()  # by a probe, or by an attempt before
-        buffers, randomness = Buffers(self._models, self._habits), Randomness(self._devices)
+        before = Snapshot(self._models, self._habits, self._devices)
         window: Window | None = None
         side_by_side = bool(self._admission.side_by_side)
         ragged = division.longest is not None
@@ -392,7 +408,7 @@ class BigStep:
             if side_by_side:
                 self._admission.look_at_compiled()
             looked = self._check(division, self._together.each if side_by_side else None)
-            totals = self._counted_ahead(division) if self._several and not side_by_side else None
+            totals = self._counted_ahead(division) if self._execution.count_first and not side_by_side else None
             division.batch.refuse_changed()  # by counting or checking
             with self._runner.window(ragged=ragged, side_by_side=side_by_side):
                 window = Window(self._stepper, len(division), self._options.gradient_dtype, totals)
@@ -407,21 +423,21 @@ class BigStep:
                         self._accompany(window, division, passes)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 looks = len(division) > 1 and (not self._looked_at_buffers or looked)
-                written = buffers.written(self._together.statistics) if looks else []
-                update = self._closed(window)
+                written = before.buffers.written(self._together.statistics) if looks else []
+                update = self._closed(window, stepping=stepping)
         except BaseException as error:
             if is_out_of_memory(error):
                 let_go(error, told=True)  # what restores takes memory, too
             if window is not None:
                 window.discard()
             if not self._stepper.began:
-                restore(buffers, randomness)
+                before.restore()
             raise
-        return _Done(replace(update, extras=together), looked, buffers, division.padding, written)
+        return _Done(replace(update, extras=together), looked, before.buffers, division.padding, written)
 
     def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
         with untouched(self._models, habits=self._habits):
-            return count_ahead.totals(self._runner, self._mover.micro_batches(division))
+            return self._runner.totals(self._mover.micro_batches(division))
 
     def _passes(self, division: Division) -> int:
         """Return how many passes through the model this window takes: as many as the rank makes that has most."""
@@ -457,10 +473,10 @@ class BigStep:
             self._sizes.budget(),
         )
 
-    def _closed(self, window: Window) -> Update:
+    def _closed(self, window: Window, *, stepping: bool) -> Update:
         """Correct, clip and step; a step that ran out of memory halfway must not be made again."""
         try:
-            return window.close()
+            update = window.close(stepping=stepping)
         except BaseException as error:
             if not is_out_of_memory(error) or not self._stepper.began:
                 raise
@@ -470,6 +486,10 @@ class BigStep:
                 "Try a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state."
             )
             raise OutOfMemory(msg) from error
+        if not stepping and self._options.cuda_graph:  # the next replay writes to the same places
+            for p in window.gradients.parameters:
+                p.grad = None if p.grad is None else p.grad.clone()
+        return update
 
 
 class _Done(NamedTuple):
@@ -480,6 +500,10 @@ class _Done(NamedTuple):
     buffers: Buffers
     padding: Padding | None
     written: list[str]  # buffers that each micro-batch has changed
+
+
+def _is_short(error: BaseException) -> bool:
+    return is_out_of_memory(error) and not isinstance(error, OutOfMemory)
 
 
 def _device(models: Sequence[nn.Module], team: Team) -> torch.device:

@@ -1,34 +1,30 @@
 """The first check: is the loss of a piece of the batch the weighted loss of its parts?
 
-What couples samples inside a model, or was computed of the batch without gradient, shows in no graph: attention across
-the batch, a statistic of it, a tensor that was cut and should not have been. Then the loss of a piece is not that of
-its parts, and no split is exact. A piece is made of several micro-batches, as many as take no more memory than training
-one does; its parts are micro-batches as they are. Both draw the same random numbers.
+What couples samples inside a model, or was computed of the batch without gradient, shows in no graph. Then the loss of
+a piece is not that of its parts, and no split is exact. A piece is made of several micro-batches, as many as take no
+more memory than training one does; its parts are micro-batches as they are. Both use the same random numbers.
 """
 
 import math
-import random
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase as Statistics
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
 from bigbatch.caller import outside
-from bigbatch.errors import BatchError, BigBatchError, LossError, PathsDiffer
+from bigbatch.errors import BigBatchError, PathsDiffer
 from bigbatch.execute.micro_step import Runner
-from bigbatch.first_step_coupling import (
+from bigbatch.first_step_parts import (
     Part,
+    at_moved_weights,
     counts_more,
     coupled,
     is_near,
@@ -37,22 +33,22 @@ from bigbatch.first_step_coupling import (
     padded,
     shared_state,
     tells_nothing,
-    tolerance_of,
 )
-from bigbatch.lockstep.threads import current
-from bigbatch.loss.terms import Term
-from bigbatch.memory.meter import LiveBytes
+from bigbatch.first_step_watch import Rows, Values, Watch, evaluating, moved, quiet, seed_differently
 from bigbatch.options import Options
+from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.scope import NeedsLockStep
-from bigbatch.state.snapshot import Buffers, Randomness, devices_of, untouched
+from bigbatch.state.snapshot import Randomness, Snapshot, devices_of, untouched
 
-_AGAIN = (1, 3, 15, 127)  # updates after which pieces are compared once more
-_MEETING = 10  # times the rounding: statistics of a few samples amplify it
+_AGAIN = (1, 3, 15, 127)  # updates after which pieces are compared again
+# How far two roundings of one loss may lie apart; what couples samples moves it by far more.
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_LOW_PRECISION_TOLERANCE = 3e-2
+_LOCKSTEP = 10  # times the tolerance: statistics of a few samples amplify rounding
 _LITTLE = 1 << 25  # bytes that a piece may hold in any case
 _PARTS = 64  # of a piece, at most
-_OWN = -1  # a width: that which a micro-batch is trimmed to
-_FEW = 1024  # elements of a tensor that is kept for whoever reads a graph
+_FEW = 1024  # elements of a saved tensor that stays, for the reader of the graph
 _UNSEEN = (
     "this loss draws random numbers that cannot be drawn again for a part of a batch, as torch.randperm, or numpy's "
     "for one sample after the other. So the check could not see, in training mode, whether samples are coupled: "
@@ -60,148 +56,112 @@ _UNSEEN = (
     "Options(check=False) says that you know. To have it checked, "
     "draw them before the step and give them with the batch, a row for each sample."
 )
-# Numbers that are only moved are not rounded; a batch may well be in less than the model that it is cast for.
-_MOVES = frozenset(
-    "_to_copy clone copy_ detach alias lift_fresh index index_select gather embedding cat stack where flip roll "
-    "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like new_ones "
-    "full full_like new_full fill_ zero_ scalar_tensor arange".split()
-)
-# A bit of each weight, an eighth of it or less: turned over twice it is what it was, in no memory of its own.
-_BITS = {
-    torch.float64: (torch.int64, 1 << 49),
-    torch.float32: (torch.int32, 1 << 20),
-    torch.float16: (torch.int16, 1 << 7),
-    torch.bfloat16: (torch.int16, 1 << 4),
-}
-_SMALL = 1 / 32  # what weights that are all zero are moved by, at most
-# Arguments of fused kernels that draw inside, and what keeps them from it.
-_CALM = {"dropout_p": 0.0, "dropout": 0.0, "train": False, "training": False}
 
 
 class SideBySide(Protocol):
-    """Evaluates parts of one batch that may ask for each other."""
+    """Evaluates parts of one batch in lock-step."""
 
     def __call__(
-        self, evaluate: Callable[[Any], Part], micro_batches: list[Any], sizes: list[int], *, resting: bool = False
-    ) -> list[Part]:
-        """Evaluate each; `resting` BatchNorm uses what it has learned."""
-
-
-_Graph = Literal["keep", "read", "none"]
-
-
-class _Rows(NamedTuple):
-    """Which samples of a piece a part has."""
-
-    start: int
-    size: int
-    of: int
+        self, evaluate: Callable[[Any], "Part"], micro_batches: list[Any], sizes: list[int], *, resting: bool = False
+    ) -> "list[Part]":
+        """Evaluate each; `resting` BatchNorm uses its running statistics."""
 
 
 class _Attempt(NamedTuple):
-    """A piece to compare with its parts."""
+    """How a piece is compared with its parts."""
 
     samples: int  # in the piece, at most
     uneven: bool  # whether the last part is smaller: equal parts hide how they are weighed
-    large: bool  # whether it is more than is trained on at once, so that no graph is kept
-    confirms: bool = False  # whether it is compared, too, where one before it has agreed
+    keeps: bool = False  # whether graphs are kept, as a loss with a gradient inside needs them
     watched: bool = True  # whether operations are watched: a few cannot be
+
+
+class _Outcome(NamedTuple):
+    """What a comparison shows: that all is well, an error, or nothing, where random numbers hide it."""
+
+    error: BigBatchError | None = None
+    agrees: bool = False
+    silent: bool = False  # it agrees, because a term is zero
 
 
 class FirstCheck:
     """Compares pieces of a batch with their parts, before updates 1, 2, 4, 16 and 128.
 
-    Not every batch is cut: the first that is, is looked at. Once more where other modules are in training mode than
-    before, and now and then: a gate that begins at zero, or a teacher that begins as a copy, hides at first what
-    couples samples. A check that cannot run proves nothing, and raises nothing.
+    It compares again where other modules are in training mode than before. Later updates matter: a gate that begins at
+    zero hides at first what couples samples. A check that cannot run proves nothing, and raises nothing.
     """
 
     def __init__(self, models: Sequence[nn.Module], runner: Runner, mover: Mover, options: Options) -> None:
-        """Have seen nothing yet."""
+        """Begin with nothing compared."""
         self._models, self._runner, self._mover, self._options = models, runner, mover, options
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-        self._updates = 0  # that were made
-        self._to_come: tuple[int, ...] = _AGAIN
-        self._modes: set[bytes] = set()  # which modules were in training mode, when pieces were compared
-        self._mode = b""  # which are now
-        self._told = False
+        self._updates = 0
+        self._due: tuple[int, ...] = _AGAIN
+        self._modes, self._mode = set[bytes](), b""  # which modules were in training mode when pieces were compared
+        self._warned = False
         self._side_by_side: SideBySide | None = None
 
     def __call__(self, division: Division, side_by_side: SideBySide | None = None) -> bool:
-        """Refuse what cannot be cut or trimmed; returns whether this was looked at, to be told when it has `passed`.
-
-        `side_by_side` evaluates parts of one batch that may ask for each other.
-        """
+        """Refuse what cannot be cut or trimmed; returns whether pieces were compared (see `passed`)."""
         trimmed = division.longest is not None and min(division.longest) < division.width
-        if len(division) == 1 and not trimmed:
-            return False  # it is the big batch
-        # Statistics of a few samples amplify rounding, and are exact by themselves, but where padding is in them.
-        self._side_by_side = side_by_side and partial(side_by_side, resting=division.longest is None)
         self._mode = bytes([trimmed, *(module.training for module in self._modules)])
-        again = self._mode in self._modes
-        if again and not (self._to_come and self._updates >= self._to_come[0]):
+        due = self._mode not in self._modes or self._updates >= min(self._due, default=math.inf)
+        if not due or (len(division) == 1 and not trimmed):  # one micro-batch is the big batch
             return False
+        # Statistics of a few samples amplify rounding, and are exact by themselves, except where they see padding.
+        self._side_by_side = side_by_side and partial(side_by_side, resting=division.longest is None)
         if trimmed:
-            self._count(division)
-        unseen = self._options.check and self._compare(division)
-        if unseen and not self._told:
-            self._told = True
-            beside = " or at padding" if division.longest is not None else ""
-            warnings.warn(_UNSEEN.format(beside), stacklevel=outside())
+            self._refuse_counted_padding(division)
+        if self._options.check and self._is_hidden(division) and not self._warned:
+            self._warned = True
+            warnings.warn(_UNSEEN.format(" or at padding" if trimmed else ""), stacklevel=outside())
         return True
 
     def passed(self, *, looked: bool, stepped: bool = True) -> None:
-        """An update was made, or at least not refused."""
+        """Note that an update was made, or at least not refused."""
         self._updates += stepped
         if looked:
             self._modes.add(self._mode)
-            self._to_come = tuple(each for each in self._to_come if each >= self._updates)
+            self._due = tuple(each for each in self._due if each >= self._updates)
 
-    def _compare(self, division: Division) -> bool:
-        """Compare a piece with its parts; returns whether random numbers have hidden something.
-
-        Where they cannot be drawn again in training mode, evaluation mode shows the rest.
-        """
-        unseen, accepts = False, self._options.batch_norm == "micro"
+    def _is_hidden(self, division: Division) -> bool:
+        """Compare in training mode, and in eval mode what random numbers hide there; returns whether they hid it."""
+        accepts, hidden = self._options.batch_norm == "micro", False
         resting = [module for module in self._modules if accepts and isinstance(module, Statistics)]
         for modules in (resting, self._modules):
-            with untouched(self._models), _evaluating(modules), _quiet():
+            with untouched(self._models), evaluating(modules), quiet():
                 found = self._first_that_runs(division)
-            division.batch.refuse_changed()  # what was compared would not be the same samples
-            if found is None or found.agrees:
-                break
-            # Accepted statistics of the micro-batch may be those of a layer that is not torch's.
-            if found.accusation is not None and not (accepts and modules is resting):
-                raise self._in_time(found.accusation)
-            unseen = True
-        return unseen
+            division.batch.refuse_changed()  # or the step would use other samples than were compared
+            if found.agrees:
+                return hidden
+            if found.error is not None and not (accepts and modules is resting):  # accepted statistics, not torch's own
+                raise self._dated(found.error)
+            hidden = True
+        return hidden
 
-    def _in_time(self, error: LossError | BatchError) -> LossError | BatchError:
-        """Tell of updates that were made before something was seen."""
+    def _dated(self, error: BigBatchError) -> BigBatchError:
+        """Name the updates that were made before a coupling was seen."""
         if not self._updates:
             return error
-        return type(error)(
-            f"{error}\nThis did not show at first: the weights, or what a batch holds, have come to matter since. "
-            f"The updates before this one, {self._updates} by now, may not have been the big batch's."
-        )
+        since = f" This did not show at first: the updates before this one, {self._updates} by now, may not be right."
+        return type(error)(error.problem + since, fix=error.fix)
 
-    def _first_that_runs(self, division: Division) -> "_Outcome | None":
-        """Compare what can be evaluated: parts of different sizes, and micro-batches as they are; else smaller ones."""
-        agreed: _Outcome | None = None
-        for attempt in self._attempts(division):
-            if agreed is not None and not attempt.confirms:
-                break
+    def _first_that_runs(self, division: Division) -> _Outcome:
+        """Compare what can be evaluated: a large piece, in uneven and in even parts; else smaller ones."""
+        agreed = _Outcome(agrees=True)
+        for number, attempt in enumerate(self._attempts(division)):
             try:
-                found = self._tried(division, attempt)
+                found = self._compared(division, attempt)
                 if found.silent:
-                    with _moved(self._models):
-                        found = self._tried(division, attempt).at_moved_weights()
-                if not found.agrees:
+                    with moved(self._models):
+                        found = self._compared(division, attempt)
+                    if found.error is not None:
+                        found = found._replace(error=at_moved_weights(found.error))
+                if number or not found.agrees:
                     return found
-                agreed = found
-            except Exception as error:  # it proves nothing; what is the user's own comes in the step
-                told = self._side_by_side and isinstance(error, BigBatchError)
-                if isinstance(error, NeedsLockStep) or (told and not isinstance(error, PathsDiffer)):
+            except Exception as error:  # noqa: PERF203 - it proves nothing; what is the user's own comes in the step
+                ours = self._side_by_side is not None and isinstance(error, BigBatchError)
+                if isinstance(error, NeedsLockStep) or (ours and not isinstance(error, PathsDiffer)):
                     raise
                 _forget(error)
             finally:
@@ -209,311 +169,152 @@ class FirstCheck:
         return agreed
 
     def _attempts(self, division: Division) -> Iterator[_Attempt]:
+        """Yield pieces to try, the largest first; all but the first end the check where they can be evaluated."""
         groups = _groups(division)
         size, longest = len(groups[0]), max(division.longest) if division.longest is not None else None
+        samples = 2 * size
         try:
-            kept, held = (
-                self._evaluated(division, [groups[0]], longest, graph=each)[0].peak for each in ("keep", "none")
-            )
+            kept, held = (self._evaluated(division, groups[:1], longest, keeps=each)[0].peak for each in (True, False))
+            # Half of the memory: what kernels take for themselves is not counted.
+            samples = max(size * max(kept // 2, _LITTLE) // max(held, 1), 2)
         except NeedsLockStep:
             raise
         except BigBatchError:
             return  # a refusal of the micro-batch itself, which comes in the step
-        except Exception as error:  # noqa: BLE001 - as below
+        except Exception as error:  # noqa: BLE001 - as above
             _forget(error)
-        else:
-            # Half of it: what kernels take for themselves is not counted.
-            samples = max(size * max(kept // 2, _LITTLE) // max(held, 1), 2)
-            yield _Attempt(samples, uneven=True, large=True)
-            yield _Attempt(samples, uneven=False, large=True, confirms=True)
-        yield _Attempt(2 * size, uneven=False, large=True)
-        yield _Attempt(max(size, 2), uneven=True, large=False)
-        yield _Attempt(max(size, 2), uneven=False, large=False)
-        yield _Attempt(2 * size, uneven=False, large=True, watched=False)
+        yield _Attempt(samples, uneven=True)
+        yield _Attempt(samples, uneven=False)
+        yield _Attempt(2 * size, uneven=False)
+        yield _Attempt(max(size, 2), uneven=True, keeps=True)
+        yield _Attempt(max(size, 2), uneven=False, keeps=True)
+        yield _Attempt(2 * size, uneven=False, watched=False)
 
-    def _tried(self, division: Division, attempt: _Attempt) -> "_Outcome":
+    def _compared(self, division: Division, attempt: _Attempt) -> _Outcome:
+        """Compare the loss of a piece with that of its parts."""
         shares = _shares(_groups(division), attempt)
         every = [i for share in shares for i in share]
-        widest = _widest(division)
+        keeps, widest, own = attempt.keeps, _widest(division), [_width(division, share) for share in shares]
         evaluate = partial(self._evaluated, division, watched=attempt.watched)
-        of_parts: _Graph = "read" if attempt.large and self._side_by_side is not None else "keep"
-        state, tape = _State(self._models), list[Tensor]()
-        (whole,) = evaluate([every], widest, graph="none" if attempt.large else "keep", tape=tape)
+        state, tape = Snapshot(self._models), list[Tensor]()
+        (whole,) = evaluate([every], widest, keeps=keeps, tape=tape)
         drawn = state.randomness.drawn()
 
-        def parts(wide: int | None, *, goes_on: bool = False) -> list[Part]:
-            found = evaluate(shares, wide, graph=of_parts, tape=tape, state=state, goes_on=goes_on)
+        def parts(wide: Any, *, goes_on: bool = False) -> list[Part]:
+            alone = self._side_by_side is None  # in lock-step all graphs are there at once
+            found = evaluate(shares, wide, keeps=keeps or alone, tape=tape, state=state, goes_on=goes_on)
             return [part for part in found if part.kinds] or found  # a loss of zero adds nothing
 
-        found = self._met(partial(parts, _OWN), lambda: [evaluate([each], _OWN, graph="read") for each in shares])
-        if len({len(part.kinds) for part in found}) == 1 and whole.norms == found[0].norms:
+        found = self._in_lockstep(lambda: parts(own), lambda: [evaluate([each], own[0]) for each in shares])
+        if len({part.kinds for part in found}) == 1 and whole.norms == found[0].norms:
             if is_sum_of(whole, found):
                 return _Outcome(agrees=True, silent=tells_nothing(found))
-            if drawn and self._side_by_side is None and is_sum_of(whole, parts(_OWN, goes_on=True)):
+            if drawn and self._side_by_side is None and is_sum_of(whole, parts(own, goes_on=True)):
                 return _Outcome(agrees=True)
-        certain = not drawn or all(part.certain for part in found)
-        if not certain and self._changes_with_seed(whole, every, widest, evaluate):
-            return _Outcome()
+        if drawn and not all(part.certain for part in found):
+            seed_differently()
+            (other,) = evaluate([every], widest, keeps=keeps)
+            if not is_near(whole.value, other.value, (whole, other)):  # the numbers are used, not only drawn
+                return _Outcome()
         if whole.norms > found[0].norms:
             return _Outcome(more_norms(whole, found, len(every)))
         if division.longest is not None and division.batch.collate is None and is_sum_of(whole, parts(widest)):
             return _Outcome(padded(whole, found))
-        return _Outcome(coupled(whole, found, len(every), side_by_side=self._side_by_side is not None))
+        return _Outcome(coupled(whole, found, len(every), in_lockstep=self._side_by_side is not None))
 
-    def _met(self, together: Callable[[], list[Part]], alone: Callable[[], object]) -> list[Part]:
-        """Evaluate parts; say so where they fail beside each other alone."""
+    def _in_lockstep(self, together: Callable[[], list[Part]], alone: Callable[[], object]) -> list[Part]:
+        """Evaluate parts; raise an error of its own where they fail in lock-step and run alone."""
         try:
             return together()
         except Exception as error:
             if self._side_by_side is None or isinstance(error, BigBatchError) or is_out_of_memory(error):
                 raise
-            alone()  # raises where it is not for the others
+            alone()  # raises where lock-step is not the reason
             try:
                 return together()
-            except type(error):  # again: one that comes once is the user's own
+            except type(error):  # again: an error that comes once is the user's own
                 raise shared_state(error) from error
 
-    def _changes_with_seed(
-        self, whole: Part, every: list[int], widest: int | None, evaluate: Callable[..., list[Part]]
-    ) -> bool:
-        """Tell random numbers that are used from those that are only drawn."""
-        seed = (torch.initial_seed() + 1) % 2**32
-        torch.manual_seed(seed)
-        random.seed(seed)
-        numpy: Any = sys.modules.get("numpy")
-        if numpy is not None:
-            numpy.random.seed(seed)
-        (other,) = evaluate([every], widest, graph="keep" if whole.kinds else "none")
-        return not is_near(whole.value, other.value, (whole, other))
-
-    def _count(self, division: Division) -> None:
-        """See that padding is not counted, whatever the value is: more than one sample after the other counts."""
-        groups, widest = _groups(division), _widest(division)
-        shares = [groups[0][:1], groups[1][-1:]] if len(groups) > 1 else [groups[0][:1]]
+    def _refuse_counted_padding(self, division: Division) -> None:
+        """Compare what a loss is over with and without padding, whatever its value is."""
+        groups = _groups(division)
+        shares = [groups[0][:1], *([groups[1][-1:]] if len(groups) > 1 else ())]
         tape: list[Tensor] = []
         try:
-            with untouched(self._models), _quiet():
-                state = _State(self._models)
-                every = [i for share in shares for i in share]
-                (whole,) = self._evaluated(division, [every], widest, graph="read", tape=tape)
-                parts = self._evaluated(division, shares, _OWN, graph="read", tape=tape, state=state)
+            with untouched(self._models), quiet():
+                state, evaluate = Snapshot(self._models), partial(self._evaluated, division, tape=tape)
+                (whole,) = evaluate([[i for share in shares for i in share]], _widest(division))
+                parts = evaluate(shares, [_width(division, share) for share in shares], state=state)
         except Exception as error:  # noqa: BLE001 - it proves nothing
             _forget(error)
             return
         division.batch.refuse_changed()
         if counts_more(whole, parts) and all(part.certain for part in parts):
-            raise self._in_time(padded(whole, parts))
+            raise self._dated(padded(whole, parts))
 
     def _evaluated(
         self,
         division: Division,
         shares: Sequence[list[int]],
-        wide: int | None,
+        wide: int | Sequence[int | None] | None,
         *,
-        graph: _Graph,
+        keeps: bool = False,
         watched: bool = True,
         tape: list[Tensor] | None = None,
-        state: "_State | None" = None,
+        state: Snapshot | None = None,
         goes_on: bool = False,
     ) -> list[Part]:
-        """Evaluate parts of one batch: each by itself, or side by side where their losses ask for each other.
+        """Evaluate parts of one batch: each by itself, or in lock-step where their losses ask for each other.
 
         Args:
             division: what they are cut from.
             shares: the samples of each.
-            wide: what they are trimmed to; `_OWN`: each as in training.
-            graph: "keep" it, let go of all but what is to "read", or build "none".
+            wide: what they are trimmed to, all or each.
+            keeps: whether graphs are kept, or only what their reader needs.
             watched: whether operations are watched.
-            tape: random numbers, to be written, or to be read where there is a `state` to begin each part with.
-            state: what each begins with.
+            tape: random numbers, to be written, or to be read where there is a `state`.
+            state: what each part begins with.
             goes_on: whether random numbers go on from part to part, instead.
         """
         sizes = [len(share) for share in shares]
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        rows = [_Rows(start, size, sum(sizes)) if state else None for start, size in zip(starts, sizes, strict=True)]
+        widths = wide if isinstance(wide, Sequence) else [wide] * len(shares)
         if state is not None:
             state.restore()
 
-        def evaluate(given: tuple[list[int], _Rows | None]) -> Part:
-            share, own = given
+        def evaluate(number: int) -> Part:
+            rows = None if state is None else Rows(sum(sizes[:number]), sizes[number], sum(sizes))
             if state is not None and self._side_by_side is None:
                 state.restore(randomness=not goes_on)
-            micro_batch = self._mover.moved(division.part(share, _width(division, share) if wide == _OWN else wide))
-            watch = _Watch([] if tape is None else tape, own)
+            micro_batch = self._mover.moved(division.part(shares[number], widths[number]))
+            watch, values = Watch([] if tape is None else tape, rows), Values()
             before = Randomness(devices_of(self._models))
-            hooks = saved_tensors_hooks(_dropped, _kept) if graph == "read" else nullcontext()
-            values = _Values()
-            with hooks, torch.set_grad_enabled(graph != "none"), watch if watched else nullcontext(), values:
+            hooks = nullcontext() if keeps else saved_tensors_hooks(_dropped, _kept)
+            with hooks, torch.enable_grad(), watch if watched else nullcontext(), values:
                 loss, _ = self._runner.loss(micro_batch)
-            terms = self._runner.read(loss) if graph != "none" else []
-            device = loss.device.type
-            lowest = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else watch.lowest
-            lowered = max(tolerance_of(lowest), tolerance_of(watch.lowest), tolerance_of(loss.dtype))
-            worker = current()
+            terms = self._runner.read(loss)
+            worker = scope.worker()
             return Part(
                 float(loss.detach()),
                 tuple(term.kind for term in terms),
                 tuple(float(term.count) for term in terms),
-                lowered * (_MEETING if worker is not None else 1),
-                worker.visits.get("BatchNorm", 0) if worker is not None else 0,
-                watch.certain and not (own is not None and before.drawn()),
-                watch.peak,
                 values.of_terms(loss, terms),
+                self._tolerance(loss, watch.lowest) * (_LOCKSTEP if worker is not None else 1),
+                worker.visits.get("BatchNorm", 0) if worker is not None else 0,
+                watch.certain and not (rows is not None and before.drawn()),
+                watch.peak,
             )
 
-        given = list(zip(shares, rows, strict=True))
         if self._side_by_side is None:
-            return [evaluate(each) for each in given]
-        return self._side_by_side(evaluate, given, sizes)
+            return [evaluate(number) for number in range(len(shares))]
+        return self._side_by_side(evaluate, list(range(len(shares))), sizes)
 
-
-class _State:
-    """What a forward finds: buffers, which the power iteration of a spectral norm moves, and random numbers."""
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        """Take it down as it is."""
-        self.randomness, self._buffers = Randomness(devices_of(models)), Buffers(models)
-
-    def restore(self, *, randomness: bool = True) -> None:
-        """Go back to it."""
-        self._buffers.restore()
-        if randomness:
-            self.randomness.restore()
-
-
-class _Outcome(NamedTuple):
-    """What a comparison has shown: that all is well, what is not, or nothing."""
-
-    accusation: LossError | BatchError | None = None
-    agrees: bool = False
-    silent: bool = False  # it agrees, since there is a term of zero
-
-    def at_moved_weights(self) -> "_Outcome":
-        """Say that the losses told are not those of the weights as they are."""
-        told = self.accusation
-        hidden = "\nThese are losses with weights that were moved a little: as they are, they make a term zero."
-        return self if told is None else self._replace(accusation=type(told)(f"{told}{hidden}"))
-
-
-class _Watch(LiveBytes):
-    """Watches a forward: its memory, the least precise numbers in it, and the random ones, which it can repeat.
-
-    A whole writes the numbers that it draws on a tape. Its part draws, at the same place, those of its own rows.
-    """
-
-    def __init__(self, tape: list[Tensor], rows: _Rows | None) -> None:
-        """Write on the tape, or read it for some rows."""
-        super().__init__()
-        self.lowest: torch.dtype | None = None
-        self.certain = True
-        self._tape, self._rows, self._place = tape, rows, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do it, and look at what came out."""
-        is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        run = partial(self._drawn, func) if is_random else func
-        result = super().__torch_dispatch__(run, types, args, kwargs)
-        given = {each.dtype for each in tree_leaves((args, kwargs)) if _is_real(each)}
-        moves = getattr(func, "is_view", False) or getattr(func, "overloadpacket", func).__name__ in _MOVES
-        for dtype in {each.dtype for each in tree_leaves(result) if _is_real(each)}:
-            rounds = not moves or any(_is_lower(dtype, each) for each in given)
-            if rounds and (self.lowest is None or _is_lower(dtype, self.lowest)):
-                self.lowest = dtype
-        return result
-
-    def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run an operation that draws random numbers."""
-        names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - no public name
-        calm = {name: value for name, value in _CALM.items() if name in names}
-        if calm:
-            given = {**dict(zip(names, args, strict=False)), **kwargs, **calm}
-            return func(**given)
-        if self._rows is None:
-            result = func(*args, **kwargs)
-            self._tape.extend(each.clone() for each in tree_leaves(result) if isinstance(each, Tensor))
-            return result
-        source = kwargs.get("generator")
-        generators = [source] if source is not None else _generators(args, kwargs)
-        states = [each.get_state() for each in generators]
-        result = func(*args, **kwargs)
-        for each, state in zip(generators, states, strict=True):
-            each.set_state(state)
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self._repeat(each, is_order="randperm" in func.name())
-        return result
-
-    def _repeat(self, drawn: Tensor, *, is_order: bool) -> None:
-        """Put the numbers of the whole's rows in the place of what a part has drawn."""
-        place, self._place = self._place, self._place + 1
-        rows = None if is_order or place >= len(self._tape) else self._own_rows(self._tape[place], drawn)
-        if rows is None:
-            self.certain = False
-        else:
-            drawn.copy_(rows)
-
-    def _own_rows(self, whole: Tensor, part: Tensor) -> Tensor | None:
-        assert self._rows is not None  # noqa: S101 - of a part
-        if whole.dim() != part.dim():
-            return None
-        start, size, of = self._rows
-        for dim, (many, few) in enumerate(zip(whole.shape, part.shape, strict=True)):
-            if many == few:
-                continue
-            times = few // size
-            if many * size == few * of:
-                whole = whole.narrow(dim, start * times, few)
-                self.certain = self.certain and times == 1  # or samples lie one behind the other, or they do not
-            elif few < many:
-                whole, self.certain = whole.narrow(dim, 0, few), False  # trimmed, perhaps
-            else:
-                return None
-        return whole
-
-
-class _Values(TorchFunctionMode):
-    """Notes the numbers in a graph, so that each term of a loss is known by itself."""
-
-    def __init__(self) -> None:
-        """Know none yet."""
-        super().__init__()
-        self._of: dict[Node, Tensor] = {}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do it, and note what came out."""
-        del types
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.numel() == 1 and result.grad_fn is not None:
-            self._of[result.grad_fn] = result.detach().clone()
-        return result
-
-    def of_terms(self, loss: Tensor, terms: Sequence[Term]) -> tuple[float, ...]:
-        """Return what each term adds to a loss, which is linear in them; nothing where that cannot be told."""
-        nodes = [term.node for term in terms if term.node is not None]
-        found = [
-            term.value if term.value is not None else self._of.get(n) for term, n in zip(terms, nodes, strict=False)
-        ]
-        if not terms or len(nodes) < len(terms) or any(each is None for each in found):
-            return ()
-        factors = torch.autograd.grad(loss, [GradientEdge(n, 0) for n in nodes], retain_graph=True, allow_unused=True)
-        pairs: Iterable[tuple[Tensor | None, Tensor | None]] = zip(factors, found, strict=True)
-        return tuple(float(f * v) if f is not None and v is not None else 0.0 for f, v in pairs)
-
-
-def _generators(args: Any, kwargs: Any) -> list[torch.Generator]:
-    """Return the default generators that an operation may draw from."""
-    devices = {each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-    devices |= {torch.device(kwargs["device"])} if kwargs.get("device") is not None else set()
-    numbers = [device.index or 0 for device in devices if device.type == "cuda"]
-    return [torch.default_generator, *(torch.cuda.default_generators[number] for number in numbers)]
-
-
-def _is_real(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
-
-
-def _is_lower(one: torch.dtype, other: torch.dtype) -> bool:
-    return torch.finfo(one).eps > torch.finfo(other).eps
+    def _tolerance(self, loss: Tensor, lowest: torch.dtype | None) -> float:
+        """Return how far the least precise numbers of a forward may move its loss, relatively."""
+        device = loss.device.type
+        used = {loss.dtype, *(p.dtype for model in self._models for p in model.parameters() if p.is_floating_point())}
+        used |= {lowest} if lowest is not None else set()
+        used |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
+        return max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used)
 
 
 def _dropped(tensor: Tensor) -> Tensor | None:
@@ -538,63 +339,13 @@ def _forget(error: Exception) -> None:
         let_go(error)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep warnings of pieces to ourselves, as of a variance of one sample; the step gives its own.
-
-    What is compiled runs as it is written: under a mode dynamo would give it up for good.
-    """
-    eagerly: Any = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    with warnings.catch_warnings(), eagerly:
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def _moved(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Be with trained weights that are a little off: what a loss of zero hides shows there.
-
-    A bit moves no zero: weights that are all zero, as of a head or an adapter that begins so, are filled.
-    """
-    weights = [p.data for p in dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad)]
-    with ExitStack() as undoing:  # the latest first: weights may lie in each other
-        undoing.callback(torch.clear_autocast_cache)
-        for number, each in enumerate(weights):
-            if type(each) is not Tensor or each.dtype not in _BITS or 0 in each.stride():  # one number for many
-                continue
-            dtype, bit = _BITS[each.dtype]
-            bits = each.view(dtype)
-            if bits.any():
-                bits.bitwise_xor_(bit)
-                undoing.callback(bits.bitwise_xor_, bit)
-            else:
-                undoing.callback(each.zero_)
-                each.uniform_(-_SMALL, _SMALL, generator=torch.Generator(each.device).manual_seed(number))
-        torch.clear_autocast_cache()
-        yield
-
-
-@contextmanager
-def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Be in evaluation mode: what training alone does is hidden."""
-    before = [module.training for module in modules]
-    for module in modules:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module, training in zip(modules, before, strict=True):
-            module.training = training
-
-
 def _groups(division: Division) -> list[list[int]]:
     """Return the samples of each micro-batch; where they are trimmed, of the widest, the narrowest, and so on."""
     found = [division.indices(group) for group in division.groups]
     if division.longest is None:
         return found
-    wide = dict(zip(map(id, found), division.longest, strict=True))
-    found.sort(key=lambda group: -wide[id(group)])
-    return [group for pair in zip(found, found[::-1], strict=True) for group in pair][: len(found)]
+    order = sorted(range(len(found)), key=lambda number: -division.longest[number])  # type: ignore[index]
+    return [found[number] for pair in zip(order, order[::-1], strict=True) for number in pair][: len(found)]
 
 
 def _widest(division: Division) -> int | None:
@@ -605,14 +356,9 @@ def _widest(division: Division) -> int | None:
 
 
 def _width(division: Division, share: list[int]) -> int | None:
-    """Return what a group is trimmed to that some samples are of."""
-    if division.longest is None:
-        return None
-    return next(
-        wide
-        for group, wide in zip(division.groups, division.longest, strict=True)
-        if share[0] in division.indices(group)
-    )
+    """Return what a micro-batch is trimmed to that some samples are of."""
+    groups = zip(division.groups, division.longest or (), strict=division.longest is not None)
+    return next((wide for group, wide in groups if share[0] in division.indices(group)), None)
 
 
 def _shares(groups: Sequence[list[int]], attempt: _Attempt) -> list[list[int]]:

@@ -56,7 +56,7 @@ def speaking_of(entrance: str) -> Iterator[None]:
     try:
         yield
     except BigBatchError as error:
-        if error.fix_in_step != error.fix:
+        if error.fix_in_step != error.fix and entrance in {"BigStep", "Setup"}:
             error.speak_to_step()
         error.args = (in_words_of(entrance, str(error)),)
         raise

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bigbatch.loss.graph import LOOKS_THROUGH, operation
 from bigbatch.loss.operations import RULES
-from bigbatch.loss.origin import _PURE_OF_WEIGHTS
+from bigbatch.loss.origin import PURE_OF_WEIGHTS
 from bigbatch.loss.rules import MATMULS
 from tests.audit.judge import Batch, LossFunction, Verdict, adds_up, judge, judge_big_step
 from tests.audit.recipes import APART, CLOSED, ELSEWHERE, MIXED, UNSEEN, Net, Row, batches, rows
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 ROWS = rows()
 AGAIN = {"square", "means", "itself"}  # what is tried once more with a model that takes tokens one by one
-KNOWN = set(RULES) | set(MATMULS) | _PURE_OF_WEIGHTS | LOOKS_THROUGH
+KNOWN = set(RULES) | set(MATMULS) | PURE_OF_WEIGHTS | LOOKS_THROUGH
 SILENTLY_WRONG: dict[str, str] = {}  # accepted, and not the big batch's gradient: the worst there is
 _KEPT = "Add|Sub|Rsub|Pow|Lerp|Addcmul|Addcdiv|Hypot|Fmod|Remainder|Copysign|Clamp|Complex|Polar"
 FALSELY_REFUSED = {  # each sample is alone, and the graph could tell

@@ -64,7 +64,7 @@ def test_a_loop_in_the_file_is_put_to_the_proof(tmp_path: Path) -> None:
     assert result.exit_code == 1
     text = " ".join(result.stdout.split())
     assert "Not exact: the gradient of 16 samples in 4 micro-batches" in text
-    assert "1. not-divided at loss (100% of the difference) The gradient is 4 times the big batch's" in text
+    assert "1. wrong-scale at loss The gradient is 4 times the big batch's" in text
     assert "(again, after the remedy above)" in text
 
 
@@ -85,7 +85,7 @@ def test_equal_micro_batches_are_no_proof_of_a_loops_counts(tmp_path: Path) -> N
     even = run(file)
     assert even.exit_code == 0
     text = " ".join(even.stdout.split())
-    assert "All 4 micro-batches count the same, which hides a loop that weighs them wrong." in text
+    assert "All 4 micro-batches count the same, which hides a loop that weights them wrong." in text
     assert "micro_batch_size=3" in text
     assert f"Next: bigbatch verify {file} --micro-batch-size 3 (with a short last micro-batch)" in text
     assert "with the gradients that were proved" not in text
@@ -125,13 +125,11 @@ def test_random_numbers_can_be_accepted(tmp_path: Path) -> None:
     assert (refused.exit_code, accepted.exit_code) == (1, 0)
     assert "Equal in distribution: " in refused.stdout
     assert "--allow randomness" in refused.stdout
-    assert "1. randomness at 1 (100% of the difference)" in accepted.stdout
+    assert "1. randomness at 1" in accepted.stdout
     assert run(file, "--allow", "batch-norm").exit_code == 1
     unknown = run(file, "--allow", "dropout")
     assert unknown.exit_code == 2
-    assert "error: allow takes kinds of causes, in Python a set of them; found 'dropout'" in " ".join(
-        unknown.stderr.split()
-    )
+    assert "error: allow must be a set of kinds of causes. Got 'dropout'" in " ".join(unknown.stderr.split())
 
 
 def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
@@ -196,7 +194,7 @@ def test_what_cannot_work_says_what_to_type(tmp_path: Path) -> None:
     whole = run(written(tmp_path), "--micro-batch-size", "16")
     assert whole.exit_code == 2
     assert "error: micro_batch_size=16 takes all 16 samples" in " ".join(whole.stderr.split())
-    assert "hint: Take a smaller one, such as micro_batch_size=6" in whole.stderr
+    assert "a smaller one, such as micro_batch_size=6" in whole.stderr
     missing = run(str(tmp_path / "none.py"))
     assert missing.exit_code == 2
     assert "There is no file" in missing.stderr

@@ -17,11 +17,11 @@ from bigbatch.errors import ConfigurationError, StateError
 from bigbatch.noise.estimate import LEAST, Estimate, Norms, Part, correlation_time, estimate, part, student
 from bigbatch.noise.monitor import _norm
 from bigbatch.noise.noise_report import NoiseReport, Verdict, judge, make_report
-from tests.emulated_graphs import emulated
 from tests.losses import READABLE, SEVERAL
 from tests.reference import OptimizerFactory, sgd, trained, windows
 from tests.samples import Batch, Loss, mlp, rows
 from tests.strategies import seeds, splits
+from tests.support.emulated_graphs import emulated
 from tests.training import MASKED, PLAIN, SUMMED, Training, micro_batches
 
 SIZES = (3, 1, 4, 2, 5, 1, 2, 3, 2)

@@ -8,7 +8,7 @@ from functools import cache, partial
 from bigbatch.planner.plan_report import Plan, Row
 from bigbatch.report.plan_page import plan_page
 from bigbatch.report.verify_page import verify_page
-from bigbatch.verifying.verification import Cause, Difference, Verification
+from bigbatch.verification.result import Cause, Difference, Verification
 
 EVIL = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;$\\alpha$'"</svg></style>日本🙂"""
 GIB = 1 << 30
@@ -48,7 +48,7 @@ PLANS = {"measured": PLAN, "traced": TRACED, "nothing fits": NOTHING, "far below
 
 RIGHT = Difference("layer.0.weight", (16, 8), 3e-16, 2e-16, 4e-8, 3e-8)
 WRONG = Difference("norm.weight", (8,), 0.21, 2e-16, 0.21, 3e-8)
-CAUSE = Cause("batch-norm", "layer.1.norm", 0.93, "Frozen, 93 % of the difference goes.", "Freeze it:\n    norm.eval()")
+CAUSE = Cause("batch-norm", "layer.1.norm", "Frozen, 93 % of the difference goes.", "Freeze it:\n    norm.eval()")
 EXACT = Verification(
     exact=True,
     differences=tuple(replace(RIGHT, name=f"layer.{n}.weight") for n in range(50)),
@@ -101,7 +101,7 @@ EVIL_PLAN = replace(PLAN, device=EVIL, advice=(EVIL,), notes=(EVIL,))
 EVIL_FOUND = replace(
     DIFFERS,
     differences=(replace(WRONG, name=EVIL), RIGHT),
-    causes=(Cause(EVIL, EVIL, 1.0, EVIL, EVIL),),
+    causes=(Cause(EVIL, EVIL, EVIL, EVIL),),
     dtype=EVIL,
     notes=(EVIL,),
 )

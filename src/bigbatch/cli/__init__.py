@@ -42,7 +42,8 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
-app.command()(lint)
+# Its own parser reads all that follows, --help too.
+app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lint)
 app.command()(verify)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from bigbatch.setup import Setup
-    from bigbatch.verifying.verification import Difference, Verification
+    from bigbatch.verification.result import Difference, Verification
 
 _ROWS = 10
 _NEAR = 0.65  # of 1: a name as near as this to train_window may be a slip
@@ -55,7 +55,7 @@ def verify(  # noqa: PLR0917 - each is an option of the command
     """
     # What their code prints must not stand among the JSON.
     with errors_as_text(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        from bigbatch.verifying.verification import refuse_unknown
+        from bigbatch.verification.result import refuse_unknown
 
         refuse_unknown(allow or ())
         if html is not None:
@@ -78,7 +78,7 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
     from bigbatch.cli.setup_file import read_setup
     from bigbatch.options import Options
     from bigbatch.recipes.user_code import calling
-    from bigbatch.verifying.verify import make_verification
+    from bigbatch.verification.api import run_verification
 
     setup = read_setup(file, "verify")
     names = vars(sys.modules["bigbatch_setup_file"])
@@ -92,7 +92,7 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
     with progress() as bar:
         task = bar.add_task(escaped(file.name), total=None)
         with calling("loss_fn" if train_window is None else "loss_fn or train_window"):
-            found = make_verification(
+            found = run_verification(
                 setup.model,
                 setup.loss_fn,
                 batch,
@@ -124,7 +124,7 @@ def _with_notes(found: "Verification", setup: "Setup", asked: int, notes: list[s
 
 
 def _print(found: "Verification", file: Path) -> None:
-    from bigbatch.verifying.table import cause_text, headline
+    from bigbatch.verification.result import cause_text, headline
 
     console = results()
     paragraph(console, f"{file.name}: {headline(found)}")
@@ -147,10 +147,10 @@ def _print(found: "Verification", file: Path) -> None:
 
 
 def _next(found: "Verification", file: Path, console: "Console") -> None:
-    from bigbatch.verifying.samples import uneven
+    from bigbatch.verification.runner import uneven_size
 
     name = shlex.quote(str(file))
-    other = uneven(found.samples, max(found.micro_batches))
+    other = uneven_size(found.samples, max(found.micro_batches))
     if found.exact and found.accumulated_by == "BigStep":
         next_step(console, f"train {name}", "with the gradients that were proved")
     elif found.exact and len(set(found.micro_batches)) == 1 and other is not None:
@@ -167,7 +167,7 @@ def _table(found: "Verification", shown: "list[Difference]", width: int) -> "Tab
     """The worst parameters; of a name that does not fit, its end is shown, which tells it from its neighbours."""
     from rich.table import Table
 
-    from bigbatch.verifying.table import header, row
+    from bigbatch.verification.result import header, row
 
     head = header(found.dtype)
     rows = [row(each) for each in shown]

@@ -1,24 +1,21 @@
 """Which micro-batches a batch is cut into: as many samples, or tokens, at once as fit and are fast."""
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from bigbatch.batch.batch import Batch
 from bigbatch.batch.packing import lengths_of, refuse_loss_of_content
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
 from bigbatch.errors import OutOfMemory
-from bigbatch.execute.micro_step import Runner
-from bigbatch.lockstep.run import Together
 from bigbatch.memory.probe import Stage
 from bigbatch.memory.search import Probe
 from bigbatch.memory.sizes import Sizes
 from bigbatch.options import Options
 from bigbatch.state.oom import let_go, missing
-from bigbatch.window.gate import Admission
-from bigbatch.window.stepper import Stepper
 
 
 class Divider:
@@ -27,21 +24,18 @@ class Divider:
     def __init__(  # noqa: PLR0917 - the parts of a step
         self,
         models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
         sizes: Sizes,
         options: Options,
-        admission: Admission,
-        stepper: Stepper,
-        runner: Runner,
-        together: Together,
         mover: Mover,
+        run: Callable[[Any, Division], None],
     ) -> None:
-        """Know how a micro-batch is run, to see what it takes."""
-        self._models, self._sizes, self._options = models, sizes, options
-        self._admission, self._stepper, self._runner = admission, stepper, runner
-        self._together, self._mover = together, mover
+        """Know what is trained; `run` runs a micro-batch of a division, to see what it takes."""
+        self._models, self._optimizers, self._sizes, self._options = models, optimizers, sizes, options
+        self._mover, self._run = mover, run
         self._stage: tuple[int, Stage] | None = None  # where sizes are tried, within a limit
 
-    def divide(self, whole: Batch) -> Division:
+    def divide(self, whole: Batch, *, lockstep: bool) -> Division:
         """Choose the micro-batches."""
         if self._options.lengths is None:
             size = self._sizes.samples(
@@ -49,7 +43,7 @@ class Divider:
                 whole.size,
                 lambda size, limit: self._rehearse(Division.even(whole, size), limit),
                 # Micro-batches that wait for each other are no faster, nor smaller, than all at once.
-                at_once=bool(self._admission.side_by_side),
+                at_once=lockstep,
             )
             return Division.even(whole, size)
         lengths = lengths_of(whole, self._options.lengths)
@@ -68,36 +62,27 @@ class Divider:
     def _rehearse(self, division: Division, limit: int) -> Probe:
         """Run the first micro-batch of a division for its memory and time, and leave no trace."""
         if self._stage is None or self._stage[0] != limit:
-            optimizers, dtype = self._stepper.optimizers, self._options.gradient_dtype
-            self._stage = limit, Stage(self._models, optimizers, dtype, self._mover.device, limit)
-        ragged, side_by_side = division.longest is not None, bool(self._admission.side_by_side)
+            dtype = self._options.gradient_dtype
+            self._stage = limit, Stage(self._models, self._optimizers, dtype, self._mover.device, limit)
+        return self._stage[1].rehearse(
+            division.sizes[0], lambda: self._run(self._mover.moved(division.micro_batch(0)), division)
+        )
 
-        def run() -> None:
-            micro_batch = self._mover.moved(division.micro_batch(0))
-            if side_by_side:
-                try_one = partial(self._runner.try_once, ragged=ragged, side_by_side=True)
-                self._together.rehearse(try_one, micro_batch, division.sizes[0])
-            else:
-                self._runner.try_once(micro_batch, ragged=ragged)
-
-        return self._stage[1].rehearse(division.sizes[0], run)
-
-    def shrink(self, division: Division, error: BaseException) -> None:
+    def shrink(self, division: Division, error: BaseException, *, lockstep: bool) -> None:
         """Take smaller micro-batches from now on, or give up where one sample does not fit."""
         size = max(division.sizes)
         what = "one sample" if division.longest is None else f"one sample of length {max(division.longest)}"
-        why = (
-            f"out of memory with {what} at a time; {missing(error)}. The model, the optimizer and the random state are "
-            "as they were before this step.\n"
-            "Try activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), shorter "
-            "sequences, autocast to bfloat16, or an optimizer with less state; then BigStep goes on as it is."
-        )
         # None where it was no micro-batch that failed, but a check or the step; side by side it may be any of them.
-        at = None if self._admission.side_by_side else self._mover.at
+        at = None if lockstep else self._mover.at
         alone = division.longest is not None and at is not None and division.sizes[at] == 1
         if size <= 1 or alone:  # a sample longer than the budget stays alone, whatever the budget
             let_go(error, told=True)
-            raise OutOfMemory(why) from error
+            raise OutOfMemory(
+                f"out of memory with {what} at a time; {missing(error)}. The model, the optimizer and the random state "
+                "are as they were before this step.",
+                fix="activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), "
+                "shorter sequences, autocast to bfloat16, or an optimizer with less state",
+            ) from error
         if division.longest is None:
             self._sizes.learn(division.batch.signature(), size // 2)
         else:

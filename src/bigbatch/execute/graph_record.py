@@ -18,6 +18,8 @@ Result = TypeVar("Result")
 class NotCapturable(BigBatchError):
     """This cannot be captured; the message says why."""
 
+    of_window = False  # whether it was a window in lock-step, not a micro-step
+
 
 class Recorder:
     """Makes graphs. They may share memory because none runs beside another."""

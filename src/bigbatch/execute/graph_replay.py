@@ -1,234 +1,255 @@
-"""Replay a micro-step instead of launching it: at small sizes the host takes longer to launch kernels than they run.
+"""Replay a call instead of launching it: at small sizes the host takes longer to launch kernels than they run.
 
-A micro-step is captured when its shape of micro-batch comes for the second time: forward, backward, and the adding
-up of count and loss. Its inputs, the gradients and the running totals lie at fixed addresses.
+A call is one micro-step, or all micro-batches of a window in lock-step. It is captured when its shapes come for the
+second time. Its inputs and the gradients lie at fixed addresses; what it returns is entered into the window.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bigbatch.batch.extras import detached
 from bigbatch.batch.tree import PLAIN, leaves, mapped
+from bigbatch.execute.graph_guard import Guard
 from bigbatch.execute.graph_record import NotCapturable, Recorder
-from bigbatch.loss.count import LOW_PRECISION
-from bigbatch.loss.terms import Term
+from bigbatch.state.oom import is_out_of_memory
 from bigbatch.window.gradients import Gradients
 
-_KEEP = 64  # graphs; each holds its own inputs, all share the memory of activations
-_SHAPES = 256  # after so many, graphs should have served more micro-batches than not
-_CAPTURES = 2 * _KEEP  # after so many, each should have been worth its while
-_WORTH = 16  # replays of a graph; capturing takes about as long as launching so many
+
+@dataclass(frozen=True)
+class Limits:
+    """When captures are no longer worth their while."""
+
+    kept: int  # graphs; each holds its own inputs, all share the memory of activations
+    shapes: int  # after so many, more calls should have been replayed than launched
+    captures: int  # after so many ...
+    replays: int  # ... each should have been replayed so often
 
 
-@dataclass
-class Totals:
-    """What the replays of a window add up to, on the device."""
-
-    count: Tensor
-    loss: Tensor  # times its count
-    unit: Tensor  # what a count is multiplied with to make the weight of a backward
-
-    @classmethod
-    def on(cls, device: torch.device) -> "Totals":
-        """Start at zero."""
-        return cls(
-            torch.zeros((), dtype=torch.float64, device=device),
-            torch.zeros((), dtype=torch.float64, device=device),
-            torch.ones((), dtype=torch.float64, device=device),
-        )
+MICRO_STEPS = Limits(kept=64, shapes=256, captures=128, replays=16)
+WINDOWS = Limits(kept=8, shapes=64, captures=16, replays=1)
 
 
 @dataclass
 class Captured:
-    """A micro-step of one shape, ready to be replayed."""
+    """A call of some shapes, ready to be replayed."""
 
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]
-    extras: Any
-    term: Term
-    reached: list[bool] = field(default_factory=list)  # which parameters it adds a gradient to
+    result: Any  # its tensors lie where each replay writes them
+    reached: list[bool]  # which parameters it adds a gradient to
+    reads: Sequence[Tensor]  # beside inputs: held, or their memory might be another's
 
-    def replay(self, micro_batch: Any) -> Any:
-        """Run it on another micro-batch of the same shape; returns its extras."""
-        for path, leaf in leaves(micro_batch):
+    def replay(self, inputs: Any) -> None:
+        """Run it on other inputs of the same shapes."""
+        for path, leaf in leaves(inputs):
             if path in self.inputs:
                 self.inputs[path].detach().copy_(leaf.detach(), non_blocking=True)
         self.graph.replay()
-        return mapped(self.extras, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a micro-step is made: its forward, the reading of its loss, its backward."""
+class Replayed:
+    """A call that is replayed where its inputs have the shapes of a capture, and launched by its owner elsewhere."""
 
-    forward: Callable[[Any], tuple[Tensor, Any]]
-    read: Callable[[Tensor], list[Term]]
-    backward: Callable[[Tensor, Tensor], None]
-    watching: Callable[[], AbstractContextManager[None]]  # refuses a capture that does what no replay can
-
-
-class Graphs:
-    """The captured micro-steps of one `BigStep`."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Have none yet."""
-        self._device = device
-        self.loss_dtype = torch.float32
+    def __init__(self, models: Sequence[nn.Module], device: torch.device, limits: Limits, *, draws: bool) -> None:
+        """Have no captures yet; `draws`: a replay may draw random numbers of the device."""
+        self._guard, self._recorder, self._limits = Guard(models, device, draws=draws), Recorder(device), limits
+        self.captured: dict[str, Captured] = {}
         self._seen: set[str] = set()  # shapes, of which some never come again
-        self._launches = self._captures = 0
-        self._replays = 0  # beside the first one of each capture
-        self._recorder = Recorder(device)
-        self._captured: dict[str, Captured] = {}
-        self._gradients: list[Tensor | None] = []
-        self._held: list[Tensor | None] = []
-        self._state: object = None
-        self.totals = Totals.on(device)
+        self._gradients: list[Tensor | None] = []  # at the addresses that graphs know
+        self._held: list[Tensor | None] = []  # the same as parameters have them, perhaps of another type than they
+        self._opened: list[int] = []  # their versions
+        self._reached: list[bool] = []  # which parameters replays of this window have added to
+        self._known: dict[int, bool] = {}  # by their ids: which parameters got a gradient in a window that was launched
+        self.launches = self.captures = self.replays = 0
 
-    def settle(self, state: object) -> None:
-        """Begin a window in a `state`, what a capture depends on beside shapes; where it has changed, all is new."""
-        if state != self._state:
+    def settle(self, gradients: Gradients, settings: object) -> None:
+        """Begin a window; where something that captures depend on has changed, all is new."""
+        if self._guard.changed(gradients.parameters, settings):
             self.forget()
-            self._state = state
 
-    def renew(self, state: object) -> None:
-        """Go on after a launch; where it has changed the `state`, graphs are captured anew, the window goes on."""
-        if state != self._state:
-            self._captured.clear()
+    def renew(self, gradients: Gradients, settings: object) -> None:
+        """Go on after a launch; where it has changed something, graphs are captured anew, the window goes on."""
+        if self._guard.changed(gradients.parameters, settings):
+            self.captured.clear()
             self._recorder.forget()
-            self._state = state
 
-    def open(self, gradients: Gradients, reached: Sequence[bool]) -> None:
-        """Have gradients and totals of zero at the addresses that the graphs know.
-
-        `reached` says which parameters get a gradient: the others have none, not one of zero, which an optimizer
-        would step with.
-        """
-        if not self._gradients:
-            self._gradients = [
-                torch.zeros_like(p, dtype=gradients.dtype_of(p), requires_grad=False) if used else None
-                for p, used in zip(gradients.parameters, reached, strict=True)
-            ]
-        gradients.preset(self._gradients)
-        self._held = [p.grad for p in gradients.parameters]  # one of another type than its parameter is held by another
-        torch._foreach_zero_([self.totals.count, self.totals.loss, *(g for g in self._gradients if g is not None)])
-
-    def forget(self) -> None:
-        """Throw all graphs away, and the memory they hold; what is captured next is launched before."""
-        self._captured.clear()
+    def forget(self) -> bool:
+        """Drop all graphs, and the memory they hold; returns whether there were any."""
+        found = bool(self.captured)
+        self.captured.clear()
         self._seen.clear()
         self._gradients, self._held = [], []
         self._recorder.forget()
+        return found
 
-    def is_new(self, micro_batch: Any) -> bool:
-        """Whether no micro-batch of this shape has come before: capturing takes longer than launching some of them."""
-        shape = shape_of(micro_batch)
+    def is_new(self, shape: str) -> bool:
+        """Whether this shape has not come before: capturing it takes longer than launching it some times."""
         if shape in self._seen:
             return False
         self._seen.add(shape)
-        if len(self._seen) > _SHAPES and self._captures + self._replays < self._launches:
-            raise NotCapturable(f"its micro-batches have had {_SHAPES} shapes, and most came only once")
+        self.launches += 1
+        if self.launches > self._limits.shapes and self.captures + self.replays < self.launches:
+            raise NotCapturable(f"of {self._calls()} calls {self.launches} were the first of their shape")
         return True
 
-    def launch(
-        self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe, meet: Callable[[Term], None]
-    ) -> tuple[Any, Term, list[bool]]:
-        """Run a micro-step as it is, adding to the same gradients and totals as the replays.
+    def note(self, gradients: Gradients) -> None:
+        """Note which parameters a window that was launched has given a gradient."""
+        self._known = {id(p): p.grad is not None for p in gradients.parameters}
 
-        `meet` is told of the loss's term before the backward. Returns extras, the term, and which parameters got a
-        gradient.
+    def open(self, gradients: Gradients) -> bool:
+        """Have gradients of zero at the addresses that graphs know; returns whether it is known who gets one.
+
+        Other parameters have none, not one of zero, which an optimizer would step with.
         """
-        self._launches += 1
-        versions = self._versions()
-        extras, term = self._micro_step(micro_batch, recipe, meet)
-        return extras, term, self._reached_since(versions, parameters)
+        if self._known.keys() != {id(p) for p in gradients.parameters}:
+            return False
+        if not self._gradients:
+            self._gradients = [
+                torch.zeros_like(p, dtype=gradients.dtype_of(p), requires_grad=False) if self._known[id(p)] else None
+                for p in gradients.parameters
+            ]
+        torch._foreach_zero_([g for g in self._gradients if g is not None])
+        gradients.preset(self._gradients)
+        self._held = [p.grad for p in gradients.parameters]
+        self._opened, self._reached = self._versions(), [False] * len(self._held)
+        return True
 
-    def ready(self, micro_batch: Any, parameters: Sequence[Tensor], recipe: Recipe) -> Captured:
-        """Return the captured micro-step for micro-batches of this shape, capturing it where there is none."""
-        shape = shape_of(micro_batch)
-        captured = self._captured.pop(shape, None)
-        if captured is not None:
-            self._replays += 1
+    def close(self, gradients: Gradients) -> None:
+        """Take gradients of zero back that nothing was added to: an optimizer would let their parameters decay."""
+        launched = [now != before for now, before in zip(self._versions(), self._opened, strict=True)]
+        others = [p.grad is not held for p, held in zip(gradients.parameters, self._held, strict=True)]
+        for p, *got in zip(gradients.parameters, launched, self._reached, others, strict=True):
+            if not any(got):
+                p.grad = None
+        if any(others):  # a launch has reached more parameters than any before
+            self.note(gradients)
+            self.captured.clear()
+            self._gradients, self._held = [], []
+        gradients.remember()
+
+    def run(
+        self,
+        shape: str,
+        inputs: Any,
+        call: Callable[[Any], Any],
+        gradients: Gradients,
+        *,
+        before: Callable[[Any], object] = id,
+        reads: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> Any:
+        """Return the result of a replay; its tensors are written by the next one. Captures where there is no graph.
+
+        Args:
+            shape: what `shape_of` says of the inputs.
+            inputs: tensors, in anything.
+            call: what is replayed.
+            gradients: what it adds to.
+            before: is called before each replay with what the call has returned when it was captured.
+            reads: returns tensors that the call reads and nobody else holds.
+        """
+        captured = self.captured.pop(shape, None)
+        if captured is None:
+            captured = self._capture(inputs, call, gradients, before, reads)
         else:
-            if self._captures >= _CAPTURES and self._replays < _WORTH * self._captures:
-                msg = (
-                    f"it is captured again and again, {self._captures} times by now, and replayed "
-                    f"{self._replays / self._captures:.1f} times each; a number in the batch that changes should be a "
-                    "tensor"
-                )
-                raise NotCapturable(msg)
-            self._captures += 1
-            versions = self._versions()
-            with recipe.watching():
-                captured = self._capture(micro_batch, recipe)
-            # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
-            captured.reached = self._reached_since(versions, parameters)
-            while len(self._captured) >= _KEEP:
-                del self._captured[next(iter(self._captured))]
-        self._captured[shape] = captured  # the one that was used last comes last
-        return captured
+            self.replays += 1
+            before(captured.result)
+            captured.replay(inputs)
+        while len(self.captured) >= self._limits.kept:
+            del self.captured[next(iter(self.captured))]
+        self.captured[shape] = captured  # the one that was used last comes last
+        self._reached = [a or b for a, b in zip(self._reached, captured.reached, strict=True)]
+        return captured.result
+
+    def _capture(
+        self,
+        inputs: Any,
+        call: Callable[[Any], Any],
+        gradients: Gradients,
+        before: Callable[[Any], object],
+        reads: Callable[[], Sequence[Tensor]],
+    ) -> Captured:
+        """Capture a call, and replay it for the first time: capturing computes nothing."""
+        if self.captures >= self._limits.captures and self.replays < self._limits.replays * self.captures:
+            msg = (
+                f"it was captured {self.captures} times, and replayed {self.replays / self.captures:.1f} times each: "
+                "shapes take turns, or something that modules keep (a number, a hook, a mode) or a number in the batch "
+                "changes all the time. Cut batches alike, and make what changes a tensor of the batch"
+            )
+            raise NotCapturable(msg)
+        self.captures += 1
+        fixed = {
+            path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            for path, leaf in leaves(inputs)
+            if isinstance(leaf, Tensor)
+        }
+        given, versions = mapped(inputs, fixed.get), self._versions()
+        try:
+            with self._guard.capturing():
+                with _without_casts():
+                    graph, result = self._recorder.record(lambda: call(given))
+                self._refuse_other_gradients(gradients)
+                # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
+                reached = [now != then for now, then in zip(self._versions(), versions, strict=True)]
+                changes = zip(self._opened, self._versions(), versions, strict=True)
+                self._opened = [opened + now - then for opened, now, then in changes]
+                gradients.remember()
+                captured = Captured(graph, fixed, result, reached, reads())
+                before(result)
+                captured.replay(inputs)
+                return captured
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise NotCapturable("there is no memory for its graph") from error
+            raise
+
+    def _refuse_other_gradients(self, gradients: Gradients) -> None:
+        if any(p.grad is not held for p, held in zip(gradients.parameters, self._held, strict=True)):
+            raise NotCapturable("another set of parameters gets gradients than before")
 
     def _versions(self) -> list[int]:
         return [0 if g is None else g._version for g in self._held]  # noqa: SLF001 - torch's own counter
 
-    def _reached_since(self, versions: list[int], parameters: Sequence[Tensor]) -> list[bool]:
-        if any(p.grad is not g for p, g in zip(parameters, self._held, strict=True)):
-            raise NotCapturable("another set of parameters gets gradients than before")
-        return [a != b for a, b in zip(self._versions(), versions, strict=True)]
-
-    def _capture(self, micro_batch: Any, recipe: Recipe) -> Captured:
-        """Capture a micro-step; nothing is computed by this."""
-        inputs = {
-            path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
-            for path, leaf in leaves(micro_batch)
-            if isinstance(leaf, Tensor)
-        }
-        fixed = mapped(micro_batch, inputs.get)
-        graph, (extras, term) = self._recorder.record(lambda: self._micro_step(fixed, recipe))
-        return Captured(graph, inputs, extras, term)
-
-    def _micro_step(
-        self, micro_batch: Any, recipe: Recipe, meet: Callable[[Term], None] = lambda _: None
-    ) -> tuple[Any, Term]:
-        loss, extras = recipe.forward(micro_batch)
-        term = _only(recipe.read(loss))
-        meet(term)
-        self.loss_dtype = loss.dtype
-        if loss.dtype in LOW_PRECISION:
-            raise NotCapturable(f"its loss is {loss.dtype}, which cannot hold a weight; compute it in float32")
-        given = term.count
-        count = given.double() if isinstance(given, Tensor) else torch.full_like(self.totals.count, given)
-        weight = count * self.totals.unit if term.kind == "mean" else self.totals.unit
-        recipe.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
-        value = loss.detach().reshape(()).double()
-        self.totals.count += count
-        # The loss of a micro-batch without targets is NaN, and counts nothing.
-        self.totals.loss += torch.where(count > 0, value * count, 0.0) if term.kind == "mean" else value
-        term.node = term.source = term.value = None  # what is kept must not keep the graph alive
-        return detached(extras), term
+    def _calls(self) -> int:
+        return self.launches + self.captures + self.replays
 
 
-def _only(terms: list[Term]) -> Term:
-    """Return the one term over data; a loss with more needs weights of its own for each."""
-    data = [term for term in terms if term.kind != "once"]
-    if len(data) != 1 or (data[0].kind == "sum" and len(terms) > 1):
-        msg = (
-            f"its loss has the terms {', '.join(term.name for term in terms)}, and only one mean or sum can be captured"
-        )
-        raise NotCapturable(msg)
-    return data[0]
+@contextmanager
+def _without_casts() -> Iterator[None]:
+    """Use no weights inside that autocast has cast outside, and outside none of the inside: they are the graph's."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
-def shape_of(micro_batch: Any) -> str:
-    """Name the shapes and kinds of a micro-batch's tensors; anything else by its value, which a graph bakes in."""
+def shape_of(inputs: Any) -> str:
+    """Name the shapes and kinds of all tensors; anything else by its value, which a graph bakes in."""
     return "; ".join(
-        f"{path} {leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{path} {_value(leaf)}"
-        for path, leaf in leaves(micro_batch)
+        f"{path} {leaf.dtype} {tuple(leaf.shape)}{' wants a gradient' if leaf.requires_grad else ''}"
+        if isinstance(leaf, Tensor)
+        else f"{path} {_value(leaf)}"
+        for path, leaf in leaves(inputs)
     )
+
+
+def refuse_hidden(extras: Any) -> None:
+    """Raise where a tensor may be hidden in an object: it would be the graph's own memory."""
+    for _, leaf in leaves(extras):
+        if leaf is not None and not isinstance(leaf, (Tensor, *PLAIN, torch.dtype, torch.device)):
+            raise NotCapturable(
+                f"loss_fn returns a {type(leaf).__name__} among its extras, which a graph cannot look into; return "
+                "tensors, in tuples, dicts or dataclasses"
+            )
+
+
+def copied(extras: Any) -> Any:
+    """Return copies of all tensors: the next replay writes to the same places."""
+    return mapped(extras, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
 def _value(leaf: Any) -> str:

@@ -1,95 +1,101 @@
-"""One window of captured micro-steps: replayed where a shape is known, launched where it is not, into the same sums."""
+"""Windows in lock-step that are replayed whole: forward and backward of all micro-batches, with what they exchange.
 
-from collections.abc import Iterator, Sequence
+In lock-step the host launches kernels as in any loop, and wakes a thread at every exchange. With small micro-batches
+that takes longer than the device computes. But the order is fixed, so a window whose shapes come again is one graph.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bigbatch.execute.graph_record import NotCapturable
-from bigbatch.execute.graph_replay import Graphs, Recipe
-from bigbatch.loss.terms import Term
+from bigbatch.execute.graph_replay import WINDOWS, Replayed, copied, refuse_hidden, shape_of
+from bigbatch.state.snapshot import devices_of
 from bigbatch.window.stepper import Stepper
-from bigbatch.window.tally import Tally
+from bigbatch.window.window import Recorded, Window
+
+Launch = Callable[[Window, Iterator[Any]], list[Any]]
 
 
-class Replaying:
-    """The micro-batches of one window, and what is known of their loss by now."""
+class WholeWindows:
+    """The captured windows of one `BigStep`."""
 
-    def __init__(
-        self, graphs: Graphs, recipe: Recipe, parameters: Sequence[Tensor], stepper: Stepper, number: int
-    ) -> None:
-        """Begin with nothing added; `number` micro-batches will come."""
-        self._graphs, self._recipe, self._parameters, self._stepper = graphs, recipe, parameters, stepper
-        self._number = number
-        self._reached = [False] * len(parameters)
-        self._counted, self._provisional = 0.0, 1.0
-        self._on_device = False  # whether a count was a tensor: then the sum of all is there
-        self._term: Term | None = None  # of the loss, as the first micro-batch has it
+    def __init__(self, models: Sequence[nn.Module], device: torch.device, stepper: Stepper) -> None:
+        """Have none yet. A replay may draw no numbers: each micro-batch has a stream of its own."""
+        self._models, self._stepper = models, stepper
+        self.graphs = Replayed(models, device, WINDOWS, draws=False)
 
-    def launch(self, micro_batch: Any) -> Any:
-        """Run one micro-step as it is; returns its extras."""
-        first = self._term is None
-        extra, term, reached = self._graphs.launch(micro_batch, self._parameters, self._recipe, self._meet)
-        self._added(term, reached, first=first)
-        return extra
+    def run(
+        self,
+        window: Window,
+        micro_batches: Iterable[Any],
+        launch: Launch,
+        *,
+        settings: object,
+        kind: str,
+        reads: Callable[[], Sequence[Tensor]],
+    ) -> list[Any]:
+        """Add all micro-batches to a window by a replay, or `launch` them; returns their extras.
 
-    def replay(self, micro_batch: Any) -> Any:
-        """Run one micro-step as it was captured, or is now; returns its extras."""
-        first = self._term is None
-        with _uncached_autocast():
-            captured = self._graphs.ready(micro_batch, self._parameters, self._recipe)
-        self._meet(captured.term)
-        extra = captured.replay(micro_batch)
-        self._added(captured.term, captured.reached, first=first)
-        return extra
+        Windows of another `kind` are captured for themselves; `settings` are what all depend on beside; `reads` returns
+        tensors that they read and nobody else holds.
+        """
+        try:
+            return self._run(window, list(micro_batches), launch, settings, kind, reads)
+        except NotCapturable as error:
+            error.of_window = True
+            raise
 
-    def tally(self, micro_batches: int) -> Tally:
-        """Return what all of them came to."""
-        term, totals = self._term, self._graphs.totals
-        assert term is not None  # noqa: S101 - a batch has samples
-        for p, used in zip(self._parameters, self._reached, strict=True):
-            if not used:  # a gradient of zero is not none: the optimizer would let the parameter decay
-                p.grad = None
-        total = totals.count.clone() if self._on_device else self._counted
-        loss = totals.loss.clone()  # the next window begins at zero
-        return Tally(term.kind, micro_batches, self._provisional, total, loss, term.count)
+    def _run(  # noqa: PLR0917 - as above
+        self,
+        window: Window,
+        given: list[Any],
+        launch: Launch,
+        settings: object,
+        kind: str,
+        reads: Callable[[], Sequence[Tensor]],
+    ) -> list[Any]:
+        graphs, gradients = self.graphs, window.gradients
+        shape = f"{kind}; {shape_of(given)}"
+        graphs.settle(gradients, settings)
+        if graphs.is_new(shape) or not graphs.open(gradients):
+            self._refuse()
+            extras = launch(window, iter(given))
+            graphs.renew(gradients, settings)  # a first forward may have made tables, and counted in its attributes
+            graphs.note(gradients)
+            return extras
 
-    def _added(self, term: Term, reached: list[bool], *, first: bool) -> None:
-        self._reached = [a or b for a, b in zip(self._reached, reached, strict=True)]
-        if not isinstance(term.count, Tensor):
-            self._counted += term.count
-            return
-        self._on_device = True
-        if first:
-            self._stepper.arrival.start(self._graphs.totals.count)
+        def call(fixed: list[Any]) -> tuple[list[Any], Recorded]:
+            with self._recording(window):
+                extras = launch(window, iter(fixed))
+                if isinstance(window.residual, Tensor) or window.residual != 1.0:
+                    raise NotCapturable(
+                        "its loss is of low precision, which cannot hold a weight; compute it in float32"
+                    )
+                refuse_hidden(extras)
+                return extras, window.recorded()
 
-    def _meet(self, term: Term) -> None:
-        """Set what counts are multiplied with, before the first backward, without waiting for the device."""
-        if self._term is not None:
-            if (term.name, term.factors) != (self._term.name, self._term.factors):
-                raise NotCapturable("its loss changes with the shape of a micro-batch")
-            return
-        self._term, self._provisional = term, _provisional(term, self._number, self._stepper)
-        unit = self._graphs.totals.unit
-        unit.fill_(1.0 / self._provisional)
-        if self._stepper.scaler is not None:
-            unit.copy_(self._stepper.scaler.scale(unit))
+        extras, recorded = graphs.run(shape, given, call, gradients, reads=reads)
+        window.take(recorded)
+        graphs.close(gradients)
+        found: list[Any] = copied(extras)
+        return found
 
+    def _refuse(self) -> None:
+        if self._stepper.scaler is not None and self._stepper.scaler.is_enabled():
+            raise NotCapturable("a gradient scaler changes its scale, which a graph would keep")
+        devices = devices_of(self._models)
+        if len(devices) > 1:
+            raise NotCapturable(f"its parameters are on {len(devices)} devices")
 
-@contextmanager
-def _uncached_autocast() -> Iterator[None]:
-    """Autocast as it is, but without its cache: a copy of a weight made during a capture is in the graph's memory."""
-    if not torch.is_autocast_enabled("cuda"):
-        yield
-        return
-    with torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False):
-        yield
-
-
-def _provisional(term: Term, number: int, stepper: Stepper) -> float:
-    """With a gradient scaler, weights are kept below 1: it is tuned to means."""
-    if term.kind == "sum" or stepper.scaler is None:
-        return 1.0
-    return (term.about or 1.0) * number if isinstance(term.count, Tensor) else max(term.count, 1.0) * number
+    @contextmanager
+    def _recording(self, window: Window) -> Iterator[None]:
+        """Use no start of a backward that was made outside, and leave none of the inside."""
+        window.recording, self._stepper.start = True, None
+        try:
+            yield
+        finally:
+            window.recording, self._stepper.start = False, None

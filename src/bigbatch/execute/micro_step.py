@@ -1,8 +1,9 @@
 """Run the micro-batches of a window: forward, read, backward; launched one by one, or replayed."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,25 +13,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from bigbatch import arguments
 from bigbatch.batch.extras import detached
 from bigbatch.batch.split import Division
-from bigbatch.caller import outside
 from bigbatch.default_loss import own_loss
-from bigbatch.errors import ConfigurationError
-from bigbatch.execute.graph_guard import keeping_tables, state_of
-from bigbatch.execute.graph_record import NotCapturable
-from bigbatch.execute.graph_replay import Graphs, Recipe
-from bigbatch.execute.graph_window import Replaying
-from bigbatch.execute.precast import CastWeights, ForeignBackward
-from bigbatch.lockstep.threads import current
-from bigbatch.lockstep.window_graph import WholeWindows
+from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.execute.execution import Execution
+from bigbatch.execute.graph_steps import ReplayedSteps
+from bigbatch.execute.graph_window import WholeWindows
+from bigbatch.execute.precast import CastWeights
+from bigbatch.loss.count import Count, TotalOfSum
 from bigbatch.loss.terms import Term
+from bigbatch.state import scope
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from bigbatch.window.backward import run_backward
 from bigbatch.window.gate import Admission, refuse_scaled
-from bigbatch.window.gradients import Gradients
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import OPEN, Window
 
 LossFunction = Callable[[Any, Any], Any]
+_SHOWN = 8
 _ONE_VALUE = "more than 1 value per channel"  # torch's word for BatchNorm on a single sample
 
 
@@ -47,15 +46,13 @@ class Runner:
         device = next(p.device for o in stepper.optimizers for g in o.param_groups for p in g["params"])
         serves = CastWeights.serves(self._models, device)
         self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
-        self._graphs = Graphs(device) if cuda_graph else None
+        self.steps = ReplayedSteps(self._models, device, stepper, self) if cuda_graph else None
         self.whole = WholeWindows(self._models, device, stepper) if cuda_graph else None
-        # Which parameters, by their ids, got a gradient in a window that was launched.
-        self._reached: dict[int, bool] = {}
         self._ragged = False
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
         """Call the user's function: a loss, perhaps with extras."""
-        alone = current() is None  # of a window that runs one after the other, for all that the loss may ask
+        alone = scope.worker() is None  # of a window that runs one after the other, for all that the loss may ask
         with one_after_the_other() if alone else nullcontext():
             try:
                 found = self._loss_fn(self._model, micro_batch)
@@ -101,26 +98,46 @@ class Runner:
 
     def run(self, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
         """Add all micro-batches of a division, wherever they lie by now, to the window; returns their extras."""
-        parameters = window.gradients.parameters
-        if self._graphs is not None:
-            self._graphs.settle(self.state(window.gradients))
-            if self._reached.keys() == {id(p) for p in parameters}:
-                return self._replayed(self._graphs, window, micro_batches, division)
-        extras = []
-        for micro_batch in micro_batches:
-            with self._launching():
-                extras.append(self._add(window, micro_batch))
-            if self._graphs is not None and division.comes_again(len(extras) - 1):
-                self._graphs.is_new(micro_batch)
-        self._reached = {id(p): p.grad is not None for p in parameters}
-        if self._graphs is not None:
-            self._graphs.renew(self.state(window.gradients))
-        return extras
+        if self.steps is not None:
+            if self._casting is not None:
+                self._casting.renew()
+            add = partial(self._launched, window)
+            return self.steps.run(window, micro_batches, division, add, self.settings())
+        return [self._launched(window, micro_batch) for micro_batch in micro_batches]
+
+    def _launched(self, window: Window, micro_batch: Any) -> Any:
+        """Add one micro-batch; returns its extras."""
+        with self._launching():
+            loss, extra = self.loss(micro_batch)
+            window.check()  # loss_fn is the user's: it may have run a backward of its own
+            terms = self.read(loss)
+            with self._adding_up(loss), self._admission.sparing_others():
+                window.add(loss, terms, only_own=self._admission.only_own)
+            window.state = OPEN
+        return extra
 
     def weighed(self, window: Window, found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
         """Weigh the losses of micro-batches that run side by side; returns each one's backward."""
         window.check()
         return window.add_together(found, only_own=self._admission.only_own)
+
+    def totals(self, micro_batches: Iterable[Any]) -> tuple[Count, ...]:
+        """Return what each term over data comes to in all micro-batches, from forwards alone."""
+        rows: list[list[Term]] = []
+        for micro_batch in micro_batches:
+            terms = self.read(self.loss(micro_batch)[0])
+            data = [replace(term, node=None, source=None, value=None) for term in terms if term.kind != "once"]
+            rows += [data] if terms else []  # none of a loss of zero
+        if len({tuple(term.kind for term in row) for row in rows}) > 1:
+            raise LossError(
+                "the loss changes within a batch: its micro-batches have different numbers of terms over data.",
+                found=f"{', '.join(str(len(row)) for row in rows[:_SHOWN])} terms",
+                fix="every term for every micro-batch, as counted(term, n) with n = 0 where it does not apply",
+            )
+        return tuple(
+            TotalOfSum(1.0) if column[0].kind == "sum" else sum((t.count for t in column[1:]), start=column[0].count)
+            for column in zip(*rows, strict=True)
+        )
 
     def wanted(self, window: Window) -> tuple[Tensor, ...] | None:
         """Return whose gradients a backward is for; None where it cannot choose."""
@@ -136,84 +153,48 @@ class Runner:
             loss, _ = self.loss(micro_batch)
             with _disable_current_modes():  # a meter would see the numbers in a graph as tensors, and stumble
                 self.read(loss)
-            self._backward(loss, torch.ones_like(loss), short=not side_by_side)
+            self.backward(loss, torch.ones_like(loss), short=not side_by_side)
 
-    def fall_back(self, error: BaseException) -> bool:
-        """Give up a short cut that failed; returns whether it was one, and the window can be run again."""
-        if isinstance(error, ForeignBackward) and self._casting is not None:
+    def follow(self, execution: Execution) -> None:
+        """Run from now on as an execution says."""
+        if not execution.graph_windows:
+            self.whole = None
+        if not execution.graph_steps:
+            self.steps = None
+        if self._casting is not None:
+            self._casting.captured = execution.graph_steps
+        if not execution.casts and self._casting is not None:
             self._casting = None
             self.forget()  # graphs read its copies
-            return True
-        if isinstance(error, NotCapturable) and (self._graphs is not None or self.whole is not None):
-            self.forget()
-            self._graphs = self.whole = None
-            if self._casting is not None:
-                self._casting.captured = False
-            warnings.warn(
-                f"this model cannot be captured as a CUDA graph: {error}. It is launched kernel by kernel, which gives "
-                "the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
-                stacklevel=outside(),
-            )
-            return True
-        return False
 
     def forget(self) -> None:
         """Give memory back that short cuts hold: it has run out."""
-        if self._graphs is not None:
-            self._graphs.forget()
+        if self.steps is not None:
+            self.steps.graphs.forget()
         if self.whole is not None:
-            self.whole.forget()
+            self.whole.graphs.forget()
 
     def forget_windows(self) -> bool:
         """Give the memory of captured windows back; returns whether there were any."""
-        return self.whole is not None and self.whole.forget()
+        return self.whole is not None and self.whole.graphs.forget()
 
     def _launching(self) -> AbstractContextManager[None]:
         """Run a micro-step that is not captured: of a shape that may never come again, where samples have lengths."""
         return _without_plans() if self._ragged else nullcontext()
 
-    def _add(self, window: Window, micro_batch: Any) -> Any:
-        loss, extra = self.loss(micro_batch)
-        window.check()  # loss_fn is the user's: it may have run a backward of its own
-        terms = self.read(loss)
-        adding_up = self._casting.adding_up(loss) if self._casting is not None else nullcontext()
-        with adding_up, self._admission.sparing_others():
-            window.add(loss, terms, only_own=self._admission.only_own)
-        window.state = OPEN
-        return extra
-
-    def _backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:
+    def backward(self, loss: Tensor, start: Tensor, *, short: bool = True) -> None:
+        """Add the gradient of a loss, outside of a window; not `short`, where gradients take the usual way."""
         leaves = tuple(p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"])
         own = tuple(p for p in leaves if p.requires_grad) if self._admission.only_own else None
-        adding_up = self._casting.adding_up(loss) if short and self._casting is not None else nullcontext()
-        with adding_up, self._admission.sparing_others():
+        with self._adding_up(loss) if short else nullcontext(), self._admission.sparing_others():
             run_backward(loss, start, own)
 
-    def _replayed(self, graphs: Graphs, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
-        """Replay a captured micro-step for each micro-batch; shapes that come again are captured on the way."""
-        gradients = window.gradients
-        if self._casting is not None:
-            self._casting.renew()
-        graphs.open(gradients, [self._reached[id(p)] for p in gradients.parameters])
-        recipe = Recipe(self.loss, self.read, self._backward, lambda: keeping_tables(self._models))
-        replaying = Replaying(graphs, recipe, gradients.parameters, self._stepper, len(division))
-        extras: list[Any] = []
-        for micro_batch in micro_batches:
-            if division.comes_again(len(extras)) and not graphs.is_new(micro_batch):
-                extras.append(replaying.replay(micro_batch))
-            else:
-                with self._launching():
-                    extras.append(replaying.launch(micro_batch))
-                graphs.renew(self.state(gradients))  # a table may have been made anew, for a longer micro-batch
-            if len(extras) == 1 and window.attended:
-                window.show(graphs.totals.count * graphs.totals.unit, graphs.totals.count.clone())
-        window.adopt(replaying.tally(len(extras)), graphs.loss_dtype)
-        return extras
+    def _adding_up(self, loss: Tensor) -> AbstractContextManager[None]:
+        return self._casting.adding_up(loss) if self._casting is not None else nullcontext()
 
-    def state(self, gradients: Gradients) -> object:
-        """What a captured graph depends on beside the shape of its inputs."""
-        autocast = (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"))
-        return state_of(self._models, gradients.parameters), autocast, self._admission.only_own
+    def settings(self) -> object:
+        """What a captured graph depends on beside the model and the shapes of its inputs."""
+        return torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda"), self._admission.only_own
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bigbatch.loss.graph import stands_for
+from bigbatch.state.patch import Swap
 from bigbatch.window.gradients import all_parameters
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class CastWeights:
         self._own: frozenset[int] = frozenset()  # of them those that qualify, in the window that is open
         self._low: dict[tuple[int, torch.dtype], Tensor] = {}
         self._fresh: set[tuple[int, torch.dtype]] = set()
-        self._plain: tuple[Callable[..., Tensor], Callable[..., Tensor]] | None = None
+        self._swaps = (Swap(F, "linear", self._upon_linear), Swap(F, "embedding", self._upon_embedding))
         self._task: int | None = None  # the number of the window's own backward, while it runs
 
     @staticmethod
@@ -66,13 +67,25 @@ class CastWeights:
         """Take the place of `F.linear` and `F.embedding`, for weights of ours, on whatever thread recomputes them."""
         self._own = frozenset(number for number, p in self._parameters.items() if _qualifies(p))
         self._fresh.clear()  # the optimizer has stepped since
-        plain_linear, plain_embedding = F.linear, F.embedding
+        for swap in self._swaps:
+            swap.enter(self)
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        """Leave everything as it was; the copies stay for the next window."""
+        for swap in self._swaps:
+            swap.leave(self)
+        self._own = frozenset()
+
+    def _upon_linear(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
             if id(weight) in self._own and input.is_cuda and _lowered() and self._is_worth(input, weight):
                 return self._linear(input, weight, bias)
-            return plain_linear(input, weight, bias)
+            return plain(input, weight, bias)
 
+        return linear
+
+    def _upon_embedding(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def embedding(  # noqa: PLR0917 - torch's own signature
             input: Tensor,  # noqa: A002
             weight: Tensor,
@@ -86,17 +99,9 @@ class CastWeights:
             if usual and id(weight) in self._own and self._is_worth_adding(weight) and _is_plain_training():
                 found: Tensor = _Embedding.apply(input, weight, self)  # type: ignore[no-untyped-call]
                 return found
-            return plain_embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+            return plain(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
 
-        self._plain = (plain_linear, plain_embedding)
-        F.linear, F.embedding = linear, embedding
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave everything as it was; the copies stay for the next window."""
-        assert self._plain is not None  # noqa: S101 - entered
-        F.linear, F.embedding = self._plain
-        self._own, self._plain = frozenset(), None
+        return embedding
 
     @contextmanager
     def adding_up(self, loss: Tensor) -> Iterator[None]:

@@ -1,88 +1,111 @@
 """Where the activations of a window stay while its micro-batches wait for each other.
 
-`keep`: where they are; a window then needs the big batch's memory. `recompute`: the model is run again in backward, one
+`keep`: where they are; a window then needs the big batch's memory. `recompute`: the model runs again in backward, one
 micro-batch at a time, which serves where micro-batches meet outside of it. `offload`: in pinned host memory, copied
-beside the computation and fetched ahead of it in backward (`offloading.py`).
+beside the computation and fetched ahead of it in backward.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Literal
 
 import torch
-from torch import nn
 
-from bigbatch.errors import ConfigurationError
-from bigbatch.lockstep.checkpointed import Checkpointed
-from bigbatch.lockstep.threads import Worker, current
+from bigbatch.errors import OutOfMemory, UnreadableLoss
+from bigbatch.lockstep.cannot_recompute import CannotRecompute
+from bigbatch.memory.budget import human
+from bigbatch.memory.host import host_available, resident
 
-
-class MeetsInside(ConfigurationError):
-    """Micro-batches meet inside of a model that is to be recomputed."""
-
-
-class Calls(Protocol):
-    """Makes the calls of a window's models."""
-
-    def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, *given: Any) -> Any:
-        """Call a model with positional and named arguments."""
+_FILLED = 0.9  # of the room on a device: more is not filled with activations that wait
+_SHAPES = 16  # of samples that are measured; of others the largest is taken, and measured where it would not fit
+Mode = Literal["keep", "recompute", "offload"]
 
 
-@contextmanager
-def recomputing(models: Sequence[nn.Module], calls: Calls | None) -> Iterator[None]:
-    """Have the calls of these models keep nothing but their inputs, and run again in backward.
+class Activations:
+    """Chooses where activations wait, window after window."""
 
-    `calls` makes them, where it can; torch's own checkpoint where there is none.
-    """
-    with ExitStack() as stack:
-        for model in models:
-            stack.enter_context(_recomputed(model, calls))
-        yield
+    def __init__(self, given: Literal["auto", "keep", "recompute", "offload"], device: torch.device) -> None:
+        """`given` is the user's choice."""
+        self._given, self._device = given, device
+        self._must_wait = self._settled = False  # whether a model that could be recomputed has turned out not to be
+        self._is_tight = False  # whether keeping all activations has been too much
+        self._known: dict[str, float] = {}  # bytes of a sample that wait, by the samples' shape
+        self.of_a_sample: float | None = None  # likewise, of the latest window's
+
+    def mode(self, micro_batches: int, *, meets_inside: bool) -> Mode:
+        """Choose for a window; `meets_inside`: its micro-batches meet inside of a model."""
+        if micro_batches == 1:
+            return "keep"
+        if self._given == "offload" and self._device.type != "cuda":
+            return "keep"  # a host's memory is where it is
+        if self._given != "auto":
+            return self._given
+        if not self._must_wait and not meets_inside:
+            return "recompute"
+        return "offload" if self._is_tight else "keep"
+
+    def passed(self, *, recomputed_nothing: bool) -> None:
+        """Say that a window went well; models whose calls cannot be seen are not recomputed."""
+        self._must_wait = self._settled = self._must_wait or recomputed_nothing
+
+    def fall_back(self, error: BaseException, *, recomputed: bool, out_of_memory: bool) -> bool:
+        """Choose another way where this one failed, if that is ours; returns whether to run the window again."""
+        # A model's own loss is in what is recomputed, so its count cannot be read.
+        is_ours = recomputed and isinstance(error, CannotRecompute | UnreadableLoss) and not out_of_memory
+        if self._given == "auto" and is_ours and not self._must_wait:
+            self._must_wait = True
+            return True
+        if self._given == "auto" and out_of_memory and not self._is_tight and self._device.type == "cuda":
+            self._is_tight = True
+            return True
+        self._must_wait = self._settled  # an error of the user's own says nothing of later windows
+        return False
+
+    def make_room(
+        self,
+        measure: Callable[[], float],
+        samples: int,
+        shape: str,
+        mode: Callable[[], Mode],
+        *,
+        budget: int,
+        pinned: int,
+    ) -> None:
+        """Choose by what there is room for; raise before the window begins where the host's memory will not do.
+
+        `measure` tells what a sample's activations take, asked once for samples of a `shape`. `budget` is what may be
+        used on the device, and `pinned` what is held of the host's memory already.
+        """
+        if self._given == "keep" or mode() == "recompute":
+            return
+        on_device = self._device.type == "cuda"
+        host = host_available() + pinned
+        there = host if on_device else min(host, max(budget - resident(), 0))
+        free = budget - torch.cuda.memory_allocated(self._device) if on_device else there
+        self.of_a_sample = self._bytes_of(shape, measure, lambda each: each * samples <= min(_FILLED * free, there))
+        needed = int(self.of_a_sample * samples)
+        if on_device:
+            self._is_tight = self._is_tight or needed > _FILLED * free
+        if not on_device or mode() == "offload":
+            _refuse_too_much(samples, needed, there, budgeted=there < host)
+
+    def _bytes_of(self, shape: str, measure: Callable[[], float], fits: Callable[[float], bool]) -> float:
+        if shape not in self._known:
+            most = max(self._known.values(), default=0.0)
+            if len(self._known) >= _SHAPES and fits(most):
+                return most
+            self._known[shape] = measure()
+        return self._known[shape]
 
 
-@contextmanager
-def _recomputed(model: nn.Module, calls: Calls | None) -> Iterator[None]:
-    plain: Callable[..., Any] = model.forward
-    was_set = "forward" in vars(model)
-    model.forward = _Forward(model, plain, calls)
-    try:
-        yield
-    finally:
-        if was_set:
-            model.forward = plain
-        else:
-            del model.forward
-
-
-class _Forward:
-    """Stands in a model's place for its forward while a window runs."""
-
-    def __init__(self, model: nn.Module, plain: Callable[..., Any], calls: Calls | None) -> None:
-        self._model, self._plain, self._calls = model, plain, calls
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        worker = current()
-        if worker is None or worker.notes.get("recomputing") or not torch.is_grad_enabled():
-            return self._plain(*arguments, **named)
-        if self._calls is not None:
-            return self._calls.call(self._model, self._plain, worker, arguments, named)
-        return Checkpointed(self._model, self._plain, worker).call(arguments, named)
-
-    def __reduce__(self) -> Any:
-        """A copy of the model, as of a teacher that loss_fn makes of it, has its own forward and knows no window."""
-        return _itself, (self._plain,)
-
-
-def _itself(plain: Callable[..., Any]) -> Callable[..., Any]:
-    return plain
-
-
-def refuse_meeting_while_recomputing(notes: dict[str, Any], name: str) -> None:
-    """Raise where micro-batches meet inside of a model that is to be recomputed one at a time."""
-    if notes.get("recomputing"):
-        msg = (
-            f'activations="recompute" runs the model again one micro-batch at a time, and this model has {name} '
-            "inside, where micro-batches meet: all of them would have to be kept at once.\n"
-            'Take Options(activations="offload"), which keeps them in host memory, or "keep".'
-        )
-        raise MeetsInside(msg)
+def _refuse_too_much(samples: int, needed: int, there: int, *, budgeted: bool) -> None:
+    """Raise where the host's memory, or what of it may be used, does not hold what waits."""
+    if needed <= there:
+        return
+    msg = (
+        f"the samples of this batch are coupled, so the activations of all {samples}, about {human(needed)}, wait in "
+        f"the host's memory while micro-batches run in lock-step, and there are {human(there)} for them"
+        f"{' within memory=' if budgeted else ''}. Nothing was changed.\n"
+        "Take a smaller batch, activation checkpointing between the norms, or GroupNorm, which needs no lock-step; or "
+        'say that it will do:  Options(activations="keep")'
+    )
+    raise OutOfMemory(msg)

@@ -22,16 +22,14 @@ from torch.nn import functional as F
 from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import BatchNormError
-from bigbatch.lockstep.barrier import meet_in_forward, refuse_second_derivative
-from bigbatch.lockstep.constants import constant
-from bigbatch.lockstep.inner import refuse_inner_mean
+from bigbatch.lockstep.barrier import meet_in_forward, refuse_inner_derivative
+from bigbatch.lockstep.constants import Constants
 from bigbatch.lockstep.norm_kernels import Moments, Pooled, below, dense, moments, normalised, sums_of
-from bigbatch.lockstep.offload_remake import Recipe, Recipes
+from bigbatch.lockstep.offload_remake import Recipe
 from bigbatch.lockstep.offload_store import Offload
+from bigbatch.lockstep.round import Norms
 from bigbatch.lockstep.threads import Worker, current
 from bigbatch.state.patch import Swap, swapped
-
-Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of its running mean or its weight
 
 
 def norms_of(models: Sequence[nn.Module]) -> Norms:
@@ -67,7 +65,7 @@ def _met(  # noqa: PLR0917 - torch's own signature
     """Take the place of `F.batch_norm`."""
     worker = current() if training else None
     calls = worker.visits.get("BatchNorm", 0) + 1 if worker is not None else 0
-    rests = worker is not None and worker.notes.get("resting") and running_mean is not None
+    rests = worker is not None and worker.round.mode == "resting" and running_mean is not None
     if worker is None or rests or not _meets(worker):
         if worker is not None and rests and _meets(worker):
             meet_in_forward(worker, "BatchNorm", None, lambda _: None)  # for nothing, but the others have their turn
@@ -77,13 +75,13 @@ def _met(  # noqa: PLR0917 - torch's own signature
             worker.visits["BatchNorm"] = calls  # a function mode has torch come by here once more
         return found
     worker.visits["BatchNorm"] = calls
-    norms: Norms = worker.notes["norms"]
+    norms = worker.round.norms or {}
     name, module = norms.get(id(running_mean if running_mean is not None else weight), ("", None))
     running = None
     if running_mean is not None and running_var is not None:
         running = _Running.of(running_mean, running_var, momentum, module)
     found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker, name)  # type: ignore[no-untyped-call]
-    recipes: Recipes | None = worker.notes.get("recipes")
+    recipes = worker.round.offload.recipes if worker.round.offload is not None else None
     if recipes is not None and found.requires_grad and recipes.in_force:
         now = partial(normalised, weight=_detached(weight), bias=_detached(bias), pooled=pooled)
         recipes.add(found, Recipe(recipes.store(dense(input.detach())), now))
@@ -92,9 +90,7 @@ def _met(  # noqa: PLR0917 - torch's own signature
 
 def _meets(worker: Worker) -> bool:
     """Whether a micro-batch has others to normalise with, and is to."""
-    rehearsing = worker.notes.get("rehearsing")  # one of many, alone for once
-    alone = worker.size == 1 and not rehearsing and worker.notes.get("ranks") is None
-    return not alone and worker.notes.get("norms") is not None
+    return not worker.round.is_alone and worker.round.norms is not None
 
 
 def _refusing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -171,7 +167,7 @@ class _BatchNorm(torch.autograd.Function):
         gradient = " with gradient" if any(ctx.needs_input_grad) else ""
         ctx.title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
         local = _Local(moments(x), running)
-        offload: Offload | None = worker.notes.get("offload")
+        offload = worker.round.offload
         # Not where a checkpoint takes what is saved: it can be asked once.
         ctx.offload = offload if offload is not None and offload.recipes.in_force and gradient else None
         if ctx.offload is not None:
@@ -185,8 +181,7 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(ctx.title)
-        refuse_inner_mean(ctx.worker, ctx.title)
+        refuse_inner_derivative(ctx.worker, ctx.title)
         x, weight, mean, inverse_std = ctx.saved_tensors
         above = dense(gradients[0])
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -195,7 +190,7 @@ class _BatchNorm(torch.autograd.Function):
         of_x = None
         if needs_x:
             name = f"the backward of {ctx.title}"
-            ranks: Ranks | None = ctx.worker.notes.get("ranks")
+            ranks: Ranks | None = ctx.worker.round.ranks
             offload: Offload | None = ctx.offload
             beside = x.numel() * x.element_size()
             with offload.waiting(ctx.worker, above, beside) if offload is not None else nullcontext() as without:
@@ -204,7 +199,7 @@ class _BatchNorm(torch.autograd.Function):
                 total = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
             if without:
                 x = ctx.saved_tensors[0]
-            of_x = below(above, x, weight, pooled, total)
+            of_x = below(above, x, weight, pooled, total, ctx.worker.round.constants)
         own_weight = sums.weight if weight is not None and needs_weight else None
         own_bias = sums.bias if needs_bias else None
         return of_x, own_weight, own_bias, None, None, None, None
@@ -214,7 +209,7 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     """Make one of all micro-batches' statistics, and take them into the running ones, once."""
     every = [part.moments for part in parts]
     number = sum(part.number for part in every)
-    ranks: Ranks | None = worker.notes.get("ranks")
+    ranks, constants = worker.round.ranks, worker.round.constants
     if number <= 1 and worker.size > 1 and ranks is None:
         msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
         raise ValueError(msg)
@@ -226,36 +221,37 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     means = torch.stack([part.mean for part in used]).double()
     spreads = torch.stack([part.spread for part in used]).double()
     variances = torch.where(spreads == 0, 0, spreads.square().reciprocal()) if means.is_cuda else spreads
-    shares = _shares(tuple(part.number for part in used), means.device)
+    shares = _shares(constants, tuple(part.number for part in used), means.device)
     mean = (shares * means).sum(0)
     variance = (shares * (variances + (means - mean).square())).sum(0)
     if ranks is not None:
-        number, mean, variance = _pool_ranks(ranks, number, mean, variance)
+        number, mean, variance = _pool_ranks(ranks, constants, number, mean, variance)
     dtype = every[0].mean.dtype
     first = parts[0].running
     if first is not None:
         last = parts[-1].running or first
-        known: set[int] = worker.notes.get("statistics", set())
-        known.update((id(first.mean), id(first.variance)))
+        worker.round.moved_statistics.update((id(first.mean), id(first.variance)))
         _update(first, mean, variance * (number / max(number - 1, 1)), counted=last.version - first.version)
         if last.counter is not first.counter and last.counter is not None and first.counter is not None:
             last.counter.copy_(first.counter)  # each has put another in its place
     return Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
 
 
-def _pool_ranks(ranks: Ranks, number: int, mean: Tensor, variance: Tensor) -> tuple[int, Tensor, Tensor]:
+def _pool_ranks(
+    ranks: Ranks, constants: Constants, number: int, mean: Tensor, variance: Tensor
+) -> tuple[int, Tensor, Tensor]:
     """Make one of all ranks' statistics."""
     numbers = rank_collectives.numbers(ranks, number, mean.device)
     if sum(numbers) <= 1:
         msg = f"BatchNorm needs more than one value per channel to train on; all ranks together have {sum(numbers)}"
         raise ValueError(msg)
     every = rank_collectives.each(ranks, torch.stack([mean, variance]))
-    shares = _shares(tuple(numbers), mean.device)
+    shares = _shares(constants, tuple(numbers), mean.device)
     pooled = (shares * every[:, 0]).sum(0)
     return sum(numbers), pooled, (shares * (every[:, 1] + (every[:, 0] - pooled).square())).sum(0)
 
 
-def _shares(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def _shares(constants: Constants, numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return which share of the values each micro-batch has; copied to the device once, without waiting for it."""
 
     def make() -> Tensor:
@@ -263,7 +259,7 @@ def _shares(numbers: tuple[int, ...], device: torch.device) -> Tensor:
         shares = torch.tensor([[number / total] for number in numbers], dtype=torch.float64, device="cpu")
         return shares.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else shares
 
-    return constant(("shares", numbers), device, make)
+    return constants.get(("shares", numbers), device, make)
 
 
 def _update(running: _Running, mean: Tensor, variance: Tensor, *, counted: int) -> None:

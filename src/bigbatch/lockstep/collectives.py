@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
-from bigbatch.lockstep.barrier import meet_in_forward, refuse_second_derivative
-from bigbatch.lockstep.inner import refuse_inner_mean
+from bigbatch.lockstep.barrier import meet_in_forward, refuse_inner_derivative
 from bigbatch.lockstep.threads import Worker
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.loss.graph import remember_shared, shared_by_all
@@ -61,9 +60,9 @@ def add(one: Tensor, other: Tensor) -> Tensor:
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
-        ranks: Ranks | None = worker.notes.get("ranks")
+        ranks = worker.round.ranks
         together, starts = meet_in_forward(worker, name, x.detach(), partial(_concatenated, ranks=ranks, title=name))
-        worker.notes.setdefault("shared", []).append((together, name))
+        worker.round.shared.append((together, name))
         # By its number, too: backward must come to the same one of several that look alike.
         ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
         ctx.rows, ctx.asked = (starts[worker.number], x.shape[0]), name
@@ -72,8 +71,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(ctx.title)
-        refuse_inner_mean(ctx.worker, ctx.title)
+        refuse_inner_derivative(ctx.worker, ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
         over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
@@ -85,23 +83,22 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
         together = meet_in_forward(worker, name, x.detach(), _over_ranks(worker, name), add)
-        worker.notes.setdefault("shared", []).append((together, name))
+        worker.round.shared.append((together, name))
         # By its number, too: backward must come to the same one of several that look alike.
         ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
         ctx.asked = name
-        if worker.size == 1 and worker.notes.get("ranks") is None:
+        if worker.size == 1 and worker.round.ranks is None:
             return x.clone()
         return together.to(x.dtype) if together.dtype != x.dtype else together.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(ctx.title)
-        refuse_inner_mean(ctx.worker, ctx.title)
+        refuse_inner_derivative(ctx.worker, ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
         over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
         total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
         own = total.to(gradients[0].dtype)
-        if ctx.worker.notes.get("offload") is not None and own is total:
+        if ctx.worker.round.offload is not None and own is total:
             own = total.clone()  # its memory may go while this micro-batch waits, and others have the same
         return own, None, None
 
@@ -122,7 +119,7 @@ def _over_ranks(worker: Worker, title: str) -> Callable[[list[Tensor]], Tensor]:
 
     A title has no number: a rank with one micro-batch has fewer meetings.
     """
-    ranks: Ranks | None = worker.notes.get("ranks")
+    ranks = worker.round.ranks
     return _only if ranks is None else lambda values: rank_collectives.summed(ranks, _wide(values[0]), title)
 
 

@@ -1,4 +1,4 @@
-"""Small tensors of numbers that the sizes of a window tell: made on a device once, for whoever asks again.
+"""Small tensors of numbers that the sizes of a window give: made on a device once, and kept for the windows to come.
 
 A captured window reads them where they are, so it holds on to them.
 """
@@ -11,24 +11,29 @@ from torch import Tensor
 from bigbatch.execute.graph_record import NotCapturable
 
 _MOST = 512
-_made: dict[tuple[object, ...], Tensor] = {}
 
 
-def constant(key: tuple[object, ...], device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-    """Return a tensor that was made before, or make it; `key` names its numbers."""
-    there = (*key, device)
-    found = _made.get(there)
-    if found is not None:
+class Constants:
+    """The tensors of one `BigStep`."""
+
+    def __init__(self) -> None:
+        """Have none yet."""
+        self._made: dict[tuple[object, ...], Tensor] = {}
+
+    def get(self, key: tuple[object, ...], device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that was made before, or make it; `key` names its numbers."""
+        place = (*key, device)
+        found = self._made.get(place)
+        if found is not None:
+            return found
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # It would be filled by the replays of one graph alone.
+            raise NotCapturable("its micro-batches met with other numbers of values than in the window before")
+        while len(self._made) >= _MOST:
+            self._made.pop(next(iter(self._made)))
+        self._made[place] = found = make()
         return found
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # It would be filled by the replays of one graph alone.
-        raise NotCapturable("its micro-batches met with other numbers of values than in the window before")
-    while len(_made) >= _MOST:
-        _made.pop(next(iter(_made)), None)
-    _made[there] = found = make()
-    return found
 
-
-def constants() -> list[Tensor]:
-    """Return all that there are."""
-    return list(_made.values())
+    def all(self) -> list[Tensor]:
+        """Return all that there are."""
+        return list(self._made.values())

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bigbatch.lockstep.constants import constant
+from bigbatch.lockstep.constants import Constants
 
 
 class Moments(NamedTuple):
@@ -68,11 +68,18 @@ def sums_of(above: Tensor, x: Tensor, weight: Tensor | None, pooled: Pooled) -> 
     return Sums(total, with_x, (with_x * inverse_std).to(kind), total.to(kind))
 
 
-def below(above: Tensor, x: Tensor, weight: Tensor | None, pooled: Pooled, total: tuple[Tensor, Tensor]) -> Tensor:
+def below(  # noqa: PLR0917 - as torch's kernel
+    above: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    pooled: Pooled,
+    total: tuple[Tensor, Tensor],
+    constants: Constants,
+) -> Tensor:
     """Return the gradient of one micro-batch's values; `total`: the sums of all, plain and times x - mean."""
     mean, inverse_std, number = pooled
     if x.is_cuda and x.numel():
-        number_there = _counted(number, x.device)
+        number_there = _counted(constants, number, x.device)
         return torch.batch_norm_backward_elemt(above, x, mean, inverse_std, weight, *total, number_there)
     scale = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
     slope = total[1] / number * inverse_std.square()
@@ -88,8 +95,8 @@ def dense(x: Tensor) -> Tensor:
     return x.contiguous()
 
 
-def _counted(number: int, device: torch.device) -> Tensor:
-    return constant(("number", number), device, lambda: torch.full((1,), number, dtype=torch.int32, device=device))
+def _counted(constants: Constants, number: int, device: torch.device) -> Tensor:
+    return constants.get(("number", number), device, lambda: torch.full((1,), number, dtype=torch.int32, device=device))
 
 
 def _wide(x: Tensor) -> Tensor:

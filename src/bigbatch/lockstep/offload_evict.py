@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bigbatch.lockstep.threads import Worker
-
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _FEW = 8  # operations: more are a layer's
 
@@ -49,32 +47,33 @@ class Holdings:
             [],
         )  # what was kept, its memory, and where
 
-    def add(self, worker: Worker, tensor: Tensor, number: int | None = None) -> None:
+    def add(self, worker: int, tensor: Tensor, number: int | None = None) -> None:
         """Know of a tensor that a micro-batch has for itself alone, where its memory can go and come back."""
         storage = tensor.untyped_storage()
         if self._limit is None or not _is_all_of(tensor, storage) or _is_of_weights(tensor):
             return
         name, held = _name(storage), Held(StorageWeakRef(storage), number)
-        whose, first = self._first.get(name, (worker.number, held))
-        if whose != worker.number and not first.reference.expired():
+        whose, first = self._first.get(name, (worker, held))
+        if whose != worker and not first.reference.expired():
             self._staying.add(name)
         else:
-            self._first[name] = worker.number, held
+            self._first[name] = worker, held
             self._staying.discard(name)  # a piece before it had its place
-        self._of.setdefault(worker.number, {})[name] = held
+        self._of.setdefault(worker, {})[name] = held
 
     def may_go(self, held: Held) -> bool:
         """Whether nobody else has come with it."""
         return held.reference.cdata not in self._staying
 
-    def leaving(self, worker: Worker, beside: int) -> list[Held]:
+    def leaving(self, worker: int, workers: int, beside: int, shared: Iterable[Tensor] = ()) -> list[Held]:
         """Return what a micro-batch leaves behind, `beside` being bytes that it can do without anyway.
 
-        Of all micro-batches, which hold about the same, as many leave as must, one here and one there.
+        Of all `workers`, which hold about the same, as many leave as must, one here and one there; none leaves what is
+        `shared` by all.
         """
         if self._limit is None:
             return []
-        mine = self._of.get(worker.number, {})
+        mine = self._of.get(worker, {})
         held, storage = beside, None
         for name, each in list(mine.items()):
             storage = each.taken()
@@ -83,16 +82,11 @@ class Holdings:
             else:
                 held += storage.nbytes()
         del storage
-        share = 1 - self._limit / max(worker.size * held, 1)
-        if share <= 0 or int((worker.number + 1) * share) == int(worker.number * share):
+        share = 1 - self._limit / max(workers * held, 1)
+        if share <= 0 or int((worker + 1) * share) == int(worker * share):
             return []
-        shared = {_name(tensor.untyped_storage()) for tensor, _ in worker.notes.get("shared", ())}
-        staying = self._kept_memory()
-        return [
-            each
-            for name, each in mine.items()
-            if name not in staying and name not in self._staying and name not in shared
-        ]
+        staying = self._kept_memory() | {_name(tensor.untyped_storage()) for tensor in shared}
+        return [each for name, each in mine.items() if name not in staying and name not in self._staying]
 
     def _kept_memory(self) -> set[int]:
         """Return the memory that is kept now. The tensors are looked at every time, but their memory takes longer."""

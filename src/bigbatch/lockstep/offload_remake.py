@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from bigbatch.lockstep.barrier import refuse_second_derivative
-from bigbatch.lockstep.threads import current
 from bigbatch.loss.graph import stands_for
 from bigbatch.state.patch import Swap, swapped
 
@@ -59,9 +58,7 @@ class Recipes:
     @property
     def in_force(self) -> bool:
         """Whether it is these hooks that take what is saved, and not those of a checkpoint inside."""
-        autograd: Any = torch._C._autograd  # noqa: SLF001 - no public name
-        top = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
-        return top is not None and top[0] == self._pack
+        return _in_force() is self
 
     def _pack(self, tensor: Tensor) -> Any:
         recipe = self.of(tensor)
@@ -99,6 +96,14 @@ class Recipes:
         self._latest = None
 
 
+def _in_force() -> Recipes | None:
+    """Return the recipes whose hooks take what is saved on this thread, and not those of a checkpoint inside."""
+    autograd: Any = torch._C._autograd  # noqa: SLF001 - no public name
+    top = autograd._top_saved_tensors_default_hooks(True)  # noqa: FBT003, SLF001
+    owner = getattr(top[0], "__self__", None) if top is not None else None
+    return owner if isinstance(owner, Recipes) else None
+
+
 @contextmanager
 def activations_known() -> Iterator[None]:
     """Have the activations of normalised values known as such, on workers that have recipes."""
@@ -108,11 +113,9 @@ def activations_known() -> Iterator[None]:
 
 def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def activation(input: Tensor, *arguments: Any, **named: Any) -> Tensor:  # noqa: A002 - torch's name
-        worker = current()
-        recipes: Recipes | None = worker.notes.get("recipes") if worker is not None else None
         # Not inside of a checkpoint: there it would be another operation when it runs again.
-        known = recipes is not None and recipes.in_force and torch.is_grad_enabled() and input.requires_grad
-        recipe = recipes.of(input) if recipes is not None and known else None
+        recipes = _in_force() if torch.is_grad_enabled() and input.requires_grad else None
+        recipe = recipes.of(input) if recipes is not None else None
         if recipes is None or recipe is None or recipe.activate is not None or arguments:
             return plain(input, *arguments, **named)
         inplace = bool(named.pop("inplace", False))
@@ -144,8 +147,8 @@ class _Activated(torch.autograd.Function):
         return function(x, inplace=True)  # type: ignore[no-any-return]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("an activation after BatchNorm")
         recipes: Recipes = ctx.recipes
         function: Any = ctx.own.activate
         if function.func is _relu:  # the gradient goes where the result is above zero: that is there already

@@ -13,7 +13,7 @@ from bigbatch.lockstep.offload_evict import Held, Holdings
 from bigbatch.lockstep.offload_fetch import Fetcher, Homecoming, Out
 from bigbatch.lockstep.offload_remake import Recipes, view_of
 from bigbatch.lockstep.pinned_slabs import HostMemory
-from bigbatch.lockstep.threads import Worker, current
+from bigbatch.state import scope
 
 _WORTH_MOVING = 1 << 16  # bytes; smaller tensors cost more to copy than to keep
 _IN_FLIGHT = 4  # times the largest tensor: what waits to be copied out, or is fetched ahead
@@ -144,9 +144,9 @@ class Offload:
             witness = tensor.detach()
             witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             self._saved[copies[view]] = _Saved(witness, tensor._version)  # noqa: SLF001
-        worker = current()
+        worker = scope.worker()
         if worker is not None and not tensor.is_leaf:  # a leaf may be everybody's
-            self._holdings.add(worker, tensor, copies[view])
+            self._holdings.add(worker.number, tensor, copies[view])
         return _Away(copies[view])
 
     def _copied_out(self, tensor: Tensor, host: Tensor, size: int) -> int:
@@ -190,15 +190,17 @@ class Offload:
         return self._fetcher.ask(packed.number)
 
     @contextmanager
-    def waiting(self, worker: Worker, gradient: Tensor | None = None, beside: int = 0) -> Iterator[bool]:
+    def waiting(self, worker: Any, gradient: Tensor | None = None, beside: int = 0) -> Iterator[bool]:
         """Have a micro-batch wait inside of this, without the memory of what it holds where others need that.
 
         Yields whether it does; then it need not hold the `beside` bytes either that it can ask for again. A `gradient`
         that it has come with must not be another's. Nobody may look at what it has meanwhile.
         """
         if gradient is not None and gradient.numel() * gradient.element_size() >= _WORTH_MOVING:
-            self._holdings.add(worker, gradient)
-        left = [each for each in self._holdings.leaving(worker, beside) if self._is_as_copied(each)]
+            self._holdings.add(worker.number, gradient)
+        shared = [tensor for tensor, _ in worker.round.shared]
+        found = self._holdings.leaving(worker.number, worker.size, beside, shared)
+        left = [each for each in found if self._is_as_copied(each)]
         numbers: list[int] = []
         try:
             for each in left:

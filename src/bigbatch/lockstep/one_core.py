@@ -12,7 +12,8 @@ wait until the other one sleeps, and a turn is one switch instead of three.
 """
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -35,11 +36,20 @@ def this_processor() -> int | None:
         return None
 
 
-def stay_on(processor: int) -> None:
-    """Have this thread run there, and nowhere else, where that is possible."""
-    if hasattr(os, "sched_setaffinity"):
+@contextmanager
+def staying_on(processor: int | None) -> Iterator[None]:
+    """Have this thread run there and nowhere else inside, where that is possible."""
+    if processor is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
         with suppress(OSError):  # the system has other plans
             os.sched_setaffinity(0, {processor})
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
 
 
 def wait_when_woken() -> None:

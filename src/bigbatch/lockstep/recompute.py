@@ -1,40 +1,34 @@
-"""A model that runs twice: first for its values alone, and again in backward, one micro-batch at a time.
+"""A model that runs twice: first for its values alone, and again in backward, as in GradCache.
 
-`torch.utils.checkpoint` can do it, too, and is what stands in where this cannot. It asks Python about every tensor that
-is saved, in both runs and in backward. Here the first run saves nothing, and one node stands for the whole of it, as in
-GradCache. Gradients leave a model through what it returns; where one takes another way, by a feature that a hook has
-put aside, it comes to an operation that has saved nothing, and that is an error, not another gradient.
+The first run saves nothing, and one node of the graph stands for all of it. The second run draws the same random
+numbers and finds the same buffers. In the first windows, and on a host always, it must give the same values: a model
+that hangs on anything else, as on a global that `loss_fn` sets, is refused. So is a loss that uses something from the
+inside of the model: it comes to an operation that has saved nothing.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from bigbatch.batch.tree import PLAIN, apart, leaves, mapped
-from bigbatch.lockstep.barrier import refuse_second_derivative
-from bigbatch.lockstep.differing import RunsDiffer, refuse_other_values
-from bigbatch.lockstep.found_before import FoundBefore
-from bigbatch.lockstep.holdings import Picture, Place
-from bigbatch.lockstep.threads import Worker
-from bigbatch.lockstep.tracks import Tracks
+from bigbatch.lockstep.cannot_recompute import CannotRecompute, MeetsInside
+from bigbatch.lockstep.model_state import Attributes, FoundState, Place
+from bigbatch.lockstep.round import Round
+from bigbatch.lockstep.threads import Worker, current
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.state.rng import Draws
 
-__all__ = ["Calls", "CannotRunAgain", "RunsDiffer"]
-
+_SAME = 1e-2  # of the largest value, and less in high precision: kernels that add in no fixed order differ by far less
 _KINDS = ("cpu", "cuda")
-Places = dict[str, Tensor]
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
-
-
-class CannotRunAgain(RuntimeError):
-    """A model, or what is made of its results, cannot do with a first run that saves nothing."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Alias(NamedTuple):
@@ -45,206 +39,259 @@ class _Alias(NamedTuple):
 
 
 @dataclass
-class _Call:
-    """One call of a model by one micro-batch."""
-
-    model: nn.Module
-    plain: Callable[..., Any]
-    arguments: tuple[tuple[Any, ...], dict[str, Any]]  # in structures of their own: the user's may be filled anew
-    inputs: Places
-    versions: list[int]
-    autocast: Autocast
-    found: FoundBefore
-    draws: Draws
-    trained: frozenset[int]  # the parameters that got a gradient then
-    wanted: Sequence[str] = ()  # where its results that have a gradient are
-    values: Sequence[Tensor] = ()  # what they were, where that is to be compared
-    tracks: Tracks | None = None  # how it got there, likewise
-
-    def run(self, worker: Worker, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
-        """Run the model, now; perhaps with other tensors of the same values."""
-        positional, named = given
-        with alone(worker):
-            found = self.plain(*positional, **named)
-        if self.versions != [tensor._version for tensor in self.inputs.values()]:  # noqa: SLF001 - torch's own counter
-            raise CannotRunAgain("the model changes its input in place, so it cannot run again")
-        return found
-
-    def again(
-        self, worker: Worker, given: tuple[tuple[Any, ...], dict[str, Any]], inputs: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
-        looking = self.tracks.second() if self.tracks is not None else nullcontext()
-        with torch.enable_grad(), _under(self.autocast), self.found.again(), self.draws.again(), looking:
-            found = dict(leaves(self.run(worker, given)))
-        missing = [place for place in self.wanted if not isinstance(found.get(place), Tensor)]
-        if missing:
-            raise CannotRunAgain(f"the model returned {missing[0]} the first time, and does not the second")
-        results: list[Tensor] = [found[place] for place in self.wanted]
-        if self.values:
-            low = any(enabled for _, enabled, _ in self.autocast)
-            low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
-            refuse_other_values(self.values, results, low=low)
-        if self.tracks is not None:
-            self.tracks.compare(results, inputs)
-        return results
-
-
-@contextmanager
-def alone(worker: Worker) -> Iterator[None]:
-    """Have no other micro-batch's turn come before this is over: it must not meet inside."""
-    worker.notes["recomputing"] = True
-    try:
-        yield
-    finally:
-        worker.notes["recomputing"] = False
-
-
-@dataclass(frozen=True)
-class Calls:
-    """The calls of one window."""
+class Recompute:
+    """The recomputed calls of one window."""
 
     own: Callable[[], tuple[Tensor, ...] | None]  # whose gradients are wanted; None: of all that there are
     parameters: frozenset[int]  # the ids of the optimizers'
-    comparing: bool = False  # whether the second run gives what the first gave; this waits for the device
-    moving: dict[int, frozenset[Place]] = field(default_factory=dict)  # tensors of models that a run writes into
+    comparing: bool  # whether values of both runs are compared on a device, too, which waits for it
+    calls: int = 0  # how many were recomputed, or would have been but for the first micro-batch's
     aliases: list[_Alias] = field(default_factory=list)
-    _restless: set[int] = field(default_factory=set)  # models that put things aside when they run
-    _parameters: dict[int, tuple[nn.Parameter, ...]] = field(default_factory=dict)  # of models
-    _pictures: dict[int, Picture] = field(default_factory=dict)  # the latest: walking through a model takes a while
+    _moving: dict[int, frozenset[Place]] = field(default_factory=dict)  # buffers that models write into
+    _attributes: dict[int, Attributes] = field(default_factory=dict)  # of models, the latest
 
-    def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, *given: Any) -> Any:
-        """Call a model for the micro-batch at hand, with positional and named arguments."""
-        with _refusing_changed_parameters(self._parameters_of(model)):
-            if worker.number:
-                return self._twice(model, plain, worker, given)
+    @contextmanager
+    def of(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, calls of models, and those of their children that are called without them, are recomputed."""
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(_replaced(model, self, is_whole=True))
+                for child in _children(model):
+                    stack.enter_context(_replaced(child, self, is_whole=False))
+            yield
+
+    def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Arguments) -> Any:
+        """Call a model for the micro-batch at hand."""
+        self.calls += 1
+        found = FoundState(self._attributes_of(model), self._moving.get(id(model), frozenset()))
+        if not worker.number:
             # Its backward comes first, while no other holds anything: there is nothing to save.
-            picture = self._picture_of(model)
-            before = FoundBefore(picture, frozenset())
-            with alone(worker):
-                found = plain(*given[0], **given[1])
-            if not picture.is_current():
-                self._restless.add(id(model))
-            self.moving[id(model)] = self.moving.get(id(model), frozenset()) | before.written()
-            return found
-
-    def _twice(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Any) -> Any:
-        inputs = _tensors(given)
-        versions = [tensor._version for tensor in inputs.values()]  # noqa: SLF001
-        picture, streams = self._picture_of(model), worker.notes["streams"]
-        before, draws = FoundBefore(picture, self.moving.get(id(model))), Draws(streams, picture.generators)
-        call = _Call(model, plain, apart(given), inputs, versions, _autocast(), before, draws, self.trained(model))
-        call.tracks = Tracks() if self.comparing else None
-        with saved_tensors_hooks(call.tracks.forget if call.tracks is not None else _nothing, _refuse):
-            found = call.run(worker, given)
-        draws.settle()
-        changed = before.settle(restless=id(model) in self._restless)
-        if changed:
-            self._pictures[id(model)] = picture.renewed(changed)  # the other one holds what was found before
-        return self._standing_for(call, model, worker, found)
-
-    def trained(self, model: nn.Module) -> frozenset[int]:
-        """Return which of the optimizers' parameters a run of a model gives a gradient to, as they are now."""
-        return self.parameters.intersection([id(p) for p in self._parameters_of(model) if p.requires_grad])
-
-    def _parameters_of(self, model: nn.Module) -> tuple[nn.Parameter, ...]:
-        found = self._parameters.get(id(model))
-        if found is None:
-            found = self._parameters[id(model)] = tuple(model.parameters())
-        return found
-
-    def _picture_of(self, model: nn.Module) -> Picture:
-        latest = self._pictures.get(id(model))
-        found = self._pictures[id(model)] = Picture(model) if latest is None else latest.renewed()
-        return found
+            with _alone(worker):
+                result = plain(*given[0], **given[1])
+            self._moving[id(model)] = self._moving.get(id(model), frozenset()) | found.moved()
+            return result
+        call = _Call(model, plain, given, found, worker)
+        with saved_tensors_hooks(_save_nothing, _refuse):
+            result = call.run(given)
+        call.draws.settle()
+        found.settle()
+        return self._standing_for(call, result)
 
     def refuse_changed(self) -> None:
         """Forward is over: raise where a result was changed in place that shares its memory."""
-        for witness, version in self.aliases:
-            if witness._version != version:  # noqa: SLF001
-                raise CannotRunAgain("results that are views of each other, or of an input, were changed in place")
+        if any(alias.witness._version != alias.version for alias in self.aliases):  # noqa: SLF001
+            raise CannotRecompute.because("results that are views of each other, or of an input, were changed in place")
         self.aliases.clear()
 
-    def _standing_for(self, call: _Call, model: nn.Module, worker: Worker, found: Any) -> Any:
+    def _attributes_of(self, model: nn.Module) -> Attributes:
+        latest = self._attributes.get(id(model))
+        if latest is None or not latest.are_current():
+            latest = self._attributes[id(model)] = Attributes(model)
+        return latest
+
+    def _standing_for(self, call: "_Call", result: Any) -> Any:
         """Return the results of a first run with one node for all of it, in place of a graph that has saved nothing."""
         # What a model hands on as it got it, or one of its own parameters, is no result of the run.
         given = {id(tensor) for tensor in call.inputs.values()}
-        results = {p: t for p, t in _tensors(found).items() if t.grad_fn is not None and id(t) not in given}
+        results = {p: t for p, t in _tensors(result).items() if t.grad_fn is not None and id(t) not in given}
         first: dict[int, str] = {}
         same = {place: first.setdefault(id(tensor), place) for place, tensor in results.items()}
         call.wanted = list(first.values())
         if not call.wanted:
-            return found
-        handle = next((p for p in self._parameters_of(model) if p.requires_grad and self._is_handle(p)), None)
-        if handle is None:
-            raise CannotRunAgain("no parameter of the model can stand for all of them")
+            return result
         with_gradient = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
+        handle = next((p for p in call.model.parameters() if p.requires_grad and self._is_handle(p)), None)
+        if handle is None and not with_gradient:
+            raise CannotRecompute.because("no parameter of the model can stand for all of them")
         values = [results[place].detach() for place in call.wanted]
-        if call.tracks is not None:
-            call.tracks.first([results[place] for place in call.wanted], with_gradient)
         # On a host nothing has to be waited for, so there they are always compared.
         if self.comparing or all(value.device.type == "cpu" for value in values):
             call.values = [value.clone() for value in values]
-        made = _Again.apply(call, self, worker, values, handle, *with_gradient)  # type: ignore[no-untyped-call]
+        made = _Again.apply(call, self.own, values, handle, *with_gradient)  # type: ignore[no-untyped-call]
         self.aliases.extend(_aliases(made, call.inputs.values()))
         of = dict(zip(call.wanted, made, strict=True))
-        return mapped(found, lambda place, leaf: of[same[place]] if place in same else leaf)
+        return mapped(result, lambda place, leaf: of[same[place]] if place in same else leaf)
 
     def _is_handle(self, parameter: Tensor) -> bool:
         """Whether a parameter can have the run in its graph: its own hooks would be called for nothing there."""
         return id(parameter) in self.parameters and not getattr(parameter, "_backward_hooks", None)
 
 
+class _Call:
+    """One call of a model by one micro-batch."""
+
+    def __init__(
+        self, model: nn.Module, plain: Callable[..., Any], given: Arguments, found: FoundState, worker: Worker
+    ) -> None:
+        """Take note of what it begins with."""
+        assert worker.round.streams is not None  # noqa: S101 - several run
+        self.model, self._plain = model, plain
+        self.arguments = apart(given)  # in structures of their own: the user's may be filled anew
+        self.inputs = _tensors(given)
+        self._versions = self._versions_now()
+        self._found, self.draws, self._worker = found, Draws(worker.round.streams), worker
+        self._autocast = _autocast()
+        self.wanted: Sequence[str] = ()  # where its results that have a gradient are
+        self.values: Sequence[Tensor] = ()  # what they were, where that is to be compared
+
+    def run(self, given: Arguments) -> Any:
+        """Run the model, now; perhaps with other tensors of the same values."""
+        with _alone(self._worker):
+            found = self._plain(*given[0], **given[1])
+        if self._versions != self._versions_now():
+            raise CannotRecompute.because("the model, or the loss after it, changes the model's input in place")
+        return found
+
+    def again(self, given: Arguments) -> list[Tensor]:
+        """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
+        with torch.enable_grad(), _under(self._autocast), self._found.again(), self.draws.again():
+            found = dict(leaves(self.run(given)))
+        if self.draws.differed:
+            raise CannotRecompute.because(
+                "the second run did not draw the random numbers of the first: another thread has drawn some",
+                "torch.Generator() in that thread",
+            )
+        missing = [place for place in self.wanted if not isinstance(found.get(place), Tensor)]
+        if missing:
+            raise CannotRecompute.because(f"the model returned {missing[0]} the first time, and not the second")
+        results: list[Tensor] = [found[place] for place in self.wanted]
+        if self.values:
+            low = any(enabled for _, enabled, _ in self._autocast)
+            low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
+            _refuse_other_values(self.values, results, low=low)
+        return results
+
+    def is_over(self) -> bool:
+        """Whether all forwards of the window are."""
+        return self._worker.round.is_backward
+
+    def _versions_now(self) -> list[int]:
+        return [-1 if each.is_inference() else each._version for each in self.inputs.values()]  # noqa: SLF001
+
+
 class _Again(torch.autograd.Function):
     """Stands for a whole run of a model. One of its parameters is in the graph for all: backward gets here by it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, call: _Call, calls: Calls, worker: Worker, values: list[Tensor], *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _Call, own: Any, values: list[Tensor], *tensors: Tensor | None) -> tuple[Tensor, ...]:
         del tensors
-        ctx.call, ctx.calls, ctx.worker = call, calls, worker
+        ctx.call, ctx.own = call, own
         ctx.set_materialize_grads(False)
         return tuple(values)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a model that runs again in backward")
         call: _Call = ctx.call
+        if not call.is_over():
+            raise CannotRecompute.because("loss_fn takes a derivative of its own through the model")
         inputs = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
         fresh = [tensor.detach().requires_grad_() for tensor in inputs]
         of = {id(tensor): new for tensor, new in zip(inputs, fresh, strict=True)}
-        if ctx.calls.trained(call.model) != call.trained:
-            raise CannotRunAgain("parameters were frozen, or not, for one call of the model alone")
-        given = mapped(apart(call.arguments), lambda _, leaf: of.get(id(leaf), leaf))
+        results = call.again(mapped(apart(call.arguments), lambda _, leaf: of.get(id(leaf), leaf)))
         pairs = [
             (result, above)
-            for result, above in zip(call.again(ctx.worker, given, fresh), gradients, strict=True)
+            for result, above in zip(results, gradients, strict=True)
             if above is not None and result.requires_grad
         ]
-        own = ctx.calls.own()
+        own = ctx.own()
         if pairs:
-            results, above_them = zip(*pairs, strict=True)
-            torch.autograd.backward(results, above_them, inputs=None if own is None else (*own, *fresh))
-        return None, None, None, None, None, *(each.grad for each in fresh)
+            below, above_them = zip(*pairs, strict=True)
+            torch.autograd.backward(below, above_them, inputs=None if own is None else (*own, *fresh))
+        return None, None, None, None, *(each.grad for each in fresh)
 
 
-def _nothing(_: Tensor) -> None:
+class _Forward:
+    """Stands in a model's place for its forward while a window runs."""
+
+    def __init__(self, model: nn.Module, plain: Callable[..., Any], recompute: Recompute, *, is_whole: bool) -> None:
+        self._model, self._plain, self._recompute, self._is_whole = model, plain, recompute, is_whole
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        worker = current()
+        # In backward it is a part of a second run, perhaps of a checkpoint that is inside of the model.
+        is_part = worker is not None and (worker.round.is_recomputing or worker.round.is_backward)
+        if worker is None or is_part or not torch.is_grad_enabled():
+            return self._plain(*positional, **named)
+        if worker.meetings and not self._is_whole:  # a layer of the loss, whose terms are read through it
+            return self._plain(*positional, **named)
+        return self._recompute.call(self._model, self._plain, worker, (positional, named))
+
+    def __reduce__(self) -> Any:
+        """A copy of the model, as of a teacher that loss_fn makes of it, has its own forward and knows no window."""
+        return _itself, (self._plain,)
+
+
+def _itself(plain: Callable[..., Any]) -> Callable[..., Any]:
+    return plain
+
+
+def refuse_meeting_while_recomputing(round_: Round, name: str) -> None:
+    """Raise where micro-batches meet inside of a model that is to be recomputed one at a time."""
+    if round_.is_recomputing:
+        msg = (
+            f'activations="recompute" runs the model again one micro-batch at a time, and this model has {name} '
+            "inside, where micro-batches meet: all of them would have to be kept at once."
+        )
+        raise MeetsInside(msg, fix='Options(activations="offload"), which keeps them in host memory, or "keep"')
+
+
+def _children(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that a model's own methods call; lists of modules are called one by one.
+
+    Not those without parameters: they may be losses, which are read.
+    """
+    for child in model.children():
+        if type(child).forward is nn.Module.forward:
+            yield from _children(child)
+        elif not isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+            yield child
+
+
+@contextmanager
+def _replaced(model: nn.Module, recompute: Recompute, *, is_whole: bool) -> Iterator[None]:
+    plain: Callable[..., Any] = model.forward
+    was_set = "forward" in vars(model)
+    if isinstance(plain, _Forward):  # a child of two models
+        yield
+        return
+    model.forward = _Forward(model, plain, recompute, is_whole=is_whole)
+    try:
+        yield
+    finally:
+        if was_set:
+            model.forward = plain
+        else:
+            del model.forward
+
+
+@contextmanager
+def _alone(worker: Worker) -> Iterator[None]:
+    """Have no other micro-batch's turn come before this is over: it must not meet inside."""
+    worker.round.is_recomputing = True
+    try:
+        yield
+    finally:
+        worker.round.is_recomputing = False
+
+
+def _save_nothing(_: Tensor) -> None:
     """Save nothing."""
 
 
 def _refuse(_: None) -> Tensor:
-    raise CannotRunAgain("the loss uses something from the inside of the model")
+    raise CannotRecompute.because("the loss uses something from the inside of the model", "return it from forward")
 
 
-def _tensors(tree: Any) -> Places:
+def _tensors(tree: Any) -> dict[str, Tensor]:
     """Return the tensors of a structure, each with its place; raise where one may be hidden in something else."""
-    found: Places = {}
+    found: dict[str, Tensor] = {}
     for place, leaf in leaves(tree):
         if isinstance(leaf, Tensor):
             found[place] = leaf
         elif leaf is not None and not isinstance(leaf, (*PLAIN, torch.dtype, torch.device, list, tuple)):
-            raise CannotRunAgain(f"a {type(leaf).__name__} goes into the model or comes out of it")
+            kind = type(leaf).__name__
+            raise CannotRecompute.because(f"it takes or returns an object that no one can look into ({kind})")
     return found
 
 
@@ -266,13 +313,26 @@ def _memory(tensor: Tensor) -> int:
     return found
 
 
-@contextmanager
-def _refusing_changed_parameters(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Raise where a model changes its own parameters as it runs, as an average of others: it would do so twice."""
-    before = [parameter._version for parameter in parameters]  # noqa: SLF001
-    yield
-    if before != [parameter._version for parameter in parameters]:  # noqa: SLF001
-        raise RunsDiffer.by_itself("its own parameters")
+def _refuse_other_values(first: Iterable[Tensor], second: Iterable[Tensor], *, low: bool) -> None:
+    """Raise where two runs gave other values; `low`: the precision on the way is, so they may be further apart."""
+    for one, other in zip(first, second, strict=True):
+        exact = one.is_floating_point() or one.is_complex()
+        same = _SAME if low or not exact else min(_SAME, torch.finfo(one.dtype).eps ** 0.5)
+        if one.shape != other.shape or _distance(one, other.detach()) > same:
+            raise CannotRecompute.because(
+                "the model returned other values when it was run again in backward with the same input. It depends on "
+                "something outside of it that has changed in between, such as a global that loss_fn sets",
+                "model(x, condition), an argument of the call",
+            )
+
+
+def _distance(first: Tensor, second: Tensor) -> float:
+    """Return how far two results are apart, as a part of the largest value; not finite values agree with all."""
+    if not first.numel():
+        return 0.0
+    finite = first.isfinite()
+    difference = (first - second).abs().masked_fill(~finite, 0.0).nan_to_num(nan=torch.inf)
+    return float(difference.max() / first.abs().masked_fill(~finite, 0.0).max().clamp(min=1e-30))
 
 
 def _autocast() -> Autocast:

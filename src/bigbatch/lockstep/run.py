@@ -1,11 +1,11 @@
-"""The micro-batches of a window side by side: forward until all have a loss, then backward, meeting on the way."""
+"""Run the micro-batches of a window side by side: forward until all have a loss, then backward, meeting on the way."""
 
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,24 +13,21 @@ from torch import Tensor, nn
 from bigbatch.caller import outside
 from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
-from bigbatch.errors import UnreadableLoss
 from bigbatch.execute.micro_step import Runner
 from bigbatch.execute.workspaces import workspaces_given_back
-from bigbatch.lockstep.activations import MeetsInside, recomputing
+from bigbatch.lockstep.activations import Activations, Mode
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.collectives import refuse_changed
-from bigbatch.lockstep.inner import derivatives_known
-from bigbatch.lockstep.lone import Lone
-from bigbatch.lockstep.offload_remake import Recipes, activations_known
+from bigbatch.lockstep.constants import Constants
+from bigbatch.lockstep.offload_remake import activations_known
 from bigbatch.lockstep.offload_store import Offload
-from bigbatch.lockstep.own_weights import OwnWeights
-from bigbatch.lockstep.recompute import Calls, RunsDiffer
-from bigbatch.lockstep.room import Waiting, refuse_too_much
+from bigbatch.lockstep.own_parameters import OwnParameters
+from bigbatch.lockstep.recompute import Recompute
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker, current
 from bigbatch.loss import refusals
 from bigbatch.loss.terms import Term
-from bigbatch.memory.host import host_available, resident
 from bigbatch.memory.meter import saved_bytes
 from bigbatch.state.rng import Streams
 from bigbatch.state.snapshot import devices_of, untouched
@@ -39,122 +36,79 @@ from bigbatch.window.window import Window
 
 _WAITING = 1.25  # times what autograd saves of one micro-batch: more of all others does not wait on the device
 _WAITING_REPLAYED = 0.4  # likewise where windows are replayed: copies cost the host nothing then
-_FILLED = 0.9  # of the room on a device: more is not filled with activations that wait
+_COMPARED = frozenset({0, 1, 2, 15, 127})  # windows in which recomputed values are compared on a device, too
 Result = TypeVar("Result")
-Activations = Literal["auto", "keep", "recompute", "offload"]
 
 
 class Together:
     """Runs micro-batches of one model in lock-step."""
 
     def __init__(
-        self,
-        models: Sequence[nn.Module],
-        runner: Runner,
-        device: torch.device,
-        given: Activations,
-        *,
-        norms_meet: bool = True,
+        self, models: Sequence[nn.Module], runner: Runner, device: torch.device, given: Any, *, norms_meet: bool = True
     ) -> None:
         """Have no threads yet; `given` says where activations stay while micro-batches wait.
 
-        Without `norms_meet` BatchNorm is left to normalise by the micro-batch.
+        Without `norms_meet` BatchNorm is left to normalize by the micro-batch.
         """
-        self._models, self._runner, self._device, self._given = models, runner, device, given
-        self._norms_meet = norms_meet
-        self._crew = Crew()
-        self._lone = Lone(models, device, self._crew, norms_meet=norms_meet)
-        self._looked = False  # whether a window has gone well in which weights were looked at at every meeting
-        self._seen_once: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
+        self._models, self._runner, self._device, self._norms_meet = models, runner, device, norms_meet
+        self._where = Activations(given, device)
+        self._crew, self._constants = Crew(), Constants()
+        self._windows = 0  # that went well
+        self._recomputed = False  # whether the latest window was
+        self._same_terms: set[str] = set()  # places of terms that were seen to be the same in every micro-batch
         self.statistics: set[int] = set()  # ids of buffers that norms have moved together, once per window
-        self._inside = False  # whether micro-batches meet inside the model
-        self._recomputed = False  # whether the latest window was to run it again
-        self._valued = True  # whether its first run can do without saving anything
-        self._compared = False  # whether its second run has been seen to give what the first gave
-        self._settled = self._valued, self._inside  # as they were when a window last went well
-        self._tight = False  # whether keeping all activations has been too much
         self._offload: Offload | None = None
-        self._waiting = Waiting()
-        self._of_a_sample: float | None = None  # bytes of the latest window's that wait
 
     def run(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
         """Add all micro-batches to the window; returns their extras."""
         whole = self._runner.whole
         if whole is None or window.ranks is not None:  # ranks meet inside, and no graph waits for others
             return self._launched(window, micro_batches, sizes)
-        kind = f"{self._activations(len(sizes))} {tuple(sizes)}"
-        return whole.run(window, micro_batches, kind, self._runner.state, partial(self._launched, sizes=sizes))
+        return whole.run(
+            window,
+            micro_batches,
+            partial(self._launched, sizes=sizes),
+            settings=self._runner.settings(),
+            kind=f"{self._activations(len(sizes))} {tuple(sizes)}",
+            reads=self._constants.all,
+        )
 
     def _launched(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
-        activations = self._activations(len(sizes))
-        offload: Offload | None = None
-        around: AbstractContextManager[None] = nullcontext()
-        self._recomputed = activations == "recompute"
-        saves_memory = self._device.type == "cuda" and (activations != "keep" or window.recording)
-        leaving = workspaces_given_back() if saves_memory else None
-        calls, of_all = cast("Calls | None", None), list[bool]()
-        if self._recomputed and self._valued:
-            own = frozenset(map(id, window.gradients.parameters))
-            # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
-            wanted = partial(self._runner.wanted, weakref.proxy(window))
-            calls = Calls(wanted, own, comparing=not self._compared)
-        if self._recomputed:
-            around = recomputing(self._models, calls)
-        elif activations == "offload":
-            offload, around = self._offloading(sizes)
-
-        def task() -> Any:
-            worker = current()
-            assert worker is not None  # noqa: S101 - a task runs on a worker
-            saving = offload.recipes.hooks() if offload is not None else nullcontext()
-            micro_batch = next(micro_batches)  # one task at a time: each takes its own
-            with saving:
-                loss, extra = self._runner.loss(micro_batch)
-            del micro_batch
-            terms = self._runner.read(loss)
-            _end_of_drawing(worker)
-            backwards = worker.meet("the end of forward", (loss, terms), turn)
-            del loss, terms
-            backwards.pop(worker.number)()
-            if leaving is not None:
-                leaving()
-            return extra
-
-        def turn(found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
-            worker = current()
-            assert worker is not None  # noqa: S101 - the last of them
-            _refuse_changes(worker)
-            worker.notes["inside"] = None  # from now on gradients are the loss's own
-            if calls is not None:
-                calls.refuse_changed()
-            spared.enter_context(self._runner.sparing_others())  # known to be needed by now
-            if offload is not None:
-                offload.turn()
-            of_all.append(not self._looked and len(found) > 1 and _is_of_all_alone(found))
-            return dict(enumerate(self._runner.weighed(window, found)))
-
-        with around, ExitStack() as spared:
-            recipes = offload.recipes if offload is not None else None
-            beside = {
-                "recipes": recipes,
-                "offload": offload,
-                "leaving": leaving,
-                **_of_ranks(window.ranks, sizes, self._device, inside=self._meets_in_model()),
-            }
-            extras = self._side_by_side([task] * len(sizes), sizes, beside)
+        mode = self._activations(len(sizes))
+        round_ = self._round(sizes)
+        if self._device.type == "cuda" and (mode != "keep" or window.recording):
+            round_.free_workspaces = workspaces_given_back()
+        recompute = self._recompute(window) if mode == "recompute" else None
+        self._recomputed = recompute is not None
+        pass_ = _Pass(self._runner, window, micro_batches, recompute, looks=not self._windows)
+        around: AbstractContextManager[object] = nullcontext()
+        if recompute is not None:
+            around = recompute.of(self._models)
+        elif mode == "offload":
+            around = self._offloading(round_)
+        with around, pass_.sparing_others:
+            self._add_ranks(round_, window.ranks)
+            extras = self._side_by_side([pass_.task] * len(sizes), round_)
         if window.ranks is not None:
             window.ranks.elsewhere = False  # all have met for the last time, and come to their statements
-        _tell_of_cost(of_all)
-        self._compared = self._compared or calls is not None
-        self._settled, self._looked = (self._valued, self._inside), True
+        if pass_.is_of_all_alone:
+            _warn_of_cost()
+        self._where.passed(recomputed_nothing=recompute is not None and not recompute.calls)
+        self._windows += 1
         return extras
 
-    def _offloading(self, sizes: Sequence[int]) -> tuple[Offload, AbstractContextManager[None]]:
+    def _recompute(self, window: Window) -> Recompute:
+        own = frozenset(map(id, window.gradients.parameters))
+        # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
+        wanted = partial(self._runner.wanted, weakref.proxy(window))
+        return Recompute(wanted, own, comparing=self._windows in _COMPARED and not window.recording)
+
+    def _offloading(self, round_: Round) -> AbstractContextManager[None]:
         replayed = self._runner.whole is not None
-        self._offload = self._offload or Offload(self._device, sparing=replayed)
-        waiting = _WAITING_REPLAYED if replayed else _WAITING
-        limit = None if self._of_a_sample is None else int(waiting * self._of_a_sample * max(sizes))
-        return self._offload, self._offload.window(limit, self._own_tensors(), tuple(sizes))
+        self._offload = round_.offload = self._offload or Offload(self._device, sparing=replayed)
+        waiting, each = _WAITING_REPLAYED if replayed else _WAITING, self._where.of_a_sample
+        limit = None if each is None else int(waiting * each * max(round_.sizes))
+        return self._offload.window(limit, self._own_tensors(), round_.sizes)
 
     def each(
         self,
@@ -172,68 +126,31 @@ class Together:
         def task(micro_batch: Any) -> Callable[[], Result]:
             def run() -> Result:
                 found = evaluate(micro_batch)
-                _end_of_drawing(current())
-                _refuse_changes(current())
+                _end_forward(current())
                 return found
 
             return run
 
-        return self._side_by_side([task(each) for each in micro_batches], sizes, {"resting": resting})
+        round_ = self._round(sizes)
+        round_.mode = "resting" if resting else "train"
+        return self._side_by_side([task(each) for each in micro_batches], round_)
 
     def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
         """Run one micro-batch alone that is meant to run beside others."""
-        self._lone.run(partial(run, micro_batch), size)
+        models = self._models if self._norms_meet else None
+        run_probe(models, self._device, partial(run, micro_batch), size, self._crew)
 
     def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
-        again = self._elsewhere(error, out_of_memory=out_of_memory)
-        if not again:  # nothing was to be gained: an error of the user's own says nothing of later windows
-            self._valued, self._inside = self._settled
-        return again
-
-    def _elsewhere(self, error: BaseException, *, out_of_memory: bool) -> bool:
-        same_again = isinstance(error, MeetsInside | RunsDiffer)  # torch's own way of running again would find the same
-        if self._recomputed and self._valued and not out_of_memory and not same_again:
-            self._valued = not isinstance(error, Exception)  # what is the user's own error comes once more
-            return not self._valued
-        if self._given != "auto":
-            return False
-        # A model's own loss is in what is run again, so its count cannot be read without running it; and a model that
-        # changes its input cannot run again. What is the user's own error comes once more.
-        if (
-            self._recomputed
-            and not self._inside
-            and isinstance(error, MeetsInside | RunsDiffer | UnreadableLoss | RuntimeError)
-        ):
-            self._inside = not out_of_memory
-            return self._inside
-        if out_of_memory and not self._tight and self._device.type == "cuda":
-            self._tight = True
-            return True
-        return False
+        return self._where.fall_back(error, recomputed=self._recomputed, out_of_memory=out_of_memory)
 
     def make_room(self, micro_batch: Callable[[], Any], sizes: Sequence[int], shape: str, budget: int) -> None:
-        """Decide where activations wait; raise before the window begins where the host's memory will not hold them.
-
-        `budget` is what may be used on the device. What a micro-batch's activations take is measured on one, once for
-        samples of a `shape`.
-        """
-        if len(sizes) == 1 or self._given == "keep" or self._activations(len(sizes)) == "recompute":
-            return
-        on_device = self._device.type == "cuda"
-        host = host_available() + (self._offload.held if self._offload is not None else 0)
-        there = host if on_device else min(host, max(budget - resident(), 0))
-        free = budget - torch.cuda.memory_allocated(self._device) if on_device else there
-        self._of_a_sample = self._waiting.of(
-            shape,
-            lambda: self._measured(micro_batch(), sizes[0]) / sizes[0],
-            lambda each: each * sum(sizes) <= min(_FILLED * free, there),
-        )
-        needed = int(self._of_a_sample * sum(sizes))
-        if on_device:
-            self._tight = self._tight or needed > _FILLED * free
-        if not on_device or self._activations(len(sizes)) == "offload":
-            refuse_too_much(sum(sizes), needed, there, budgeted=there < host)
+        """Decide where activations wait; raise before the window begins where the host's memory will not hold them."""
+        if len(sizes) > 1:
+            pinned = self._offload.held if self._offload is not None else 0
+            mode = partial(self._activations, len(sizes))
+            measure = lambda: self._measured(micro_batch(), sizes[0]) / sizes[0]  # noqa: E731
+            self._where.make_room(measure, sum(sizes), shape, mode, budget=budget, pinned=pinned)
 
     def _measured(self, micro_batch: Any, size: int) -> int:
         """Return how much autograd saves of one micro-batch."""
@@ -246,16 +163,8 @@ class Together:
             )
         return found[0]
 
-    def _activations(self, micro_batches: int) -> Literal["keep", "recompute", "offload"]:
-        if micro_batches == 1:
-            return "keep"
-        if self._given == "offload" and self._device.type != "cuda":
-            return "keep"  # a host's memory is where it is
-        if self._given != "auto":
-            return self._given
-        if not self._inside and not self._meets_in_model():
-            return "recompute"
-        return "offload" if self._tight else "keep"
+    def _activations(self, micro_batches: int) -> Mode:
+        return self._where.mode(micro_batches, meets_inside=self._meets_in_model())
 
     def _own_tensors(self) -> Callable[[], Iterator[Tensor]]:
         """Return what tells the models' tensors of the moment; which modules they have is looked up once."""
@@ -266,59 +175,137 @@ class Together:
     def _meets_in_model(self) -> bool:
         return self._norms_meet and any(is_awake(module) for _, module in batch_norms(self._models))
 
-    def _side_by_side(
-        self,
-        tasks: Sequence[Callable[[], Result]],
-        sizes: Sequence[int],
-        beside: dict[str, Any] | None = None,
-    ) -> list[Result]:
-        notes: dict[str, Any] = {
-            "sizes": tuple(sizes),
-            "seen once": self._seen_once,
-            "statistics": self.statistics,
-            "norms": norms_of(self._models) if self._norms_meet else None,
-            "inside": self._runner.kinds,
-            **(beside or {}),
-        }
-        recipes: Recipes | None = notes.get("recipes")
-        if len(tasks) == 1:
-            # A whole batch's means are the big batch's; those of a rank are not.
-            known = derivatives_known() if notes.get("ranks") is not None else nullcontext()
-            with batch_norm_met(), known:
-                return self._crew.run(tasks, Carried.here(self._device), notes)
-        weights = OwnWeights(self._models, by_value=not self._looked)
-        if not self._looked:
-            notes["weights"] = weights
+    def _round(self, sizes: Sequence[int]) -> Round:
+        return Round(
+            tuple(sizes),
+            norms=norms_of(self._models) if self._norms_meet else None,
+            moved_statistics=self.statistics,
+            same_terms=self._same_terms,
+            constants=self._constants,
+        )
+
+    def _add_ranks(self, round_: Round, ranks: Ranks | None) -> None:
+        """Learn how many samples other ranks have, before micro-batches meet those; in norms without a word."""
+        if ranks is None:
+            return
+        own = sum(round_.sizes)
+        with rank_collectives.collective(ranks, "the beginning of a window", self._device):  # or another is elsewhere
+            every = rank_collectives.numbers(ranks, own, self._device)
+        ranks.elsewhere = self._meets_in_model()
+        round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
+
+    def _side_by_side(self, tasks: Sequence[Callable[[], Result]], round_: Round) -> list[Result]:
+        with batch_norm_met(), activations_known() if round_.offload is not None else nullcontext():
+            if len(tasks) == 1:
+                return self._crew.run(tasks, Carried.here(self._device), round_)
+            own = round_.own_parameters = OwnParameters(self._models)
+            try:
+                with self._streams(round_, len(tasks)) as streams:
+                    numbered = [partial(_with_own_numbers, streams, *each) for each in enumerate(tasks)]
+                    return self._crew.run(numbered, Carried.here(self._device), round_)
+            except BaseException:
+                own.restore()
+                raise
+
+    @contextmanager
+    def _streams(self, round_: Round, tasks: int) -> Iterator[Streams]:
         # No generator of a device can be asked while its numbers are captured; a graph that draws any is not used.
         capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        streams = notes["streams"] = Streams(frozenset() if capturing else devices_of(self._models), len(tasks))
-
-        def with_own_numbers(number: int, task: Callable[[], Result]) -> Callable[[], Result]:
-            def run() -> Result:
-                streams.begin(number)
-                return task()
-
-            return run
-
+        streams = round_.streams = Streams(frozenset() if capturing else devices_of(self._models), tasks)
         try:
-            knowing = activations_known() if recipes is not None else nullcontext()
-            with batch_norm_met(), derivatives_known(), knowing:
-                own = [with_own_numbers(number, task) for number, task in enumerate(tasks)]
-                return self._crew.run(own, Carried.here(self._device), notes)
-        except BaseException:
-            weights.restore()
-            raise
+            yield streams
         finally:
             streams.close()
 
 
-def _tell_of_cost(of_all: Sequence[bool]) -> None:
-    if any(of_all):
-        warnings.warn(
-            "this loss is made of values of all micro-batches alone (bigbatch.across), so each micro-batch computes "
-            "all of it. That is exact; a mean over rows of own samples is less work (docs/coupled.md).",
-            stacklevel=outside(),
-        )
+class _Pass:
+    """What each worker of a window does: forward, a barrier at which all losses are weighed, backward."""
+
+    def __init__(
+        self, runner: Runner, window: Window, micro_batches: Iterator[Any], recompute: Recompute | None, *, looks: bool
+    ) -> None:
+        self._runner, self._window, self._micro_batches = runner, window, micro_batches
+        self._recompute, self._looks = recompute, looks
+        self.sparing_others = ExitStack()
+        self.is_of_all_alone = False  # whether the loss is made of values of all micro-batches alone
+
+    def task(self) -> Any:
+        """Run the next micro-batch; returns its extras."""
+        worker = current()
+        assert worker is not None  # noqa: S101 - a task runs on a worker
+        offload = worker.round.offload
+        micro_batch = next(self._micro_batches)  # one task at a time: each takes its own
+        with offload.recipes.hooks() if offload is not None else nullcontext():
+            loss, extra = self._runner.loss(micro_batch)
+        del micro_batch
+        terms = self._runner.read(loss)
+        _end_drawing(worker)
+        backwards = worker.meet("the end of forward", (loss, terms), self._turn)
+        del loss, terms
+        backwards.pop(worker.number)()
+        if worker.round.free_workspaces is not None:
+            worker.round.free_workspaces()
+        return extra
+
+    def _turn(self, found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
+        worker = current()
+        assert worker is not None  # noqa: S101 - the last of them
+        _refuse_changes(worker)
+        worker.round.is_backward = True
+        if self._recompute is not None:
+            self._recompute.refuse_changed()
+        self.sparing_others.enter_context(self._runner.sparing_others())  # known to be needed by now
+        if worker.round.offload is not None:
+            worker.round.offload.turn()
+        self.is_of_all_alone = self._looks and len(found) > 1 and _is_of_all_alone(found)
+        return dict(enumerate(self._runner.weighed(self._window, found)))
+
+
+def run_probe(
+    models: Sequence[nn.Module] | None,
+    device: torch.device,
+    task: Callable[[], object],
+    size: int,
+    crew: Crew | None = None,
+) -> None:
+    """Run a task on one micro-batch alone, as if others were there: BatchNorm of `models` takes a single sample."""
+    round_ = Round((size,), mode="probe", norms=norms_of(models) if models is not None else None)
+    with batch_norm_met():
+        (crew or Crew()).run([task], Carried.here(device), round_)
+
+
+def _with_own_numbers(streams: Streams, number: int, task: Callable[[], Result]) -> Result:
+    streams.begin(number)
+    return task()
+
+
+def _end_forward(worker: Worker | None) -> None:
+    if worker is not None:
+        _end_drawing(worker)
+        _refuse_changes(worker)
+
+
+def _end_drawing(worker: Worker) -> None:
+    """A forward is over: see whether it has drawn random numbers."""
+    if worker.round.streams is not None:
+        worker.round.streams.end(worker.number)
+
+
+def _refuse_changes(worker: Worker) -> None:
+    """A forward is over: what all micro-batches share must be as it was, and is let go by the last of them."""
+    refuse_changed(worker.round.shared)
+    if worker.number + 1 == worker.size:
+        worker.round.shared.clear()
+        if worker.round.own_parameters is not None:
+            worker.round.own_parameters.refuse_others()
+
+
+def _warn_of_cost() -> None:
+    warnings.warn(
+        "this loss is made of values of all micro-batches alone (bigbatch.across), so each micro-batch computes "
+        "all of it. That is exact; a mean over rows of own samples is less work (docs/coupled.md).",
+        stacklevel=outside(),
+    )
 
 
 def _is_of_all_alone(found: Sequence[tuple[Tensor, Sequence[Term]]]) -> bool:
@@ -330,28 +317,3 @@ def _is_of_all_alone(found: Sequence[tuple[Tensor, Sequence[Term]]]) -> bool:
     if max(values) - min(values) > tolerance * max(*map(abs, values), 1e-30):
         raise refusals.shared_alone(values)
     return True
-
-
-def _refuse_changes(worker: Worker | None) -> None:
-    """A forward is over: what all micro-batches share must be as it was, and is let go."""
-    if worker is not None:
-        refuse_changed(worker.notes.get("shared", []))
-        if worker.number + 1 == worker.size:
-            worker.notes.pop("shared", None)
-
-
-def _end_of_drawing(worker: Worker | None) -> None:
-    """A forward is over: see whether it has drawn random numbers."""
-    streams: Streams | None = worker.notes.get("streams") if worker is not None else None
-    if worker is not None and streams is not None:
-        streams.end(worker.number)
-
-
-def _of_ranks(ranks: Ranks | None, sizes: Sequence[int], device: torch.device, *, inside: bool) -> dict[str, Any]:
-    """Learn how many samples other ranks have, before micro-batches meet those; in norms (`inside`) without a word."""
-    if ranks is None:
-        return {}
-    with rank_collectives.collective(ranks, "the beginning of a window", device):  # or another rank is somewhere else
-        every = rank_collectives.numbers(ranks, sum(sizes), device)
-    ranks.elsewhere = inside
-    return {"ranks": ranks, "all samples": sum(every), "samples before": sum(every[: ranks.rank])}

@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from bigbatch.errors import ConfigurationError, PathsDiffer
-from bigbatch.lockstep.one_core import stay_on, this_processor, wait_when_woken
+from bigbatch.errors import ConfigurationError, LossError, PathsDiffer
+from bigbatch.lockstep.one_core import staying_on, this_processor, wait_when_woken
+from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
+from bigbatch.state import scope
 
-_GLANCE = 0.1  # seconds
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
@@ -31,21 +32,21 @@ class Abandoned(BaseException):
 class Worker:
     """One task on its way, as its own thread sees it."""
 
-    def __init__(self, round_: "_Round", number: int) -> None:
-        """Belong to a round of tasks."""
-        self._round, self.number = round_, number
+    def __init__(self, turns: "_Turns", number: int) -> None:
+        """Take part in turns."""
+        self._turns, self.number = turns, number
         self.meetings = 0  # how many this task has had
         self.visits: dict[str, int] = {}  # how often it has come by a place that wants to know
 
     @property
     def size(self) -> int:
         """How many tasks there are."""
-        return len(self._round.at)
+        return len(self._turns.at)
 
     @property
-    def notes(self) -> dict[str, Any]:
-        """What the tasks of one window know in common."""
-        return self._round.notes
+    def round(self) -> Round:
+        """What the workers of one window share; nothing once it is over."""
+        return self._turns.round
 
     def meet(
         self,
@@ -59,29 +60,30 @@ class Worker:
         With `fold` each value is put into those before as it comes, so that only one is kept.
         """
         self.meetings += 1
-        leave: Callable[[], None] | None = self.notes.get("leaving")
-        if leave is not None:
-            leave()
+        if self.round.free_workspaces is not None:
+            self.round.free_workspaces()
         box = [value]
         del value  # where it is folded into others, nobody keeps it
-        found: Result = self._round.meet(self.number, name, box, combine, fold)
+        found: Result = self._turns.meet(self.number, name, box, combine, fold)
         return found
-
-
-_here = threading.local()
 
 
 def current() -> Worker | None:
     """Return the task that this thread runs, where it runs one."""
-    return getattr(_here, "worker", None)
+    found: Worker | None = scope.worker()
+    return found
 
 
-def began_inside() -> bool:
-    """Whether this thread has been started while a window runs, as a task's own code starts some."""
+def refuse_other_threads(name: str) -> None:
+    """Raise on a thread that a task's own code has started: it is nobody's worker."""
     thread = threading.current_thread()
-    # One that Python has not started is first seen when it is asked.
-    known = not isinstance(thread, threading._DummyThread)  # noqa: SLF001 - no public name
-    return known and any(round_.runs and thread not in round_.threads for round_ in list(_running))
+    if any(isinstance(each, _Seat) and each.is_busy_since_before(thread) for each in threading.enumerate()):
+        msg = (
+            f"across.{name} was called on a thread that has begun while micro-batches run in lock-step, and other "
+            "micro-batches cannot be met there: it would have answered for this one alone.\n"
+            "Call it on the thread that loss_fn is called on, before or after threads of your own."
+        )
+        raise LossError(msg)
 
 
 class Crew:
@@ -90,28 +92,23 @@ class Crew:
     def __init__(self) -> None:
         """Have no threads yet."""
         self._seats: list[_Seat] = []
-        self._latest: weakref.ref[_Round] | None = None
-        self._end = weakref.finalize(self, _dismiss, self._seats)
+        self._latest: weakref.ref[_Turns] | None = None
+        weakref.finalize(self, _dismiss, self._seats)
 
-    def run(
-        self, tasks: Sequence[Callable[[], Result]], carried: Carried, notes: dict[str, Any] | None = None
-    ) -> list[Result]:
-        """Run all tasks; returns their results. The error of one ends all, and comes out as it was raised.
-
-        `notes` is what all of them know.
-        """
+    def run(self, tasks: Sequence[Callable[[], Result]], carried: Carried, round_: Round) -> list[Result]:
+        """Run all tasks; returns their results. The error of one ends all, and comes out as it was raised."""
         latest = self._latest() if self._latest is not None else None
         if latest is not None and latest.runs:
             msg = "a window in lock-step cannot be run inside of another with the same threads"
             raise RuntimeError(msg)
-        if not all(seat.thread.is_alive() for seat in self._seats):
+        if not all(seat.is_alive() for seat in self._seats):
             _dismiss(self._seats)  # those that are left: in a process that was forked, none
         while len(self._seats) < len(tasks):
             _start_thread(self._seats, len(tasks))
         processor = this_processor() if carried.stream is not None and len(tasks) > 1 else None
-        round_ = _Round(tasks, self._seats[: len(tasks)], carried, notes or {}, processor)
-        self._latest = weakref.ref(round_)
-        return round_.run()
+        turns = _Turns(tasks, self._seats[: len(tasks)], carried, round_, processor)
+        self._latest = weakref.ref(turns)
+        return turns.run()
 
 
 def _dismiss(seats: "list[_Seat]") -> None:
@@ -126,7 +123,7 @@ def _start_thread(seats: "list[_Seat]", tasks: int) -> None:
     number = len(seats)
     seats.append(_Seat(f"bigbatch-{number}"))
     try:
-        seats[number].thread.start()
+        seats[number].start()
     except RuntimeError as error:
         del seats[number:]
         msg = (
@@ -138,29 +135,30 @@ def _start_thread(seats: "list[_Seat]", tasks: int) -> None:
         raise ConfigurationError(msg) from error
 
 
-class _Seat:
+class _Seat(threading.Thread):
     """A thread that waits for work. It knows no crew, so that a crew that nobody holds can go."""
 
     def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
         self.go = threading.Lock()  # released by whoever passes the baton
         self.go.acquire()
         self.job: Callable[[], None] | None = None
         self.ended = False
-        self._processor: int | None = None
-        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self.others: frozenset[threading.Thread] | None = None  # those that were there when its window began
+
+    def is_busy_since_before(self, thread: threading.Thread) -> bool:
+        """Whether this one serves a window in which another thread has been started."""
+        # One that Python has not started is first seen when it is asked.
+        known = not isinstance(thread, threading._DummyThread)  # noqa: SLF001 - no public name
+        return known and self.others is not None and thread not in self.others
 
     def wake(self) -> None:
         """Let the thread look whether it is its turn; once more does no harm."""
         with suppress(RuntimeError):  # it has been woken, and has not looked yet
             self.go.release()
 
-    def stay_on(self, processor: int | None) -> None:
-        """Have the thread, which is the one that calls this, run there and nowhere else."""
-        if processor is not None and processor != self._processor:
-            self._processor = processor
-            stay_on(processor)
-
-    def _serve(self) -> None:
+    def run(self) -> None:
+        """Work until there is no more."""
         wait_when_woken()
         while not self.ended:
             self.go.acquire()
@@ -170,7 +168,7 @@ class _Seat:
             del job  # it holds a window's tensors
 
 
-class _Round:
+class _Turns:
     """The tasks of one window, from the first baton to the last."""
 
     def __init__(
@@ -178,12 +176,12 @@ class _Round:
         tasks: Sequence[Callable[[], Any]],
         seats: "list[_Seat]",
         carried: Carried,
-        notes: dict[str, Any],
+        round_: Round,
         processor: int | None,
     ) -> None:
         self._tasks, self._seats, self._carried = list(tasks), seats, carried
         self.at: list[str | None] = [None] * len(tasks)  # the meeting that each waits at
-        self.notes = notes
+        self.round = round_
         self._values: list[Any] = []
         self._done = [False] * len(tasks)
         self._results: list[Any] = [None] * len(tasks)
@@ -195,7 +193,6 @@ class _Round:
         self._turn = -1  # whose it is to run
         self._finished = threading.Lock()
         self._finished.acquire()
-        self.threads: frozenset[Any] = frozenset(threading.enumerate())  # those that were there when it began
 
     @property
     def runs(self) -> bool:
@@ -206,8 +203,7 @@ class _Round:
         self._wait()
         failure, results = self._failure, self._results
         self._tasks, self._values, self._results, self._combined, self._failure = [], [], [], None, None
-        self.threads = frozenset()
-        self.notes.clear()
+        self.round = Round(())  # a graph that outlives its window has a worker, and must hold nothing else of it
         if failure is not None:
             try:
                 raise failure
@@ -220,30 +216,16 @@ class _Round:
         try:  # around all of it: nothing has begun before this line, and all is over after it
             while not self._over:
                 if self._turn < 0:
-                    _running.add(self)
+                    others = frozenset(threading.enumerate())
                     for number, seat in enumerate(self._seats):
-                        seat.job = self._job(number)
+                        seat.job, seat.others = self._job(number), others
                     self._hand_to(0)
                 elif not self._begun:
                     self._seats[0].wake()  # an interrupt came between its turn and its waking
-                # Not for ever: an interrupt that came by another thread is noticed when this one runs.
-                if not self._finished.acquire(timeout=_GLANCE):
-                    self._miss()
+                self._finished.acquire()
         except BaseException as interrupt:  # noqa: BLE001 - raised again when no task runs any more
             self._failure = self._failure or interrupt
             self._wait()
-
-    def _miss(self) -> None:
-        """End the others where the thread whose turn it is has ended: it would pass on no baton."""
-        number = self._turn
-        gone = number >= 0 and not self._seats[number].thread.is_alive()
-        if gone and self._turn == number and not self._over:  # nor has it passed on the baton before
-            msg = (
-                f"the thread that ran micro-batch {number} of this window has ended without a word; what Python has to "
-                "say of it is on stderr. The next window has new threads."
-            )
-            self._failure = self._failure or RuntimeError(msg)
-            self._end(number)
 
     def meet(
         self,
@@ -307,18 +289,19 @@ class _Round:
             self._begun = True
             self._seats[number].job = None
             try:
-                _here.worker = Worker(self, number)
-                self._seats[number].stay_on(self._processor)
-                if self._failure is None:
-                    with self._carried.there():
-                        self._results[number] = self._carried.context.copy().run(self._tasks[number])
+                scope.become(Worker(self, number))
+                with staying_on(self._processor):
+                    if self._failure is None:
+                        with self._carried.there():
+                            self._results[number] = self._carried.context.copy().run(self._tasks[number])
             except Abandoned:
                 pass
             except BaseException as error:  # noqa: BLE001 - it comes out of `run`
                 if self._failure is None:
                     self._failure = error
             finally:
-                _here.worker = None
+                scope.become(None)
+            self._seats[number].others = None
             self._end(number)
 
         return job
@@ -336,7 +319,6 @@ class _Round:
         left = next((i for i in range(seats) if not self._done[i]), None)
         if left is None:
             self._over = True
-            _running.discard(self)
             self._finished.release()
         else:
             self._hand_to(left)
@@ -344,9 +326,6 @@ class _Round:
     def _hand_to(self, number: int) -> None:
         self._turn = number
         self._seats[number].wake()
-
-
-_running: set[_Round] = set()  # of all crews
 
 
 def _numbered(numbers: Sequence[int]) -> str:

@@ -30,27 +30,53 @@ def wide(number: Tensor) -> Tensor:
 def finite(total: Count) -> Count:
     """Return a total of counts, or refuse one that no number holds; what is on a device is not waited for."""
     if isinstance(total, float) and total == math.inf:
-        msg = "the counts of this window add up to inf: a count is how many things a mean is over, such as len(batch)"
-        raise LossError(msg)
+        raise LossError("the counts of this window add up to inf.", fix="count=len(batch), or another finite number")
     return total
 
 
 def checked_count(count: object) -> tuple[Kind, Count]:
     """Return the kind and number of a count that a user gave, or refuse it."""
-    if count == "sum" and isinstance(count, str):
-        return "sum", 1.0
-    if count == "once" and isinstance(count, str):
-        return "once", 1.0
+    if isinstance(count, str) and count in {"sum", "once"}:
+        return ("sum" if count == "sum" else "once"), 1.0
     if isinstance(count, Tensor):
         if count.numel() != 1 or count.requires_grad or count.is_complex():
-            msg = f"a count is one number without gradient; found a tensor of shape {tuple(count.shape)}"
-            raise LossError(msg)
+            problem = "a count is one number without gradient."
+            raise LossError(problem, found=f"a tensor of shape {tuple(count.shape)}", fix="count=mask.sum().detach()")
         if count.device.type == "cpu":
             return checked_count(count.item())
         return "mean", wide(count.reshape(()))
-    if (
-        isinstance(count, bool) or not isinstance(count, Real) or not 0 <= float(count) < float("inf")
-    ):  # numpy's are Real
-        msg = f"a count is a number of things, 0 or more, or 'sum' or 'once'; found {count!r}"
-        raise LossError(msg)
-    return "mean", float(count)
+    is_number = isinstance(count, Real) and not isinstance(count, bool)  # numpy's are Real
+    if not is_number or not 0 <= float(count) < math.inf:  # type: ignore[arg-type]  # a Real is one
+        problem = "a count is a number of things, 0 or more, or 'sum' or 'once'."
+        raise LossError(problem, found=repr(count), fix="count=len(batch)")
+    return "mean", float(count)  # type: ignore[arg-type]
+
+
+class Arrival:
+    """A copy of a 0-d tensor to the host; `read` waits for this copy alone, not for what was queued after it."""
+
+    def __init__(self) -> None:
+        """Have nothing under way."""
+        self._number: Tensor | None = None
+        self._host: Tensor | None = None
+        self._event: torch.cuda.Event | None = None
+
+    def start(self, number: Tensor) -> None:
+        """Start the copy."""
+        self._number = number
+        if number.device.type == "cuda":
+            if self._host is None or self._event is None or self._host.dtype != number.dtype:
+                # kept from window to window: pinning memory is slow
+                self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
+                self._event = torch.cuda.Event()
+            self._host.copy_(number, non_blocking=True)
+            self._event.record(torch.cuda.current_stream(number.device))
+
+    def read(self) -> float:
+        """Return the number."""
+        if self._number is None:
+            return 0.0
+        if self._number.device.type != "cuda" or self._host is None or self._event is None:
+            return float(self._number)
+        self._event.synchronize()
+        return float(self._host)

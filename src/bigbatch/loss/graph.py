@@ -44,39 +44,40 @@ def unseen() -> Iterator[None]:
 
 def operation(node: Node) -> str:
     """Give the operation behind a node: `NllLossBackward0` is `NllLoss`."""
-    kind = type(node)
-    known = _operations.get(kind)
+    sort = type(node)
+    known = _names.get(sort)
     if known is not None:
         return known
-    name = node.name()
-    found = name.rpartition("::")[2].removesuffix("_copy").rstrip("0123456789").removesuffix("Backward")
-    if kind.__name__ == name.rpartition("::")[2] and not is_custom(node):  # a kind of its own; asking for names is slow
-        _operations[kind] = found
+    name = node.name().rpartition("::")[2]
+    found: str = getattr(sort, _STANDS_FOR, "")
+    found = found or name.removesuffix("_copy").rstrip("0123456789").removesuffix("Backward")
+    if sort.__name__ == name and not is_custom(node):  # a type of its own; asking for names is slow
+        _names[sort] = found
     return found
 
 
-_operations: dict[type, str] = {}
-_stand_ins: set[type] = set()
-
-
-def is_stand_in(sort: type) -> bool:
-    """Tell whether nodes of this type stand for an operation of torch."""
-    return sort in _stand_ins
+_names: dict[type, str] = {}  # what torch calls its own types of nodes
+_STANDS_FOR, _SHARED = "_bigbatch_stands_for", "_bigbatch_shared"
 
 
 def stands_for(function: Any, name: str) -> None:
     """Have the nodes of an `autograd.Function` of ours read as those of the operation that it stands for."""
-    sort: type = function._backward_cls
-    _operations[sort] = name
-    _stand_ins.add(sort)
+    setattr(function._backward_cls, _STANDS_FOR, name)
 
 
-_shared: set[type] = set()
+def is_stand_in(sort: type) -> bool:
+    """Tell whether nodes of this type stand for an operation of torch."""
+    return hasattr(sort, _STANDS_FOR)
 
 
 def shared_by_all(function: Any) -> None:
     """Have the results of an `autograd.Function` of ours known as the same for all samples, in every micro-batch."""
-    _shared.add(function._backward_cls)
+    setattr(function._backward_cls, _SHARED, True)
+
+
+def is_shared_by_all(node: Node) -> bool:
+    """Tell whether a node's result was made of all micro-batches, with an exact gradient."""
+    return hasattr(type(node), _SHARED)
 
 
 _shared_values: dict[int, StorageWeakRef] = {}
@@ -94,11 +95,6 @@ def is_shared_value(tensor: Tensor) -> bool:
     """Tell whether a tensor without gradient is the same in every micro-batch."""
     known = _shared_values.get(tensor.untyped_storage()._cdata) if _shared_values else None
     return known is not None and not known.expired()
-
-
-def is_shared_by_all(node: Node) -> bool:
-    """Tell whether a node's result was made of all micro-batches, with an exact gradient."""
-    return type(node) in _shared
 
 
 def edges(node: Node) -> tuple[Edge, ...]:
@@ -120,7 +116,7 @@ def is_leaf(node: Node) -> bool:
 def is_custom(node: Node) -> bool:
     """Tell whether the node is a Python `autograd.Function`; compiled code and checkpoints are, too."""
     found: Any = node
-    return isinstance(found, BackwardCFunction) and type(node) not in _stand_ins
+    return isinstance(found, BackwardCFunction) and not is_stand_in(type(node))
 
 
 def is_placement(node: Node, output: int = 0) -> bool:

@@ -11,7 +11,7 @@ together and cut them apart, so a dimension is a row of parts, outermost first, 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Final, TypeAlias
@@ -65,9 +65,19 @@ Dim: TypeAlias = tuple[Part, ...]
 Layout: TypeAlias = tuple[Dim, ...]
 
 
+def matches(tag: Tag, other: Tag) -> bool:
+    """Tell whether two parts are the same axis, or pieces of it."""
+    return isinstance(tag, Axis) and isinstance(other, Axis) and tag.matches(other)
+
+
 def mixed(sizes: Shape, by: str) -> Layout:
     """Return a layout in which an operation has mixed everything."""
     return tuple(((size, by),) for size in sizes)
+
+
+def mix(layout: Layout, sizes: Shape, dims: Collection[int], by: str) -> Layout:
+    """Return a layout in which an operation has mixed some dimensions."""
+    return tuple(((size, by),) if dim in dims else layout[dim] for dim, size in enumerate(sizes))
 
 
 def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:

@@ -1,8 +1,7 @@
-"""What is made of parameters alone: regularisers, and weights that a layer computes from its parameters."""
+"""What a value is made of: of parameters alone, of values of all micro-batches, or of this micro-batch's data."""
 
-from collections.abc import Callable
+from enum import Enum, auto
 
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.loss.graph import (
@@ -24,6 +23,24 @@ from bigbatch.loss.operations import MATRICES, PURE_POINTWISE, REDUCTIONS, VIEWS
 from bigbatch.loss.rules import MATMULS
 from bigbatch.loss.trail import Trail
 
+
+class Origin(Enum):
+    """What a value may be made of, and of nothing else.
+
+    WEIGHT is stricter than PARAMETERS: what has no gradient may be a batch's, and a layer's weight that depends on the
+    batch couples its samples. So it must be a number that was written down, or a tensor of the model's own. A weight
+    that stands BESIDE samples in a product may also hold others, of a parameter's size: what autograd does not see of
+    a weight (a sign, a norm, an identity) is a parameter's more often than a batch's.
+    """
+
+    PARAMETERS = auto()  # and numbers: a regularizer, the same in every micro-batch
+    SHARED = auto()  # values of all micro-batches, and perhaps parameters: the same in each
+    WEIGHT = auto()  # parameters, frozen weights and written numbers: a layer's computed weight
+    BESIDE = auto()  # such a weight, in a product with samples
+
+
+_OF_VECTORS = frozenset("Dot Vdot Mv Addmv".split())
+_NORMS = frozenset("NativeLayerNorm FusedRmsNorm NativeGroupNorm".split())
 _PURE = (
     PURE_POINTWISE
     | REDUCTIONS
@@ -32,11 +49,16 @@ _PURE = (
     | frozenset(MATMULS)
     | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 )
-_OF_VECTORS = frozenset("Dot Vdot Mv Addmv".split())
-_PURE_OF_WEIGHTS = _PURE | _OF_VECTORS | frozenset("WeightNormInterface Softmax Renorm Where".split())
-_NODES_OF_A_WEIGHT = 128  # more are a model's, not a weight's
-_NORMS = frozenset("NativeLayerNorm FusedRmsNorm NativeGroupNorm".split())
+PURE_OF_WEIGHTS = _PURE | _OF_VECTORS | frozenset("WeightNormInterface Softmax Renorm Where".split())
 _OF_SHARED = _NORMS | frozenset("Softmax LogSoftmax Index IndexSelect Gather Clamp ClampMin ClampMax".split())
+_ALLOWED = {
+    Origin.PARAMETERS: _PURE,
+    Origin.SHARED: PURE_OF_WEIGHTS | _OF_SHARED,
+    Origin.WEIGHT: PURE_OF_WEIGHTS,
+    Origin.BESIDE: PURE_OF_WEIGHTS,
+}
+_WEIGHTS = frozenset({Origin.WEIGHT, Origin.BESIDE})
+_NODES_OF_A_WEIGHT = 128  # more are a model's, not a weight's
 # under which names torch saves the two factors, where it saves them
 _SAVED_AS = {
     "Cdist": ("x1", "x2"),
@@ -50,106 +72,59 @@ _SAVED_AS = {
 }
 
 
-def saved_factor(name: str, place: int) -> str:
-    """Return the name under which a product saves its left (0) or right (1) factor."""
-    return _SAVED_AS.get(name, ("self", "mat2"))[place]
-
-
-def parameters_alone(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
-    """Tell whether a value is made of parameters and numbers, the same for every micro-batch."""
-    stack, seen = [edge[0]], set[Node]()
-    while stack:
-        node = stack.pop()
-        if node is None:
-            return False
-        trail.passed(node)
-        if node in seen or is_leaf(node):
-            if is_leaf(node) and not is_parameter(node, own):
-                return False
-            continue
-        seen.add(node)
-        name = operation(node)
-        if name not in _PURE or is_custom(node):
-            return False
-        scalar = not shape(node)
-        for below, _ in edges(node):
-            if below is None and (scalar or by_number(node, name)):
-                continue  # a 0-d tensor without gradient, or a Python number
-            stack.append(below)
-    return True
-
-
-def made_of_shared(edge: Edge, own: frozenset[int], trail: Trail) -> bool:
-    """Tell whether a value is made of values of all micro-batches, and perhaps of parameters: the same in each."""
-    looked, found, stack = Trail(), False, [edge[0]]
-    while stack:
-        node = stack.pop()
-        if node is None or node in looked.nodes:
-            continue
-        looked.passed(node)
-        if is_shared_by_all(node):
-            found = True
-        elif is_leaf(node):
-            if not is_parameter(node, own):
-                return False
-        elif is_custom(node) or operation(node) not in _PURE_OF_WEIGHTS | _OF_SHARED:
-            return False  # a layer: below it is the model, and with it this micro-batch
-        else:
-            inputs = [below for below, _ in edges(node)]
-            affine = operation(node) in _NORMS  # with weights or without
-            number = not shape(node) or by_number(node, operation(node))
-            if None in inputs and not affine and not number:
-                return False  # what has no gradient may be this micro-batch's; numbers are compared with all others'
-            stack.extend(inputs)
-    if found:
+def is_made_of(origin: Origin, edge: Edge, trail: Trail) -> bool:
+    """Tell whether a value is made of this, and of nothing else."""
+    looked = Trail(trail.known)
+    found = _is_made_of(origin, edge, looked)
+    if found or origin is Origin.PARAMETERS:  # else the reading does not depend on what was looked at
         trail.add(looked)
     return found
 
 
-def computed_weight(  # noqa: C901, PLR0911, PLR0912 - one way out per doubt
-    edge: Edge, own: frozenset[int], is_weight: Callable[[Tensor], bool], trail: Trail, *, beside: bool = False
-) -> bool:
-    """Tell whether a layer's weight was computed from parameters, frozen weights and numbers, and from nothing else.
-
-    Stricter than `parameters_alone`: what has no gradient may be a batch's, and a layer's weight that depends on the
-    batch couples its samples. So it must be a number that was written down, or a tensor of the model's own. A weight
-    that stands `beside` samples in a product may also hold others, of a parameter's size: what autograd does not see of
-    a weight (a sign, a norm, an identity) is a parameter's more often than a batch's.
-    """
-    looked = Trail()  # where the answer is no, the reading does not depend on what was looked at
-    stack, spread = [edge[0]], set[Shape]()
-    while stack and len(looked.nodes) < _NODES_OF_A_WEIGHT:
+def _is_made_of(origin: Origin, edge: Edge, looked: Trail) -> bool:
+    stack, spread, shared = [edge[0]], set[Shape](), False
+    while stack:
         node = stack.pop()
-        if node is None:
+        if node is None or (origin in _WEIGHTS and len(looked.nodes) >= _NODES_OF_A_WEIGHT):
             return False
         if node in looked.nodes:
             continue
         looked.passed(node)
-        if is_leaf(node):
-            if not is_parameter(node, own):
+        if origin is Origin.SHARED and is_shared_by_all(node):
+            shared = True
+        elif is_leaf(node):
+            if not is_parameter(node, looked.known.own):
                 return False
-            continue
-        name = operation(node)
-        if is_custom(node) and not (beside and _keeps_size(node)):
-            return False
-        if name not in _PURE_OF_WEIGHTS and not is_custom(node):
-            return False
+        else:
+            free = _unexplained(origin, node, looked)
+            if free is None or (free and origin is not Origin.BESIDE):
+                return False
+            spread |= {shape(node)} if free and not _keeps_size(node) else set()
+            stack.extend(below for below, _ in edges(node) if below is not None)
+    sizes = {tuple(variable(node).shape) for node in looked.nodes if is_leaf(node)} if spread else spread
+    return spread <= sizes and (shared or origin is not Origin.SHARED)
+
+
+def _unexplained(origin: Origin, node: Node, looked: Trail) -> bool | None:
+    """Tell whether an operation has an operand without gradient that may be a sample; None where it may be a layer."""
+    name = operation(node)
+    if is_custom(node):  # one that rounds weights, with its settings
+        return False if origin is Origin.BESIDE and _keeps_size(node) else None
+    if name not in _ALLOWED[origin]:
+        return None  # below it is the model, and with it this micro-batch
+    gradless = (place for place, (below, _) in enumerate(edges(node)) if below is None)
+    free = not all(_is_fixed(origin, node, place, looked) for place in gradless)
+    return None if free and name in MATMULS.keys() - _OF_VECTORS else free
+
+
+def _is_fixed(origin: Origin, node: Node, place: int, looked: Trail) -> bool:
+    """Tell whether an operand without gradient is no sample: a number, or for a weight a tensor of the model's own."""
+    name = operation(node)
+    if origin in _WEIGHTS:
         factors = MATMULS.get(name, (0, 1))
-        for place, (below, _) in enumerate(edges(node)):
-            if below is not None:
-                stack.append(below)
-            elif is_custom(node):
-                continue  # settings of a function that rounds weights
-            elif place in factors and _constant(node, name, factors.index(place), is_weight, looked):
-                continue
-            elif not beside or (name in MATMULS and name not in _OF_VECTORS):
-                return False
-            elif not _keeps_size(node):
-                spread.add(shape(node))
-    if stack or not spread <= {tuple(variable(node).shape) for node in looked.nodes if is_leaf(node)}:
-        return False
-    trail.add(looked)
-    return True
+        return place in factors and _is_constant(node, name, factors.index(place), looked)
+    # A 0-d tensor, which is compared with all others', or a norm without weights.
+    return not shape(node) or by_number(node, name) or (origin is Origin.SHARED and name in _NORMS)
 
 
 def _keeps_size(node: Node) -> bool:
@@ -158,7 +133,7 @@ def _keeps_size(node: Node) -> bool:
     return shape(node) in inputs or operation(node) in _OF_VECTORS | {"Cat"}
 
 
-def _constant(node: Node, name: str, place: int, is_weight: Callable[[Tensor], bool], looked: Trail) -> bool:
+def _is_constant(node: Node, name: str, place: int, looked: Trail) -> bool:
     """Tell whether an operand without gradient is a written number or the model's own."""
     if name == "Pow":
         return python_number(node, "exponent") is not None
@@ -168,10 +143,15 @@ def _constant(node: Node, name: str, place: int, is_weight: Callable[[Tensor], b
     if name not in MATMULS and python_number(node, which) is not None:
         return True
     tensor = saved_tensor(node, which)
-    if tensor is None or not is_weight(tensor):
+    if tensor is None or not looked.known.is_weight(tensor):
         return False
     looked.weights.append((node, which))
     return True
+
+
+def saved_factor(name: str, place: int) -> str:
+    """Return the name under which a product saves its left (0) or right (1) factor."""
+    return _SAVED_AS.get(name, ("self", "mat2"))[place]
 
 
 def by_number(node: Node, name: str) -> bool:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.loss import refusals
-from bigbatch.loss.arrival import Arrival
+from bigbatch.loss.count import Arrival
 from bigbatch.loss.graph import is_shared_value
 
-_LOOKED_AT = 32  # numbers of a copy that are compared each time
-_HEARD_EVERY = 16  # on a device, what comparisons said is heard once in as many
+_COMPARED = 32  # numbers of a copy that are compared each time
+_READ_EVERY = 16  # on a device, the result of comparisons is read once in as many
 
 
 class FrozenWeights:
@@ -50,7 +50,7 @@ class FrozenWeights:
         return _address(tensor) in self._at
 
     def _is_known_cast(self, tensor: Tensor) -> bool:
-        """Tell a new copy of a weight that was compared before, by some of its numbers; on a device hear it later."""
+        """Tell a new copy of a weight that was compared before, by some of its numbers (read later on a device)."""
         known = self._casts.get((tensor.shape, tensor.dtype))
         own = known() if known is not None else None
         if own is None:
@@ -60,7 +60,7 @@ class FrozenWeights:
         if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
             return True
         self._same = (_some(own).to(tensor.dtype) == _some(tensor)).all() & self._same.to(tensor.device)
-        if self._compared % _HEARD_EVERY == 0:
+        if self._compared % _READ_EVERY == 0:
             if self._compared and not self._arrival.read():
                 raise refusals.other_weight(tuple(tensor.shape))
             self._arrival.start(self._same)
@@ -89,7 +89,7 @@ class FrozenWeights:
 
 def _some(tensor: Tensor) -> Tensor:
     """Take a few numbers, the same of a matrix and of its transpose."""
-    return tensor.diagonal()[:_LOOKED_AT] if tensor.dim() > 1 else tensor[:_LOOKED_AT]
+    return tensor.diagonal()[:_COMPARED] if tensor.dim() > 1 else tensor[:_COMPARED]
 
 
 def _address(tensor: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.loss import refusals
 from bigbatch.loss.count import LOW_PRECISION, Count, Kind
+from bigbatch.loss.divisors import Sizes, factors_below
 from bigbatch.loss.graph import (
     TELLS_ITS_HOOK,
     Edge,
@@ -17,7 +18,6 @@ from bigbatch.loss.graph import (
     hides,
     is_guarded,
     operation,
-    python_number,
     saved,
     saved_dims,
     saved_tensor,
@@ -26,16 +26,15 @@ from bigbatch.loss.graph import (
 )
 from bigbatch.loss.layout import PICKED, Axis, Dim, Layout, Part
 from bigbatch.loss.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
-from bigbatch.loss.origin import parameters_alone
-from bigbatch.loss.rules import MEAN, SUM, Rule, size_of
-from bigbatch.loss.samples import Samples, Surroundings
+from bigbatch.loss.origin import Origin, is_made_of
+from bigbatch.loss.rules import MEAN, SUM, Rule, size_of, unreduced
+from bigbatch.loss.samples import Samples
 from bigbatch.loss.trail import Trail
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
 
-_SEQUENCES = 3  # dimensions of a model's output
+_ROUNDED = frozenset(LOW_PRECISION)  # a set of dtypes is faster to look into
 LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
-HABITS = frozenset({1, 2})  # `0.5 * x.sum()` is half of it, and seldom a mean over two; so may `/ 2` be
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,53 +49,10 @@ class Sum:
     doubtful: bool = False  # parameters and a tensor without gradient alone: over data, or a constant
     chosen: bool = False  # over rows that an index or a mask has taken: none of them may be left
     inside: tuple[Node, ...] = ()  # factors below a sum, `(x / n).sum()`
-    sizes: "Sizes | None" = None  # of what was summed
+    sizes: Sizes | None = None  # of what was summed
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The sizes of a summed tensor: by which numbers a division makes it a mean over samples, by which one over others.
-
-    Each way to look at it is a list of sizes, with whether samples lie there: as it was summed, as the model gave it.
-    """
-
-    ways: tuple[tuple[tuple[int, bool], ...], ...]
-    time_first: bool  # samples may lie second, too
-    rows: frozenset[float]  # what kl_div's batchmean and its kin divide by, whatever else is as large
-
-    def read(self, divisor: float, *, whole: bool) -> Literal["samples", "likely", "others", "either", "none"]:
-        """Tell what a division of the sum takes a mean over; a number of samples is a `whole` one, an integer.
-
-        A sum over rows that is divided by their number is `likely` a mean over samples where another size is the same.
-        """
-        one = whole and divisor == 1  # a count: nobody divides by 1 as such
-        means, others, steps = set[int](), set() if one else set(HABITS), set[int]()
-        for way in self.ways:
-            rest = {1}
-            for place, (size, own) in enumerate(way):
-                if not own:
-                    # Of (a, b, c) either may be the samples and the other the steps of a sequence.
-                    steps |= {each * size for each in rest} if place == 1 and len(way) == _SEQUENCES else set()
-                    rest |= {each * size for each in rest}
-            others |= {size for size, own in way if not own} if one else rest
-            samples = [size for size, own in way if own]
-            means |= {each * math.prod(samples) for each in rest} if samples else set()
-        over, beside, unclear = (
-            any(abs(divisor - each) <= 1e-9 * each for each in sizes) for sizes in (means, others, steps - {1})
-        )
-        if divisor in self.rows:
-            return "samples"
-        first = [way[:1] == ((divisor, True),) for way in self.ways]
-        if over and (beside or (self.time_first and first[1] and len(self.ways[1]) == _SEQUENCES)) and any(first):
-            return "likely"
-        if over == beside:
-            return "either" if over or one or unclear else "none"
-        return "samples" if over else "either" if unclear else "others"
-
-
-def read_reduction(
-    edge: Edge, surroundings: Surroundings, trail: Trail
-) -> Sum | list[tuple[Edge, tuple[Node, ...]]] | None:
+def read_reduction(edge: Edge, trail: Trail) -> Sum | list[tuple[Edge, tuple[Node, ...]]] | None:
     """Follow means, sums and reshapes, one inside the other, to what they were taken over.
 
     Answers the reduction; or, where scalars were stacked, those with the factor that the reduction is to them; or None
@@ -125,7 +81,7 @@ def read_reduction(
         node, output = edges(node)[0]
     if not chain.kinds:
         return [((node, output), ())] if node is not edge[0] and node is not None else None
-    return chain.read((node, output), surroundings, trail)
+    return chain.read((node, output), trail)
 
 
 def _scalars(node: Node, output: int, name: str, trail: Trail) -> list[tuple[Edge, tuple[Node, ...]]]:
@@ -156,22 +112,10 @@ class _Chain:
     def reduce(self, node: Node, name: str) -> None:
         """Pass a mean or a sum: the dimensions it took away come back as axes."""
         sizes: tuple[int, ...] = tuple(saved(node, "self_sym_sizes"))
-        dims = saved_dims(node, len(sizes))
-        keep = bool(saved(node, "keepdim"))
-        rest = iter(self.layout)
-        layout: list[Dim] = []
-        count = 1
-        for dim, size in enumerate(sizes):
-            if dim in dims:
-                layout.append(((size, Axis(len(self.kinds), dim)),))
-                count *= size
-                if keep:
-                    next(rest, None)
-            else:
-                layout.append(next(rest))
-        self.layout = tuple(layout)
+        which = len(self.kinds)
+        self.layout = unreduced(node, self.layout, sizes, lambda dim: ((sizes[dim], Axis(which, dim)),))
         self.kinds.append(name)
-        self.counts.append(count)
+        self.counts.append(math.prod(sizes[dim] for dim in saved_dims(node, len(sizes))))
         if name == "Mean":
             self.means.append(node)
 
@@ -183,9 +127,9 @@ class _Chain:
         self.kinds.append("Sum")
         self.counts.append(size)
 
-    def read(self, edge: Edge, surroundings: Surroundings, trail: Trail) -> Sum:
+    def read(self, edge: Edge, trail: Trail) -> Sum:
         """Walk on below and say what the samples' own reduction was over."""
-        samples = Samples(surroundings, trail, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
+        samples = Samples(trail, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
         if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
             return Sum("mean", 0.0, "Mean") if "Mean" in self.kinds else Sum("sum", 1.0, "Sum")
         for below in self.below or [edge]:
@@ -201,26 +145,20 @@ class _Chain:
         if samples.data and (spread := samples.spread()):
             raise refusals.expanded(spread)
         level = self._level(samples)
-        key = ("level", *map(type, samples.trail.nodes))
-        if len(self.kinds) > 1 and samples.surroundings.readings.setdefault(key, level) != level:
+        if len(self.kinds) > 1 and not samples.trail.is_as_before("level", level):
             raise refusals.lone_rows()  # in a micro-batch of one, another dimension of 1 was taken for the samples'
-        name = self.kinds[level]
-        parts = self.below or [edge]
-        if name == "Mean":
-            # Means of parameters alone are the same in every micro-batch, so any weights that add up to 1 serve; but
-            # beside a term over data they must not be taken for one.
-            if not samples.data and not samples.gradless:
-                return Sum("once", 1.0, name)
-            return Sum("mean", float(self.counts[level]), name, doubtful=samples.doubtful, chosen=samples.taken)
+        name, parts = self.kinds[level], self.below or [edge]
         if not samples.data and not samples.gradless:
             return Sum("once", 1.0, name)
-        if all(parameters_alone(part, samples.surroundings.own, samples.trail) for part in parts):
+        if name == "Mean":
+            return Sum("mean", float(self.counts[level]), name, doubtful=samples.doubtful, chosen=samples.taken)
+        if all(is_made_of(Origin.PARAMETERS, part, samples.trail) for part in parts):
             return Sum("once", 1.0, name)
         if not samples.data:
             raise refusals.data_or_constant(name)
         if "Mean" in self.kinds[:level]:
             raise refusals.scaled_sum("Mean", "a number")
-        factors = tuple(_factors_below(edge))
+        factors = tuple(factors_below(edge))
         sizes = sizes_of(samples, [part for dim in self.layout for part in dim], self._rows(edge))
         return Sum("sum", 1.0, name, doubtful=samples.doubtful, inside=factors, sizes=sizes)
 
@@ -257,7 +195,7 @@ def sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Si
             )
             for way in (summed, samples.parts)
         ),
-        samples.surroundings.time_first and not samples.placed,
+        samples.trail.known.time_first and not samples.placed,
         rows,
     )
 
@@ -275,38 +213,8 @@ def _is_one_distribution(edge: Edge) -> bool:
     return len(size_of(edge)) == 1 and _is_of_classes(edge)
 
 
-def _factors_below(edge: Edge) -> list[Node]:
-    """Find the numbers that were multiplied into a sum from below, `(x / n).sum()`: they may be counts."""
-    found: list[Node] = []
-    node = edge[0]
-    while node is not None and operation(node) in {"Neg", "Mul", "Div"}:
-        if operation(node) != "Neg" and _by_scalar(node) and not _averages(node):
-            found.append(node)
-        node = next((below for below, _ in edges(node) if below is not None), None)
-    return found
-
-
-def _averages(factor: Node) -> bool:
-    """Tell a mean over features: a sum divided by the size of what it was over."""
-    below = edges(factor)[0][0]
-    if operation(factor) != "Div" or below is None or operation(below) != "Sum":
-        return False
-    whole, rest = saved(below, "self_sym_sizes"), shape(below)
-    return bool(python_number(factor, "other") == math.prod(whole) / max(math.prod(rest), 1))
-
-
-def _by_scalar(node: Node) -> bool:
-    inputs = edges(node)
-    if len(inputs) == 1:
-        return True
-    if all(below is not None for below, _ in inputs):
-        return False
-    tensors = [saved_tensor(node, which) for which in ("other", "self")]
-    return any(tensor is not None and not tensor.dim() for tensor in tensors)
-
-
 def read_fused(  # noqa: C901 - one way per kind of loss
-    node: Node, name: str, surroundings: Surroundings, trail: Trail
+    node: Node, name: str, trail: Trail
 ) -> Sum:
     """Read a loss that reduces by itself: cross-entropy, squared error and their kin."""
     edge = next((edge for edge in edges(node) if edge[0] is not None), (None, 0))
@@ -323,7 +231,7 @@ def read_fused(  # noqa: C901 - one way per kind of loss
         count = float(sizes[0]) if len(sizes) > 1 else 1.0
     else:
         count = float(math.prod(sizes))
-    samples = Samples(surroundings, trail, unbatched=name in NLL | ROW_LOSSES and len(sizes) == 1)
+    samples = Samples(trail, unbatched=name in NLL | ROW_LOSSES and len(sizes) == 1)
     if 0 not in sizes:
         for other, place in edges(node):
             if other is not None and shape(other, place) == sizes:
@@ -331,7 +239,7 @@ def read_fused(  # noqa: C901 - one way per kind of loss
     if samples.shared and not samples.data:
         return Sum("once", 1.0, name)
     if name in POINTWISE_LOSSES:
-        samples.note_spread(node, name, sizes, tuple(axes))
+        samples.broadcasts.note(node, name, sizes, tuple(axes))
     if samples.data and (spread := samples.spread()):
         raise refusals.expanded(spread)
     if how == SUM:
@@ -351,7 +259,7 @@ def targets(node: Node) -> Count:
     if (hook is not None and hides(hook)) if TELLS_ITS_HOOK else is_guarded(node, "total_weight", raw):
         raise refusals.hidden(operation(node))
     total: Tensor = nll._saved_total_weight  # noqa: SLF001
-    if total.dtype in LOW_PRECISION:  # bf16 cannot count beyond 256
+    if total.dtype in _ROUNDED:  # bf16 cannot count beyond 256
         total = _count_again(node)
     return total.item() if total.is_cpu else total.detach()
 
@@ -366,7 +274,7 @@ def _count_again(node: Node) -> Tensor:
     return torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
 
 
-def label_smoothing(node: Node, surroundings: Surroundings, trail: Trail) -> Sum | None:
+def label_smoothing(node: Node, trail: Trail) -> Sum | None:
     """Recognise `cross_entropy(label_smoothing=...)`, which torch builds from a plain one and a sum over classes."""
     inputs = [below for below, _ in edges(node) if below is not None]
     if [(operation(below), len(edges(below))) for below in inputs] != [("Mul", 1), ("Mul", 1)]:
@@ -385,4 +293,4 @@ def label_smoothing(node: Node, surroundings: Surroundings, trail: Trail) -> Sum
         return None
     for below in passed:
         trail.passed(below)
-    return read_fused(plain, operation(plain), surroundings, trail)
+    return read_fused(plain, operation(plain), trail)

@@ -4,18 +4,9 @@ from collections.abc import Sequence
 
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 
-_COUNT = """Say what the loss was averaged over:
-    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over
-for example
-    accumulator.backward(loss, count=(labels != -100).sum())          # causal language models: labels[:, 1:]
-and where it is one term of several, counted(term, n) in its place."""
-
-_NO_MEAN = """If there is no batch mean below it, say what the loss is over:
-    accumulator.backward(loss, count=n)          # and a term of parameters alone: counted(term, 'once')"""
-
-_STEPS = (
-    "Where steps come before samples, as batch_first=False has them, take a step before the last layer:  head(h[-1])\n"
-)
+_N = "# n: what this micro-batch's mean is over, as (labels != -100).sum(); of one term:  counted(term, n)"
+_ACROSS = "across.gather, across.sum or across.mean in a BigStep, where micro-batches meet (docs/coupled.md)"
+_BIG_STEP = "BigStep, which has the whole batch:  step = BigStep(model, optimizer, loss_fn); step(batch)"
 
 _WORDS = {
     "Mm": "a matrix product of samples with samples",
@@ -43,124 +34,130 @@ _WORDS = {
 }
 
 
+def _fixes(text: str, *counts: tuple[str, str]) -> dict[str, str]:
+    """Fill in how a count of a loss is typed, in a loop and in a loss_fn."""
+    return {
+        "fix": text.format(*(f"accumulator.backward({loss}, count={n})" for loss, n in counts)),
+        "fix_in_step": text.format(*(f"return counted({loss}, {n})" for loss, n in counts)),
+    }
+
+
+def _unread(problem: str, instead: str = "") -> UnreadableLoss:
+    """Refuse a loss that a count settles; `instead` is another way out."""
+    before = f"{instead}; or  " if instead else ""
+    return UnreadableLoss(problem, **_fixes(f"{before}{{}}  {_N}", ("loss", "n")))
+
+
+def _untold(problem: str, instead: str = "") -> UnreadableLoss:
+    return _unread(f"cannot tell whether the samples of this loss stay apart: {problem}", instead)
+
+
 def coupled(name: str, *, chosen: bool = False) -> CoupledLoss:
-    """Explain that samples meet in the named operation; `chosen`: where an index has chosen rows of a parameter."""
-    fixed = "If the index is always the same, make it the model's own:  self.register_buffer('index', index)\n"
+    """Refuse samples that meet in the named operation; `chosen`: where an index has chosen rows of a parameter."""
     what = f"{name}Backward ({_WORDS[name]})" if name in _WORDS else f"{name}Backward" if name.isidentifier() else name
+    hint = ""
+    if chosen:
+        hint = " If the index is always the same:  self.register_buffer('index', index)."
+    elif name == "Select":
+        hint = " Where steps come before samples, take a step before the last layer:  head(h[-1])."
     return CoupledLoss(
-        f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.\n"
-        "A micro-batch cannot know the samples of the others, so no weights make the parts add up to the big batch's "
-        "gradient.\n"
-        "In a BigStep micro-batches can meet: have the loss set its own samples against all with across.gather, "
-        f"across.sum or across.mean (docs/coupled.md).\n{fixed if chosen else ''}"
-        f"{_STEPS if name == 'Select' else ''}If this operation really acts on each sample alone, say so:\n"
-        "    accumulator.backward(loss, count=n)          # n: how many things this micro-batch's mean is over"
+        f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples. No weights make "
+        f"the parts add up to the big batch's gradient.{hint}",
+        **_fixes(f"{_ACROSS}\nIf it acts on each sample alone:  {{}}  {_N}", ("loss", "n")),
     )
 
 
 def unknown(name: str) -> UnreadableLoss:
-    """Explain that an operation below the mean is unknown."""
-    return UnreadableLoss(
-        f"cannot tell whether the samples of this loss stay apart: found {name} between the model and the mean, an "
-        f"operation that bigbatch knows nothing about.\n{_COUNT}"
-    )
+    """Refuse an operation below the mean that is unknown."""
+    return _untold(f"found {name} between the model and the mean, an operation that bigbatch knows nothing about.")
 
 
 def written(name: str) -> UnreadableLoss:
-    """Explain that a part was written over in place, and that the graph does not say where."""
-    return UnreadableLoss(
-        f"cannot tell whether the samples of this loss stay apart: found {name}, a part of a tensor written over in "
-        "place (out[t] = x). The graph does not say along which dimension, where several are as large as the part.\n"
-        "Put the parts together instead:  torch.stack(parts, dim)\n"
-        f"If each sample has its own alone:\n{_COUNT}"
+    """Refuse a part that was written over in place, where the graph does not say along which dimension."""
+    return _untold(
+        f"found {name}, a part of a tensor written over in place (out[t] = x), in a dimension that the graph does not "
+        "tell.",
+        "torch.stack(parts, dim)",
     )
 
 
 def pooled(name: str) -> UnreadableLoss:
-    """Explain that rows were put or added up by an index, of a sample's parts or of labels that samples share."""
-    return UnreadableLoss(
-        f"cannot tell whether the samples of this loss stay apart: found {name}Backward, which puts rows of the "
-        "model's output where an index says. Each sample's own (nodes of a graph, rows of an expert) leave samples "
-        "apart; a label that several samples share, or another order, does not.\n"
-        f"If every sample gets its own:\n{_COUNT}"
+    """Refuse rows that were put or added up by an index: of a sample's parts, or of labels that samples share."""
+    return _untold(
+        f"found {name}Backward, which puts rows of the model's output where an index says: in places of each sample's "
+        "own, or of labels that several samples share, or in another order."
     )
 
 
 def gradless_factor(name: str) -> UnreadableLoss:
-    """Explain that a factor without gradient may be a frozen weight or other samples."""
-    return UnreadableLoss(
-        f"cannot tell whether the samples of this loss stay apart: found {name}Backward of the model's output with a "
-        "tensor that has no gradient and is no parameter or buffer of the model. A frozen weight leaves samples apart; "
-        "other samples (detached keys, targets) do not. If it is the weight of another model, name that model, too:  "
-        f"Accumulator([model, critic], ...)\n{_COUNT}"
+    """Refuse a factor without gradient, which may be a frozen weight or other samples."""
+    return _untold(
+        f"found {name}Backward of the model's output with a tensor that has no gradient and is no parameter or buffer "
+        "of the model. A frozen weight leaves samples apart; other samples (detached keys, targets) do not.",
+        "Accumulator([model, critic], ...) where it is another model's weight",
     )
 
 
 def other_weight(sizes: tuple[int, ...]) -> UnreadableLoss:
-    """Explain that what was taken for a copy of a frozen weight was none; on a device that is heard late."""
-    return UnreadableLoss(
+    """Refuse what was taken for a copy of a frozen weight and was none; on a device that is known late."""
+    return _unread(
         f"in one of the latest micro-batches the model's output was multiplied with a tensor of shape {sizes} that "
         "looked like autocast's copy of a frozen weight, and is none. If it was made of other samples (detached keys), "
-        "they are coupled, and the updates since are not the big batch's.\n"
-        f"If it is the weight of another model, name that model, too:  Accumulator([model, critic], ...)\n{_COUNT}"
+        "they are coupled, and the updates since are not the big batch's.",
+        "Accumulator([model, critic], ...) where it is another model's weight",
     )
 
 
 def expanded(name: str) -> UnreadableLoss:
-    """Explain that a tensor without gradient has spread the model's output over more places."""
-    return UnreadableLoss(
-        f"cannot tell whether the samples of this loss stay apart: in {name}Backward a tensor without gradient spreads "
-        "the model's output over more places, as (n, 1) with (n,) gives (n, n). That sets every sample against every "
-        "other.\n"
-        "If the shapes were meant to be equal, make them so:  prediction.squeeze(1) - target\n"
-        f"If each sample is only set against things of its own:\n{_COUNT}"
+    """Refuse a tensor without gradient that has spread the model's output over more places."""
+    return _untold(
+        f"in {name}Backward a tensor without gradient spreads the model's output over more places, as (n, 1) with (n,) "
+        "gives (n, n). That sets every sample against every other.",
+        "prediction.squeeze(1) - target",
     )
 
 
 def lone_rows() -> UnreadableLoss:
-    """Explain that one of two means is over a batch of one, or over rows that came one by one."""
-    return UnreadableLoss(
+    """Refuse two means of which one is over a batch of one, or over rows that came one by one."""
+    return _unread(
         "cannot tell which of two means is over the samples: found outputs of one row each, put together by stack, cat "
-        "or view. They may be several outputs of one sample or one output of several.\n"
-        f"{_COUNT}"
+        "or view. They may be several outputs of one sample or one output of several."
     )
 
 
 def slope(name: str) -> CoupledLoss:
-    """Explain that a derivative of a mean is inside of a loss."""
+    """Refuse a derivative of a mean inside of a loss."""
+    of_sum = "torch.autograd.grad(criterion(model(x), y, reduction='sum'), x, create_graph=True)"
     return CoupledLoss(
         f"a derivative of a mean is part of this loss: found the backward of {name}, which divides by the size of the "
-        "micro-batch. The big batch would divide by its own.\n"
-        "Take the derivative of a sum, which is each sample's own:\n"
-        "    torch.autograd.grad(criterion(model(x), y, reduction='sum'), x, create_graph=True)\n"
-        f"If the mean is over each sample's own parts:\n{_COUNT}"
+        "micro-batch, where the big batch divides by its own.",
+        **_fixes(f"{of_sum}\nIf the mean is over each sample's own parts:  {{}}  {_N}", ("loss", "n")),
     )
 
 
 def scaled_sum(name: str, by: str) -> UnreadableLoss:
-    """Explain that a factor above a data sum may be a count or a constant."""
+    """Refuse a factor above a data sum that may be a count or a constant."""
     verb = "divided by" if name == "Div" else "times"
     masked = (name, by) == ("Div", "a tensor")
-    line = "Of (x * mask).sum() / mask.sum():  accumulator.backward(loss, count=mask.sum())\n" if masked else ""
+    note = "# of (x * mask).sum() / mask.sum()" if masked else _N
     return UnreadableLoss(
         f"cannot tell what this loss was averaged over: found {name}Backward, a sum over data {verb} {by}. That may be "
-        "a count, which differs from micro-batch to micro-batch, or a constant, which does not.\n"
-        f"{line}{_COUNT}\n"
-        "If it is a constant, say that this is a plain sum:  counted(term, 'sum')"
+        "a count, which differs from micro-batch to micro-batch, or a constant, which does not.",
+        **_fixes(f"{{}}  {note}\nor  counted(term, 'sum') for a constant", ("loss", "mask.sum()" if masked else "n")),
     )
 
 
 def zero_beside_mean() -> UnreadableLoss:
-    """Explain that a loss of zero does not say how many samples the mean of the others leaves out."""
+    """Refuse a loss of zero that does not say how many samples the mean of the others leaves out."""
     return UnreadableLoss(
         "cannot tell what this loss was averaged over: in one micro-batch of this window it is 0 times something, in "
-        "another a mean over all samples, to which those of the first belong.\n"
-        "Write the mean of both as one, (x * mask).mean(), or say what the zero was averaged over:  counted(loss, n)"
+        "another a mean over all samples, to which those of the first belong.",
+        fix="(x * mask).mean(), one mean of both; or counted(loss, n), with what the zero was averaged over",
     )
 
 
 def changing_factor(name: str, before: str, now: str) -> UnreadableLoss:
-    """Explain that a factor is not constant over the window, as NaN never is."""
+    """Refuse a factor that is not constant over the window, as NaN never is."""
     if "nan" in now.split(" x "):
         return UnreadableLoss(
             f"this loss is multiplied by NaN: the factor of {name} is {now}, and so would its gradient be.\n"
@@ -168,100 +165,97 @@ def changing_factor(name: str, before: str, now: str) -> UnreadableLoss:
         )
     return UnreadableLoss(
         f"the factor of {name} is not the same in all micro-batches of this window: {before} before and {now} now. The "
-        "big batch has one factor, so this may be a count in disguise.\n"
-        "If it is meant to differ (mixup), say what the loss was averaged over:\n"
-        "    accumulator.backward(loss, count=n)"
+        "big batch has one factor, so this may be a count in disguise.",
+        **_fixes("{}  # if it is meant to differ (mixup): what the loss was averaged over", ("loss", "n")),
     )
 
 
 def nonlinear(name: str, *, root: bool = False) -> UnreadableLoss:
-    """Explain that a function above the mean does not add up; `root`: that it is a root, as of RMSE."""
+    """Refuse a function above the mean, which does not add up; `root`: it is a root, as of RMSE."""
     if root:
         return UnreadableLoss(
             f"this loss does not add up over micro-batches: found {name}Backward above its mean. It is nonlinear in a "
-            "mean: the root of a mean (RMSE) is not the mean of the micro-batches' roots.\n"
-            "Train on the mean itself, which has the same minimum, and report its root:\n"
-            "    loss = F.mse_loss(prediction, target)          # and update.loss.sqrt()\n"
-            "or, in a BigStep:  across.once(across.mean(F.mse_loss(prediction, target)).sqrt())\n"
-            f"{_NO_MEAN}"
+            "mean: the root of a mean (RMSE) is not the mean of the micro-batches' roots.",
+            **_fixes(
+                "loss = F.mse_loss(prediction, target)  # which has the same minimum; report update.loss.sqrt(); or "
+                "across.once(across.mean(F.mse_loss(prediction, target)).sqrt()) in a BigStep; counted(term, 'once') "
+                "for a term of parameters alone\nIf there is no batch mean below it:  {}",
+                ("loss", "n"),
+            ),
         )
     if name == "Nansum":
         return UnreadableLoss(
             "cannot tell what this loss was averaged over: found NansumBackward, which keeps no count of what is not "
-            "NaN.\n"
-            "Give the count of a mean, or say that it is a sum:\n"
-            "    accumulator.backward(torch.nanmean(x), count=(~x.isnan()).sum())\n"
-            "    accumulator.backward(torch.nansum(x), count='sum')"
+            "NaN.",
+            **_fixes("{}\nor  {}", ("torch.nanmean(x)", "(~x.isnan()).sum()"), ("torch.nansum(x)", "'sum'")),
         )
     if name in {"Mm", "Bmm", "Mv"}:
         return UnreadableLoss(
             f"cannot tell what this loss was summed over: found {name}Backward, a matrix product that makes one number "
-            "of a whole batch, as torch.einsum('bi,bi->', a, b) does.\n"
-            "Write it as a sum of products:  (a * b).sum()\n"
-            f"or say what it is over:\n    accumulator.backward(loss, count='sum')"
+            "of a whole batch, as torch.einsum('bi,bi->', a, b) does.",
+            **_fixes("(a * b).sum()\nor  {}", ("loss", "'sum'")),
         )
     return UnreadableLoss(
         f"this loss does not add up over micro-batches: found {name}Backward above its mean, and a function of a mean "
-        "is not the mean of the function (the root of a mean, a product of means).\n"
-        "Apply the function to each sample below the mean, if that serves; or, in a BigStep, to the mean over all "
-        "micro-batches:  across.once(f(across.mean(x)))\n"
-        f"{_NO_MEAN}"
+        "is not the mean of the function (the root of a mean, a product of means).",
+        **_fixes(
+            "f below the mean; or across.once(f(across.mean(x))) in a BigStep; counted(term, 'once') for a term of "
+            "parameters alone\nIf there is no batch mean below it:  {}",
+            ("loss", "n"),
+        ),
     )
 
 
 def custom(name: str) -> UnreadableLoss:
-    """Explain that a custom or compiled function hides its reduction."""
+    """Refuse a custom or compiled function that hides its reduction."""
     kind = "a compiled function" if name == "CompiledFunction" else "a custom function"
-    return UnreadableLoss(
-        f"cannot tell what this loss was averaged over: found {name}Backward, {kind}, which hides its reduction.\n"
-        f"{_COUNT}"
+    return _unread(
+        f"cannot tell what this loss was averaged over: found {name}Backward, {kind}, which hides its reduction."
     )
 
 
 def hidden(name: str) -> UnreadableLoss:
-    """Explain that the count is behind a saved-tensor hook."""
-    return UnreadableLoss(
+    """Refuse a count behind a saved-tensor hook."""
+    return _unread(
         f"cannot tell what this loss was averaged over without computing it again: {name}Backward keeps its count "
-        "behind a saved-tensor hook (a checkpointed or offloaded loss).\n"
-        f"Take the loss out of the checkpoint (checkpoint the model alone), or:\n{_COUNT}"
+        "behind a saved-tensor hook (a checkpointed or offloaded loss).",
+        "a checkpoint of the model alone, without the loss",
     )
 
 
 def data_or_constant(name: str) -> UnreadableLoss:
-    """Explain that a sum may be over data or over constants."""
+    """Refuse a sum that may be over data or over constants."""
     return UnreadableLoss(
-        f"cannot tell whether this is a sum over data or a regulariser: below {name}Backward parameters meet a tensor "
-        "without gradient, which may be data or a constant.\n"
-        "Say which:\n"
-        "    counted(term, 'once')     # the same in every micro-batch: counts once per window\n"
-        "    counted(term, 'sum')      # a sum over this micro-batch's data"
+        f"cannot tell whether this is a sum over data or a regularizer: below {name}Backward parameters meet a tensor "
+        "without gradient, which may be data or a constant.",
+        fix="counted(term, 'once')  # the same in every micro-batch: it counts once per window\n"
+        "or  counted(term, 'sum')  # a sum over this micro-batch's data",
     )
 
 
 def shared_alone(values: Sequence[float]) -> UnreadableLoss:
-    """Explain that what is made of values of all micro-batches is not the same in each of them."""
+    """Refuse what is made of values of all micro-batches and is not the same in each of them."""
     return UnreadableLoss(
         "this loss is made of values of all micro-batches alone (bigbatch.across), and counts once where it is the "
-        f"same in each of them; found {', '.join(f'{value:.6g}' for value in values[:4])}. Nothing was changed.\n"
-        "Where it is a mean over n rows of this micro-batch's own, taken out of those of all:  counted(term, n)"
+        f"same in each of them; found {', '.join(f'{value:.6g}' for value in values[:4])}. Nothing was changed.",
+        fix="counted(term, n), where it is a mean over n rows of this micro-batch's own, taken out of those of all",
     )
 
 
 def asked_since() -> CoupledLoss:
-    """Explain that something asked for all samples, and that it may have been this loss."""
+    """Refuse a loss since something asked for all samples: it may have been this loss."""
     return CoupledLoss(
         "all samples of the big batch were asked for (bigbatch.across) since the last accumulator.backward, and an "
         "Accumulator gets one micro-batch after the other. What was asked has no gradient, so nothing shows whether "
-        "this loss is made of it.\n"
-        "Use BigStep, which has the whole batch:  step = BigStep(model, optimizer, loss_fn); step(batch)\n"
-        "If it was validation, have no gradients there:  with torch.no_grad(): ..."
+        "this loss is made of it.",
+        fix=f"{_BIG_STEP}\nFor validation:  with torch.no_grad(): ...",
     )
 
 
 def alone() -> CoupledLoss:
-    """Explain that across needs a BigStep."""
+    """Refuse `across` outside of a BigStep."""
     return CoupledLoss(
         "this loss asks for all samples of the big batch (bigbatch.across), and an Accumulator gets one micro-batch "
-        "after the other.\n"
-        "Use BigStep, which has the whole batch:  step = BigStep(model, optimizer, loss_fn); step(batch)"
+        "after the other.",
+        fix=_BIG_STEP,
     )

@@ -5,19 +5,15 @@ is the model. Every operation on the way must keep the samples apart, and all it
 side by side; otherwise the loss is coupled and no weights make micro-batches add up to the big batch.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError
 from bigbatch.loss import refusals
+from bigbatch.loss.broadcasts import Broadcasts
 from bigbatch.loss.graph import (
     Edge,
-    Shape,
     edges,
     is_custom,
     is_leaf,
@@ -31,38 +27,23 @@ from bigbatch.loss.graph import (
     saved_tensor,
     shape,
 )
-from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, is_sliver, sample_axes, without_slivers
+from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, is_sliver, matches, sample_axes, without_slivers
 from bigbatch.loss.operations import MASKED_POINTWISE, NLL, NORMS, POINTWISE_LOSSES, POOLING, rule_of
-from bigbatch.loss.origin import by_number, computed_weight, made_of_shared, parameters_alone, saved_factor
-from bigbatch.loss.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, fused_loss, pointwise, size_of
-from bigbatch.loss.selections import PUTS, Place, copy_slices, key, reordered, results, rows_put_back
+from bigbatch.loss.origin import Origin, by_number, is_made_of, saved_factor
+from bigbatch.loss.puts import Place, copy_slices, put_back, rows_put_back
+from bigbatch.loss.rules import BY_CONSTANT, MATMULS, MEAN, NONE, Inputs, Rule, fused_loss, pointwise
+from bigbatch.loss.selections import PUTS, results
 from bigbatch.loss.trail import Trail
 
-_LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 _CHOOSING = frozenset("Index IndexSelect Gather".split())
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 _RECURRENT = frozenset("CudnnRnn MiopenRnn MkldnnRnnLayer LstmMps".split())
-
-
-@dataclass(frozen=True)
-class Surroundings:
-    """What the reader knows beside the graph: whose parameters these are, and which tensors are the model's."""
-
-    own: frozenset[int] = frozenset()  # ids of the optimizers' parameters: a plain tensor may be one
-    is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
-    micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
-    time_first: bool = False  # a layer takes (time, batch, ...), so that samples may lie second
-    # A tensor that divides a sum is taken for its count, and what is set against samples for theirs: it is checked.
-    divisors: bool = False
-    # How a kind of graph was read where it could be read in one way only: that holds where it might be two.
-    readings: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
 
 @dataclass
 class Samples:
     """What the walk below one reduction found."""
 
-    surroundings: Surroundings
     trail: Trail
     unbatched: bool = False  # the loss of one sample, given without a batch dimension
     axes: tuple[Axis, ...] | None = None  # along which samples lie, in every branch seen; outermost first
@@ -80,9 +61,7 @@ class Samples:
     _crossed: bool = False  # one with several results of an unbind in one row
     _rows: dict[Node, Dim] = field(default_factory=dict)  # of unbinds whose results were stacked again
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
-    _held: list[Part] = field(default_factory=list)  # axes that an output has, of whatever it is
-    _broadcast: list[Part] = field(default_factory=list)  # axes along which an operand with gradient was repeated
-    _spread: list[tuple[str, Dim, Layout, bool]] = field(default_factory=list)  # see `note_spread`
+    broadcasts: Broadcasts = field(default_factory=Broadcasts)
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
     @property
@@ -93,7 +72,7 @@ class Samples:
     @property
     def taken(self) -> bool:
         """Whether an index or a mask has taken the rows."""
-        return bool(self.axes and self.axes[0].order)
+        return any(by != "Cat" for axis in (self.axes or ())[:1] for by, _ in axis.order)
 
     def walk(self, edge: Edge, layout: Layout) -> None:
         """Follow one branch to the model; raises where samples are coupled or an operation is unknown."""
@@ -106,37 +85,46 @@ class Samples:
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
-    def _below(  # noqa: C901, PLR0911, PLR0912 - one way per kind of operation
-        self, node: Node, output: int, layout: Layout
-    ) -> Inputs:
-        name = operation(node)
+    def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
+        """Return what to follow below a node, and how samples lie there; nothing where the model begins."""
+        name, known = operation(node), self.trail.known
         if is_shared_by_all(node):
             self.shared = True  # the same for all samples, wherever they are
             return []
-        if is_leaf(node):
-            if not is_parameter(node, self.surroundings.own):
-                self._model(layout, (0,))
-            return []
-        if name in _CHOOSING and is_parameter(edges(node)[0][0], self.surroundings.own):
+        if name in _CHOOSING and is_parameter(edges(node)[0][0], known.own):
             return self._chosen_rows(node, name, layout)
-        rule = rule_of(name)
-        if name == "_Alone":
-            raise refusals.alone()
+        rule = None if is_custom(node) else rule_of(name)
         if is_placement(node, output):  # from ranks that hold parts of one model: the samples are where they were
             rule = pointwise
-        elif rule is None or is_custom(node):
-            if name not in _MODEL_FUNCTIONS and not any(is_parameter(n, self.surroundings.own) for n, _ in edges(node)):
-                raise refusals.unknown(name)
-            self.placed = _is_time_first(node, name, output, len(layout))
-            self._model(layout, (int(self.placed),))
-            self._refuse_slopes(node)
+        if rule is None:
+            self._end(node, name, output, layout)
             return []
-        if name in NORMS and self.surroundings.micro_batch_norm and "BatchNorm" in name:
-            if not parameters_alone(edges(node)[0], self.surroundings.own, self.trail):  # or a weight is standardised
+        if name in NORMS and known.micro_batch_norm and "BatchNorm" in name:
+            if not is_made_of(Origin.PARAMETERS, edges(node)[0], self.trail):  # or a weight is standardized
                 self._model(layout, (0,))
             return []
         if name in MATMULS or name in NORMS or name == "Convolution":
             return self._layer(node, name, layout, rule(node, output, layout))
+        return self._operation(node, name, output, layout, rule)
+
+    def _end(self, node: Node, name: str, output: int, layout: Layout) -> None:
+        """A leaf, or a function that may be the model's edge: its parameters, or compiled code, are below it."""
+        own = self.trail.known.own
+        if is_leaf(node):
+            if not is_parameter(node, own):
+                self._model(layout, (0,))
+            return
+        if name == "_Alone":
+            raise refusals.alone()
+        if name not in _MODEL_FUNCTIONS and not any(is_parameter(below, own) for below, _ in edges(node)):
+            raise refusals.unknown(name)
+        time_first = _is_time_first(node, name, output, len(layout))
+        self.placed = self.placed or time_first
+        self._model(layout, (int(time_first),))
+        self._refuse_slopes(node)
+
+    def _operation(self, node: Node, name: str, output: int, layout: Layout, rule: Rule) -> Inputs:
+        """An operation on the way, which has no weights."""
         written = rule is copy_slices
         inputs = copy_slices(node, output, layout, self._written) if written else rule(node, output, layout)
         if name == "Stack":
@@ -151,7 +139,7 @@ class Samples:
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
         if rule is pointwise or (rule is fused_loss and saved(node, "reduction") == NONE):
-            self.note_spread(node, name, shape(node, output), layout)
+            self.broadcasts.note(node, name, shape(node, output), layout)
         return inputs
 
     def _unbound(self, node: Node, layout: Layout) -> tuple[Edge, Layout]:
@@ -159,20 +147,15 @@ class Samples:
         dim = saved_dim(node, "dim", len(layout) + 1)
         return edges(node)[0], (*layout[:dim], self._rows[node], *layout[dim:])
 
-    def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:  # noqa: C901 - one way per kind
+    def _layer(self, node: Node, name: str, layout: Layout, inputs: Inputs) -> Inputs:
         """A matrix product, convolution or norm: the model's edge where one factor is a parameter."""
-        own = self.surroundings.own
         data, weight = MATMULS.get(name, (0, 1))
         matrix = name in MATMULS
         if matrix:
-            shared = [made_of_shared(inputs[which][0], own, self.trail) for which in (data, weight)]
+            shared = [is_made_of(Origin.SHARED, inputs[which][0], self.trail) for which in (data, weight)]
             if any(shared):
                 return self._beside_shared(inputs, (data, weight), shared, layout)
-        held = [is_parameter(edge[0], own) for edge, _ in inputs]
-        if matrix and not held[data]:
-            held[data] = computed_weight(inputs[data][0], own, self.surroundings.is_weight, self.trail)
-        if name not in NORMS and not held[data] and not held[weight]:
-            held[weight] = computed_weight(inputs[weight][0], own, self.surroundings.is_weight, self.trail, beside=True)
+        held = self._held(name, inputs, data, weight)
         # A bias, too, may have been computed, and of samples: it is followed, down to its parameter mostly.
         beside = [
             each
@@ -183,7 +166,7 @@ class Samples:
             return beside
         if held[weight]:
             self._refuse_slopes(inputs[data][0][0])
-            mine = _put_back(inputs[data][1] or layout, inputs[data][0][0])
+            mine = put_back(inputs[data][1] or layout, inputs[data][0][0])
             self._model(mine, (0,) if name == "Convolution" else tuple(range(max(len(mine) - 1, 1))), layout)
             return beside
         if held[data] and matrix:
@@ -198,11 +181,20 @@ class Samples:
             self.gradless = True  # samples, which a weight that was computed on the way is applied to
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
 
+    def _held(self, name: str, inputs: Inputs, data: int, weight: int) -> list[bool]:
+        """Tell which inputs of a layer are the model's: parameters, or computed of such."""
+        held = [is_parameter(edge[0], self.trail.known.own) for edge, _ in inputs]
+        if name in MATMULS and not held[data]:
+            held[data] = is_made_of(Origin.WEIGHT, inputs[data][0], self.trail)
+        if name not in NORMS and not held[data] and not held[weight]:
+            held[weight] = is_made_of(Origin.BESIDE, inputs[weight][0], self.trail)
+        return held
+
     def _chosen_rows(self, node: Node, name: str, layout: Layout) -> Inputs:
         """Rows of a parameter that an index has chosen: of the model's own, a parameter; else one for each sample."""
         given = saved_indices(node) if name == "Index" else (saved_tensor(node, "index"),)
         by = {place: each for place, each in enumerate(given) if each is not None}
-        if by and all(map(self.surroundings.is_weight, by.values())):
+        if by and all(map(self.trail.known.is_weight, by.values())):
             return []
         self.chosen.update(each.data_ptr() for each in by.values())
         below = edges(node)[0][0]
@@ -223,7 +215,7 @@ class Samples:
     def _is_batched(self, node: Node, name: str, place: int, layout: Layout) -> bool:
         """Whether a factor without gradient is one matrix per sample: then each meets its own, if samples lie there."""
         tensor = saved_tensor(node, saved_factor(name, place))
-        if not layout[:-2] or tensor is None or tensor.stride(0) == 0 or self.surroundings.is_weight(tensor):
+        if not layout[:-2] or tensor is None or tensor.stride(0) == 0 or self.trail.known.is_weight(tensor):
             return False
         self.gradless = self.trail.passing = True
         apart = (part for dim in without_slivers(layout[:-2]) for part in dim)
@@ -234,12 +226,12 @@ class Samples:
         """A frozen weight or batch data? Only the first leaves the rows apart."""
         which = saved_factor(name, place)
         tensor = saved_tensor(node, which)
-        if tensor is None or not self.surroundings.is_weight(tensor):
+        if tensor is None or not self.trail.known.is_weight(tensor):
             raise refusals.gradless_factor(name)
         self.trail.weights.append((node, which))
         self._model(layout, tuple(range(len(layout))))
 
-    def _model(  # noqa: C901 - one way out per edge
+    def _model(
         self, layout: Layout, dims: tuple[int, ...], result: Layout | None = None, *, chosen: bool = False
     ) -> None:
         """The model's edge: its samples lie along its outermost dimension; compare with the other branches."""
@@ -256,15 +248,12 @@ class Samples:
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
-        whole: dict[Axis, int] = {}  # axes as they were before a reshape cut them
-        for size, tag in parts:
-            if isinstance(tag, Axis) and size > 1:
-                base = replace(tag, path=(), lone=False)
-                whole[base] = whole.get(base, 1) * size
-                self._held.append((size, tag))
-        self._held.extend((size, tag) for tag, size in whole.items())
-        if not found:
-            return
+        self.broadcasts.hold(parts)
+        if found:
+            self._align(found, parts)
+
+    def _align(self, found: tuple[Axis, ...], parts: tuple[Part, ...]) -> None:
+        """Compare along which axes samples lie in an output with those of the others before."""
         puts = {axis: by for axis in found for by, _ in axis.order if by in PUTS}  # where they were not taken from
         if found[0] in puts or "IndexPut" in puts.values():
             raise refusals.pooled(puts.get(found[0], "IndexPut"))
@@ -297,45 +286,21 @@ class Samples:
 
     def _one_sample(self, size: int) -> bool:
         """Whether what was seen as one row is one sample, as `x.view(1, k)` of k parts: if it was for several."""
-        key = ("rows", *map(type, self.trail.nodes))
+        key = self.trail.kind("rows")
         if size > 1:
-            self.surroundings.readings[key] = True
-        return key in self.surroundings.readings
+            self.trail.precedents[key] = True
+        return key in self.trail.precedents
 
     def _written(self, fits: list[Place]) -> Place | None:
         """Choose where a part was written over: in the only place that fits, or in that of a graph of this kind."""
-        key = ("written", *map(type, self.trail.nodes))
+        key = self.trail.kind("written")
         number = {sum(1 << dim for dim in dims): dims for dims in fits}
         if len(fits) == 1:
-            self.surroundings.readings[key] = next(iter(number))
-        return number.get(self.surroundings.readings.get(key, 0))
-
-    def note_spread(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
-        """Take note of what was broadcast, `(n, 1) - (n,)`, and along which dimensions operands without gradient lie.
-
-        Whether they set samples against each other is told when all is walked.
-        """
-        own = [size_of(edge) for edge in edges(node) if edge[0] is not None]
-        wide = [
-            max(len(each) + dim >= len(sizes) and each[dim - len(sizes)] for each in own) for dim in range(len(sizes))
-        ]
-        narrow = [dim for dim, size in enumerate(sizes) if wide[dim] != size]
-        self._broadcast.extend((size, tag) for dim in narrow for size, tag in layout[dim] if size > 1)
-        hidden = name in MASKED_POINTWISE or rule_of(name) is fused_loss
-        if not hidden and all(below is not None for below, _ in edges(node)):
-            return
-        known = _dims_beside(node, name, sizes)
-        beside = tuple(layout[dim] for dim in known or ())
-        places = range(len(sizes)) if known is None else known
-        self._spread.extend((name, layout[dim], beside, dim in narrow) for dim in places if sizes[dim] > 1)
+            self.trail.precedents[key] = next(iter(number))
+        return number.get(self.trail.precedents.get(key, 0))
 
     def spread(self) -> str:
-        """Name an operation that may have set samples against others, which have no gradient; "" where none has.
-
-        A dimension that some output of the model has is that output's. Else what spread it must have the samples' own
-        dimension, too, as a target (n, T) for an output (n, 1); and be of another size, for (n, n) may be all pairs,
-        unless it was seen before.
-        """
+        """Name an operation that may have set samples against others, which have no gradient; "" where none has."""
         # Where samples lie outermost in another output, what was unbound are steps, as inside of an LSTM.
         if UNBOUND in self._outermost and not any(isinstance(tag, Axis) for tag in self._outermost):
             if self._crossed:
@@ -345,43 +310,7 @@ class Samples:
         for name, axes in self.batched:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)
-        size = next(
-            (n for n, tag in self.parts if self.axes and isinstance(tag, Axis) and tag.matches(self.axes[0])), 0
-        )
-        for name, dim, beside, direct in self._spread:
-            for parts in [dim] if direct else self._copies(dim):
-                if any(map(self._holds, parts)):
-                    continue
-                many, key = math.prod(n for n, _ in parts), ("spread", name, *map(type, self.trail.nodes))
-                self.trail.passing = True  # it hangs on the shape of a tensor that is in no graph
-                own = [tag for each in beside for _, tag in each if isinstance(tag, Axis)]
-                apart = bool(self.axes) and all(any(axis.matches(tag) for tag in own) for axis in self.axes or ())
-                pairs = size > 1 and (many == size if direct or apart else many % size == 0)
-                if (pairs and not self.surroundings.readings.get(key)) or (
-                    direct and not apart and not self.surroundings.divisors
-                ):
-                    return name
-                if size > 1:
-                    self.surroundings.readings[key] = True
-        return ""
-
-    def _copies(self, dim: Dim) -> list[Dim]:
-        """Return the parts of a dimension that were broadcast further down, but those beside a sample's own parts."""
-        sizes = math.prod(size for size, _ in dim)
-        found = [part for part in self._broadcast if part in dim or any(_matches(part[1], tag) for _, tag in dim)]
-        samples = any(_matches(tag, axis) for _, tag in dim for axis in self.axes or ())
-        return [(part,) for part in found if samples or part[0] == sizes]
-
-    def _holds(self, part: Part) -> bool:
-        """Whether some output has a part, or a piece of it; one of another size was put behind it by a `cat`."""
-        size, tag = part
-        if size == 1 or not isinstance(tag, Axis):
-            return False
-        whole = math.prod(tag.path[0][:2]) if tag.path else size
-        return any(
-            isinstance(held, Axis) and tag.matches(held) and (bool(tag.path) if held.path else n == whole)
-            for n, held in self._held
-        )
+        return self.broadcasts.across_samples(self.axes or (), self.parts, self.trail)
 
     def _where_rows_meet(self, axes: tuple[Axis, ...]) -> str:
         """Name the operation that put rows beside other rows; slow, for the error alone."""
@@ -404,41 +333,8 @@ def _refusal(name: str, *, chosen: bool) -> LossError:
     return refusals.pooled(name) if name in POOLING else refusals.coupled(name, chosen=chosen)
 
 
-def _put_back(layout: Layout, node: Node | None) -> Layout:
-    """Rows that an index puts back where it has taken them, a layer in between: `out[index] = expert(x[index])`."""
-    puts = {tag.order[-1][1] for dim in layout for _, tag in dim if isinstance(tag, Axis) and tag.order[-1:]}
-    for _ in range(_LAYERS if puts else 0):
-        if node is None:
-            break
-        taken = saved_indices(node) if operation(node) == "Index" else (saved_tensor(node, "index"),)
-        by = next((by for each in taken if each is not None and (by := key(each)) in puts), None)
-        if by is not None:
-            return tuple(reordered(dim, (operation(node), by)) for dim in layout)
-        node = edges(node)[MATMULS.get(operation(node), (0,))[0]][0] if edges(node) else None
-    return layout
-
-
 def _same_rows(one: Dim, other: Dim) -> bool:
-    return one == other or all(_matches(a, b) for _, a in one for _, b in other)
-
-
-def _matches(tag: Tag, other: Tag) -> bool:
-    return isinstance(tag, Axis) and isinstance(other, Axis) and tag.matches(other)
-
-
-def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:
-    """Return the dimensions that an operand without gradient has of its own; None where it is not known."""
-    place = next((place for place, (below, _) in enumerate(edges(node)) if below is None), 0)
-    which = _HIDDEN.get(name) or ("target" if rule_of(name) is fused_loss else ("self", "other")[min(place, 1)])
-    tensor = saved_tensor(node, which)
-    if tensor is None:
-        return None
-    skip = len(sizes) - tensor.dim()
-    own = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return [skip + dim for dim, size in enumerate(own) if size == sizes[skip + dim]]
-
-
-_HIDDEN = {"Where": "condition", "MaskedFill": "mask"}
+    return one == other or all(matches(a, b) for _, a in one for _, b in other)
 
 
 def _is_time_first(node: Node, name: str, output: int, dims: int) -> bool:

@@ -1,21 +1,29 @@
-"""What choosing rows does to samples: slices, chunks, positions, masks, indices; and putting rows together."""
+"""What choosing rows does to samples: slices, chunks, positions, masks, indices."""
 
-import itertools
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 from torch.autograd.graph import Node
 
-from bigbatch.loss import refusals
-from bigbatch.loss.graph import Edge, edges, operation, saved, saved_dim, saved_indices, saved_tensor, shape, signed
-from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped
-from bigbatch.loss.rules import Inputs, along, everything, only_input, size_of
+from bigbatch.loss.graph import (
+    Shape,
+    edges,
+    operation,
+    saved,
+    saved_dim,
+    saved_indices,
+    saved_tensor,
+    shape,
+    signed,
+)
+from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, mixed
+from bigbatch.loss.rules import Inputs, along, of_one, size_of
 
-Place: TypeAlias = tuple[int, ...]  # the dimensions of a tensor that a part of it has
-_OPERATIONS_ON_A_ROW = 64
+
+def with_dim(layout: Layout, dim: int, to: Dim) -> Layout:
+    """Return the layout with another dimension in the place of one."""
+    return (*layout[:dim], to, *layout[dim + 1 :])
 
 
 def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
@@ -25,52 +33,47 @@ def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True
     if took == size:
         return layout
     if took == 0 or size % took:
-        return (*layout[:dim], ((size, name),), *layout[dim + 1 :])
+        return with_dim(layout, dim, ((size, name),))
     if part == ((1, PICKED),):
-        return (*layout[:dim], ((size, PICKED),), *layout[dim + 1 :])
+        return with_dim(layout, dim, ((size, PICKED),))
     share = (size // took, SHARED)
-    return (*layout[:dim], (share, *part) if outer else (*part, share), *layout[dim + 1 :])
+    return with_dim(layout, dim, (share, *part) if outer else (*part, share))
 
 
-def take_slice(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def take_slice(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Even shares (`rewards[:n]`, `rewards[n:]`, `x[::2]`) stay apart; other cuts move rows past each other."""
-    edge = only_input(node)
-    sizes = size_of(edge)
     dim = saved_dim(node, "dim", len(sizes))
     size, took = sizes[dim], shape(node, 0)[dim]
-    start, step = saved(node, "start") or 0, saved(node, "step") or 1
-    start = signed(start)
+    start, step = signed(saved(node, "start") or 0), saved(node, "step") or 1
     start = max(start + size, 0) if start < 0 else start
     even = took and (start % took == 0 if step == 1 else start < step and took * step == size)
     if took == size or even:
-        return [(edge, _chunk(layout, dim, size, operation(node), outer=step == 1))]
-    return [(edge, (*layout[:dim], ((size, operation(node)),), *layout[dim + 1 :]))]
+        return _chunk(layout, dim, size, operation(node), outer=step == 1)
+    return with_dim(layout, dim, ((size, operation(node)),))
 
 
-def split(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def split(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Equal chunks stay apart; unequal ones move rows past each other."""
-    edge = only_input(node)
-    sizes = size_of(edge)
     dim = saved_dim(node, "dim", len(sizes))
-    took = {shape(node, n)[dim] for n in range(results(node))}
-    if len(took) == 1:
-        return [(edge, _chunk(layout, dim, sizes[dim], operation(node)))]
-    return [(edge, (*layout[:dim], ((sizes[dim], operation(node)),), *layout[dim + 1 :]))]
+    if len({shape(node, n)[dim] for n in range(results(node))}) == 1:
+        return _chunk(layout, dim, sizes[dim], operation(node))
+    return with_dim(layout, dim, ((sizes[dim], operation(node)),))
+
+
+@of_one
+def select(node: Node, layout: Layout, sizes: Shape) -> Layout:
+    """One position along a dimension; of an unbind, all of them should go somewhere."""
+    dim = saved_dim(node, "dim", len(sizes))
+    tag = PICKED if operation(node) == "Select" else UNBOUND
+    return (*layout[:dim], ((sizes[dim], tag),), *layout[dim:])
 
 
 def results(node: Node) -> int:
     """Return how many results an operation has."""
     metadata: object = getattr(node, "_input_metadata", ())
     return len(metadata) if isinstance(metadata, list | tuple) else 1
-
-
-def select(node: Node, _output: int, layout: Layout) -> Inputs:
-    """One position along a dimension; of an unbind, all of them should go somewhere."""
-    edge = only_input(node)
-    sizes = size_of(edge)
-    dim = saved_dim(node, "dim", len(sizes))
-    tag = PICKED if operation(node) == "Select" else UNBOUND
-    return [(edge, (*layout[:dim], ((sizes[dim], tag),), *layout[dim:]))]
 
 
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
@@ -95,7 +98,7 @@ def reordered(dim: Dim, by: tuple[str, object], *, stay: bool = False) -> Dim:
     return tuple((size, back(tag) if isinstance(tag, Axis) else tag) for size, tag in dim)
 
 
-def _tag(dim: Dim, name: str) -> Tag:
+def tag_of(dim: Dim, name: str) -> Tag:
     """Return what the rows of a glued dimension are once they were put in another order: apart, or mixed by `name`."""
     parts = [(size, tag) for size, tag in dim if size > 1] or list(dim)
     if not parts:
@@ -104,32 +107,29 @@ def _tag(dim: Dim, name: str) -> Tag:
     return parts[0][1] if apart else name
 
 
-def index(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def index(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
-    edge, name = only_input(node), operation(node)
-    sizes = size_of(edge)
-    chosen = [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
-    places = [d for d, _ in chosen]
-    if not chosen or places != list(range(places[0], places[0] + len(places))):
-        return everything(node, 0, layout)
+    name, chosen = operation(node), [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
+    if not chosen or [d for d, _ in chosen] != list(range(chosen[0][0], chosen[0][0] + len(chosen))):
+        return mixed(sizes, name)
     first, tensor = chosen[0]
     covers = tensor.dim() if tensor.dtype == torch.bool else 1
     if covers == 1 and tensor.dim() != 1:
-        return everything(node, 0, layout)
+        return mixed(sizes, name)
+    several = covers > 1 or len(chosen) > 1  # dimensions that one number or truth value chooses from
     rows = layout[first]
     taken = math.prod(n for n, _ in rows)
     covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
-    if taken > covered and (covers > 1 or len(chosen) > 1):
-        return everything(node, 0, layout)
     if taken > covered:  # some rows were taken twice
-        return [(edge, (*layout[:first], ((sizes[first], name),), *layout[first + 1 :]))]
-    stay = taken == sizes[first] and _each_row_once(tensor)
-    head = reordered(((sizes[first], _tag(rows, name)),), (name, key(tensor)), stay=stay)
+        return mixed(sizes, name) if several else with_dim(layout, first, ((sizes[first], name),))
+    stay = taken == sizes[first] and takes_each_row_once(tensor)
+    head = reordered(((sizes[first], tag_of(rows, name)),), (name, key(tensor)), stay=stay)
     picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
-    return [(edge, (*layout[:first], head, *picked, *layout[first + 1 :]))]
+    return (*layout[:first], head, *picked, *layout[first + 1 :])
 
 
-def _each_row_once(by: torch.Tensor) -> bool:
+def takes_each_row_once(by: torch.Tensor) -> bool:
     """Whether an index takes one value of each row, in their order: `x[arange(n), labels]`, `x[labels_one_hot == 1]`.
 
     A mask has made its device wait already, in the forward; numbers on a device are not looked at.
@@ -150,193 +150,49 @@ def rows_index(node: Node) -> torch.Tensor | None:
     return by.movedim(dim, 0).as_strided(by.shape[dim : dim + 1], (by.stride(dim),)) if expanded else None
 
 
-def _along_rows(node: Node, layout: Layout, sizes: tuple[int, ...]) -> Layout | None:
+def along_rows(node: Node, layout: Layout, sizes: tuple[int, ...]) -> Layout | None:
     """Return the layout of rows that an index takes, or of those that it puts, `sizes` in all; None of other things."""
     by, name, dim = rows_index(node), operation(node), saved_dim(node, "dim", len(sizes))
     if by is None or (name not in PUTS and len(by) > sizes[dim]) or (name == "Gather" and len(sizes) == 1):
         return None
-    rows = reordered(((sizes[dim], _tag(layout[dim], name)),), (name, key(by)))
-    return (*layout[:dim], rows, *layout[dim + 1 :])
+    return with_dim(layout, dim, reordered(((sizes[dim], tag_of(layout[dim], name)),), (name, key(by))))
 
 
 def index_select(node: Node, output: int, layout: Layout) -> Inputs:
     """Rows chosen by numbers along one dimension, or single elements of them."""
-    edge = only_input(node)
-    rows = _along_rows(node, layout, size_of(edge))
+    edge = edges(node)[0]
+    rows = along_rows(node, layout, size_of(edge))
     return along(node, output, layout) if rows is None else [(edge, rows)]
 
 
-def put_rows(node: Node, output: int, layout: Layout) -> Inputs:
-    """Rows added or copied to where an index says; those that it puts them into are such themselves, or mixed."""
-    (base, mixing), (source, _) = along(node, output, layout)
-    rows = _along_rows(node, layout, size_of(source)) if source[0] is not None else None
-    if rows is None:
-        return along(node, output, layout)
-    return [(base, layout if base[0] is not None and operation(base[0]) in PUTS else mixing), (source, rows)]
-
-
-def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Values put in the places of others, which stay where they are; `index` by the same index takes them back."""
-    edge, value, name = edges(node)[0], edges(node)[1], operation(node)
-    chosen = [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
-    filled = edge[0] is not None and operation(edge[0]) in PUTS  # one of several that fill a tensor
-    by_number = [
-        d for d, i in chosen[:1] if i.dtype != torch.bool and (len(chosen) == 1 or (i.is_cpu and not _each_row_once(i)))
-    ]
-    kept = tuple(((shape(node)[d], name),) if d in by_number and not filled else dim for d, dim in enumerate(layout))
-    result: Inputs = [(edge, kept)] if edge[0] is not None else []
-    if value[0] is None:
-        return result
-    sizes = size_of(value)
-    if not chosen or saved(node, "accumulate"):
-        return [*result, (value, mixed(sizes, name))]
-    first, tensor = chosen[0]
-    covers = tensor.dim() if tensor.dtype == torch.bool else len(chosen)
-    flat = not first and 0 < len(sizes) == len(layout) - covers  # of one row torch leaves its own dimension out
-    size = 1 if flat else sizes[first] if first < len(sizes) else 0
-    number = tensor.sum if tensor.dtype == torch.bool else tensor.numel
-    if (
-        (tensor.dtype != torch.bool and tensor.dim() != 1)
-        or (not flat and covers + len(sizes) - 1 != len(layout))
-        or (size == 1 != shape(node)[first] and int(number()) != 1)
-        or chosen[-1][0] != first + len(chosen) - 1
-    ):
-        return [*result, (value, mixed(sizes, name))]
-    stay = size == shape(node)[first] and (covers > 1 or len(chosen) > 1) and _each_row_once(tensor)
-    rows = reordered(((size, _tag(layout[first], name)),), (name, key(tensor)), stay=stay)
-    if flat:
-        return [*result, (value, ((*rows, *layout[covers]), *layout[covers + 1 :]))]
-    return [*result, (value, (*layout[:first], rows, *layout[first + covers :]))]
-
-
-def as_strided(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def as_strided(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Windows over a signal, as `stft` takes them: outer dimensions that are left alone stay, the rest is mixed."""
-    edge, name = only_input(node), operation(node)
-    sizes = size_of(edge)
     size, stride = saved(node, "size"), saved(node, "stride")
     kept = 0
     while kept < len(sizes) and size[kept : kept + 1] == sizes[kept : kept + 1]:
         if stride[kept] != math.prod(sizes[kept + 1 :]):  # of a tensor that lies in one piece
             break
         kept += 1
-    reach = (saved(node, "storage_offset") or 0) + sum(
-        (n - 1) * m for n, m in zip(size[kept:], stride[kept:], strict=True)
-    )
-    if reach >= math.prod(sizes[kept:]):
+    steps = sum((n - 1) * m for n, m in zip(size[kept:], stride[kept:], strict=True))
+    if (saved(node, "storage_offset") or 0) + steps >= math.prod(sizes[kept:]):
         kept = 0
-    return [(edge, (*layout[:kept], *mixed(sizes[kept:], name)))]
+    return (*layout[:kept], *mixed(sizes[kept:], operation(node)))
 
 
-def copy_slices(
-    node: Node, _output: int, layout: Layout, place: Callable[[list[Place]], Place | None] | None = None
-) -> Inputs:
-    """A part written over, `out[t] = x`: the rest stays where it is, and so do the dimensions of what was written.
-
-    The graph does not say where it was written. It is told by sizes, where only one place fits; or `place` chooses one.
-    """
-    (base, *values), name, whole = edges(node), operation(node), shape(node)
-    result: Inputs = [(base, layout)] if base[0] is not None else []
-    for value in values:
-        sizes = size_of(value)
-        if value[0] is None:
-            continue
-        every = list(itertools.combinations(range(len(whole)), len(sizes)))
-        fits = [dims for dims in every if sizes == tuple(whole[dim] for dim in dims)] or [
-            dims for dims in every if all(n <= whole[dim] for n, dim in zip(sizes, dims, strict=True))
-        ]
-        dims = place(fits) if place is not None else fits[0] if len(fits) == 1 else None
-        if dims is None:
-            raise refusals.written(name)
-        found = [layout[dim] if n == whole[dim] else ((n, name),) for n, dim in zip(sizes, dims, strict=True)]
-        result.append((value, tuple(found)))
-    return result
-
-
-def masked_select(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def masked_select(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Elements chosen by a mask, outermost dimension first."""
-    edge = only_input(node)
-    sizes = size_of(edge)
-    mask = saved_tensor(node, "mask")
-    by = (operation(node), key(mask) if mask is not None else None)
-    rows = reordered(((sizes[0], _tag(layout[0], operation(node))),), by)
-    return [(edge, (rows, *(((size, PICKED),) for size in sizes[1:])))]
+    name, mask = operation(node), saved_tensor(node, "mask")
+    by = (name, key(mask) if mask is not None else None)
+    rows = reordered(((sizes[0], tag_of(layout[0], name)),), by)
+    return (rows, *(((size, PICKED),) for size in sizes[1:]))
 
 
-def cat(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Concatenation: along its dimension each input holds some of the rows."""
-    dim = saved_dim(node, "dim", len(layout))
-    inputs = [edge for edge in edges(node) if edge[0] is not None and len(size_of(edge)) == len(layout)]
-    taken = [size_of(edge)[dim] for edge in inputs]
-    own = _own_rows(layout[dim], taken, len(edges(node)))
-    rows = [own if own is not None else _some_rows(layout[dim], taken, n) for n in taken]
-    return [(edge, (*layout[:dim], part, *layout[dim + 1 :])) for edge, part in zip(inputs, rows, strict=True)]
-
-
-def _own_rows(dim: Dim, taken: list[int], inputs: int) -> Dim | None:
-    """Give what each input's rows are where a reshape or a chunk has told equal inputs apart again: `view(2, n)`.
-
-    That is where a cut lies between the inputs. One through rows that are not all apart would pair rows of one input.
-    """
-    total = math.prod(size for size, _ in dim)
-    parts = tuple((size, tag) for size, tag in dim if size > 1)
-    size = taken[0] if taken else 0
-    if set(taken) != {size} or size * inputs != total or len(taken) < inputs - 1:
-        return None
-    if size == 1:  # a batch of one: what is left of it behind the inputs
-        return dim[-1:] if len(dim) > 1 and dim[:-1] == parts else None
-    if len(parts) == 1:
-        return None
-    outer, inner = reshaped((parts,), (inputs, size), "Cat")
-    between = outer == parts[: len(outer)] and not all(isinstance(tag, Taken) for _, tag in inner)
-    return inner if between or all(isinstance(tag, Axis) for _, tag in inner) else None
-
-
-def _some_rows(dim: Dim, taken: list[int], size: int) -> Dim:
-    """Give what an input's rows are where they lie among the others': no longer beside any but their like."""
-    tag = _tag(dim, "Cat")
-    if isinstance(tag, Axis):
-        several = sum(part > 1 for part, _ in dim) > 1
-        tag = replace(tag.reordered(("Cat", tuple(taken))) if several else tag, lone=size == 1 and len(taken) > 1)
-    return ((size, tag),)
-
-
-def stack(node: Node, _output: int, layout: Layout) -> Inputs:
-    """Stacking: the new dimension goes."""
-    dim = saved_dim(node, "dim", len(layout))
-    return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
-
-
-def rows_put_back(stack: Node) -> tuple[set[Node], bool]:
-    """Find the unbinds whose results a stack puts back in order; and tell whether it has several results in one row."""
-    reached = [_unbinds(edge) for edge in edges(stack)]
-    every = {unbind: [each.get(unbind, set[int]()) for each in reached] for each in reached for unbind in each}
-    in_order = {
-        unbind
-        for unbind, places in every.items()
-        if results(unbind) == len(places) and all(found == {place} for place, found in enumerate(places))
-    }
-    return in_order, any(len(found) > 1 for places in every.values() for found in places)
-
-
-def _unbinds(edge: Edge) -> dict[Node, set[int]]:
-    found, seen, stack = dict[Node, set[int]](), set[Edge](), [edge]
-    while stack and len(seen) < _OPERATIONS_ON_A_ROW:
-        node, place = stack.pop()
-        if node is None or (node, place) in seen:
-            continue
-        seen.add((node, place))
-        if operation(node) == "Unbind":
-            found.setdefault(node, set()).add(place)
-        else:
-            stack.extend(edges(node))
-    return found
-
-
-def diagonal(node: Node, _output: int, layout: Layout) -> Inputs:
+@of_one
+def diagonal(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """The diagonal pairs each row with the column of its number."""
-    edge = only_input(node)
-    sizes = size_of(edge)
     dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
     rest = iter(layout[:-1])
-    tag = _tag(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
-    return [(edge, tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes)))]
+    tag = tag_of(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
+    return tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes))

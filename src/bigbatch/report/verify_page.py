@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from bigbatch.report.page import Html, element, figures, opening, page, paragraphs, section, table
 from bigbatch.report.plots import figure
-from bigbatch.verifying.table import cause_text, header, headline, number, row
-from bigbatch.verifying.verification import Difference, Verification
+from bigbatch.verification.result import Difference, Verification, cause_text, header, headline, number, row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +19,7 @@ _LONGEST = 36  # letters of a name at a plot
 def verify_page(found: Verification, *, name: str) -> str:
     """Return the page of a verification; `name` is that of the file or the model."""
     causes = [_cause(cause_text(found, place)) for place in range(len(found.causes))]
-    worst_first = sorted(found.differences, key=lambda each: (-each.excess, -_difference(each)))
+    worst_first = sorted(found.differences, key=lambda each: (-each.excess, -each.difference))
     verdict, _, said = headline(found).partition(": ")
     return page(
         f"{name}: bigbatch verify",
@@ -57,7 +56,7 @@ def _figures(found: Verification) -> list[tuple[str, str, str]]:
         cut.append(("loss differs by", number(abs(loss[1] - loss[0]) / abs(loss[0] or 1.0)), "of its size"))
     wrong = sum(not each.exact for each in found.differences)
     return [
-        ("largest difference", number(_difference(worst)), f"in {_dtype(found)}, of the gradient's size"),
+        ("largest difference", number(worst.difference), f"in {_dtype(found)}, of the gradient's size"),
         ("beyond rounding", f"{wrong:,}", f"of {len(found.differences):,} parameters"),
         *cut,
     ]
@@ -67,11 +66,6 @@ def _dtype(found: Verification) -> str:
     return "float64" if found.in_float64 else found.dtype
 
 
-def _difference(each: Difference) -> float:
-    """Return the figure that the verdict is about: in float64, where the model can run in it."""
-    return each.own_difference if math.isnan(each.exact_difference) else each.exact_difference
-
-
 def _floor(each: Difference) -> float:
     """Return the measured rounding that it is compared with."""
     return each.own_floor if math.isnan(each.exact_difference) else each.exact_floor
@@ -79,7 +73,7 @@ def _floor(each: Difference) -> float:
 
 def _differences(found: Verification, worst_first: Sequence[Difference]) -> Html:
     shown = worst_first[:_DRAWN]
-    known = [n for each in shown for n in (_difference(each), _floor(each), each.tolerance) if 0 < n < math.inf]
+    known = [n for each in shown for n in (each.difference, _floor(each), each.tolerance) if 0 < n < math.inf]
     low, high = min(known, default=1e-17) / 4, max(known, default=1.0) * 4
 
     def draw(axes: "Axes") -> None:
@@ -89,7 +83,7 @@ def _differences(found: Verification, worst_first: Sequence[Difference]) -> Html
         axes.barh(range(len(shown)), widths, color="lightgray", label="what rounding explains")
         axes.plot([_floor(each) for each in shown], range(len(shown)), "|", color="gray", label="measured rounding")
         for exact, style, color, word in ((True, "o", "tab:blue", "within"), (False, "D", "tab:red", "beyond")):
-            points = [(min(max(_difference(e), low), high), at) for at, e in enumerate(shown) if e.exact == exact]
+            points = [(min(max(e.difference, low), high), at) for at, e in enumerate(shown) if e.exact == exact]
             if points:
                 axes.plot(*zip(*points, strict=True), style, color=color, label=f"difference, {word}", clip_on=False)
         names = [n if len(n) <= _LONGEST else f"…{n[1 - _LONGEST :]}" for n in (each.name for each in shown)]
@@ -102,7 +96,7 @@ def _differences(found: Verification, worst_first: Sequence[Difference]) -> Html
     says = (
         "Relative difference of each parameter's gradient from the big batch's, with what rounding explains. "
         f"{sum(not each.exact for each in worst_first)} of {len(worst_first)} lie beyond it. The worst is "
-        f"{worst.name}: {number(_difference(worst))}, where rounding explains {number(worst.tolerance)}.{rest}"
+        f"{worst.name}: {number(worst.difference)}, where rounding explains {number(worst.tolerance)}.{rest}"
     )
     caption = (
         "The bar ends where two roundings of one gradient may lie apart; the tick in it was measured. A point beyond "

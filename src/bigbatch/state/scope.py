@@ -1,4 +1,4 @@
-"""Where a loss asks for other micro-batches and there are none to ask."""
+"""What runs a micro-batch on this thread: nobody, `BigStep` one after the other, or a worker in lock-step."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bigbatch.errors import BigBatchError, LossError
-from bigbatch.lockstep.threads import began_inside
+from bigbatch.errors import BigBatchError
 
 _here = threading.local()
 Value = TypeVar("Value", bound=Tensor | None)
@@ -17,6 +16,16 @@ Value = TypeVar("Value", bound=Tensor | None)
 
 class NeedsLockStep(BigBatchError):
     """Raised inside a window that runs one micro-batch after the other; `BigStep` then runs them side by side."""
+
+
+def worker() -> Any:
+    """Return the worker in lock-step that this thread is, or None."""
+    return getattr(_here, "worker", None)
+
+
+def become(worker: object) -> None:
+    """Have this thread be a worker in lock-step; None: no longer."""
+    _here.worker = worker
 
 
 @contextmanager
@@ -71,13 +80,6 @@ def refuse_alone(x: Value, name: str) -> Value:
     """Return a value that is the whole batch's, as it is; in a window of micro-batches ask for lock-step instead."""
     if getattr(_here, "alone", False):
         raise NeedsLockStep(f"across.{name}")
-    if began_inside():
-        msg = (
-            f"across.{name} was called on a thread that has begun while micro-batches run in lock-step, and other "
-            "micro-batches cannot be met there: it would have answered for this one alone.\n"
-            "Call it on the thread that loss_fn is called on, before or after threads of your own."
-        )
-        raise LossError(msg)
     asked_anywhere[0] += 1
     _here.asked = times_asked() + 1
     if torch.is_grad_enabled():

@@ -22,10 +22,14 @@ _LARGE = 1 << 20  # bytes of a buffer
 
 
 class Randomness:
-    """The states of the default random generators: torch's on the CPU and the devices in use, Python's, numpy's."""
+    """The states of the default random generators: torch's on the CPU and the devices in use, Python's, numpy's.
 
-    def __init__(self, devices: frozenset[torch.device]) -> None:
+    And those of generators of a model's own.
+    """
+
+    def __init__(self, devices: frozenset[torch.device], own: Sequence[Any] = ()) -> None:
         """Take down the states as they are; no device is waited for."""
+        self._own = [(each, _state_of(each)) for each in own]
         self._cpu = torch.get_rng_state()
         self._devices = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
         self._python = random.getstate()
@@ -40,10 +44,14 @@ class Randomness:
         random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+        for generator, state in self._own:
+            _set_state(generator, state)
 
-    def drawn(self) -> bool:
-        """Whether anyone has drawn a number since."""
-        if not torch.equal(self._cpu, torch.get_rng_state()) or self._python != random.getstate():
+    def drawn(self, *, torchs: bool = True) -> bool:
+        """Whether anyone has drawn a number since; of torch's on the CPU only where it is asked for."""
+        if torchs and not torch.equal(self._cpu, torch.get_rng_state()):
+            return True
+        if self._python != random.getstate() or any(_is_other(state, _state_of(own)) for own, state in self._own):
             return True
         if any(not torch.equal(state, torch.cuda.get_rng_state(device)) for device, state in self._devices.items()):
             return True
@@ -51,6 +59,32 @@ class Randomness:
         if self._numpy is None:
             return False
         return not all(numpy.array_equal(*pair) for pair in zip(self._numpy, numpy.random.get_state(), strict=True))
+
+
+def is_generator(value: object) -> bool:
+    """Tell a generator of random numbers: torch's, Python's or numpy's."""
+    return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
+
+
+def _state_of(generator: Any) -> Any:
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    if isinstance(generator, torch.Generator) or hasattr(generator, "get_state"):
+        return generator.get_state()
+    return generator.getstate() if hasattr(generator, "getstate") else None
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    elif isinstance(generator, torch.Generator) or hasattr(generator, "set_state"):
+        generator.set_state(state)
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
+
+
+def _is_other(before: Any, now: Any) -> bool:
+    return not torch.equal(before, now) if isinstance(before, Tensor) else repr(before) != repr(now)
 
 
 class _Kept(NamedTuple):
@@ -154,20 +188,33 @@ class Buffers:
         return id(buffer) in self._trusted or torch.equal(buffer.to(copied.device), copied)
 
 
-def restore(buffers: Buffers, randomness: Randomness) -> None:
-    """Restore both, or raise: what is tried again must not begin with other numbers."""
-    try:
-        with ExitStack() as each_by_itself:
-            each_by_itself.callback(buffers.restore)
-            each_by_itself.callback(randomness.restore)
-    except BaseException as error:
-        msg = (
-            "a step failed, and what its forwards had changed (the model's buffers, random generators) could not be "
-            f"restored: {type(error).__name__}: {str(error).partition(chr(10))[0]}. Parameters and the optimizer are "
-            "as before it.\n"
-            "Load the buffers from a checkpoint before you go on."
-        )
-        raise WindowBroken(msg) from error
+class Snapshot:
+    """What a forward of some models begins with: their buffers, and random numbers."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        habits: Habits | None = None,
+        devices: frozenset[torch.device] = frozenset(),
+    ) -> None:
+        """Copy both as they are; `devices` are those in use beside the models' own."""
+        self.buffers, self.randomness = Buffers(models, habits), Randomness(devices_of(models) | devices)
+
+    def restore(self, *, randomness: bool = True) -> None:
+        """Go back to both, or raise: what is tried again must not begin with other numbers."""
+        try:
+            with ExitStack() as each_by_itself:
+                each_by_itself.callback(self.buffers.restore)
+                if randomness:
+                    each_by_itself.callback(self.randomness.restore)
+        except BaseException as error:
+            said = str(error).partition("\n")[0]
+            raise WindowBroken(
+                "a step failed, and the model's buffers or random generators could not be restored. Parameters and the "
+                "optimizer are as before it.",
+                found=f"{type(error).__name__}: {said}",
+                fix="the buffers of a checkpoint, loaded before you go on",
+            ) from error
 
 
 def warn_of_written(names: Sequence[str]) -> None:
@@ -199,7 +246,7 @@ def untouched(
     stepped = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
     parameters += [p for key, p in stepped.items() if key not in known]
     gradients = [p.grad for p in parameters]
-    buffers, randomness = Buffers(models, habits), Randomness(devices_of(models))
+    before = Snapshot(models, habits)
     for p in parameters:
         p.grad = None
     try:
@@ -207,7 +254,7 @@ def untouched(
     finally:
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
-        restore(buffers, randomness)
+        before.restore()
 
 
 def devices_of(models: Sequence[nn.Module]) -> frozenset[torch.device]:

@@ -18,8 +18,7 @@ from bigbatch.caller import outside
 from bigbatch.distributed.fingerprint import in_words, of_optimizers, of_scaler
 from bigbatch.distributed.team import Team
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
-from bigbatch.loss.arrival import Arrival
-from bigbatch.loss.count import Count
+from bigbatch.loss.count import Arrival, Count
 from bigbatch.window.gradients import Gradients, all_parameters
 from bigbatch.window.observer import Witness
 

@@ -21,7 +21,7 @@ from torch.autograd.graph import Node
 from bigbatch.distributed.statement import Agreement
 from bigbatch.errors import SeveralCounts, StateError
 from bigbatch.loss import refusals
-from bigbatch.loss.count import Count, Kind
+from bigbatch.loss.count import Count
 from bigbatch.loss.terms import Term
 from bigbatch.window.disagreements import listed, other_total, several
 from bigbatch.window.same_loss import (
@@ -92,17 +92,6 @@ _SAVED_LATER: dict[str, Callable[[Any], bool]] = {
     "zeros": _is_flag,
     "whole": _is_flag,
 }  # not in the first states
-
-
-class Tally(NamedTuple):
-    """What micro-batches that were added elsewhere come to."""
-
-    kind: Kind  # of the loss's one term over data
-    micro_batches: int
-    provisional: Count  # what their counts were divided by
-    total: Count
-    loss: Count  # times its count, summed
-    first: Count  # the first micro-batch's count, on its way to the host
 
 
 @dataclass(slots=True)
@@ -238,12 +227,6 @@ class Ledger:
         self.pending.append((value, weight))
         if len(self.pending) >= _PENDING:
             self.fold()
-
-    def adopt(self, tally: Tally) -> None:
-        """Enter micro-batches that were added elsewhere."""
-        self.kind, self.micro_batches, self.loss = tally.kind, tally.micro_batches, tally.loss
-        self.total = tally.total if tally.kind == "mean" else 1.0
-        self.provisional = tally.provisional
 
     def take(self, other: "Ledger") -> None:
         """Be as another one, with copies of its totals."""

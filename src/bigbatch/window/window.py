@@ -22,7 +22,7 @@ from bigbatch.window.backward import run_backward
 from bigbatch.window.gradients import Gradients
 from bigbatch.window.start import Starts
 from bigbatch.window.stepper import Stepper
-from bigbatch.window.tally import Ledger, Tally, Weights
+from bigbatch.window.tally import Ledger, Weights
 from bigbatch.window.term_weights import refuse_rounded_weights, weigh_terms
 
 
@@ -295,23 +295,13 @@ class Window:
             return 1.0
         return scale.item() if scale.is_cpu else wide(scale)
 
-    @property
-    def attended(self) -> bool:
-        """Whether a witness wants to see this window."""
-        return self._witness is not None
-
-    def show(self, start: Count, count: Count) -> None:
-        """Show a witness the gradient of the first micro-batch, while it is alone in `.grad`."""
-        self._shown = True
-        if self._witness is not None:
-            self._witness.first(self, start, count)
-
     def _show(self, terms: list[Term], weights: Weights) -> None:
         mean = next((term for term in terms if term.kind == "mean"), None)
         if mean is None or weights.each:  # no one weight that would make it a gradient of its own
             self._shown = True
-        else:
-            self.show(weights.whole * self.scale, mean.count)
+        elif self._witness is not None:
+            self._shown = True
+            self._witness.first(self, weights.whole * self.scale, mean.count)
 
     def pass_by(self, loss: Tensor, *, only_own: bool = False) -> None:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
@@ -321,13 +311,15 @@ class Window:
         self._gradients.remember()
         self.passed_by += 1
 
-    def adopt(self, tally: Tally, loss_dtype: torch.dtype) -> None:
-        """Take over what replays of a captured micro-step have added up to the gradients of this window."""
-        self._loss_dtype = loss_dtype
-        if isinstance(tally.first, Tensor):
-            self._first_count = tally.first
-        self._gradients.remember()
-        self._ledger.adopt(tally)
+    def enter_replayed(self, terms: list[Term], loss: Tensor) -> None:
+        """Enter a micro-batch whose gradient a replay of a captured micro-step has added."""
+        weights = self._ledger.weigh(terms)
+        if not self._ledger.micro_batches:
+            self._await(terms)
+        if not self._shown:
+            self._show(terms, weights)
+        self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+        self._ledger.enter(terms, weights, loss, {})
 
     def recorded(self) -> Recorded:
         """Return what was captured, as it is: everything is in there, to the last sum."""

@@ -1,1 +1,0 @@
-"""What is known of each training loop: what happens in it, and how often."""

@@ -1,0 +1,275 @@
+"""What multiplies or divides a sum over data: a number of its samples, which makes it a mean, or a constant."""
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from bigbatch.caller import outside
+from bigbatch.errors import LossError
+from bigbatch.loss import refusals
+from bigbatch.loss.count import Count, wide
+from bigbatch.loss.graph import (
+    Edge,
+    edges,
+    is_shared_value,
+    operation,
+    python_number,
+    saved,
+    saved_number,
+    saved_tensor,
+    shape,
+    signed,
+)
+from bigbatch.loss.operations import NLL, POINTWISE_LOSSES, PURE_POINTWISE, VIEWS
+from bigbatch.loss.trail import Trail
+
+_SEQUENCES = 3  # dimensions of a model's output
+_HABITS = frozenset({1, 2})  # `0.5 * x.sum()` is half of it, and seldom a mean over two; so may `/ 2` be
+_ROUNDING = 1e-5  # of a sum of weights in float32
+_FEW, _MANY = 8, 1e6  # masks that are looked at, and features that one may be for
+_LIKELY = (
+    "this loss is a sum over data {} {:g}. That makes it a mean over its samples, or it is a constant that happens to "
+    "be as large: it is taken for {}. accumulator.backward(loss, count=n) says that it is a mean over n samples, "
+    "counted(term, 'sum') that it is a sum"
+)
+_MASKED = (
+    PURE_POINTWISE
+    | VIEWS
+    | NLL
+    | POINTWISE_LOSSES
+    | frozenset("Sum Where MaskedFill Index MaskedSelect Squeeze Unsqueeze".split())
+)
+
+
+class Meaning(Enum):
+    """What a division of a sum takes a mean over."""
+
+    SAMPLES = auto()
+    LIKELY = auto()  # samples, where another size is the same
+    UNTOLD = auto()  # samples or others: either is as large
+    OTHERS = auto()  # classes, features, a habit: a constant
+    NOTHING = auto()  # it is no size of the sum
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The sizes of a summed tensor: by which numbers a division makes it a mean over samples, by which one over others.
+
+    Each way to look at it is a list of sizes, with whether samples lie there: as it was summed, as the model gave it.
+    """
+
+    ways: tuple[tuple[tuple[int, bool], ...], ...]
+    time_first: bool  # samples may lie second, too
+    rows: frozenset[float]  # what kl_div's batchmean and its kin divide by, whatever else is as large
+
+    def meaning(self, divisor: float, *, whole: bool) -> Meaning:
+        """Tell what a division of the sum takes a mean over; a number of samples is a `whole` one, an integer."""
+        one = whole and divisor == 1  # a count: nobody divides by 1 as such
+        means, others, steps = set[int](), set() if one else set(_HABITS), set[int]()
+        for way in self.ways:
+            rest = {1}
+            for place, (size, own) in enumerate(way):
+                if not own:
+                    # Of (a, b, c) either may be the samples and the other the steps of a sequence.
+                    steps |= {each * size for each in rest} if place == 1 and len(way) == _SEQUENCES else set()
+                    rest |= {each * size for each in rest}
+            others |= {size for size, own in way if not own} if one else rest
+            samples = [size for size, own in way if own]
+            means |= {each * math.prod(samples) for each in rest} if samples else set()
+        over, beside, unclear = (
+            any(abs(divisor - each) <= 1e-9 * each for each in sizes) for sizes in (means, others, steps - {1})
+        )
+        # A sum over rows that is divided by their number.
+        of_rows = [way[:1] == ((divisor, True),) for way in self.ways]
+        swapped = self.time_first and of_rows[1] and len(self.ways[1]) == _SEQUENCES
+        if divisor in self.rows:
+            return Meaning.SAMPLES
+        if over and any(of_rows) and (beside or swapped):
+            return Meaning.LIKELY
+        if over and not beside:
+            return Meaning.SAMPLES
+        if over or unclear or (one and not beside):
+            return Meaning.UNTOLD
+        return Meaning.OTHERS if beside else Meaning.NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """What the factors of a sum are: one may hold a count, the rest are constants."""
+
+    count: Count | None
+    factors: tuple[float | None, ...]
+    source: Node | None = None  # the node that holds the count, where it is in a tensor
+    mask: int = 0  # which of the tensors below the sum it has counted
+
+
+def read_factors(factors: Iterable[Node], sizes: Sizes | None, trail: Trail) -> Divided:
+    """Find the count among the factors of a sum over data; what makes it a mean over samples is one."""
+    every = dict.fromkeys(factors)
+    shared = [factor for factor in every if _is_shared(factor)]
+    trail.weights.extend((factor, "other") for factor in shared)  # to be looked at again
+    read = {factor: _read(factor, sizes, trail) for factor in every if factor not in shared}
+    counts = [(factor, each) for factor, each in read.items() if isinstance(each, float)]
+    doubts = [(factor, each) for factor, each in read.items() if isinstance(each, LossError)]
+    counting, count = counts[-1] if counts else (None, None)
+    mask = _counted_mask(doubts[0][0], sizes, trail) if trail.known.divisors and len(doubts) == 1 else None
+    if mask or (mask is not None and count is None):
+        source = doubts[0][0]
+        return Divided(divided_by(source, mask), numbers(each for each in read if each is not source), source, mask)
+    if count is None and doubts:
+        raise doubts[0][1]
+    return Divided(count, numbers(each for each in read if each is not counting))
+
+
+def _read(factor: Node, sizes: Sizes | None, trail: Trail) -> float | LossError | None:
+    """Return the number by which a factor takes a mean over samples, None for a constant; or why it cannot be told."""
+    name = operation(factor)
+    number = float(saved(factor, "alpha")) if name in {"Add", "Sub"} else python_number(factor, "other")
+    if number == 0.0 or (number is None and _is_learned(factor)):
+        return None
+    if number is None or sizes is None:
+        return refusals.scaled_sum(name, "a tensor" if number is None else f"the number {number:g}")
+    divides, divisor = name == "Div", abs(number) if name == "Div" else 1 / abs(number)
+    meaning = sizes.meaning(divisor, whole=divides and _is_whole(factor))
+    # As in all graphs of this kind that could be read in one way only; where those differ, it cannot be told.
+    seen: set[bool] = trail.precedents.setdefault(trail.kind(name), set())
+    over_samples: bool | None = None
+    if meaning in {Meaning.SAMPLES, Meaning.OTHERS}:
+        over_samples = meaning is Meaning.SAMPLES
+        seen.add(over_samples)
+    elif meaning is Meaning.NOTHING:
+        over_samples = None if divides and divisor == round(divisor) else False
+    elif seen:
+        over_samples = next(iter(seen)) if len(seen) == 1 else None
+    elif not divides and divisor in _HABITS:
+        over_samples = False
+    elif meaning is Meaning.LIKELY or trail.known.divisors:
+        over_samples = True
+    if meaning is Meaning.LIKELY and not seen and not trail.known.divisors:
+        by, what = "divided by" if divides else "times", "a mean over samples" if over_samples else "a constant"
+        warnings.warn(_LIKELY.format(by, number, what), stacklevel=outside())
+    if over_samples is None:
+        return refusals.scaled_sum(name, f"the number {number:g}")
+    return float(round(divisor)) if over_samples else None
+
+
+def _is_whole(division: Node) -> bool:
+    found = saved(division, "other")
+    return not (found.is_floating_point() if isinstance(found, Tensor) else isinstance(found, float))
+
+
+def _is_learned(factor: Node) -> bool:
+    inputs = edges(factor)
+    return len(inputs) > 1 and inputs[0][0] is not None and inputs[1][0] is not None
+
+
+def _is_shared(factor: Node) -> bool:
+    """Tell whether a sum was divided by what is the same in every micro-batch, as a count over all of them."""
+    tensor = saved_tensor(factor, "other") if operation(factor) in {"Mul", "Div"} else None
+    return tensor is not None and is_shared_value(tensor)
+
+
+def numbers(factors: Iterable[Node]) -> tuple[float | None, ...]:
+    """Read constant factors; a division by 1 is none, and a product with 1 may be one with 0 elsewhere."""
+    found = [(factor, number_of(factor)) for factor in factors]
+    return tuple(number for factor, number in found if number != 1.0 or operation(factor) == "Mul")
+
+
+def number_of(factor: Node) -> float | None:
+    """Read a constant factor, where that does not wait for a device."""
+    if operation(factor) in {"Add", "Sub"}:
+        return float(saved(factor, "alpha"))
+    if _is_learned(factor):
+        return None
+    found = saved_number(factor, "other")
+    return saved_number(factor, "self") if found is None and edges(factor)[0][0] is None else found
+
+
+def factors_below(edge: Edge) -> list[Node]:
+    """Find the numbers that were multiplied into a sum from below, `(x / n).sum()`: they may be counts."""
+    found: list[Node] = []
+    node = edge[0]
+    while node is not None and operation(node) in {"Neg", "Mul", "Div"}:
+        if operation(node) != "Neg" and _by_scalar(node) and not _averages(node):
+            found.append(node)
+        node = next((below for below, _ in edges(node) if below is not None), None)
+    return found
+
+
+def _averages(factor: Node) -> bool:
+    """Tell a mean over features: a sum divided by the size of what it was over."""
+    below = edges(factor)[0][0]
+    if operation(factor) != "Div" or below is None or operation(below) != "Sum":
+        return False
+    whole, rest = saved(below, "self_sym_sizes"), shape(below)
+    return bool(python_number(factor, "other") == math.prod(whole) / max(math.prod(rest), 1))
+
+
+def _by_scalar(node: Node) -> bool:
+    inputs = edges(node)
+    if len(inputs) == 1:
+        return True
+    if all(below is not None for below, _ in inputs):
+        return False
+    tensors = [saved_tensor(node, which) for which in ("other", "self")]
+    return any(tensor is not None and not tensor.dim() for tensor in tensors)
+
+
+# Tensors that divide a sum, `(x * mask).sum() / mask.sum()`.
+
+
+def divided_by(division: Node, mask: int) -> Count:
+    """Return the count that divides a sum; 0 where it has counted nothing, whatever it was clamped to."""
+    divisor, masks = saved_tensor(division, "other"), _masks(division)
+    if divisor is None or mask > len(masks):
+        return 0.0
+    kept = masks[mask - 1].any() if mask else True
+    if divisor.is_cpu:
+        return float(divisor.detach()) if kept else 0.0
+    return wide(divisor.detach().reshape(())) * kept
+
+
+def _counted_mask(division: Node, sizes: Sizes | None, trail: Trail) -> int | None:
+    """Find what a divisor has counted: the number of a mask that was multiplied in, 0 for samples; None for neither."""
+    divisor = saved_tensor(division, "other") if operation(division) == "Div" else None
+    if divisor is None or divisor.numel() > 1:
+        return None
+    number = float(divisor.detach())
+    for place, mask in enumerate(_masks(division, trail), 1):
+        total = float(mask.sum(dtype=torch.float64))
+        times = number / total if total else 1.0  # a mask of positions counts once for each feature, or once
+        if abs(times - round(times)) <= _ROUNDING and times < _MANY and (total or number <= 1):
+            return place
+    return 0 if sizes is not None and sizes.meaning(number, whole=True) is Meaning.SAMPLES else None
+
+
+def _masks(division: Node, trail: Trail | None = None) -> list[Tensor]:
+    """Return the tensors that choose or weigh what is summed, from the sum down."""
+    masks: list[Tensor] = []
+    node = edges(division)[0][0]
+    while node is not None and operation(node) in _MASKED and len(masks) < _FEW:
+        if trail is not None:
+            trail.passed(node)
+        name, inputs = operation(node), edges(node)
+        kept: Tensor | None = None
+        if name == "Mul" and len(inputs) > 1 and None in (inputs[0][0], inputs[1][0]):
+            kept = saved_tensor(node, "self" if inputs[0][0] is None else "other")
+        elif name in NLL:
+            target = saved_tensor(node, "target")
+            kept = target != signed(saved(node, "ignore_index")) if target is not None else None
+        elif name in {"Where", "MaskedFill"}:
+            chosen = saved_tensor(node, "condition" if name == "Where" else "mask")
+            is_kept = name == "Where" and inputs[0][0] is not None
+            kept = chosen if chosen is None or is_kept else ~chosen
+        elif name in {"Index", "MaskedSelect"}:
+            kept = torch.ones(()).expand(shape(node)[:1])
+        if kept is not None and kept.dim():
+            masks.append(kept)
+        node = next((below for below, _ in inputs if below is not None), None)
+    return masks

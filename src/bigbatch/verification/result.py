@@ -1,0 +1,243 @@
+"""What a verification came to: the difference of each parameter, the verdict and the causes, and all of it as text."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bigbatch.errors import ConfigurationError, GradientsDiffer
+from bigbatch.verification.tolerance import EXACT
+
+KINDS = (
+    "batch-norm",
+    "randomness",
+    "wrong-scale",
+    "wrong-count",
+    "coupled-samples",
+    "dropped-micro-batch",
+    "stepped-inside",
+    "state",
+    "clipping",
+    "precision",
+    "nondeterminism",
+    "unknown",
+)
+_BEFORE = {
+    "buffers-written": "state",
+    "shared-state": "state",
+    "nonlinear-in-a-mean": "coupled-samples",
+    "counted-per-micro-batch": "wrong-count",
+    "missing-term": "wrong-count",
+    "unused-parameters": "wrong-count",
+    "low-precision-sums": "precision",
+    "not-divided": "wrong-scale",
+    "divided-twice": "wrong-scale",
+    "zeroed-inside": "dropped-micro-batch",
+    "clipped-inside": "clipping",
+}
+_FACTOR = 8  # times the measured rounding: two roundings of one number are hardly ever further apart
+_ROWS = 10
+_BY = {
+    "BigStep": ", as BigStep accumulates them,",
+    "train_window": ", as your train_window accumulates them,",
+    "samples": ", weighted by their samples,",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the accumulated gradient of one parameter is from the big batch's, relative to its size.
+
+    Where the model cannot run in float64, the exact figures are NaN, and the own ones are against the big batch's
+    gradient in the model's own dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    exact_difference: float
+    """In float64, where nothing but a mistake is larger than 1e-12."""
+    exact_floor: float
+    """In float64: the big batch against itself with its samples in another order."""
+    own_difference: float
+    """In the model's own dtype, against the truth in float64."""
+    own_floor: float
+    """In the model's own dtype: the big batch itself against the truth in float64."""
+
+    @property
+    def difference(self) -> float:
+        """The difference that is judged: in float64, where the model can run in it."""
+        return self.own_difference if math.isnan(self.exact_difference) else self.exact_difference
+
+    @property
+    def tolerance(self) -> float:
+        """How far apart two roundings of this gradient may be."""
+        if math.isnan(self.exact_difference):
+            return _FACTOR * self.own_floor
+        return max(EXACT, _FACTOR * self.exact_floor)
+
+    @property
+    def excess(self) -> float:
+        """The difference as a multiple of what rounding explains: above 1 it is a mistake."""
+        if self.tolerance == 0:
+            return 0.0 if self.difference == 0 else math.inf
+        return self.difference / self.tolerance
+
+    @property
+    def exact(self) -> bool:
+        """Whether rounding explains it."""
+        return self.excess <= 1
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One reason why the gradients differ, found by turning it off and seeing the difference go away."""
+
+    kind: str
+    """A short name: "batch-norm", "randomness", "wrong-count" and so on; docs/verify.md lists all."""
+    where: str
+    """The module's qualified name, or the operation; empty where it has no place."""
+    found: str
+    """The evidence, in a sentence."""
+    remedy: str
+    """What to type."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether the accumulated gradient is the big batch's, per parameter, and if not, why not.
+
+    `print(verification)` shows the largest differences, the verdict and the causes.
+    """
+
+    exact: bool
+    """Whether rounding explains all of the difference, in float64 and in the model's own dtype."""
+    differences: tuple[Difference, ...]
+    """One for each parameter that is trained, in the model's order."""
+    causes: tuple[Cause, ...]
+    samples: int
+    """How many samples the batch has."""
+    samples_proved: int
+    """How many of them were compared: fewer where the whole batch did not fit into memory."""
+    micro_batches: tuple[int, ...]
+    """How many samples each micro-batch had."""
+    dtype: str
+    """The model's own, such as "bfloat16"."""
+    loss: tuple[float, float]
+    """Of the big batch, and as accumulated; NaN where it is not known."""
+    accumulated_by: str = "BigStep"
+    """What was verified: "BigStep", your own "train_window", or, where BigStep raises, "samples"."""
+    refused: str = ""
+    """The problem that BigStep raises for this loss, where the figures are those of accumulating anyway."""
+    notes: tuple[str, ...] = ()
+    """What else a reader should know, in sentences."""
+
+    @property
+    def worst(self) -> Difference | None:
+        """The parameter that is furthest from what rounding explains; None where none is trained."""
+        return max(self.differences, key=lambda each: each.excess, default=None)
+
+    @property
+    def in_float64(self) -> bool:
+        """Whether the model could run in float64."""
+        return not any(math.isnan(each.exact_difference) for each in self.differences)
+
+    def raise_if_wrong(self, allow: Collection[str] = ()) -> None:
+        """Raise `GradientsDiffer` unless the gradients are equal, as for a test suite.
+
+            verify(model, loss_fn, batch, micro_batch_size=4).raise_if_wrong()
+            verify(model, loss_fn, batch, micro_batch_size=4).raise_if_wrong(allow={"randomness"})  # with its dropout
+
+        Args:
+            allow: kinds of causes that are accepted. Nothing is raised where all causes are of these kinds.
+        """
+        if not self.accepted(allow):
+            raise GradientsDiffer(str(self))
+
+    def accepted(self, allow: Collection[str] = ()) -> bool:
+        """Whether the gradients are equal but for causes of these kinds."""
+        refuse_unknown(allow)
+        kinds_found = {cause.kind for cause in self.causes}
+        return self.exact or (bool(kinds_found) and kinds_found <= set(allow) and not self.refused)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings and lists, as JSON has them: what is not a finite number is None."""
+        found: dict[str, Any] = _plain(asdict(self))
+        found["worst"] = None if self.worst is None else self.worst.name
+        return found
+
+    def __str__(self) -> str:
+        """Show the largest differences, the verdict and the causes; lines are as long as they are."""
+        causes = [cause_text(self, place) for place in range(len(self.causes))]
+        return "\n\n".join(["\n".join(_table(self.differences, self.dtype)), headline(self), *causes, *self.notes])
+
+
+def refuse_unknown(kinds: Collection[str]) -> None:
+    """Raise for what is no set of kinds: a slip would accept nothing, silently."""
+    unknown = [kinds] if isinstance(kinds, str) else sorted(set(kinds) - set(KINDS))
+    if unknown:
+        instead = repr(_BEFORE[unknown[0]]) if unknown[0] in _BEFORE else f"some of these: {', '.join(KINDS)}"
+        raise ConfigurationError("allow must be a set of kinds of causes.", found=repr(unknown[0]), fix=instead)
+
+
+def headline(found: Verification) -> str:
+    """Return the verdict in one sentence."""
+    samples = f"{found.samples_proved:,} samples"
+    if found.samples_proved < found.samples:
+        samples = f"{found.samples_proved:,} of {found.samples:,} samples"
+    cut = f"{samples} in {len(found.micro_batches):,} micro-batches{_BY[found.accumulated_by]}"
+    worst = found.worst
+    if worst is None:
+        return f"Nothing to compare: no parameter is trained ({cut.rstrip(',')})."
+    far, dtype = number(worst.difference), "float64" if found.in_float64 else found.dtype
+    if found.exact:
+        return f"Exact: the gradient of {cut} is the big batch's, to {far} in {dtype}."
+    if found.accepted({"randomness"}):
+        return f"Equal in distribution: the gradient of {cut} differs from the big batch's by its random numbers alone."
+    if worst.exact and any(cause.kind == "precision" for cause in found.causes):
+        return f"Exact in float64, not in {found.dtype}: the gradient of {cut} loses more than the big batch's does."
+    if worst.exact:
+        return f"No proof: the gradient of {cut} came out as the big batch's, to {far} in {dtype}, but see below."
+    return f"Not exact: the gradient of {cut} differs from the big batch's, by {far} at {worst.name}."
+
+
+def cause_text(found: Verification, place: int) -> str:
+    """Return one cause as text: what it is, where, the evidence and what to type."""
+    cause = found.causes[place]
+    where = f" at {cause.where}" if cause.where else ""
+    return f"{place + 1}. {cause.kind}{where}\n{cause.found}\n{cause.remedy}".rstrip()
+
+
+def header(dtype: str) -> tuple[str, ...]:
+    """Return the titles of the columns."""
+    return ("parameter", "shape", "float64", "rounding", dtype if dtype != "float64" else "own", "rounding")
+
+
+def row(each: Difference) -> tuple[str, ...]:
+    """Return the figures of one parameter."""
+    figures = (each.exact_difference, each.exact_floor, each.own_difference, each.own_floor)
+    return (each.name, "×".join(map(str, each.shape)) or "1", *map(number, figures))
+
+
+def number(value: float) -> str:
+    """Write a relative difference with two digits."""
+    return "-" if math.isnan(value) else "0" if value == 0 else f"{value:.1e}" if value < 0.01 else f"{value:.2g}"  # noqa: PLR2004
+
+
+def _table(differences: Sequence[Difference], dtype: str) -> list[str]:
+    shown = sorted(differences, key=lambda each: -each.excess)[:_ROWS]
+    cells = [header(dtype), *map(row, shown)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
+        for line in cells
+    ]
+    left = len(differences) - len(shown)
+    return [*lines, f"and {left:,} more, each closer to the big batch's"] if left else lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

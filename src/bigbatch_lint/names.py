@@ -1,0 +1,159 @@
+"""What things are called in training scripts, for where nothing but a name is left to go by."""
+
+import ast
+import re
+from enum import Enum
+from functools import lru_cache
+
+
+class Role(Enum):
+    """What a thing is for."""
+
+    SCALER = "scaler"
+    SCHEDULER = "scheduler"
+    OPTIMIZER = "optimizer"
+    ACCELERATOR = "accelerator"
+    FABRIC = "fabric"
+    ENGINE = "engine"
+    CRITERION = "criterion"
+    MODEL = "model"
+    MASK = "mask"
+    COUNT = "count"  # of what a mask leaves
+    GRADIENT = "gradient"
+    CONTEXT = "context"  # of a `with`
+
+    __hash__ = object.__hash__  # members are asked for in every round, and an Enum's own hash is slow
+
+
+_STEPS = re.compile(
+    r"accum|grad(ient)?_?acc|(^|_)acc_?(steps|iters?|grad|n)|micro_?(steps|batch_?(num|count))|(n|num)_?micro|"
+    r"update_?(freq|every|interval)|iter_?size|steps_per_update|virtual_batch|subdivisions|(^|_)gas$|batches_per_(step|update)",
+    re.IGNORECASE,
+)
+_FLAGS = re.compile(r"accumulator$|accumulate$")
+PIECES = re.compile(r"micro|chunk|window|split|group|shard|pieces|(^|_)mbs?$|(^|_)mini_?batch", re.IGNORECASE)
+ENDLESS = re.compile(r"infinite|endless|forever|cycle", re.IGNORECASE)
+LENGTHS = re.compile(r"last|len|num|n_|_n|total|max|end|count|per_epoch|size", re.IGNORECASE)
+_MASKS = re.compile(r"mask|(^|_)valid($|_)|not_?pad|non_?pad|(^|_)keep($|_)", re.IGNORECASE)
+_KEYS = re.compile(r"(^|\.)(batch|data|inputs?|samples?|items?|examples?|mb|micro_?batch)\w*\[['\"](\w+)['\"]\]$")
+PADDED_MODELS = re.compile(r"For(CausalLM|ConditionalGeneration|Seq2SeqLM|MaskedLM|TokenClassification)$|LMHeadModel$")
+PADDERS = frozenset(
+    "pad_token pad_token_id pad_sequence DataCollatorForSeq2Seq DataCollatorWithPadding "
+    "DataCollatorForLanguageModeling".split()
+)
+BATCH_NORMS = re.compile(r"^(Sync|Lazy)?BatchNorm([123]d)?$")
+NORMED_NETWORKS = re.compile(
+    r"^(wide_)?res(net|next)\w*$|^densenet\d+$|^mobilenet\w*$|^efficientnet\w*$|^mnasnet\w*$|^shufflenet\w*$|"
+    r"^googlenet$|^inception_v3$|^vgg\d+_bn$|^regnet\w*$"
+)
+LOSSES = re.compile(r"(^|_)loss(es)?(_?\w{1,3})?$|^loss_|^losses$", re.IGNORECASE)
+_ROLES = (
+    (Role.SCALER, re.compile(r"(grad|amp|loss)?_?scaler$", re.IGNORECASE)),
+    (Role.SCHEDULER, re.compile(r"sched|^warm_?up(er)?$|lr_(decay|warmup)$", re.IGNORECASE)),
+    (Role.OPTIMIZER, re.compile(r"optimi[sz]er|(^|_)opt(im)?s?($|_|[A-Z0-9])", re.IGNORECASE)),
+    (Role.ACCELERATOR, re.compile(r"^accelerator$", re.IGNORECASE)),
+    (Role.FABRIC, re.compile(r"^fabric$", re.IGNORECASE)),
+    (Role.ENGINE, re.compile(r"engine|^accumulator$|deepspeed", re.IGNORECASE)),
+    (Role.CRITERION, re.compile(r"^criterion|(^|_)loss_?(fn|func|fun|function|fct|module|criterion)$", re.IGNORECASE)),
+    (Role.MODEL, re.compile(r"(^|_)(model|net|network|ddp|backbone|encoder|generator|discriminator)($|_)|^net[A-Z]")),
+    (Role.MASK, _MASKS),
+)
+OPTIMIZERS = re.compile(
+    r"^\w*(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|Rprop|LBFGS|ASGD|Lion\w*|LAMB|Lamb|LARS|Muon|Adafactor|Sophia\w*|"
+    r"Optimizer)$|^(create|build|make|get|configure)_optimi[sz]ers?$"
+)
+SCHEDULERS = re.compile(
+    r"^\w*(LR|Scheduler|Schedule|WarmRestarts)$|^get_\w*schedule\w*$|^(create|build|make)_\w*sched\w*$"
+)
+MODELS = re.compile(
+    r"^(DataParallel|FullyShardedDataParallel|FSDP|fully_shard|create_model|from_pretrained|Sequential|Linear|"
+    r"DistributedDataParallel|DDP)$"
+)
+
+
+def dotted(node: ast.AST | None) -> str:
+    """Return `a.b['c']` of a name, its attributes and constant keys; an empty text of anything else."""
+    if node is None:
+        return ""
+    notes = node.__dict__
+    if "dotted" not in notes:  # noted on the node: it is asked for in every round
+        notes["dotted"] = _dotted(node)
+    text: str = notes["dotted"]
+    return text
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        base = dotted(node.value)
+        return f"{base}.{node.attr}" if base else ""
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        base = dotted(node.value)
+        return f"{base}[{node.slice.value!r}]" if base else ""
+    return ""
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """Return what stands right below a node, without the mark whether a name is read or bound."""
+    notes = node.__dict__
+    if "children" not in notes:
+        notes["children"] = [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr_context)]
+    found: list[ast.AST] = notes["children"]
+    return found
+
+
+def walk(node: ast.AST) -> list[ast.AST]:
+    """Return a node and all below it, as `ast.walk` does; noted on the node, too."""
+    notes = node.__dict__
+    if "below" not in notes:
+        below = [node]
+        for each in below:  # grows on the way
+            below += children(each)
+        notes["below"] = below
+    found: list[ast.AST] = notes["below"]
+    return found
+
+
+def called_name(call: ast.Call) -> str:
+    """Return `step` of `self.optimizer.step()`."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else dotted(call.func)
+
+
+@lru_cache(maxsize=8192)
+def last_part(text: str) -> str:
+    """Return `optimizer` of `self.optimizer` and of `optimizers[0]`."""
+    return text.split("[", 1)[0].rpartition(".")[2]
+
+
+@lru_cache(maxsize=8192)
+def role_of(text: str) -> Role | None:
+    """Return what a thing is for by its name."""
+    name = last_part(text)
+    return next((role for role, pattern in _ROLES if pattern.search(name)), None)
+
+
+@lru_cache(maxsize=8192)
+def is_loss(text: str) -> bool:
+    """Tell whether a name is that of a loss."""
+    return bool(LOSSES.search(last_part(text)))
+
+
+@lru_cache(maxsize=8192)
+def announces_steps(text: str) -> bool:
+    """Tell whether a name announces a window: `accumulation_steps`, `grad_acc`, `update_freq`."""
+    return bool(_STEPS.search(text))
+
+
+@lru_cache(maxsize=8192)
+def counts_steps(text: str) -> bool:
+    """Tell whether a name holds the number of micro-batches of a window."""
+    name = last_part(text)
+    return announces_steps(name) and role_of(name) is None and not _FLAGS.search(name)
+
+
+@lru_cache(maxsize=8192)
+def is_mask_key(text: str) -> bool:
+    """Tell `batch['mask']`, a part of the data, from a loss or prediction that is called so."""
+    found = _KEYS.search(text)
+    return found is not None and bool(_MASKS.search(found[3])) and (found[3] == "loss_mask" or "loss" not in found[3])

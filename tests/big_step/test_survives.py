@@ -1,0 +1,581 @@
+"""Running out of memory anywhere loses nothing, and no other error leaves a trace."""
+
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bigbatch import BigStep, Options
+from bigbatch.errors import ConfigurationError, OutOfMemory
+from bigbatch.state.oom import is_out_of_memory
+from tests.bombs import OTHER, OUT_OF_MEMORY, POINTS, Bomb, Restless, everything, restless_loss, seed, two_counts
+from tests.reference import sgd, trained, weights
+from tests.samples import Batch, mlp, rows, sequences
+from tests.training import PLAIN
+
+LOSSES: dict[str, Callable[[Any, Batch], Tensor]] = {"one count": restless_loss, "two counts": two_counts}
+points = st.sampled_from(POINTS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collection() -> Iterator[None]:
+    """Each retry collects garbage; what the imports have made need not be looked through every time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Session:
+    """A restless model in training."""
+
+    def __init__(self, bomb: Bomb | None = None, *, loss: str = "one count", size: Any = 8, **options: Any) -> None:
+        seed()
+        self.model = Restless(bomb)
+        self.optimizer = torch.optim.AdamW(trained(self.model), lr=0.05, foreach=False)
+        self.step = BigStep(
+            self.model, self.optimizer, LOSSES[loss], micro_batch_size=size, clip_norm=1.0, options=Options(**options)
+        )
+
+    @property
+    def all(self) -> list[Any]:
+        """All that a step may change."""
+        return everything(self.model, self.optimizer)
+
+
+def learned(step: BigStep) -> int:
+    """The one size that was learned."""
+    (found,) = step.state_dict()["sizes"].values()
+    size: int = found["size"]
+    return size
+
+
+@given(
+    point=points,
+    error=st.sampled_from(OUT_OF_MEMORY),
+    loss=st.sampled_from(sorted(LOSSES)),
+    n=st.integers(3, 9),
+    size=st.integers(3, 10),
+    fits=st.integers(1, 2),
+    after=st.integers(0, 9),
+    check=st.booleans(),
+)
+@settings(max_examples=80)
+def test_out_of_memory_anywhere_is_as_if_it_had_never_been(
+    *,
+    point: str,
+    error: Callable[[], BaseException],
+    loss: str,
+    n: int,
+    size: int,
+    fits: int,
+    after: int,
+    check: bool,
+) -> None:
+    """Weights, optimizer state, buffers and random generators are, bit by bit, those of the smaller size all along."""
+    bomb = Bomb(point, fits, after, error)
+    session = Session(bomb, loss=loss, size=size, check=check)
+    update, found = session.step(rows(n, 0)), session.all
+    if not bomb.went_off:
+        return
+    assert learned(session.step) < min(size, n)
+    true = Session(loss=loss, size=learned(session.step), check=check)
+    expected = true.step(rows(n, 0))
+    assert found == true.all
+    assert (update.micro_batches, update.count) == (expected.micro_batches, expected.count)
+    assert update.grad_norm is not None
+    assert expected.grad_norm is not None
+    assert torch.equal(update.grad_norm, expected.grad_norm)
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_point_at_each_micro_batch(point: str, loss: str) -> None:
+    """The failure comes to every micro-batch of the window and of the passes before it, in a second step."""
+    true = Session(loss=loss, size=2)
+    true.step(rows(6, 0))
+    true.step.load_state_dict({"version": 1, "sizes": {_signature(rows(6, 1)): 1}})
+    true.step(rows(6, 1))
+    expected = true.all
+    for after in range(9):
+        bomb = Bomb()
+        session = Session(bomb, loss=loss, size=2)
+        session.step(rows(6, 0))
+        bomb.point, bomb.fits, bomb.after = point, 1, after
+        session.step(rows(6, 1))
+        if not bomb.went_off:
+            assert after >= 3  # it had come to every micro-batch
+            break
+        assert session.all == expected, after
+
+
+def _signature(batch: Batch) -> str:
+    from bigbatch.batch.batch import Batch as Cut
+
+    return str(Cut.of(batch).signature())
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_smaller_size_is_remembered(point: str) -> None:
+    """The next batch of that shape does not fail again; another shape has its own size; a checkpoint keeps it."""
+    bomb = Bomb(point, fits=2)
+    session = Session(bomb, size=8, check=False)
+    session.step(rows(8, 0))
+    failures = bomb.went_off
+    assert failures == 2  # with 8, and with 4
+    assert session.step(rows(8, 1)).micro_batches == 4
+    assert session.step(rows(5, 1)).micro_batches == 3
+    assert bomb.went_off == failures
+    assert learned(session.step) == 2
+
+    kept = io.BytesIO()
+    torch.save(session.step.state_dict(), kept)
+    kept.seek(0)
+    bomb = Bomb(point, fits=2)
+    again = Session(bomb, size=8, check=False)
+    again.step.load_state_dict(torch.load(kept, weights_only=True))
+    assert again.step(rows(8, 0)).micro_batches == 4
+    assert not bomb.went_off
+
+    bomb.fits = 9
+    other = {name: leaf.float() if name == "x3" else leaf for name, leaf in rows(8, 0).items()}
+    assert again.step(other).micro_batches == 1
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+@pytest.mark.parametrize("point", POINTS)
+def test_a_sample_that_does_not_fit(point: str, error: Callable[[], BaseException]) -> None:
+    """The error says how much and what to try, nothing is changed, and a smaller model goes on."""
+    bomb = Bomb(point, fits=0, error=error)
+    session = Session(bomb, size=4)
+    before = session.all
+    with pytest.raises(
+        OutOfMemory, match=r"(?s)out of memory with one sample at a time; .*Use: activation check"
+    ) as caught:
+        session.step(rows(6, 0))
+    said = str(caught.value)
+    assert ("20.00 GiB" in said) or ("41000000000 bytes" in said) or ("does not say how much" in said)
+    assert caught.value.__cause__ is not None
+    assert session.all == before
+    bomb.fits = 9
+    session.step(rows(6, 0))
+    found, true = session.all, Session(size=1)
+    true.step(rows(6, 0))
+    assert found == true.all
+
+
+@given(
+    point=points,
+    error=st.sampled_from(OTHER),
+    loss=st.sampled_from(sorted(LOSSES)),
+    size=st.sampled_from([2, 3, "auto"]),
+    after=st.integers(0, 24),
+    warm=st.booleans(),
+)
+@settings(max_examples=50)
+def test_other_errors_leave_everything_as_it_was(
+    *, point: str, error: Callable[[], BaseException], loss: str, size: Any, after: int, warm: bool
+) -> None:
+    """Weights, gradients, optimizer state, buffers, generators and training flags; and the next step works."""
+    session = Session(Bomb(), loss=loss, size=size)
+    session.model.first.eval()  # flags that differ
+    if warm:
+        session.step(rows(7, 0))
+    before, bomb = session.all, session.model.bomb
+    bomb.point, bomb.after, bomb.error = point, after, error
+    try:
+        session.step(rows(7, 1))
+    except BaseException as caught:  # noqa: BLE001 - whatever was injected
+        assert type(caught) is type(error())  # noqa: PT017 - or nothing, where it was not reached
+    else:
+        return
+    assert session.all == before
+    bomb.point = ""
+    session.step(rows(7, 1))
+    if not warm and size != "auto":
+        found, true = session.all, Session(loss=loss, size=size)
+        true.model.first.eval()
+        true.step(rows(7, 1))
+        assert found == true.all
+
+
+def test_probing_takes_failures_for_an_answer() -> None:
+    """What does not fit is not chosen; nothing is left of the probes; the update is that of the size."""
+    bomb = Bomb("backward", fits=3)
+    session = Session(bomb, size="auto")
+    session.step(rows(9, 0))
+    assert bomb.went_off
+    assert learned(session.step) <= 3
+    found, true = session.all, Session(size=learned(session.step))
+    true.step(rows(9, 0))
+    assert found == true.all
+    session.step(rows(9, 1))  # samples are compared once more
+    seen = len(bomb.seen)
+    session.step(rows(9, 2))
+    assert len(bomb.seen) - seen == -(-9 // learned(session.step))  # no further probes
+
+
+class Wandering(torch.optim.SGD):
+    """Adds noise to every step, as an optimizer that samples weights does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Move, and add noise."""
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-3)
+
+
+def test_probing_draws_no_numbers_of_an_optimizer_that_does() -> None:
+    """The state to come is seen on a twin, whose step is not the training's: the update is that of a given size."""
+    found: list[list[Tensor]] = []
+    size: Any = "auto"
+    for _ in range(2):
+        seed()
+        model = PLAIN.model()
+        step = BigStep(model, Wandering(trained(model), lr=0.1), PLAIN.loss, micro_batch_size=size)
+        step(PLAIN.batch(6, 0))
+        found.append([*weights(model), torch.rand(3)])
+        size = learned(step) if size == "auto" else size
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_probing_a_sample_that_does_not_fit() -> None:
+    """Says what to try, and changes nothing."""
+    session = Session(Bomb("forward", fits=0), size="auto")
+    before = session.all
+    with pytest.raises((OutOfMemory, ConfigurationError), match=r"(?s)one sample does not fit.*checkpoint"):
+        session.step(rows(6, 0))
+    assert session.all == before
+
+
+# Nothing is held.
+
+
+class Hoarder(torch.nn.Module):
+    """Keeps weak references to what it computes, and fails with more than a few samples."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__()
+        self.body, self.fits = mlp()(), fits
+        self.made: list[weakref.ref[Tensor]] = []
+        self.alive_at_retry: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Fail where there are too many."""
+        self.alive_at_retry.append(sum(ref() is not None for ref in self.made))
+        hidden = self.body(x).exp()
+        self.made.append(weakref.ref(hidden))
+        if len(x) > self.fits:
+            raise torch.OutOfMemoryError
+        return hidden
+
+
+def test_a_retry_begins_with_the_failed_activations_freed() -> None:
+    """What the traceback's frames held is gone before the window is run again."""
+    model = Hoarder(2)
+    step = BigStep(
+        model, sgd(trained(model)), lambda m, b: m(b["x"]).mean(), micro_batch_size=8, options=Options(check=False)
+    )
+    step(rows(8, 0))
+    assert model.alive_at_retry == [0] * 6  # 8, 4, and four times 2
+
+
+def test_an_error_that_the_model_has_kept_holds_no_activations() -> None:
+    """Its traceback is cleared: the frames of the failed forward are let go of, whoever holds the error."""
+
+    class Keeper(Hoarder):
+        kept: BaseException | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            try:
+                return super().forward(x)
+            except RuntimeError as error:
+                self.kept = error
+                raise
+
+    model = Keeper(2)
+    options = Options(check=False)
+    BigStep(model, sgd(trained(model)), lambda m, b: m(b["x"]).mean(), micro_batch_size=8, options=options)(rows(8, 0))
+    assert model.kept is not None
+    assert model.alive_at_retry == [0] * 6
+
+
+def test_an_error_in_hand_holds_no_activations() -> None:
+    """A user who catches it and goes on has the memory back; the lines of the traceback are kept."""
+    model = Hoarder(0)
+    step = BigStep(model, sgd(trained(model)), lambda m, b: m(b["x"]).mean(), micro_batch_size=2)
+    with pytest.raises(OutOfMemory) as caught:
+        step(rows(4, 0))
+    assert not any(ref() is not None for ref in model.made)
+    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__.__traceback__ is not None
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_check_and_counting_hold_one_graph_at_a_time(loss: str) -> None:
+    """Neither the parts of the check nor the micro-batches of the pass of counting are alive together."""
+    gc.collect()
+    alive: list[int] = []
+    made: list[weakref.ref[Tensor]] = []
+    model = mlp()()
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        alive.append(sum(ref() is not None for ref in made))
+        out = m(batch["x"])
+        made.append(weakref.ref(out))
+        value = F.cross_entropy(out, batch["partly"])
+        return value if loss == "one count" else value + F.mse_loss(out, batch["value"])
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2)
+    gc.disable()
+    try:
+        step(rows(6, 0))
+        step(rows(6, 0))
+    finally:
+        gc.enable()
+    # A window that is found to have several counts is given up by an error, which holds the loss it was about.
+    assert max(alive) <= (0 if loss == "one count" else 1), alive
+
+
+# No step is made twice.
+
+
+class Heavy(Tensor):
+    """A tensor that cannot be joined: it would not fit."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be joined."""
+        if func is torch.cat:
+            raise torch.OutOfMemoryError
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+def test_extras_that_do_not_fit_cost_no_update() -> None:
+    """They are joined before the step; where that fails with every size, nothing was changed."""
+    model = mlp()()
+    before = weights(model)
+
+    def loss_fn(m: Any, batch: Batch) -> Any:
+        out = m(batch["x"])
+        return out.pow(2).mean(), out.detach().as_subclass(Heavy)
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=4)
+    with pytest.raises(OutOfMemory):
+        step(rows(8, 0))
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+class Greedy(torch.optim.SGD):
+    """Runs out of memory when it has changed some parameters."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        """Change one parameter, then fail."""
+        del closure
+        self.steps += 1
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].add_(1.0)
+        raise torch.OutOfMemoryError("Tried to allocate 3.00 MiB.")
+
+
+def test_a_step_that_failed_halfway_is_not_made_again() -> None:
+    """The error says that parameters may have changed: nothing can be promised of them."""
+    model = PLAIN.model()
+    optimizer = Greedy(trained(model), lr=0.1)
+    step = BigStep(model, optimizer, PLAIN.loss, micro_batch_size=2)
+    with pytest.raises(OutOfMemory, match=r"(?s)the optimizer's own step; .*3.00 MiB.*load both from a checkpoint"):
+        step(PLAIN.batch(4, 0))
+    assert optimizer.steps == 1
+    assert all(p.grad is None for p in trained(model))
+    assert step.state_dict()["sizes"] == {}
+
+
+class Forgetful(torch.optim.lr_scheduler.StepLR):
+    """Runs out of memory when it is stepped after an update."""
+
+    def step(self, epoch: Any = None) -> None:
+        """Fail but for the first time, which is its own."""
+        if getattr(self, "last_epoch", -1) >= 0:
+            raise MemoryError
+        super().step(epoch)
+
+
+def test_a_scheduler_that_failed_does_not_repeat_the_update() -> None:
+    """The optimizer has stepped once, and not again."""
+    model, twin = PLAIN.model(), PLAIN.model()
+    optimizer = sgd(trained(model))
+    step = BigStep(model, optimizer, PLAIN.loss, micro_batch_size=2, scheduler=Forgetful(optimizer, 1))
+    with pytest.raises(OutOfMemory):
+        step(PLAIN.batch(4, 0))
+    BigStep(twin, sgd(trained(twin)), PLAIN.loss, micro_batch_size=2)(PLAIN.batch(4, 0))
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
+
+
+def test_a_hook_that_runs_out_of_memory_is_survived() -> None:
+    """Nothing was stepped yet."""
+    model, twin = PLAIN.model(), PLAIN.model()
+    step = BigStep(model, sgd(trained(model)), PLAIN.loss, micro_batch_size=4)
+    failures = [MemoryError()]
+
+    def hook() -> None:
+        if failures:
+            raise failures.pop()
+
+    step.before_step(hook)
+    step(PLAIN.batch(4, 0))
+    BigStep(twin, sgd(trained(twin)), PLAIN.loss, micro_batch_size=2)(PLAIN.batch(4, 0))
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(twin), strict=True))
+
+
+# Packed micro-batches.
+
+
+@pytest.mark.parametrize("budget", [4, 8, 14, "auto"])
+def test_packed_micro_batches_that_never_fit_end_in_an_error(budget: Any) -> None:
+    """A sample longer than the budget must not make it grow again; the error names the longest."""
+    model = Hoarder(0)
+    batch = sequences(6, 0)
+    batch["lengths"] = torch.tensor([6, 2, 1, 2, 1, 2])
+    batch["mask"] = torch.arange(6) < batch["lengths"][:, None]
+    batch = {name: batch[name] for name in ("x", "mask", "lengths")}
+    batch["x"] = batch["x"] * batch["mask"][..., None]
+    step = BigStep(
+        model,
+        sgd(trained(model)),
+        lambda m, b: m(b["x"])[b["mask"]].mean(),
+        options=Options(lengths="mask", token_budget=budget),
+    )
+    with pytest.raises((OutOfMemory, ConfigurationError), match=r"one sample (of length 6|does not fit)"):
+        step(batch)
+
+
+def test_packed_micro_batches_shrink_and_are_exact() -> None:
+    """Half the tokens, until they fit; the update is the big batch's."""
+    model, twin = Hoarder(2), mlp()()
+    batch = sequences(8, 3)
+    batch = {"x": batch["x"] * batch["mask"][..., None], "mask": batch["mask"]}
+    options = Options(lengths="mask", token_budget=48)
+    step = BigStep(model, sgd(trained(model)), lambda m, b: m(b["x"])[b["mask"]].mean(), options=options)
+    step(batch)
+    failed = sum(length > 2 for length in model.alive_at_retry)
+    step(batch)
+    optimizer = sgd(trained(twin))
+    for _ in range(2):
+        optimizer.zero_grad()
+        twin(batch["x"]).exp()[batch["mask"]].mean().backward()
+        optimizer.step()
+    assert failed == 0
+    for mine, true in zip(weights(model), weights(twin), strict=True):
+        assert torch.allclose(mine, true, rtol=1e-12, atol=1e-14)
+
+
+def only_up_to(samples: int, length: int) -> Any:
+    """A loss that does not fit with more samples, or longer ones."""
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        if len(batch["x"]) > samples or batch["x"].shape[1] > length:
+            raise torch.OutOfMemoryError
+        loss: Tensor = model(batch["x"])[batch["mask"]].mean()
+        return loss
+
+    return loss_fn
+
+
+def padded(lengths: list[int]) -> Batch:
+    """Sequences of these lengths."""
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"x": torch.ones(*mask.shape, 3, dtype=torch.float64) * mask[..., None], "mask": mask}
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_sample_alone_does_not_stand_for_others_that_fail(check: bool) -> None:
+    """It is in a group of its own, whatever the budget; where the others do not fit, they are made smaller."""
+    model = mlp()()
+    options = Options(lengths="mask", token_budget=24, check=check)
+    step = BigStep(model, sgd(trained(model)), only_up_to(4, 24), options=options)
+    assert step(padded([24, *[3] * 8])).micro_batches == 3
+    assert learned(step) == 12
+
+
+def test_a_hook_that_runs_out_of_memory_after_a_sample_alone_is_survived() -> None:
+    """The last micro-batch had nothing to do with it."""
+    model, failures = mlp()(), [MemoryError()]
+    options = Options(lengths="mask", token_budget=24)
+    step = BigStep(model, sgd(trained(model)), only_up_to(9, 24), options=options)
+
+    def hook() -> None:
+        if failures:
+            raise failures.pop()
+
+    step.before_step(hook)
+    step(padded([12, 12, 6, 6, 6, 6, 3]))
+    assert not failures
+
+
+def test_a_sample_that_fails_alone_does_not_make_the_others_smaller() -> None:
+    """No budget helps it, so it is said at once, and nothing is learned."""
+    model, fits = mlp()(), [24]
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        loss: Tensor = only_up_to(9, fits[-1])(m, batch)
+        return loss
+
+    options = Options(lengths="mask", token_budget=24)
+    step = BigStep(model, sgd(trained(model)), loss_fn, options=options)
+    assert step(padded([24, *[3] * 8])).micro_batches == 2  # and what is looked at once was
+    fits.append(23)
+    with pytest.raises(OutOfMemory, match="one sample of length 24 at a time"):
+        step(padded([24, *[3] * 8]))
+    assert step.state_dict()["sizes"] == {}
+    assert step(padded([3] * 16)).micro_batches == 2
+
+
+# Recognising it.
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY)
+def test_errors_of_memory_are_recognised(error: Callable[[], BaseException]) -> None:
+    """Also below an error of a wrapper."""
+    found = error()
+    assert is_out_of_memory(found)
+    wrapper = RuntimeError("backend failed")
+    wrapper.__cause__ = found
+    assert is_out_of_memory(wrapper)
+
+
+@pytest.mark.parametrize(
+    "error", [*OTHER, lambda: ValueError("out of memory"), lambda: RuntimeError("no memory of it")]
+)
+def test_other_errors_are_not(error: Callable[[], BaseException]) -> None:
+    """A text alone makes no error of memory."""
+    assert not is_out_of_memory(error())
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_out_of_memory_while_packing_is_survived_once(times: int) -> None:
+    """Lengths that are computed on a full device: once more, after all that can be has been freed."""
+    model, failures = mlp()(), [MemoryError("alone") for _ in range(times)]
+
+    def lengths(batch: Batch) -> Tensor:
+        if failures:
+            raise failures.pop()
+        return batch["mask"].sum(1)
+
+    step = BigStep(model, sgd(trained(model)), only_up_to(9, 24), options=Options(lengths=lengths, token_budget=24))
+    if times == 1:
+        assert step(padded([12, 12, 6, 6, 6, 6, 3])).micro_batches
+    else:
+        with pytest.raises(MemoryError, match="alone"):
+            step(padded([12, 12, 6, 6, 6, 6, 3]))

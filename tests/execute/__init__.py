@@ -1,0 +1,1 @@
+"""Tests of how micro-batches are run: launched, replayed, restored."""

@@ -1,0 +1,104 @@
+# --- accelerate_clip: BB301
+import torch
+from accelerate import Accelerator
+from news import Summariser, loader_of_equal_lengths
+accelerator = Accelerator(gradient_accumulation_steps=2)
+model = Summariser()
+opt = torch.optim.Adafactor(model.parameters())
+model, opt, loader = accelerator.prepare(model, opt, loader_of_equal_lengths())
+for epoch in range(3):
+    for article, summary in loader:
+        with accelerator.accumulate(model):
+            loss = model(article, summary)
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)  # expect: BB301
+            opt.step()
+            opt.zero_grad()
+
+# --- accelerate_divided_again_and_clipped_always: BB202, BB301
+from accelerate import Accelerator
+accelerator = Accelerator(gradient_accumulation_steps=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = model(**batch).loss / 4
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+# --- clipped_in_every_round (after the head): BB103, BB301
+for i, (x, y) in enumerate(loader):
+    (criterion(model(x), y) / accumulation_steps).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if (i + 1) % accumulation_steps == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+
+# --- fabric_clip: BB301
+import lightning as L
+import torch
+from audio_lm import AudioLM, codec_stream
+def main(accum=8):
+    fabric = L.Fabric(precision="bf16-mixed", devices=1)
+    model = AudioLM()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
+    model, optimizer = fabric.setup(model, optimizer)
+    stream = codec_stream(batch=2)
+    for update in range(40_000):
+        for micro in range(accum):
+            loss = model(next(stream)) / accum
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=1.0)  # expect: BB301
+        optimizer.step()
+        optimizer.zero_grad()
+        if update % 100 == 0:
+            fabric.print(update, loss.item())
+main()
+
+# --- global_step_clip: BB301, (BB103)
+import torch
+import torch.nn.functional as F
+def train(model, loader, epochs, accum=4):
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    global_step = 0
+    for _ in range(epochs):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y) / accum
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # expect: BB301
+            global_step += 1
+            if global_step % accum == 0:  # windows may reach across epochs
+                opt.step()
+                opt.zero_grad()
+
+# --- handwriting_lstm: BB301
+import torch
+import torch.nn as nn
+def train(net, loader, epochs, accum=8, clip=10.0):
+    assert len(loader) % accum == 0, "whole windows only"
+    optimizer = torch.optim.RMSprop(net.parameters(), lr=1e-4)
+    for _ in range(epochs):
+        optimizer.zero_grad()
+        for i, (stroke, text) in enumerate(loader):
+            nll = net(stroke, text)
+            nll = nll / accum
+            nll.backward()
+            nn.utils.clip_grad_value_(net.parameters(), clip)  # expect: BB301
+            if (i + 1) % accum == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+# --- stock_clip_after: BB301
+# plain loop, one batch one step
+import torch
+from stocks import days, Net
+net = Net()
+optim = torch.optim.Adam(net.parameters(), lr=3e-4)
+for epoch in range(12):
+	for past, future in days(batch=128):
+		optim.zero_grad()
+		loss = torch.nn.functional.huber_loss(net(past), future)
+		loss.backward()
+		optim.step()
+		torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)  # expect: BB301

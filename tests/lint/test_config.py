@@ -1,0 +1,133 @@
+"""Which rules and files: pyproject.toml, and what the command line says instead."""
+
+from pathlib import Path
+
+import pytest
+
+from bigbatch_lint.config import Nearest, SettingsError, chosen, read_settings
+from bigbatch_lint.files import files_in
+from bigbatch_lint.rules import REMOVED, RULES
+from bigbatch_lint.runner import Choice, lint
+
+LOOP = "for x in loader:\n    loss = net(x)\n    loss.backward()\n    opt.step()\n    total += loss\n"
+
+
+def write(path: Path, text: str) -> Path:
+    """Write a file with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def found(*paths: Path, choice: Choice = Choice()) -> dict[str, list[str]]:  # noqa: B008 - it is frozen
+    """Return the codes found by file name."""
+    return {Path(c.source.path).name: [f.code for f in c.findings] for c in lint(list(paths), choice)}
+
+
+@pytest.mark.parametrize(
+    ("select", "extend", "ignore", "expected"),
+    [
+        (None, (), (), set(RULES)),
+        (("ALL",), (), (), set(RULES)),
+        (("BB1",), (), (), {"BB101", "BB102", "BB103", "BB104", "BB105", "BB106"}),
+        (("BB1",), (), ("BB10",), set()),
+        (("BB103",), (), ("BB1",), {"BB103"}),
+        (("ALL",), (), ("BB",), set()),
+        (None, (), ("BB1", "BB2", "BB3", "BB4", "BB5"), {"BB601"}),
+        (("BB3",), ("BB5",), ("BB301",), {"BB302", "BB303", "BB304", "BB501"}),
+    ],
+)
+def test_the_longer_beginning_decides(
+    select: tuple[str, ...] | None, extend: tuple[str, ...], ignore: tuple[str, ...], expected: set[str]
+) -> None:
+    """Selected and not ignored more precisely."""
+    assert chosen(select, extend, ignore) == expected
+
+
+def test_a_code_that_no_rule_has() -> None:
+    """It is refused, with those there are."""
+    with pytest.raises(SettingsError, match=r"no rule's code begins with 'BB7'\.\nThe rules are BB101, BB102"):
+        chosen(("BB7",), (), ())
+
+
+@pytest.mark.parametrize("code", REMOVED)
+def test_a_removed_rule_is_an_error_that_says_what_to_do(code: str, tmp_path: Path) -> None:
+    """Selected, added or ignored, on the command line or in a file; a comment that silences it stays without effect."""
+    for place in range(3):
+        given: list[tuple[str, ...]] = [(), (), ()]
+        given[place] = (code,)
+        with pytest.raises(SettingsError, match=rf"the rule {code} was removed\.\n."):
+            chosen(*given)
+    file = write(tmp_path / "pyproject.toml", f'[tool.bigbatch.lint]\nignore = ["{code}"]\n')
+    with pytest.raises(SettingsError, match=rf"pyproject.toml: the rule {code} was removed"):
+        read_settings(file)
+    file.unlink()
+    assert found(write(tmp_path / "a.py", f"{LOOP}# bigbatch: noqa: {code}\n")) == {"a.py": ["BB106", "BB501"]}
+
+
+def test_the_nearest_file_with_a_table_decides(tmp_path: Path) -> None:
+    """One without is passed over; one below another hides it."""
+    write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nignore = ["BB5"]\n')
+    write(tmp_path / "inner" / "pyproject.toml", "[project]\nname = 'x'\n")
+    write(tmp_path / "own" / "pyproject.toml", '[tool.bigbatch.lint]\nselect = ["BB5"]\n')
+    files = [write(tmp_path / folder / f"{folder}.py", LOOP) for folder in ("inner", "own")]
+    assert found(*files) == {"inner.py": ["BB106"], "own.py": ["BB501"]}
+    nearest = Nearest()
+    assert nearest.of(files[0]).folder == tmp_path
+    assert nearest.of(files[1]).folder == tmp_path / "own"
+
+
+def test_the_command_line_goes_first(tmp_path: Path) -> None:
+    """--select instead of select, --ignore besides ignore."""
+    write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nselect = ["BB5"]\nignore = ["BB2"]\n')
+    file = write(tmp_path / "a.py", LOOP)
+    assert found(file, choice=Choice(select=("BB1",))) == {"a.py": ["BB106"]}
+    assert found(file, choice=Choice(extend_select=("BB1",))) == {"a.py": ["BB106", "BB501"]}
+    assert found(file, choice=Choice(ignore=("BB501",))) == {"a.py": []}
+
+
+def test_excluded_files(tmp_path: Path) -> None:
+    """By name, pattern or path below the pyproject.toml; a file that is named is read, unless that is forced."""
+    write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nexclude = ["legacy", "*_old.py", "a/b"]\n')
+    for name in "new.py x_old.py legacy/one.py a/b/two.py a/three.py .venv/four.py node_modules/five.py".split():
+        write(tmp_path / name, LOOP)
+    assert set(found(tmp_path)) == {"new.py", "three.py"}
+    assert set(found(tmp_path, choice=Choice(exclude=("three.py",)))) == {"new.py"}
+    named = tmp_path / "legacy" / "one.py"
+    assert set(found(named)) == {"one.py"}
+    assert list(lint([named, tmp_path / ".venv" / "four.py"], Choice(force_exclude=True))) == []
+
+
+def test_folders_are_walked_in_order_and_files_come_once(tmp_path: Path) -> None:
+    """Scripts and notebooks; nothing else, and nothing twice."""
+    for name in ("b.py", "a.ipynb", "c.txt", "sub/d.py"):
+        write(tmp_path / name, "")
+    found_files = files_in([tmp_path, tmp_path / "b.py"])
+    assert [file.relative_to(tmp_path).as_posix() for file in found_files] == ["a.ipynb", "b.py", "sub/d.py"]
+    assert list(files_in([tmp_path / "c.txt"])) == [tmp_path / "c.txt"]
+
+
+@pytest.mark.parametrize(
+    ("table", "text"),
+    [
+        ("selct = []", r"\[tool.bigbatch.lint\] knows no 'selct'.\nIt knows exclude, extend-select, ignore, select"),
+        (
+            'select = "BB1"',
+            r"select in \[tool.bigbatch.lint\] must be a list of strings; found 'BB1'.\nWrite  select = ",
+        ),
+        ('ignore = ["E501"]', "no rule's code begins with 'E501'"),
+        ("select = [", "cannot be read: "),
+    ],
+)
+def test_settings_that_cannot_be_used(tmp_path: Path, table: str, text: str) -> None:
+    """The file, what was found and what it may be."""
+    path = write(tmp_path / "pyproject.toml", f"[tool.bigbatch.lint]\n{table}\n")
+    with pytest.raises(SettingsError, match=text) as caught:
+        read_settings(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_nothing_said(tmp_path: Path) -> None:
+    """No file, or no table in it."""
+    assert read_settings(tmp_path / "pyproject.toml") is None
+    assert read_settings(write(tmp_path / "pyproject.toml", "tool = 1\n")) is None

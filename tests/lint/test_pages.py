@@ -1,0 +1,84 @@
+"""Every rule has a page whose examples are what they say, and whose figures are those that were measured."""
+
+import ast
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.lint_consequences import MISTAKES, cost
+from bigbatch_lint.check import check
+from bigbatch_lint.cli import _page as page_of
+from bigbatch_lint.rules import RULES
+from bigbatch_lint.source import read_source
+
+ROOT = Path(__file__).parents[2]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+MEASURED = re.compile(r"Measured: after one epoch the weights are \*\*([0-9.e-]+)\*\* away")
+
+
+def page(code: str) -> str:
+    """Return a rule's page."""
+    text = page_of(code)
+    assert text is not None
+    return text
+
+
+def codes(script: str) -> list[str]:
+    """Return what is found in an example."""
+    return sorted({finding.code for finding in check(read_source("example.py", script.encode()))})
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_the_examples_are_what_they_say(code: str) -> None:
+    """The wrong one has this mistake and no other, the right one and ours have none."""
+    wrong, *right = BLOCK.findall(page(code))
+    assert codes(wrong) == [code]
+    assert right
+    for example in right:
+        ast.parse(example)
+        assert codes(example) == []
+
+
+@pytest.mark.parametrize("code", RULES)
+def test_a_page_has_its_parts(code: str) -> None:
+    """Title and severity as in the rule; what, why, wrong, right, in this order."""
+    rule, text = RULES[code], page(code)
+    assert text.startswith(f"# {code} {rule.slug}\n\n*{rule.severity.value}*\n")
+    parts = ["## What it finds", "## Why that is wrong", "## Wrong", "## Right"]
+    assert sorted(parts, key=text.index) == parts
+
+
+@pytest.mark.parametrize("code", MISTAKES)
+def test_the_figures_are_those_measured(code: str) -> None:
+    """What a page says a mistake costs is what it costs, here and in the results that are kept."""
+    found = cost(code).distance
+    kept = json.loads((ROOT / "benchmarks" / "results" / "lint.json").read_text())["measured"]
+    (recorded,) = [row["distance"] for row in kept if row.get("code") == code and "distance" in row]
+    if code == "none":
+        assert max(found, recorded) < 1e-14
+        return
+    assert found == pytest.approx(recorded, rel=1e-6)
+    (said,) = MEASURED.findall(page(code))
+    assert said == f"{found:.2g}"
+
+
+def test_only_measured_figures_are_said() -> None:
+    """A page whose mistake was not measured has no figure."""
+    assert {code for code in RULES if MEASURED.search(page(code))} == set(MISTAKES) - {"none"}
+
+
+def test_the_index_lists_every_rule() -> None:
+    """With name and severity, each linked to its page."""
+    index = (ROOT / "docs" / "lint" / "index.md").read_text()
+    for code, rule in RULES.items():
+        assert f"| [{code}]({code}.md) | {rule.slug} | {rule.severity.value} |" in index
+    assert len(list((ROOT / "docs" / "lint").glob("*.md"))) == len(RULES) + 1
+
+
+def test_codes_slugs_and_words() -> None:
+    """Codes and names are unique; messages end without a stop, as they stand between others."""
+    assert len({rule.slug for rule in RULES.values()}) == len(RULES)
+    assert all(re.fullmatch(r"BB\d{3}", code) and code == rule.code for code, rule in RULES.items())
+    assert not any(rule.remedy.endswith(".") for rule in RULES.values())

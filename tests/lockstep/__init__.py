@@ -1,0 +1,1 @@
+"""Tests of micro-batches that run side by side."""

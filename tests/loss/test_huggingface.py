@@ -1,0 +1,336 @@
+# ruff: noqa: E501  (a row of a table is a line)
+"""`outputs.loss` of Hugging Face models needs no argument: tiny ones from their configurations, in float64."""
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import BigStep, across
+from bigbatch.errors import LossError
+from tests.reference import accumulated, assert_equal, big_batches, distance
+from tests.samples import Batch, Loss, generator, normal
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+transformers = pytest.importorskip("transformers")
+
+SPLIT = (3, 2, 1, 2)
+VOCABULARY = 11
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 12,
+}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+# Their own code rounds to float32 in the middle (RMSNorm), so weighing before or after differs by that rounding.
+FLOAT32_INSIDE = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def _float64_throughout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their losses call `logits.float()`, which a float32 model does not notice: let a float64 one not notice either."""
+    monkeypatch.setattr(Tensor, "float", lambda self: self)
+
+
+def built(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A model with the same weights each time, large enough to matter, in float64."""
+
+    def build() -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            model = make().double().train()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        return model
+
+    return build
+
+
+def text(n: int, seed: int) -> Batch:
+    """Padded sentences, with labels of every kind."""
+    by = generator(seed)
+    width = 7
+    lengths = torch.randint(3, width + 1, (n,), generator=by)
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    tokens = torch.randint(2, VOCABULARY, (n, width), generator=by).masked_fill(mask == 0, 0)
+    answer = (lengths * torch.rand(n, generator=by)).long()
+    hidden = torch.rand(n, width, generator=by) < 0.5
+    hidden[:, 1] = True
+    return {
+        "input_ids": tokens,
+        "attention_mask": mask,
+        "next": tokens.masked_fill(mask == 0, -100),
+        "answers": tokens.masked_fill((mask == 0) | (torch.arange(width) < answer[:, None]), -100),
+        "hidden": tokens.masked_fill(~hidden | (mask == 0), -100),
+        "class": torch.randint(3, (n,), generator=by),
+        "score": normal(n, by=by),
+        "flags": torch.randint(2, (n, 3), generator=by).double(),
+        "start": answer,
+        "end": lengths - 1,
+        "choice": torch.randint(2, (n,), generator=by),
+    }
+
+
+def images(n: int, seed: int) -> Batch:
+    """Small pictures."""
+    by = generator(seed)
+    return {
+        "pixel_values": normal(n, 3, 8, 8, by=by),
+        "class": torch.randint(3, (n,), generator=by),
+        "map": torch.randint(3, (n, 8, 8), generator=by),
+    }
+
+
+def asking(**names: str) -> Callable[[Any, Batch], Tensor]:
+    """The loss of a model called with these inputs, as everybody calls it."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return model(**{argument: batch[name] for argument, name in names.items()}).loss
+
+    return loss
+
+
+TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
+T = transformers
+
+
+def gpt2() -> nn.Module:
+    """GPT-2 of two layers; its head is tied to its embedding."""
+    return T.GPT2LMHeadModel(
+        T.GPT2Config(
+            vocab_size=VOCABULARY,
+            n_positions=16,
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+
+
+def llama(cls: str = "LlamaForCausalLM", **more: Any) -> nn.Module:
+    """Llama of two layers."""
+    return getattr(T, cls)(
+        T.LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0, **more)
+    )
+
+
+def bert(cls: str, **more: Any) -> nn.Module:
+    """BERT of two layers with the head that is asked for."""
+    return getattr(T, cls)(T.BertConfig(**SIZES, **NO_DROPOUT, max_position_embeddings=16, **more))
+
+
+def t5() -> nn.Module:
+    """T5 of one layer each."""
+    return T.T5ForConditionalGeneration(
+        T.T5Config(
+            vocab_size=VOCABULARY,
+            d_model=8,
+            d_kv=4,
+            d_ff=12,
+            num_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+def bart() -> nn.Module:
+    """BART of one layer each."""
+    layers = {
+        f"{side}_{key}": value
+        for side in ("encoder", "decoder")
+        for key, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 12}.items()
+    }
+    return T.BartForConditionalGeneration(
+        T.BartConfig(
+            vocab_size=VOCABULARY,
+            d_model=8,
+            max_position_embeddings=16,
+            dropout=0.0,
+            pad_token_id=0,
+            decoder_start_token_id=2,
+            **layers,
+        )
+    )
+
+
+def vit() -> nn.Module:
+    """ViT on four patches."""
+    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+    return T.ViTForImageClassification(T.ViTConfig(**sizes, **NO_DROPOUT, image_size=8, patch_size=4, num_labels=3))
+
+
+def kept(name: str, *, shifted: bool = False) -> Callable[[Batch], float]:
+    """Targets that are not ignored."""
+    return lambda batch: int((batch[name][:, 1 if shifted else 0 :] != -100).sum())
+
+
+MODELS: list[tuple[Loss, float]] = [
+    (Loss("gpt2", built(gpt2), text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), 1e-12),
+    (Loss("gpt2-answers-only", built(gpt2), text, asking(**TEXT, labels="answers"), count=kept("answers", shifted=True)), 1e-12),
+    (Loss("llama", built(llama), text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), FLOAT32_INSIDE),
+    (Loss("llama-eager-attention", built(lambda: llama(attn_implementation="eager")), text, asking(**TEXT, labels="answers")), FLOAT32_INSIDE),
+    (Loss("llama-classification", built(lambda: llama("LlamaForSequenceClassification", num_labels=3)), text, asking(**TEXT, labels="class")), FLOAT32_INSIDE),
+    (Loss("bert-masked", built(lambda: bert("BertForMaskedLM")), text, asking(**TEXT, labels="hidden"), count=kept("hidden")), 1e-12),
+    (Loss("bert-causal", built(lambda: bert("BertLMHeadModel", is_decoder=True)), text, asking(**TEXT, labels="next")), 1e-12),
+    (Loss("bert-classification", built(lambda: bert("BertForSequenceClassification", num_labels=3)), text, asking(**TEXT, labels="class")), 1e-12),
+    (Loss("bert-regression", built(lambda: bert("BertForSequenceClassification", num_labels=1)), text, asking(**TEXT, labels="score")), 1e-12),
+    (Loss("bert-multilabel", built(lambda: bert("BertForSequenceClassification", num_labels=3, problem_type="multi_label_classification")), text, asking(**TEXT, labels="flags")), 1e-12),
+    (Loss("bert-tokens", built(lambda: bert("BertForTokenClassification", num_labels=VOCABULARY)), text, asking(**TEXT, labels="hidden")), 1e-12),
+    (Loss("bert-questions", built(lambda: bert("BertForQuestionAnswering")), text, asking(**TEXT, start_positions="start", end_positions="end")), 1e-12),
+    (Loss("bert-pretraining-next-sentence", built(lambda: bert("BertForNextSentencePrediction")), text, asking(**TEXT, labels="choice")), 1e-12),
+    (Loss("t5", built(t5), text, asking(**TEXT, labels="answers"), count=kept("answers")), FLOAT32_INSIDE),
+    (Loss("bart", built(bart), text, asking(**TEXT, labels="answers"), count=kept("answers")), 1e-12),
+    (Loss("vit", built(vit), images, asking(pixel_values="pixel_values", labels="class"), count=lambda b: len(b["class"])), 1e-12),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "tolerance"), MODELS, ids=[case.name for case, _ in MODELS])
+def test_outputs_loss_is_the_big_batch(case: Loss, tolerance: float) -> None:
+    """Two updates over uneven micro-batches with labels of -100 unevenly placed, the second window short."""
+    batches = case.micro_batches((*SPLIT, 1, 3))
+    assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4), tolerance)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("name", ["gpt2", "bert-masked"])
+def test_with_their_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    """`gradient_checkpointing_enable()` changes nothing."""
+    (case,) = [case for case, _ in MODELS if case.name == name]
+    batches = case.micro_batches(SPLIT)
+    model: Any = case.model()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    assert_equal(accumulated(case, batches, 4, model=model), big_batches(case, batches, 4))
+
+
+def test_frozen_body_and_head() -> None:
+    """As under LoRA: only the layers in the middle learn, and reading goes down to them."""
+    (case,) = [case for case, _ in MODELS if case.name == "gpt2-answers-only"]
+
+    def middle_only() -> nn.Module:
+        model: Any = case.model()
+        model.requires_grad_(requires_grad=False)
+        model.transformer.h[0].attn.c_attn.requires_grad_(requires_grad=True)
+        return model
+
+    batches = case.micro_batches(SPLIT)
+    assert_equal(accumulated(case, batches, 4, model=middle_only()), big_batches(case, batches, 4, model=middle_only()))
+
+
+def test_micro_batches_padded_to_their_own_longest() -> None:
+    """Each micro-batch is as wide as its longest sentence, the big batch as wide as the longest of all."""
+    fill = {"input_ids": 0, "attention_mask": 0, "next": -100}
+
+    def trimmed(batch: Batch) -> Batch:
+        width = int(batch["attention_mask"].sum(1).max())
+        return {key: batch[key][:, :width] for key in fill}
+
+    def padded(batches: Sequence[Batch]) -> Batch:
+        width = max(batch["input_ids"].shape[1] for batch in batches)
+        return {
+            key: torch.cat([F.pad(b[key], (0, width - b[key].shape[1]), value=value) for b in batches])
+            for key, value in fill.items()
+        }
+
+    case = Loss("gpt2", built(gpt2), text, asking(**TEXT, labels="next"), join=padded)
+    batches = [trimmed(batch) for batch in case.micro_batches((2, 1, 1, 3))]
+    assert len({batch["input_ids"].shape[1] for batch in batches}) > 1
+    assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4))
+
+
+def test_label_smoothing_by_hand_over_their_logits() -> None:
+    """A loss of one's own over `outputs.logits` is read like any other."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["next"][:, 1:].flatten(), label_smoothing=0.1)
+
+    case = Loss("smoothed", built(gpt2), text, loss)
+    batches = case.micro_batches(SPLIT)
+    assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4))
+
+
+def test_num_items_in_batch_is_refused() -> None:
+    """A loss already divided by Trainer's own total is a sum over a number."""
+    case = Loss(
+        "items",
+        built(gpt2),
+        text,
+        lambda m, b: m(b["input_ids"], labels=b["next"], num_items_in_batch=torch.tensor(40)).loss,
+    )
+    with pytest.raises(LossError, match="Div"):
+        accumulated(case, case.micro_batches(SPLIT), 4)
+
+
+def mixtral() -> nn.Module:
+    """A mixture of three experts, balanced."""
+    settings = {"num_key_value_heads": 1, "num_local_experts": 3, "max_position_embeddings": 16, "pad_token_id": 0}
+    return T.MixtralForCausalLM(
+        T.MixtralConfig(**SIZES, **settings, output_router_logits=True, router_aux_loss_coef=0.5)
+    )
+
+
+def test_load_balancing_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture's router loss couples the tokens of the batch."""
+    monkeypatch.undo()  # its experts count with `.float()`
+    case = Loss("mixtral", lambda: built(mixtral)().float(), text, asking(**TEXT, labels="next"))
+    with pytest.raises(LossError):
+        accumulated(case, case.micro_batches(SPLIT), 4)
+
+
+def test_load_balancing_of_experts_is_exact_as_the_docs_write_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches meet inside the model, at a function of its module."""
+    monkeypatch.undo()
+    page = (Path(__file__).parents[2] / "docs" / "coupled.md").read_text()
+    (code,) = re.findall(r"^(def balance.*?)^```", page, re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"torch": torch, "F": F, "across": across}
+    exec(code, names)  # noqa: S102 - that is the test
+    case = Loss("mixtral", lambda: built(mixtral)().float(), text, asking(**TEXT, labels="next"))
+    batches = [case.batch(10, seed) for seed in range(3)]
+    true = big_batches(case, batches, 1)
+    model = case.model()
+    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.5), case.loss, micro_batch_size=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(T.models.mixtral.modeling_mixtral, "load_balancing_loss_func", names["balance"])
+        for batch in batches:
+            step(batch)
+    assert distance([p.detach() for p in model.parameters()], true.weights) <= FLOAT32_INSIDE
+
+
+def test_clip_is_refused() -> None:
+    """Two towers and every pair of the batch."""
+
+    def clip() -> nn.Module:
+        sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+        text_config = {**SIZES, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        return T.CLIPModel(
+            T.CLIPConfig(
+                text_config=text_config, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=6
+            )
+        )
+
+    def both(n: int, seed: int) -> Batch:
+        return {**text(n, seed), **images(n, seed)}
+
+    case = Loss(
+        "clip",
+        built(clip),
+        both,
+        lambda m, b: m(**{k: b[k] for k in ("input_ids", "attention_mask", "pixel_values")}, return_loss=True).loss,
+    )
+    with pytest.raises(LossError, match=r"(?i)mm|matmul"):
+        accumulated(case, case.micro_batches(SPLIT), 4)

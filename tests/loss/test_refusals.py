@@ -1,0 +1,259 @@
+"""Every loss that no weights can accumulate is refused before anything is added, and the error names the operation."""
+
+import copy
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import Accumulator
+from bigbatch.errors import BigBatchError, CoupledLoss, LossError, UnreadableLoss
+from bigbatch.loss import refusals
+from tests.losses import READABLE, SEVERAL
+from tests.reference import big_batches, distance, sgd, trained
+from tests.refused import COUPLED, INVISIBLE_ALONE, UNREADABLE, Refused
+from tests.samples import Batch, Loss, mlp, rows
+from tests.support.messages import approve
+
+SPLIT = (5, 3, 4)
+REFUSED = [*UNREADABLE, *COUPLED]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using a target size:UserWarning",  # some of them are that mistake
+    "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")
+    "ignore:The .grad attribute of a Tensor:UserWarning",  # torch.compile looks at it
+)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Copies of the gradients there are; zeros for none."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained(model)]
+
+
+def first_refusal(case: Refused) -> LossError:
+    """The error of the first micro-batch, or of the second where only a difference in size shows the trouble."""
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(SPLIT))
+    batches = iter(accumulator.over(case.micro_batches(SPLIT)))
+    if case.late:
+        accumulator.backward(case.loss(model, next(batches)))
+    before = gradients(model)
+    with pytest.raises(LossError) as caught:
+        accumulator.backward(case.loss(model, next(batches)))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), before, strict=True)), "a refusal left a gradient"
+    return caught.value
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_refused_at_the_first_micro_batch(case: Refused) -> None:
+    """The first loss raises, names the operation it found, and leaves no gradient behind."""
+    error = first_refusal(case)
+    assert isinstance(error, case.error), f"{type(error).__name__}: {error}"
+    assert re.search(case.names, str(error).splitlines()[0], re.IGNORECASE), str(error)
+
+
+@pytest.mark.parametrize("case", [case for case in COUPLED if case.name not in INVISIBLE_ALONE], ids=str)
+def test_coupled_also_when_a_micro_batch_is_one_sample(case: Refused) -> None:
+    """A softmax over one sample couples nothing yet, but in the big batch it would."""
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
+    (batch,) = case.micro_batches((1,))
+    loss = case.loss(model, batch)
+    with pytest.raises(LossError):
+        accumulator.backward(loss)
+
+
+@pytest.mark.parametrize("case", UNREADABLE, ids=str)
+def test_an_unreadable_loss_prints_the_line_that_settles_it(case: Refused) -> None:
+    """The message ends in something to type."""
+    error = first_refusal(case)
+    assert re.search(r"count=|counted\(|across", str(error)), str(error)
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=str)
+def test_a_coupled_loss_points_to_what_can_do_it(case: Refused) -> None:
+    """The message names BigStep or across; where it is merely unreadable, what to type."""
+    error = first_refusal(case)
+    if isinstance(error, CoupledLoss):
+        assert re.search(r"BigStep|across", str(error)), str(error)
+    else:
+        assert re.search(r"count=|counted\(|BigStep|across", str(error)), str(error)
+
+
+def weighted_split(case: Loss, batches: list[Batch]) -> list[Tensor]:
+    """The gradient that weighing micro-batches by their number of samples gives: as good as weights can do."""
+    model = case.model()
+    total = sum(len(batch["x"]) for batch in batches)
+    for batch in batches:
+        (case.loss(model, batch) * len(batch["x"]) / total).backward()
+    return [-0.5 * p.grad if p.grad is not None else torch.zeros_like(p) for p in trained(model)]
+
+
+@pytest.mark.parametrize("case", COUPLED, ids=str)
+def test_refusing_is_right(case: Refused) -> None:
+    """A coupled loss really differs from its big batch, however the parts are weighed by size."""
+    batches = case.micro_batches(SPLIT)
+    (true,) = big_batches(case, batches, steps=len(SPLIT)).steps
+    assert distance(weighted_split(case, batches), true) > 1e-3
+
+
+def test_weighing_by_size_would_be_right_for_a_plain_mean() -> None:
+    """The comparison above can tell: on a loss that is not coupled it finds no difference."""
+    case = next(case for case in READABLE if case.name == "mse-mean")
+    batches = case.micro_batches(SPLIT)
+    (true,) = big_batches(case, batches, steps=len(SPLIT)).steps
+    assert distance(weighted_split(case, batches), true) < 1e-12
+
+
+def test_a_window_goes_on_after_a_refusal() -> None:
+    """Nothing was added, so the same micro-batch may be given again with another loss."""
+    case = next(case for case in REFUSED if case.name == "root-of-mean")
+    plain = next(case for case in READABLE if case.name == "mse-mean")
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(SPLIT))
+    batches = case.micro_batches(SPLIT)
+    for batch in accumulator.over(batches):
+        with pytest.raises(UnreadableLoss):
+            accumulator.backward(case.loss(model, batch))
+        accumulator.backward(plain.loss(model, batch))
+    true = big_batches(plain, batches, steps=len(SPLIT))
+    assert distance([p.detach() for p in trained(model)], true.weights) <= 1e-12
+
+
+FACTORS: dict[str, Callable[[Batch], float | Tensor]] = {
+    "number": lambda batch: len(batch["x"]),
+    "tensor": lambda batch: batch["probs"].sum(),
+    "drawn": lambda batch: float(batch["unit"][0, 0]),
+}
+
+
+@pytest.mark.parametrize("factor", FACTORS.values(), ids=FACTORS)
+def test_a_factor_that_changes_within_a_window_is_refused(factor: Callable[[Batch], float | Tensor]) -> None:
+    """The big batch has one factor: another one per micro-batch may be a count in disguise."""
+    plain = next(case for case in READABLE if case.name == "mse-mean")
+    model = plain.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    first, second = plain.micro_batches((3, 2))
+    accumulator.backward(factor(first) * plain.loss(model, first))
+    with pytest.raises(UnreadableLoss, match=r"not the same in all micro-batches.*\n.*count=n"):
+        accumulator.backward(factor(second) * plain.loss(model, second))
+
+
+def test_a_factor_that_is_nan_is_called_so() -> None:
+    """It differs from itself, and is no count in disguise."""
+    plain = next(case for case in READABLE if case.name == "mse-mean")
+    model = plain.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    first, second = plain.micro_batches((3, 2))
+    accumulator.backward(float("nan") * plain.loss(model, first))
+    with pytest.raises(UnreadableLoss, match=r"^this loss is multiplied by NaN: .*\nLook at what computes the factor"):
+        accumulator.backward(float("nan") * plain.loss(model, second))
+    accumulator.discard()
+
+
+def test_a_changing_factor_is_exact_with_a_count() -> None:
+    """Mixup draws a factor for each micro-batch; `count=` says that the loss is a mean all the same."""
+    case = Loss(
+        "mixup",
+        mlp(),
+        rows,
+        lambda m, b: (b["unit"][:, 0] * F.cross_entropy(m(b["x"]), b["label"], reduction="none")).mean(),
+    )
+    batches = case.micro_batches(SPLIT)
+    for batch in batches:
+        batch["unit"][:] = batch["unit"][0, 0]
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=len(SPLIT))
+    for batch in accumulator.over(batches):
+        loss = batch["unit"][0, 0] * F.cross_entropy(model(batch["x"]), batch["label"])
+        accumulator.backward(loss, count=len(batch["x"]))
+    true = big_batches(case, batches, steps=len(SPLIT))
+    assert distance([p.detach() for p in trained(model)], true.weights) <= 1e-12
+
+
+def test_a_factor_may_change_between_windows() -> None:
+    """A weight that is annealed from update to update is a constant to each of them."""
+    case = next(case for case in READABLE if case.name == "mse-mean")
+    model, twin = case.model(), case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    step = sgd(trained(twin))
+    batches = case.micro_batches((3, 2, 1, 4))
+    for place, batch in enumerate(accumulator.over(batches)):
+        accumulator.backward((1.0, 0.3)[place // 2] * case.loss(model, batch))
+    for factor, window in zip((1.0, 0.3), (batches[:2], batches[2:]), strict=True):
+        step.zero_grad()
+        (factor * case.loss(twin, case.join(window))).backward()
+        step.step()
+    assert distance([p.detach() for p in trained(model)], [p.detach() for p in trained(twin)]) <= 1e-12
+
+
+def test_counts_of_the_wrong_length_are_refused() -> None:
+    """`counts=` must give one number per data term; the error says how many terms were found."""
+    case = SEVERAL[0]
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=lambda batch: (len(batch["x"]),))
+    batches = iter(accumulator.over(case.micro_batches((3, 2))))
+    loss = case.loss(model, next(batches))
+    with pytest.raises(LossError, match="2"):
+        accumulator.backward(loss)
+
+
+@pytest.mark.parametrize("count", [-1, float("nan"), float("inf"), True, "mean", torch.ones(2), 1j])
+def test_nonsense_counts_are_refused(count: object) -> None:
+    """A count is a number of things, 0 or more."""
+    case = next(case for case in READABLE if case.name == "mse-mean")
+    model = case.model()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    (batch,) = case.micro_batches((3,))
+    with pytest.raises(LossError, match="count"):
+        accumulator.backward(F.mse_loss(model(batch["x"]), batch["value"]), count=count)  # type: ignore[arg-type]
+
+
+# The texts.
+
+
+TEXTS: dict[str, BigBatchError] = {
+    "coupled": refusals.coupled("Softmax"),
+    "coupled, by an unknown name": refusals.coupled("Renorm"),
+    "coupled, of steps": refusals.coupled("Select"),
+    "coupled, by rows of labels": refusals.coupled("Mm", chosen=True),
+    "unknown operation": refusals.unknown("Square"),
+    "written over": refusals.written("CopySlices"),
+    "rows put where an index says": refusals.pooled("IndexAdd"),
+    "factor without gradient": refusals.gradless_factor("Mm"),
+    "no cast of a weight": refusals.other_weight((4, 4)),
+    "pairs by broadcasting": refusals.expanded("Sub"),
+    "rows one by one": refusals.lone_rows(),
+    "derivative of a mean": refusals.slope("MseLoss"),
+    "sum by a tensor": refusals.scaled_sum("Div", "a tensor"),
+    "sum by a number": refusals.scaled_sum("Mul", "the number 0.3"),
+    "zero beside a mean": refusals.zero_beside_mean(),
+    "factor that changes": refusals.changing_factor("MseLoss", "0.3", "0.4"),
+    "factor of NaN": refusals.changing_factor("MseLoss", "nan", "nan"),
+    "function of a mean": refusals.nonlinear("Exp"),
+    "root of a mean": refusals.nonlinear("Sqrt", root=True),
+    "nansum": refusals.nonlinear("Nansum"),
+    "matrix product of a batch": refusals.nonlinear("Mm"),
+    "custom function": refusals.custom("Square"),
+    "compiled function": refusals.custom("CompiledFunction"),
+    "hidden count": refusals.hidden("NllLoss"),
+    "data or constant": refusals.data_or_constant("Sum"),
+    "shared values that differ": refusals.shared_alone([1.0, 2.0]),
+    "asked since": refusals.asked_since(),
+    "alone": refusals.alone(),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_texts_are_approved(name: str) -> None:
+    """In a loop with an accumulator and in a `BigStep`; three lines at most."""
+    error = TEXTS[name]
+    approve("loss", name, error)
+    assert str(error).count("\n") <= 2
+    if error.fix_in_step != error.fix:
+        in_step = copy.copy(error)
+        in_step.speak_to_step()
+        approve("loss", f"{name}, in a BigStep", in_step)
+        assert "accumulator" not in str(in_step)

@@ -1,0 +1,194 @@
+"""A verification leaves the model, its gradients and the random generators as they were, whatever happens."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import optimizer as of_torch
+
+from bigbatch import Options, errors, verify
+from tests.bombs import seed
+from tests.support import defects
+from tests.support.defects import Batch, by_samples, mean, network, samples
+from tests.support.messages import approve
+
+
+def draw() -> tuple[float, float, float]:
+    """One number of each generator."""
+    return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002, S311 - those that are restored
+
+
+class Changing(nn.Module):
+    """Every kind of state: BatchNorm, dropout, a buffer that is replaced, a frozen part, a layer at rest."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.frozen, self.resting = nn.Linear(8, 8), nn.Dropout(0.5).eval()
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(8, 3)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Draw, count and write."""
+        self.scale = self.scale * (1 + 1e-3 * random.random())  # noqa: S311 - no secret
+        return self.last(self.drop(self.resting(self.frozen(self.norm(self.first(x)).tanh())))) * self.scale
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """All of a model that a proof may not change."""
+    return {
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+        "tensors": {name: id(value) for name, value in model.state_dict(keep_vars=True).items()},
+        "gradients": {name: (p.grad, p.requires_grad) for name, p in model.named_parameters()},
+        "modes": {name: module.training for name, module in model.named_modules()},
+        "hooks": {name: (len(m._forward_hooks), len(m._forward_pre_hooks)) for name, m in model.named_modules()},
+        "attributes": {name: sorted(vars(module)) for name, module in model.named_modules()},
+    }
+
+
+def assert_untouched(before: dict[str, Any], model: nn.Module) -> None:
+    """Compare, by identity where a tensor is to be the same one."""
+    after = state(model)
+    assert all(torch.equal(value, after["values"][name]) for name, value in before["values"].items())
+    assert before["tensors"] == after["tensors"]
+    assert all(
+        a is b and x == y
+        for (a, x), (b, y) in zip(*(each["gradients"].values() for each in (before, after)), strict=True)
+    )
+    assert before["modes"] == after["modes"]
+    assert before["hooks"] == after["hooks"]
+    assert before["attributes"] == after["attributes"]
+
+
+def stepping_window(model: Any, micro_batches: list[Batch]) -> None:
+    """A loop that changes weights, modes and gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model.train()
+    for batch in micro_batches:
+        mean(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "BigStep": {},
+    "plain statistics": {"options": Options(batch_norm="micro", check=False)},
+    "a loop": {"train_window": stepping_window},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_everything_is_as_it_was(way: str) -> None:
+    """Weights, the tensors that hold them, gradients, buffers, modes, hooks and generators."""
+    seed()
+    model, batch = Changing(), samples()
+    model.first.weight.grad = torch.ones(8, 6)
+    before = state(model)
+    seed()
+    numbers = draw()
+    seed()
+    verification = verify(model, mean, batch, 4, **WAYS[way])
+    assert draw() == numbers
+    assert_untouched(before, model)
+    assert {"randomness"} <= {cause.kind for cause in verification.causes}
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=lambda error: error.__name__)
+def test_everything_is_as_it_was_after_an_error(error: type[BaseException]) -> None:
+    """Whatever is raised in the middle of a run, it comes out as it is."""
+    seed()
+    model, batch, calls = Changing(), samples(), 0
+
+    def failing(given: Any, some: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls >= 4:
+            raise error("in the middle")
+        return mean(given, some)
+
+    before = state(model)
+    seed()
+    numbers = draw()
+    seed()
+    with pytest.raises(error, match="in the middle"):
+        verify(model, failing, batch, 4)
+    assert draw() == numbers
+    assert_untouched(before, model)
+
+
+class Remembering(nn.Module):
+    """Keeps what it has seen in a list and a dict, and its output with its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.history, self.seen = nn.Linear(4, 2), list[int](), {"rows": [0]}
+        self.layer.weight.register_hook(lambda gradient: gradient)
+        self.output: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Write to all."""
+        self.history.append(len(x))
+        self.seen["rows"][0] += len(x)
+        self.output = self.layer(x)
+        return self.output
+
+
+def test_lists_and_dicts_of_a_model_are_as_they_were() -> None:
+    """Whatever a forward puts into them; a tensor of a graph that a forward before left is no hindrance."""
+    model = Remembering()
+    model(torch.randn(3, 4))
+    verify(model, lambda m, b: F.mse_loss(m(b[0]), b[1]), (torch.randn(8, 4), torch.randn(8, 2)), 3)
+    assert (model.history, model.seen) == ([3], {"rows": [3]})
+
+
+def test_a_model_that_cannot_be_copied_is_refused() -> None:
+    """As one that holds a lock or a generator."""
+    model = network()
+    vars(model)["lines"] = (line for line in [""])
+    with pytest.raises(errors.ConfigurationError) as raised:
+        verify(model, mean, samples(), 4)
+    approve("verify", "no copy", raised.value)
+
+
+def test_a_model_that_is_used_past_the_argument_is_refused_before_it_runs() -> None:
+    """By a loss, by a loop, and by an optimizer: nothing of it has moved."""
+    torch.manual_seed(0)
+    model = network(nn.BatchNorm1d(8))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    before = state(model)
+
+    def calling(_: nn.Module, micro_batches: list[Batch]) -> None:
+        defects.undivided(mean)(model, micro_batches)
+
+    def stepping(given: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(given, micro_batches)
+        for p, twin in zip(model.parameters(), given.parameters(), strict=True):
+            p.grad = twin.grad
+        optimizer.step()
+
+    with pytest.raises(errors.LossError) as raised:
+        verify(model, lambda _, given: mean(model, given), samples(), 4)
+    approve("verify", "the model itself", raised.value)
+    for window in (calling, stepping):
+        with pytest.raises(errors.LossError):
+            verify(model, mean, samples(), 4, train_window=window)
+    with pytest.raises(errors.LossError):
+        verify(model, lambda m, b: mean(m, b) + next(model.parameters()).square().sum(), samples(), 4)
+    assert not optimizer.state
+    assert_untouched(before, model)
+
+
+def test_torch_is_as_it_was() -> None:
+    """Hooks on optimizers and replaced functions are gone."""
+    kept = (torch.optim.Optimizer.zero_grad, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_value_)
+    verify(network(), mean, samples(), 4, train_window=defects.stepping(mean))
+    assert not of_torch._global_optimizer_pre_hooks
+    assert not of_torch._global_optimizer_post_hooks
+    assert kept == (torch.optim.Optimizer.zero_grad, nn.utils.clip_grad_norm_, nn.utils.clip_grad.clip_grad_value_)
