@@ -264,8 +264,8 @@ def main() -> int:
                 rows.append(row)
                 bar.advance(task)
     note = (
-        "Predicted by `planning.tracing.predict` on tensors without numbers; measured with gradients and optimizer "
-        "state allocated, as in the middle of a window. On a CPU the tensors are counted, not the process."
+        "Predicted by `bigbatch.planner.trace.predict` on tensors without numbers; measured with gradients and "
+        "optimizer state allocated, as in the middle of a window. On a CPU the tensors are counted, not the process."
     )
     report = Report("memory-prediction", this_machine(options.device), grids(rows), [note], list(rows))
     report.show(as_json=options.json)

@@ -950,5 +950,5 @@ ELSEWHERE = {
     **dict.fromkeys("CudnnBatchNorm MiopenBatchNorm CudnnCtcLoss FusedDropout FusedRmsNorm".split(), "a GPU makes it"),
     **{f"ScaledDotProduct{kind}Attention": "a GPU makes it" for kind in ("Efficient", "Flash", "Cudnn")},
     "Chunk": "nothing makes it",
-    "Linear": "ours, for a GPU: micro_steps.casting",
+    "Linear": "ours, for a GPU: execute.precast",
 }
