@@ -526,7 +526,7 @@ def test_extras_that_change_their_structure_change_nothing_else() -> None:
         return F.mse_loss(out, part["value"]), out.long() if len(out) == 2 else {"out": out}
 
     step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=3)
-    with pytest.raises(ConfigurationError, match=r"differ in structure \(found Tensor, dict\)"):
+    with pytest.raises(ConfigurationError, match=r"differ in structure.*Got Tensor, dict"):
         step(rows(5, 0))
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 

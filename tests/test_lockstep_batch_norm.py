@@ -1143,7 +1143,7 @@ def test_a_sample_that_does_not_fit(point: str) -> None:
 
 def test_a_batch_whose_activations_do_not_fit_is_refused_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """They wait in the host's memory, and there is none."""
-    monkeypatch.setattr("bigbatch.lockstep.run.host_available", lambda: 1000)
+    monkeypatch.setattr("bigbatch.lockstep.activations.host_available", lambda: 1000)
     model = net()
     step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=3)
     before = weights(model)

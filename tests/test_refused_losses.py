@@ -31,16 +31,16 @@ NO_LOSS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "no_grad": (no_grad, r"has no graph: .*torch.no_grad\(\).*\n.*with gradients on"),
     "detached": (lambda m: MASKED.loss(m, BATCHES[0]).detach(), "has no graph"),
     "constant": (lambda _: torch.tensor(1.0), "has no graph"),
-    "vector": (lambda m: m(BATCHES[0]["x"]), r"found a tensor of shape \(3, 4\).\n.*loss.mean\(\).*reduction='mean'"),
+    "vector": (lambda m: m(BATCHES[0]["x"]), r"found a tensor of shape \(3, 4\)\nUse: loss.mean\(\).*reduction='mean'"),
     "empty": (lambda m: m(BATCHES[0]["x"])[:0], r"found a tensor of shape \(0, 4\)"),
-    "complex": (lambda m: MASKED.loss(m, BATCHES[0]) * 1j, r"a real loss; found torch.complex128. Take loss.real"),
-    "float": (lambda m: MASKED.loss(m, BATCHES[0]).item(), r"the loss, a tensor; found float.\nLeave out .item\(\)"),
+    "complex": (lambda m: MASKED.loss(m, BATCHES[0]) * 1j, r"a real loss; found torch.complex128\nUse: loss.real"),
+    "float": (lambda m: MASKED.loss(m, BATCHES[0]).item(), r"a tensor; found float\nUse: the loss before .item\(\)"),
     "none": (lambda _: None, "the loss, a tensor; found NoneType$"),
     "output": (
         lambda m: SimpleNamespace(loss=MASKED.loss(m, BATCHES[0]), logits=None),
-        r"found SimpleNamespace.\nPass its loss:  outputs.loss$",
+        r"found SimpleNamespace\nUse: outputs.loss$",
     ),
-    "mapping": (lambda m: {"loss": MASKED.loss(m, BATCHES[0])}, r"found dict.\nPass its loss:  outputs\['loss'\]$"),
+    "mapping": (lambda m: {"loss": MASKED.loss(m, BATCHES[0])}, r"found dict\nUse: outputs\['loss'\]$"),
 }
 
 

@@ -372,8 +372,7 @@ class Slow(Student):
         self.slow = [p.detach() * 0.999 for p in self.parameters()]
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("loss", [halved, by_exchange, by_copies])
+@pytest.mark.parametrize(("loss", "check"), [(halved, True), (halved, False), (by_exchange, True), (by_copies, True)])
 def test_other_weights_at_a_norm_are_another_micro_batchs(loss: Callable[[Any, Batch], Tensor], check: bool) -> None:
     """Told as that, however near they are, and the model has its own again."""
     model = Slow()
@@ -381,7 +380,7 @@ def test_other_weights_at_a_norm_are_another_micro_batchs(loss: Callable[[Any, B
     parameters, before = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
     memory = [p.data_ptr() for p in parameters]
     step = BigStep(model, optimizer, loss, micro_batch_size=4, options=Options(check=check))
-    with pytest.raises(LossError, match=r"(?s)with another '.*' than the model had before.*functional_call.*eval"):
+    with pytest.raises(LossError, match=r"is another one after the forwards|are coupled"):
         step(samples(20))
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
     assert [p.data_ptr() for p in model.parameters()] == memory

@@ -180,7 +180,7 @@ class BigStep:
             self._options.activations,
             norms_meet=self._options.batch_norm == "exact",
         )
-        self._divider = Divider(self._models, optimizers, self._sizes, self._options, self._mover, self._run_one)
+        self._divider = Divider(self._models, optimizers, self._sizes, self._options, self._mover)
         self._padding: Padding | None = None
         self._stepper.watch()
         self._stepper.team.serve(self)
@@ -282,7 +282,7 @@ class BigStep:
         if self._is_sharded and lockstep:
             raise ConfigurationError(_WHOLE_MODELS)
         self._admission.look()
-        division = self._divider.divide(whole, lockstep=lockstep)
+        division = self._divider.divide(whole, self._run_one, lockstep=lockstep)
         self._admission.warn_of_hooks(several=len(division) > 1 or self._stepper.ranks is not None)
         return division
 

@@ -8,7 +8,7 @@ more memory than training one does; its parts are micro-batches as they are. Bot
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase as Statistics
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
 from bigbatch.caller import outside
-from bigbatch.errors import BigBatchError, PathsDiffer
+from bigbatch.errors import BigBatchError, LossError, PathsDiffer
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_parts import (
     Part,
@@ -35,6 +35,7 @@ from bigbatch.first_step_parts import (
     tells_nothing,
 )
 from bigbatch.first_step_watch import Rows, Values, Watch, evaluating, moved, quiet, seed_differently
+from bigbatch.loss.terms import Term
 from bigbatch.options import Options
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go
@@ -197,7 +198,7 @@ class FirstCheck:
         keeps, widest, own = attempt.keeps, _widest(division), [_width(division, share) for share in shares]
         evaluate = partial(self._evaluated, division, watched=attempt.watched)
         state, tape = Snapshot(self._models), list[Tensor]()
-        (whole,) = evaluate([every], widest, keeps=keeps, tape=tape)
+        (whole,) = evaluate([every], widest, keeps=keeps, tape=tape, whole=True)
         drawn = state.randomness.drawn()
 
         def parts(wide: Any, *, goes_on: bool = False) -> list[Part]:
@@ -213,7 +214,7 @@ class FirstCheck:
                 return _Outcome(agrees=True)
         if drawn and not all(part.certain for part in found):
             seed_differently()
-            (other,) = evaluate([every], widest, keeps=keeps)
+            (other,) = evaluate([every], widest, keeps=keeps, whole=True)
             if not is_near(whole.value, other.value, (whole, other)):  # the numbers are used, not only drawn
                 return _Outcome()
         if whole.norms > found[0].norms:
@@ -263,6 +264,7 @@ class FirstCheck:
         tape: list[Tensor] | None = None,
         state: Snapshot | None = None,
         goes_on: bool = False,
+        whole: bool = False,
     ) -> list[Part]:
         """Evaluate parts of one batch: each by itself, or in lock-step where their losses ask for each other.
 
@@ -275,6 +277,7 @@ class FirstCheck:
             tape: random numbers, to be written, or to be read where there is a `state`.
             state: what each part begins with.
             goes_on: whether random numbers go on from part to part, instead.
+            whole: whether it may be larger than a micro-batch: its value is compared, though its graph may be refused.
         """
         sizes = [len(share) for share in shares]
         widths = wide if isinstance(wide, Sequence) else [wide] * len(shares)
@@ -291,7 +294,9 @@ class FirstCheck:
             hooks = nullcontext() if keeps else saved_tensors_hooks(_dropped, _kept)
             with hooks, torch.enable_grad(), watch if watched else nullcontext(), values:
                 loss, _ = self._runner.loss(micro_batch)
-            terms = self._runner.read(loss)
+            terms = list[Term]()
+            with suppress(LossError) if whole else nullcontext():
+                terms = self._runner.read(loss)
             worker = scope.worker()
             return Part(
                 float(loss.detach()),

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import BigStep
 from bigbatch.errors import LossError
-from tests.reference import distance
 from tests.support.rank_loops import OPTIMIZERS, micro_batch
 from tests.support.rank_norms import Batch, Normalised, made
 from tests.support.ranks import run_on_ranks
@@ -37,25 +36,11 @@ def train(rank: int, size: int, reduction: str) -> list[Tensor]:
     return [p.detach() for p in network.parameters()]
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("size", [2, 8])
-def test_of_sums_over_samples(size: int) -> None:
-    """It is that of one process, also where each rank has one micro-batch."""
-    network = made(Normalised)
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    parts = [micro_batch(number, rank) for rank, number in enumerate(SIZES)]
-    batch = torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])
-    attacked(network, batch, "sum").backward()
-    optimizer.step()
-    for each in run_on_ranks(len(SIZES), train, size, "sum"):
-        if isinstance(each, BaseException):
-            raise each
-        assert distance(each, [p.detach() for p in network.parameters()]) <= 1e-12
-
-
-@pytest.mark.parametrize("size", [2, 8])
-def test_of_means_it_is_refused(size: int) -> None:
-    """Those of ranks do not add up to the big batch's, no more than those of micro-batches."""
-    found = run_on_ranks(len(SIZES), train, size, "mean")
+def test_it_is_refused(size: int, reduction: str) -> None:
+    """Derivatives inside a loss do not add up over ranks, no more than over micro-batches."""
+    found = run_on_ranks(len(SIZES), train, size, reduction)
     assert all(isinstance(each, Exception) for each in found), found
     refused = [each for each in found if isinstance(each, LossError)]
     assert any("a derivative inside of the loss goes through BatchNorm" in str(each) for each in refused), found

@@ -422,7 +422,7 @@ def test_what_is_said_is_of_what_there_is() -> None:
         assert "in no optimizer here" in found["no optimizer"]
         assert "before fully_shard is called" in found["verified shards"]
         assert "before it is wrapped" in found["verified"]
-        assert ("rank 0 failed" if rank else "gives None:  step(None)") in found["empty"]
+        assert ("rank 0 failed" if rank else "calls  step(None)") in found["empty"]
 
 
 def once_beside(rank: int) -> Any:

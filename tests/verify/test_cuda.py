@@ -139,4 +139,4 @@ def test_a_batch_that_does_not_fit_is_proved_in_part() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert found.exact, str(found)
     assert 2 <= found.samples_proved < 8192
-    assert f"proved on its first {found.samples_proved:,} samples" in str(found)
+    assert f"the first {found.samples_proved:,} samples were compared" in str(found)

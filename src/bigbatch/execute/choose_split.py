@@ -21,27 +21,26 @@ from bigbatch.state.oom import let_go, missing
 class Divider:
     """Divides one batch after the other, with what was learned from those before."""
 
-    def __init__(  # noqa: PLR0917 - the parts of a step
+    def __init__(
         self,
         models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         sizes: Sizes,
         options: Options,
         mover: Mover,
-        run: Callable[[Any, Division], None],
     ) -> None:
-        """Know what is trained; `run` runs a micro-batch of a division, to see what it takes."""
+        """Know what is trained."""
         self._models, self._optimizers, self._sizes, self._options = models, optimizers, sizes, options
-        self._mover, self._run = mover, run
+        self._mover = mover
         self._stage: tuple[int, Stage] | None = None  # where sizes are tried, within a limit
 
-    def divide(self, whole: Batch, *, lockstep: bool) -> Division:
-        """Choose the micro-batches."""
+    def divide(self, whole: Batch, run: Callable[[Any, Division], None], *, lockstep: bool) -> Division:
+        """Choose the micro-batches; `run` runs one of a division, to see what it takes."""
         if self._options.lengths is None:
             size = self._sizes.samples(
                 whole.signature(),
                 whole.size,
-                lambda size, limit: self._rehearse(Division.even(whole, size), limit),
+                lambda size, limit: self._rehearse(Division.even(whole, size), limit, run),
                 # Micro-batches that wait for each other are no faster, nor smaller, than all at once.
                 at_once=lockstep,
             )
@@ -52,20 +51,20 @@ class Divider:
         def probe(size: int, limit: int) -> Probe:
             chosen = order[:size]
             rehearsed = Division.packed(whole.only(chosen), [lengths[i] for i in chosen], longest * size)
-            return self._rehearse(rehearsed, limit)
+            return self._rehearse(rehearsed, limit, run)
 
         budget = self._sizes.tokens(self._options.token_budget, lengths, probe)
         division = Division.packed(whole, lengths, budget, self._sizes.most, alike=self._options.cuda_graph)
         refuse_loss_of_content(whole, lengths, division.width)
         return division
 
-    def _rehearse(self, division: Division, limit: int) -> Probe:
+    def _rehearse(self, division: Division, limit: int, run: Callable[[Any, Division], None]) -> Probe:
         """Run the first micro-batch of a division for its memory and time, and leave no trace."""
         if self._stage is None or self._stage[0] != limit:
             dtype = self._options.gradient_dtype
             self._stage = limit, Stage(self._models, self._optimizers, dtype, self._mover.device, limit)
         return self._stage[1].rehearse(
-            division.sizes[0], lambda: self._run(self._mover.moved(division.micro_batch(0)), division)
+            division.sizes[0], lambda: run(self._mover.moved(division.micro_batch(0)), division)
         )
 
     def shrink(self, division: Division, error: BaseException, *, lockstep: bool) -> None:

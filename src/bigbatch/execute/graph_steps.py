@@ -1,5 +1,6 @@
 """Micro-steps that are replayed: one graph for each shape, with counts and weights that stay on the device."""
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
@@ -45,7 +46,8 @@ class ReplayedSteps:
     def __init__(self, models: Sequence[nn.Module], device: torch.device, stepper: Stepper, parts: MicroStep) -> None:
         """Have none yet."""
         self.graphs = Replayed(models, device, MICRO_STEPS, draws=True)
-        self._stepper, self._parts = stepper, parts
+        self._stepper = stepper
+        self._parts: MicroStep = weakref.proxy(parts)  # its owner: a circle would hold memory of graphs
         # What a count is multiplied with to make the weight of a backward.
         self._unit = torch.ones((), dtype=torch.float64, device=device)
 
