@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.memory.meter import LiveBytes
-from bigbatch.recipes.comparison import Comparison, Spread, Tally, compare
+from bigbatch.recipes.arms import Comparison, Spread, Tally, compare
 from bigbatch.recipes.experiment import ADAMW, RECIPES, TEXTBOOK, Loop, Task, bigbatch_loop, plain_loop, textbook_loop
 from bigbatch.recipes.findings import findings
 

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigbatch.cli.terminal import next_step, paragraph
-from bigbatch.recipes.comparison import ArmResult, Comparison, Spread
+from bigbatch.recipes.arms import ArmResult, Comparison, Spread
 from bigbatch.recipes.findings import findings, relative
 
 ONE_LINE_WIDTH = 100

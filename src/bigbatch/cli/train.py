@@ -81,7 +81,7 @@ def _recipe(name: str) -> "Recipe":
 def _train_recipe(recipe: "Recipe", clip: float | None, epochs: int | None, seeds: int, as_json: bool) -> None:
     """Compare the arms under a progress bar, then report."""
     from bigbatch.cli.comparison_report import print_comparison
-    from bigbatch.recipes.comparison import compare
+    from bigbatch.recipes.arms import compare
     from bigbatch.recipes.findings import findings
 
     with progress() as bar:

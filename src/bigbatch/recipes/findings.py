@@ -1,6 +1,6 @@
 """What a comparison shows, in a few sentences made of its own numbers."""
 
-from bigbatch.recipes.comparison import Comparison
+from bigbatch.recipes.arms import Comparison
 
 
 def findings(comparison: Comparison) -> tuple[str, ...]:
