@@ -84,7 +84,8 @@ class Admission:
 
     def warn_of_hooks(self, *, several: bool) -> None:
         """Warn of gradient hooks, once, where several gradients are added up."""
-        self.hints.check_gradient_hooks(self.models, all_parameters(self._optimizers), several=several)
+        if several and not self.hints.saw_hooks:  # asked here: a call for nothing is felt by a small model
+            self.hints.check_gradient_hooks(self.models, all_parameters(self._optimizers))
 
     def run_side_by_side(self, wanted: bool) -> None:  # noqa: FBT001 - a mode
         """Say how micro-batches run from now on; graphs are looked through again where that is new."""

@@ -23,7 +23,7 @@ class Hints:
 
     def __init__(self) -> None:
         """Have warned of nothing."""
-        self._of_division = self._of_moving = self._of_hooks = False
+        self._of_division = self._of_moving = self.saw_hooks = False
         self.to_compare = _COMPARED
         self._compared: tuple[float, float] | None = None  # the first of the window
 
@@ -86,11 +86,9 @@ class Hints:
                 stacklevel=outside(),
             )
 
-    def check_gradient_hooks(self, models: Sequence[nn.Module], parameters: Iterable[Tensor], *, several: bool) -> None:
-        """Say what a user's hook on a parameter's gradient does in a window of several, of the first that is found."""
-        if self._of_hooks or not several:
-            return
-        self._of_hooks = True
+    def check_gradient_hooks(self, models: Sequence[nn.Module], parameters: Iterable[Tensor]) -> None:
+        """Say, once, what a user's hook on a parameter's gradient does in a window of several micro-batches."""
+        self.saw_hooks = True
         names = {id(p): name for model in models for name, p in model.named_parameters()}
         for p in parameters:
             hooks = ChainMap(
