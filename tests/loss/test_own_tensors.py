@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator
 from bigbatch.errors import LossError, UnreadableLoss
+from bigbatch.loss.own_tensors import FrozenWeights
 from tests.reference import distance, sgd, trained
 from tests.samples import CLASSES, generator, labels, normal, seeded
 
@@ -84,6 +85,16 @@ def test_a_cast_frozen_head_is_read_once() -> None:
         accumulator.backward(loss)
         fresh.append(accumulator._admission.reader.fresh)
     assert fresh == [True, False]
+
+
+def test_a_cast_of_a_single_number_is_read_again() -> None:
+    """A buffer without dimensions, as of a temperature; the second copy is compared with what the first was of."""
+    model, temperature = nn.Linear(2, 1), torch.tensor(0.5)
+    model.register_buffer("temperature", temperature)
+    is_own = FrozenWeights([model])
+    for _ in range(2):
+        assert is_own(temperature.double())
+    assert not is_own(torch.tensor(0.25, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("cast", [False, True], ids=["plain", "autocast"])

@@ -89,7 +89,7 @@ class FrozenWeights:
 
 def _some(tensor: Tensor) -> Tensor:
     """Take a few numbers, the same of a matrix and of its transpose."""
-    return tensor.diagonal()[:_COMPARED] if tensor.dim() > 1 else tensor[:_COMPARED]
+    return tensor.diagonal()[:_COMPARED] if tensor.dim() > 1 else tensor.reshape(-1)[:_COMPARED]
 
 
 def _address(tensor: Tensor) -> int:
