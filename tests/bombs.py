@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.reference import state, trained, weights
-from tests.samples import CLASSES, Batch
+from tests.support.reference import state, trained, weights
+from tests.support.samples import CLASSES, Batch
 
 POINTS = ("forward", "module hook", "loss", "backward", "gradient hook", "parameter hook")
 OUT_OF_MEMORY: list[Callable[[], BaseException]] = [

@@ -16,7 +16,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.nn.utils.prune import l1_unstructured
 
-from tests.samples import (
+from tests.support.samples import (
     CLASSES,
     STEPS,
     Attention,

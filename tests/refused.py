@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
 from tests.losses import WEIGHT, Computed, Factors, Grid, log_probs, masked_mean_per_sequence, squares, twice, two_heads
-from tests.samples import (
+from tests.support.samples import (
     CLASSES,
     STEPS,
     Attention,

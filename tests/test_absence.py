@@ -18,7 +18,7 @@ from bigbatch.lockstep import offload_store, pinned_slabs, run
 from bigbatch.lockstep.offload_evict import Held, Holdings
 from bigbatch.lockstep.offload_fetch import Homecoming
 from bigbatch.lockstep.round import Round
-from tests.reference import distance, sgd, trained, weights
+from tests.support.reference import distance, sgd, trained, weights
 from tests.test_offloading import (
     ACTIVATIONS,
     BETWEEN,

@@ -24,9 +24,9 @@ from bigbatch.lockstep.threads import current
 from bigbatch.memory.meter import LiveBytes
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from tests.bombs import everything, seed
-from tests.reference import FLOOR, TOLERANCE, close, distance, sgd, told, trained, weights
-from tests.samples import CLASSES, Batch, generator, rows, seeded
-from tests.strategies import OPTIMIZERS, clip_norms, seeds
+from tests.support.reference import FLOOR, TOLERANCE, close, distance, sgd, told, trained, weights
+from tests.support.samples import CLASSES, Batch, generator, rows, seeded
+from tests.support.strategies import OPTIMIZERS, clip_norms, seeds
 
 LIMIT = 120  # seconds after which a test hangs
 LossFunction = Callable[[Any, Batch], Any]

@@ -24,7 +24,16 @@ from bigbatch.errors import (
     WindowDisturbed,
 )
 from tests.losses import EITHER, SEVERAL
-from tests.reference import (
+from tests.support.batches import (
+    STRUCTURES,
+    Structure,
+    batch_sizes,
+    cuttable,
+    micro_batch_sizes,
+    samples_of,
+    structures,
+)
+from tests.support.reference import (
     Run,
     assert_equal,
     big_batches,
@@ -35,19 +44,10 @@ from tests.reference import (
     trained,
     weights,
 )
-from tests.samples import Batch, Loss, mlp, normal, rows, sequences
-from tests.samples import generator as seeded_generator
-from tests.strategies import OPTIMIZERS, clip_norms, optimizers, seeds
-from tests.support.batches import (
-    STRUCTURES,
-    Structure,
-    batch_sizes,
-    cuttable,
-    micro_batch_sizes,
-    samples_of,
-    structures,
-)
-from tests.training import MASKED, PLAIN
+from tests.support.samples import Batch, Loss, mlp, normal, rows, sequences
+from tests.support.samples import generator as seeded_generator
+from tests.support.strategies import OPTIMIZERS, clip_norms, optimizers, seeds
+from tests.support.training import MASKED, PLAIN
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:reduction.*divides the total loss:UserWarning"

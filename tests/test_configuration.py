@@ -11,9 +11,9 @@ from torch.optim import SGD
 
 from bigbatch import Accumulator
 from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError
-from tests.reference import distance, sgd, trained, weights
-from tests.samples import Loss, join, mlp, rows, seeded
-from tests.training import MASKED, Training
+from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import Loss, join, mlp, rows, seeded
+from tests.support.training import MASKED, Training
 
 BATCHES = [rows(size, seed) for seed, size in enumerate((3, 2, 4))]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from bigbatch import Accumulator, counted
 from bigbatch.errors import LossError
 from tests.losses import squares
-from tests.reference import big_batches, distance, sgd, trained, weights
-from tests.samples import Batch, Loss, mlp, sequences
-from tests.training import MASKED, Training, micro_batches
+from tests.support.reference import big_batches, distance, sgd, trained, weights
+from tests.support.samples import Batch, Loss, mlp, sequences
+from tests.support.training import MASKED, Training, micro_batches
 
 SPLIT = (4, 1, 2, 5, 3)
 

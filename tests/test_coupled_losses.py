@@ -25,7 +25,7 @@ from bigbatch import Accumulator, BigStep, Options, across, counted
 from bigbatch.batch.tree import mapped
 from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, PathsDiffer
 from examples.coupled import barlow_twins, clip, correlation, dice, info_nce, moe, rmse, supcon, vicreg
-from tests.reference import FLOOR, TOLERANCE, close, distance, sgd, state, trained, weights
+from tests.support.reference import FLOOR, TOLERANCE, close, distance, sgd, state, trained, weights
 
 LossFunction = Callable[[Any, Any], Tensor]
 

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, errors
 from bigbatch.execute import precast
-from tests.reference import trained
-from tests.samples import seeded
 from tests.support.packed import LOSSES, attentive
 from tests.support.packed import text as ragged_text
+from tests.support.reference import trained
+from tests.support.samples import seeded
 from tests.support.tables import (
     LONG,
     SHORT,

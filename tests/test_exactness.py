@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.losses import READABLE
-from tests.reference import Run, accumulated, assert_equal, big_batches
-from tests.samples import Loss, mlp, rows
-from tests.strategies import OPTIMIZERS, Epoch, clip_norms, epochs, optimizers, readable
+from tests.support.reference import Run, accumulated, assert_equal, big_batches
+from tests.support.samples import Loss, mlp, rows
+from tests.support.strategies import OPTIMIZERS, Epoch, clip_norms, epochs, optimizers, readable
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from bigbatch import Accumulator
 from bigbatch.errors import LossError, WindowBroken
-from tests.reference import distance, sgd, trained, weights
-from tests.samples import mlp
-from tests.training import PLAIN, Training, micro_batches
+from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import mlp
+from tests.support.training import PLAIN, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch.errors import UnreadableLoss
-from tests.training import Training, micro_batches
+from tests.support.training import Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 ROOT = Path(__file__).parents[1]

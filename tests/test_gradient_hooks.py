@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep
-from tests.reference import distance
+from tests.support.reference import distance
 
 X = torch.randn(20, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -21,10 +21,10 @@ from bigbatch.window.stepper import Stepper
 from bigbatch.window.tally import Ledger
 from bigbatch.window.window import Window
 from tests.bombs import Bomb, Restless, restless_loss, seed
-from tests.reference import sgd, trained, weights
-from tests.samples import Batch, mlp, rows
 from tests.support.ranks import run_on_ranks
-from tests.training import PLAIN, Training, micro_batches
+from tests.support.reference import sgd, trained, weights
+from tests.support.samples import Batch, mlp, rows
+from tests.support.training import PLAIN, Training, micro_batches
 
 BATCHES = micro_batches(case=PLAIN)  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

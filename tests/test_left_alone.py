@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, BigStep
-from tests.reference import distance, sgd, trained, weights
-from tests.samples import generator as generator_of
-from tests.samples import normal, seeded
+from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import generator as generator_of
+from tests.support.samples import normal, seeded
 
 Models = list[nn.Module]
 maker, judge = seeded(lambda: nn.Linear(3, 3)), seeded(lambda: nn.Linear(3, 1))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, counted
 from tests.losses import SEVERAL
-from tests.reference import sgd, trained
-from tests.samples import Batch, mlp, rows
-from tests.training import MASKED, Training, micro_batches
+from tests.support.reference import sgd, trained
+from tests.support.samples import Batch, mlp, rows
+from tests.support.training import MASKED, Training, micro_batches
 
 
 class Watched:

@@ -10,8 +10,8 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch.errors import WindowError
-from tests.samples import Batch
-from tests.training import Training, micro_batches
+from tests.support.samples import Batch
+from tests.support.training import Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

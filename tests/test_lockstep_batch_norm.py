@@ -25,9 +25,9 @@ from bigbatch import BigStep, Options, counted
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError, OutOfMemory
 from bigbatch.lockstep.threads import current
 from tests.bombs import OTHER, OUT_OF_MEMORY, Bomb, Fuse, everything, seed
-from tests.reference import FLOOR, TOLERANCE, OptimizerFactory, close, distance, sgd, told, trained, weights
-from tests.samples import CLASSES, Batch, images, rows, seeded
-from tests.strategies import OPTIMIZERS, clip_norms, seeds
+from tests.support.reference import FLOOR, TOLERANCE, OptimizerFactory, close, distance, sgd, told, trained, weights
+from tests.support.samples import CLASSES, Batch, images, rows, seeded
+from tests.support.strategies import OPTIMIZERS, clip_norms, seeds
 
 LIMIT = 120  # seconds after which a test hangs
 PLAIN = F.batch_norm
@@ -414,7 +414,7 @@ def test_a_tensor_that_lies_across() -> None:
             h = self.norm(self.layer(x).transpose(1, 2)).transpose(1, 2)
             return self.head(torch.tanh(h)).mean(1)
 
-    from tests.samples import sequences
+    from tests.support.samples import sequences
 
     batches = [{"x": sequences(n, n)["x"], "label": rows(n, n)["label"]} for n in (7, 4)]
     assert_exact(seeded(Across), batches, 2)

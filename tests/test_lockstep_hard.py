@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, across
 from bigbatch.errors import CoupledLoss, LossError, PathsDiffer, WindowDisturbed
-from tests.reference import distance, sgd, trained, weights
+from tests.support.reference import distance, sgd, trained, weights
 
 Batch = tuple[Tensor, Tensor]
 

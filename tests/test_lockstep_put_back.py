@@ -8,8 +8,8 @@ from torch.nn.utils import parametrize
 
 from bigbatch import BigStep, Options
 from bigbatch.lockstep.own_parameters import OwnParameters
-from tests.reference import TOLERANCE, distance, sgd, trained
-from tests.samples import rows, seeded
+from tests.support.reference import TOLERANCE, distance, sgd, trained
+from tests.support.samples import rows, seeded
 
 HIDDEN = 6
 

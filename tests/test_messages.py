@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, LRS
 from bigbatch import Accumulator, counted
 from bigbatch.errors import ConfigurationError, SeveralCounts, UnreadableLoss
 from tests.losses import SEVERAL
-from tests.reference import sgd, trained
-from tests.samples import Batch, Loss, mlp, rows, sequences
-from tests.training import PLAIN, Training, micro_batches
+from tests.support.reference import sgd, trained
+from tests.support.samples import Batch, Loss, mlp, rows, sequences
+from tests.support.training import PLAIN, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

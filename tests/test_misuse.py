@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator
 from bigbatch.errors import LossError, UnreadableLoss, WindowBroken, WindowDisturbed, WindowError
-from tests.reference import sgd, trained
-from tests.samples import Batch
-from tests.training import MASKED, PLAIN, Training, micro_batches
+from tests.support.reference import sgd, trained
+from tests.support.samples import Batch
+from tests.support.training import MASKED, PLAIN, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

@@ -16,9 +16,9 @@ from bigbatch.errors import LossError
 from bigbatch.loss.readings import Reader
 from bigbatch.loss.trail import Surroundings
 from tests.losses import READABLE, sizes
-from tests.reference import distance, sgd, trained, weights
-from tests.samples import Batch, Loss, join, rows, seeded
-from tests.training import Training
+from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import Batch, Loss, join, rows, seeded
+from tests.support.training import Training
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")

@@ -7,9 +7,9 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator
-from tests.reference import FLOOR, OptimizerFactory, big_batches, distance, state, trained, weights
-from tests.samples import Batch
-from tests.training import PLAIN, Training, micro_batches
+from tests.support.reference import FLOOR, OptimizerFactory, big_batches, distance, state, trained, weights
+from tests.support.samples import Batch
+from tests.support.training import PLAIN, Training, micro_batches
 
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),

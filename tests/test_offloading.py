@@ -20,7 +20,7 @@ from bigbatch import BigStep, Options
 from bigbatch.errors import OutOfMemory
 from bigbatch.lockstep import offload_fetch, offload_store, pinned_slabs, run
 from bigbatch.lockstep.activations import Activations
-from tests.reference import distance, sgd, trained, weights
+from tests.support.reference import distance, sgd, trained, weights
 
 Batch = tuple[Tensor, Tensor]
 

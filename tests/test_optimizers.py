@@ -14,9 +14,9 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 from bigbatch import Accumulator
 from bigbatch.errors import ConfigurationError
 from tests.losses import MODELS, l2
-from tests.reference import distance, state, trained, weights
-from tests.samples import CLASSES, Batch, Tokens, join, mlp, rows, seeded, sequences
-from tests.training import MASKED, Training, micro_batches
+from tests.support.reference import distance, state, trained, weights
+from tests.support.samples import CLASSES, Batch, Tokens, join, mlp, rows, seeded, sequences
+from tests.support.training import MASKED, Training, micro_batches
 
 BATCHES = [rows(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
 TOKENS = [sequences(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]

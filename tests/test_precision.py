@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, Options, counted
 from bigbatch.errors import SeveralCounts
-from tests.reference import big_batches, distance, sgd, trained, weights
-from tests.samples import Batch, Loss, mlp, rows
+from tests.support.reference import big_batches, distance, sgd, trained, weights
+from tests.support.samples import Batch, Loss, mlp, rows
 
 HALVES = [torch.bfloat16, torch.float16]
 OptimizerFactory = Callable[[Sequence[Tensor]], torch.optim.Optimizer]

@@ -8,8 +8,8 @@ import torch
 from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator, BigStep
-from tests.reference import sgd, trained, weights
-from tests.training import PLAIN, micro_batches
+from tests.support.reference import sgd, trained, weights
+from tests.support.training import PLAIN, micro_batches
 
 BATCHES = micro_batches((3, 1, 2), case=PLAIN)
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bigbatch import Accumulator
 from bigbatch.errors import BatchError, WindowDisturbed, WindowError
-from tests.reference import sgd, trained
-from tests.samples import Batch, mlp
-from tests.training import PLAIN, Training, micro_batches
+from tests.support.reference import sgd, trained
+from tests.support.samples import Batch, mlp
+from tests.support.training import PLAIN, Training, micro_batches
 
 BATCHES = micro_batches(case=PLAIN)  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch.errors import LossError, SeveralCounts
-from tests.reference import big_batches, distance, weights
-from tests.samples import Batch
-from tests.training import MASKED, PLAIN, Training, micro_batches
+from tests.support.reference import big_batches, distance, weights
+from tests.support.samples import Batch
+from tests.support.training import MASKED, PLAIN, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

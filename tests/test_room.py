@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from bigbatch import BigStep, Options
 from bigbatch.errors import OutOfMemory
 from bigbatch.lockstep.activations import _SHAPES, Activations
-from tests.reference import distance, sgd, trained, weights
+from tests.support.reference import distance, sgd, trained, weights
 
 
 def sequences(length: int) -> Tensor:

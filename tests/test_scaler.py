@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator
 from bigbatch.errors import ConfigurationError, LossError
-from tests.reference import accumulated, assert_equal, big_batches, distance, sgd, state, trained, weights
-from tests.samples import Batch, Loss
-from tests.training import MASKED, PLAIN, Training, micro_batches
+from tests.support.reference import accumulated, assert_equal, big_batches, distance, sgd, state, trained, weights
+from tests.support.samples import Batch, Loss
+from tests.support.training import MASKED, PLAIN, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 SCALE = 1024.0

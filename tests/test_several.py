@@ -11,8 +11,8 @@ from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from bigbatch import Accumulator
 from bigbatch.errors import WindowDisturbed
-from tests.reference import distance, state, weights
-from tests.samples import Batch, join, mlp, rows, seeded
+from tests.support.reference import distance, state, weights
+from tests.support.samples import Batch, join, mlp, rows, seeded
 
 BATCHES = [rows(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
 

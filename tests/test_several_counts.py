@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from bigbatch import Accumulator, BigStep, counted
 from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
 from tests.losses import SEVERAL, kept, masked_and_mean, squares
-from tests.reference import accumulated, assert_equal, big_batches, sgd, trained
-from tests.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
-from tests.training import PLAIN, Training, micro_batches
+from tests.support.reference import accumulated, assert_equal, big_batches, sgd, trained
+from tests.support.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
+from tests.support.training import PLAIN, Training, micro_batches
 
 SPLIT = (4, 1, 2, 5, 3)
 TWO_COUNTS = SEVERAL[0]  # a mean over the tokens that count, and one over all

@@ -11,8 +11,8 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.nn.utils.parametrizations import spectral_norm
 
 from bigbatch import Accumulator
-from tests.reference import big_batches, distance
-from tests.samples import Loss, rows
+from tests.support.reference import big_batches, distance
+from tests.support.samples import Loss, rows
 
 NORMS: dict[str, Callable[[nn.Module], nn.Module]] = {"parametrization": spectral_norm, "hook": old_spectral_norm}
 

@@ -10,10 +10,10 @@ import torch
 
 from bigbatch.errors import StateError, UnreadableLoss, WindowDisturbed, WindowOpen
 from bigbatch.window.tally import Ledger
-from tests.reference import big_batches, trained
-from tests.resumed import STOP, TRAININGS, first_half, second_half
-from tests.samples import mlp
-from tests.training import MASKED, PLAIN, Training, micro_batches
+from tests.support.reference import big_batches, trained
+from tests.support.resumed import STOP, TRAININGS, first_half, second_half
+from tests.support.samples import mlp
+from tests.support.training import MASKED, PLAIN, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 ROOT = Path(__file__).parents[1]
@@ -24,7 +24,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[torch.Te
     """The final weights of every training that was stopped here and went on in another process."""
     folder = tmp_path_factory.mktemp("resumed")
     torch.save({name: first_half(name) for name in TRAININGS}, folder / "saved.pt")
-    command = [sys.executable, "-m", "tests.resumed", str(folder / "saved.pt"), str(folder / "result.pt")]
+    command = [sys.executable, "-m", "tests.support.resumed", str(folder / "saved.pt"), str(folder / "result.pt")]
     subprocess.run(command, cwd=ROOT, check=True)
     found: dict[str, list[torch.Tensor]] = torch.load(folder / "result.pt", weights_only=True)
     return found

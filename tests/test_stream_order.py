@@ -21,7 +21,7 @@ from bigbatch import BigStep, Options
 from bigbatch.lockstep import offload_fetch, offload_store, pinned_slabs, run
 from bigbatch.lockstep.offload_evict import Held
 from bigbatch.lockstep.offload_fetch import Homecoming, Out
-from tests.reference import distance, sgd, trained, weights
+from tests.support.reference import distance, sgd, trained, weights
 from tests.test_offloading import ACTIVATIONS, Residual, cross_entropy, images
 
 

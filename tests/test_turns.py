@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across, counted
 from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, WindowError
-from tests.reference import distance, sgd, trained, weights
+from tests.support.reference import distance, sgd, trained, weights
 
 Batch = tuple[Tensor, Tensor]
 

@@ -13,9 +13,9 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ReduceLROnPla
 
 from bigbatch import Accumulator, Update
 from bigbatch.errors import ConfigurationError
-from tests.reference import big_batches, distance, sgd, trained, weights
-from tests.samples import Batch, Loss
-from tests.training import MASKED, PLAIN, SUMMED, Training, micro_batches
+from tests.support.reference import big_batches, distance, sgd, trained, weights
+from tests.support.samples import Batch, Loss
+from tests.support.training import MASKED, PLAIN, SUMMED, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

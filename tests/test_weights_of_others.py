@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep
 from bigbatch.errors import WindowDisturbed
-from tests.reference import distance
+from tests.support.reference import distance
 
 X = torch.randn(24, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Z = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

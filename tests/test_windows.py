@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from bigbatch import Accumulator
 from bigbatch.errors import ConfigurationError, WindowError, WindowOpen
-from tests.reference import trained, weights
-from tests.samples import Batch
-from tests.strategies import seeds, splits, steps
-from tests.training import MASKED, PLAIN, SUMMED, Training, micro_batches
+from tests.support.reference import trained, weights
+from tests.support.samples import Batch
+from tests.support.strategies import seeds, splits, steps
+from tests.support.training import MASKED, PLAIN, SUMMED, Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
 

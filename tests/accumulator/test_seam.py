@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator
 from bigbatch.errors import BatchNormError, LossError, WindowBroken, WindowDisturbed, WindowError
-from tests.reference import distance
 from tests.support.messages import approve
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 Batch = tuple[Tensor, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]

@@ -17,9 +17,9 @@ from bigbatch.batch.extras import detached, joined
 from bigbatch.batch.split import Division, balanced
 from bigbatch.batch.tree import leaves, mapped
 from bigbatch.errors import BatchError, ConfigurationError
-from tests.samples import rows
 from tests.support.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
 from tests.support.messages import approve
+from tests.support.samples import rows
 
 
 @given(st.integers(1, 500), st.integers(1, 600))

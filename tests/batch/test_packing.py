@@ -15,10 +15,10 @@ from bigbatch import BigStep, Options, counted
 from bigbatch.batch.batch import Batch as Cut
 from bigbatch.batch.packing import Padding, lengths_of, pack, pack_alike, rounded, width_of
 from bigbatch.errors import BatchError, CoupledLoss, LossError
-from tests.reference import distance, sgd, trained, weights
-from tests.samples import CLASSES, Batch, generator, seeded
 from tests.support.messages import approve
 from tests.support.packed import LENGTHS, LOSSES, Attentive, attentive, text, token_loss
+from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import CLASSES, Batch, generator, seeded
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 lengths_lists = st.lists(st.integers(0, 12), min_size=1, max_size=9)

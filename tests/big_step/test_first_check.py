@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import CoupledLoss
 from bigbatch.first_step_watch import moved
-from tests.reference import sgd, trained
+from tests.support.reference import sgd, trained
 
 Batch = tuple[Tensor, Tensor]
 SEEDS = 8

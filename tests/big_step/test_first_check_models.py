@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from bigbatch import BigStep, Options
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from tests.bombs import Restless, everything, restless_loss, seed
-from tests.reference import sgd, trained, weights
-from tests.samples import CLASSES, Batch, mlp, rows, seeded, sequences
+from tests.support.reference import sgd, trained, weights
+from tests.support.samples import CLASSES, Batch, mlp, rows, seeded, sequences
 
 COUPLED = r"(?s)the samples of this batch are coupled: \d+ of them have a loss of .*Options\(check=False\)"
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
-from tests.reference import sgd, trained
-from tests.samples import mlp
+from tests.support.reference import sgd, trained
+from tests.support.samples import mlp
 
 Batch = tuple[Tensor, Tensor]
 

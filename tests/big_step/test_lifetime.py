@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from bigbatch import BigStep
-from tests.reference import sgd, trained
-from tests.samples import rows
+from tests.support.reference import sgd, trained
+from tests.support.samples import rows
 
 
 @pytest.mark.parametrize("norm", [False, True])

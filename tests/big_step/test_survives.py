@@ -17,9 +17,9 @@ from bigbatch import BigStep, Options
 from bigbatch.errors import ConfigurationError, OutOfMemory
 from bigbatch.state.oom import is_out_of_memory
 from tests.bombs import OTHER, OUT_OF_MEMORY, POINTS, Bomb, Restless, everything, restless_loss, seed, two_counts
-from tests.reference import sgd, trained, weights
-from tests.samples import Batch, mlp, rows, sequences
-from tests.training import PLAIN
+from tests.support.reference import sgd, trained, weights
+from tests.support.samples import Batch, mlp, rows, sequences
+from tests.support.training import PLAIN
 
 LOSSES: dict[str, Callable[[Any, Batch], Tensor]] = {"one count": restless_loss, "two counts": two_counts}
 points = st.sampled_from(POINTS)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, Options, counted
 from bigbatch.errors import LossError, SeveralCounts, WindowError
-from tests.reference import distance
 from tests.support.rank_checks import refused, right, weights
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

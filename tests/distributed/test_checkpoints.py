@@ -11,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator
 from bigbatch.errors import StateError
-from tests.reference import distance
 from tests.support.rank_loops import OPTIMIZERS, Batch, mean, micro_batch, model
 from tests.support.rank_shards import shards
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

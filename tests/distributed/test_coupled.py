@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import BigStep, Options
 from bigbatch.errors import WindowError
-from tests.reference import distance
 from tests.support.rank_loops import OPTIMIZERS, micro_batch
 from tests.support.rank_norms import CASES, made
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

@@ -9,7 +9,7 @@ import torch
 
 from examples.ranks import one_gpu
 from tests.launched import assert_ended, torchrun
-from tests.reference import distance
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch import Accumulator, BigStep, Options
 from bigbatch.distributed.discovery import team_of
 from bigbatch.errors import OutOfMemory, RankFailed, SeveralCounts, WindowBroken
-from tests.reference import distance
 from tests.support.rank_loops import OPTIMIZERS, batches_of, mean, micro_batch, model, truth, two_counts
 from tests.support.rank_norms import CASES, made
 from tests.support.rank_shards import shards
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

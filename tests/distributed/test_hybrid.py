@@ -20,10 +20,10 @@ from bigbatch import Accumulator, BigStep
 from bigbatch.distributed.fsdp_internals import groups_of
 from bigbatch.distributed.fsdp_internals import sharded as parts_of
 from bigbatch.errors import LossError
-from tests.reference import distance
 from tests.support.rank_loops import LOSSES, OPTIMIZERS, assert_same, batches_of, micro_batch, truth
 from tests.support.rank_shards import accumulated, model, shards, whole
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import BigStep, Options, across
 from bigbatch.errors import PathsDiffer, RankFailed, WindowError
-from tests.reference import distance
 from tests.support.rank_loops import OPTIMIZERS, Batch, micro_batch
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

@@ -17,7 +17,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from bigbatch import Accumulator, BigStep, Options, counted, verify
 from bigbatch.errors import BatchError, ConfigurationError, LossError, WindowError
 from bigbatch.window.tally import Ledger
-from tests.reference import distance
 from tests.support.rank_checks import SIZES, one_process, refused, right
 from tests.support.rank_errors import heard
 from tests.support.rank_loops import (
@@ -34,6 +33,7 @@ from tests.support.rank_loops import (
 )
 from tests.support.rank_shards import shards
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options, counted
 from bigbatch.errors import ConfigurationError, LossError, RankFailed, SeveralCounts, WindowError
-from tests.reference import distance
 from tests.support.rank_loops import (
     CLASSES,
     LOSSES,
@@ -31,6 +30,7 @@ from tests.support.rank_loops import (
     windows_of,
 )
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

@@ -15,12 +15,12 @@ from bigbatch import Accumulator, BigStep, Options, verify
 from bigbatch.distributed.fingerprint import rates_in_one
 from bigbatch.errors import ConfigurationError
 from bigbatch.window.stepper import Stepper
-from tests.reference import distance
 from tests.support.rank_checks import refused
 from tests.support.rank_errors import heard
 from tests.support.rank_loops import OPTIMIZERS, mean, micro_batch, model
 from tests.support.rank_shards import shards
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

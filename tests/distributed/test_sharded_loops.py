@@ -18,11 +18,11 @@ from bigbatch.distributed.fsdp_internals import groups_of
 from bigbatch.distributed.replicas import Replicas
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory, SeveralCounts, StateError, WindowError
 from bigbatch.window.gradients import Gradients
-from tests.reference import distance
 from tests.support.rank_loops import OPTIMIZERS, Batch, batches_of, mean, micro_batch, two_counts, windows_of
 from tests.support.rank_shards import model, shards
 from tests.support.ranks import RankFailed as Died
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from bigbatch import Accumulator, BigStep, Options
 from bigbatch.errors import BatchError, ConfigurationError
-from tests.reference import distance
 from tests.support.rank_loops import LOSSES, OPTIMIZERS, assert_same, batches_of, micro_batch, truth
 from tests.support.rank_shards import accumulated, model, shards, whole
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

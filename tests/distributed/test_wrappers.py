@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, across, counted
 from bigbatch.errors import BatchError, ConfigurationError, LossError, RankFailed, SeveralCounts, WindowError
-from tests.reference import distance
 from tests.support.rank_checks import SIZES, one_process, refused, right, weights
 from tests.support.rank_loops import (
     CLASSES,
@@ -30,6 +29,7 @@ from tests.support.rank_loops import (
 from tests.support.rank_norms import Normalised, Plain, made
 from tests.support.rank_shards import shards
 from tests.support.ranks import run_on_ranks
+from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 

@@ -13,9 +13,9 @@ from bigbatch import BigStep, Options
 from bigbatch.execute.execution import launch
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.precast import CastWeights
-from tests.reference import distance, sgd, trained, weights
-from tests.samples import seeded
 from tests.support.emulated_graphs import emulated, whole_emulated
+from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import seeded
 
 
 class Heated(nn.Module):

@@ -14,9 +14,9 @@ from bigbatch.execute import graph_record
 from bigbatch.execute.graph_replay import Limits, Replayed
 from bigbatch.loss.terms import Term
 from bigbatch.window.tally import Ledger
-from tests.reference import distance, sgd, trained, weights
-from tests.samples import seeded
 from tests.support.emulated_graphs import emulated
+from tests.support.reference import distance, sgd, trained, weights
+from tests.support.samples import seeded
 from tests.support.tables import (
     LONG,
     SHORT,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
 from bigbatch.execute.graph_replay import Limits, Replayed
-from tests.reference import distance
 from tests.support.emulated_graphs import whole_emulated
+from tests.support.reference import distance
 
 Batch = dict[str, Any]
 Loss = Callable[[Any, Batch], Any]

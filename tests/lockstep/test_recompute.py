@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, across
 from bigbatch.lockstep.cannot_recompute import CannotRecompute
-from tests.reference import distance, sgd, trained, weights
+from tests.support.reference import distance, sgd, trained, weights
 
 Loss = Callable[[Any, Tensor], Tensor]
 there: list[Any] = [0.0]  # a condition outside of any model

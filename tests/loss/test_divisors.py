@@ -12,7 +12,7 @@ from bigbatch import BigStep, Options
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 from bigbatch.loss.readings import Reader
 from bigbatch.loss.trail import Surroundings
-from tests.reference import sgd, trained
+from tests.support.reference import sgd, trained
 
 Batch = dict[str, Tensor]
 LossFunction = Callable[[Any, Batch], Tensor]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, across
 from bigbatch.errors import LossError
-from tests.reference import accumulated, assert_equal, big_batches, distance
-from tests.samples import Batch, Loss, generator, normal
+from tests.support.reference import accumulated, assert_equal, big_batches, distance
+from tests.support.samples import Batch, Loss, generator, normal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 transformers = pytest.importorskip("transformers")

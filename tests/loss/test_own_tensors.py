@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from bigbatch import Accumulator
 from bigbatch.errors import LossError, UnreadableLoss
 from bigbatch.loss.own_tensors import FrozenWeights
-from tests.reference import distance, sgd, trained
-from tests.samples import CLASSES, generator, labels, normal, seeded
+from tests.support.reference import distance, sgd, trained
+from tests.support.samples import CLASSES, generator, labels, normal, seeded
 
 SIZES = (CLASSES, CLASSES, 3)  # as many rows as classes, so that a batch has the shape of the weight
 

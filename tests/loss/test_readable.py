@@ -17,10 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from bigbatch import Accumulator, counted
 from bigbatch.errors import LossError, SeveralCounts
 from tests.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL, SPLIT, sizes, squares
-from tests.reference import accumulated, assert_equal, big_batches, distance, gentle, one
 from tests.refused import SETTLED
-from tests.samples import Batch, Loss, mlp, rows, sequences
-from tests.strategies import Epoch, either, epochs, readable, several
+from tests.support.reference import accumulated, assert_equal, big_batches, distance, gentle, one
+from tests.support.samples import Batch, Loss, mlp, rows, sequences
+from tests.support.strategies import Epoch, either, epochs, readable, several
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:reduction.*divides the total loss:UserWarning",  # kl_div(reduction="mean")

@@ -11,9 +11,9 @@ from torch import Tensor
 from bigbatch import Accumulator
 from bigbatch.errors import LossError
 from tests.losses import READABLE
-from tests.reference import distance, trained
 from tests.refused import COUPLED, SETTLED, UNREADABLE, Refused
-from tests.samples import Loss, join, mlp, rows
+from tests.support.reference import distance, trained
+from tests.support.samples import Loss, join, mlp, rows
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Using a target size:UserWarning",  # some of them are that mistake

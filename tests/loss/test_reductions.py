@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bigbatch.errors import LossError
-from tests.reference import accumulated, assert_equal, big_batches
-from tests.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
+from tests.support.reference import accumulated, assert_equal, big_batches
+from tests.support.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
 
 SIZES = ((2, 3, 1, 3), (1, 4, 2, 2), (3, 3, 3, 3))
 

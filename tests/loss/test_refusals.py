@@ -13,10 +13,10 @@ from bigbatch import Accumulator
 from bigbatch.errors import BigBatchError, CoupledLoss, LossError, UnreadableLoss
 from bigbatch.loss import refusals
 from tests.losses import READABLE, SEVERAL
-from tests.reference import big_batches, distance, sgd, trained
 from tests.refused import COUPLED, INVISIBLE_ALONE, UNREADABLE, Refused
-from tests.samples import Batch, Loss, mlp, rows
 from tests.support.messages import approve
+from tests.support.reference import big_batches, distance, sgd, trained
+from tests.support.samples import Batch, Loss, mlp, rows
 
 SPLIT = (5, 3, 4)
 REFUSED = [*UNREADABLE, *COUPLED]

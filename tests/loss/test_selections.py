@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from bigbatch import Accumulator, BigStep, counted
 from bigbatch.errors import UnreadableLoss
 from bigbatch.window.gate import Admission
-from tests.reference import accumulated, assert_equal, big_batches, distance
-from tests.samples import Batch, Loss, images, mlp, rows, seeded, sequences
+from tests.support.reference import accumulated, assert_equal, big_batches, distance
+from tests.support.samples import Batch, Loss, images, mlp, rows, seeded, sequences
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Batch, Tensor], Tensor]] = {
     "mse": lambda out, b, mask: F.mse_loss(out[mask], b["value"][mask]),

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep
 from bigbatch.errors import LossError
-from tests.reference import accumulated, assert_equal, big_batches, distance, sgd
-from tests.samples import Batch, Loss, rows, seeded
+from tests.support.reference import accumulated, assert_equal, big_batches, distance, sgd
+from tests.support.samples import Batch, Loss, rows, seeded
 
 Function = Callable[[Any, Batch], Tensor]
 

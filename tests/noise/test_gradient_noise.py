@@ -18,11 +18,11 @@ from bigbatch.noise.estimate import LEAST, Estimate, Norms, Part, correlation_ti
 from bigbatch.noise.monitor import _norm
 from bigbatch.noise.noise_report import NoiseReport, Verdict, judge, make_report
 from tests.losses import READABLE, SEVERAL
-from tests.reference import OptimizerFactory, sgd, trained, windows
-from tests.samples import Batch, Loss, mlp, rows
-from tests.strategies import seeds, splits
 from tests.support.emulated_graphs import emulated
-from tests.training import MASKED, PLAIN, SUMMED, Training, micro_batches
+from tests.support.reference import OptimizerFactory, sgd, trained, windows
+from tests.support.samples import Batch, Loss, mlp, rows
+from tests.support.strategies import seeds, splits
+from tests.support.training import MASKED, PLAIN, SUMMED, Training, micro_batches
 
 SIZES = (3, 1, 4, 2, 5, 1, 2, 3, 2)
 ONE_COUNT = [

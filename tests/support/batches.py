@@ -17,7 +17,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import ModelOutput
 
 from tests.losses import READABLE, SEVERAL
-from tests.samples import Batch, Loss
+from tests.support.samples import Batch, Loss
 
 SHARED_ROWS = 17  # more than any batch here has samples
 LARGEST = 9

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.samples import CLASSES, Batch, generator, seeded
+from tests.support.samples import CLASSES, Batch, generator, seeded
 
 
 class Attentive(nn.Module):

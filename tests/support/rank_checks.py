@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.reference import distance
 from tests.support.rank_loops import (
     OPTIMIZERS,
     mean,
     model,
     windows_of,
 )
+from tests.support.reference import distance
 
 SIZES = [[3, 5, 2, 4], [6, 1, 1, 7]]
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, counted
-from tests.reference import distance
+from tests.support.reference import distance
 
 Batch = tuple[Tensor, Tensor]
 

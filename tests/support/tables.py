@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.samples import Batch
+from tests.support.samples import Batch
 
 SHORT = [16] * 4 + [8] * 8 + [5]
 LONG = [32] * 2 + SHORT

@@ -1,4 +1,4 @@
-"""The second half of an interrupted training, in a process of its own: `python -m tests.resumed SAVED RESULT`."""
+"""The second half of an interrupted training, in another process: `python -m tests.support.resumed SAVED RESULT`."""
 
 import sys
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.losses import READABLE, SEVERAL
-from tests.samples import Batch, Loss, mlp, rows
-from tests.training import MASKED, SIZES, Training
+from tests.support.samples import Batch, Loss, mlp, rows
+from tests.support.training import MASKED, SIZES, Training
 
 STOP = 5  # micro-batches, of windows of three: in the middle of the second
 

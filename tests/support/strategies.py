@@ -10,8 +10,8 @@ import torch
 from hypothesis import strategies as st
 
 from tests.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL
-from tests.reference import OptimizerFactory
-from tests.samples import Batch, Loss
+from tests.support.reference import OptimizerFactory
+from tests.support.samples import Batch, Loss
 
 # Batches.
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bigbatch import Accumulator
 from bigbatch.update import Update
-from tests.samples import Batch, Loss
+from tests.support.samples import Batch, Loss
 
 TOLERANCE = 1e-12  # of the norm, in float64
 FLOOR = 1e-2  # below this norm a gradient may be the rounding of larger numbers that cancel

@@ -8,8 +8,18 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, Update
 from tests.losses import READABLE
-from tests.reference import FLOOR, TOLERANCE, OptimizerFactory, big_batches, distance, sgd, state, trained, weights
-from tests.samples import Batch, Loss
+from tests.support.reference import (
+    FLOOR,
+    TOLERANCE,
+    OptimizerFactory,
+    big_batches,
+    distance,
+    sgd,
+    state,
+    trained,
+    weights,
+)
+from tests.support.samples import Batch, Loss
 
 # Targets ignored and weighed: no two micro-batches count alike, so every wrong weight shows.
 MASKED = next(case for case in READABLE if case.name == "cross_entropy-functional-2-D-ignored-weights-mean")
