@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Term
 from bigbatch.window.all_at_once import weigh_together
 from bigbatch.window.tally import Ledger
 

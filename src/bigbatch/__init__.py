@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from bigbatch.accumulator import Accumulator
     from bigbatch.big_step import BigStep
     from bigbatch.learning_rate import scale_lr, warmup
-    from bigbatch.loss.terms import counted
+    from bigbatch.loss.count import counted
     from bigbatch.noise.monitor import GradientNoise
     from bigbatch.options import Options
     from bigbatch.planner.measure import plan
@@ -49,7 +49,7 @@ _HOMES = {
     "Setup": "setup",
     "Update": "update",
     "Verification": "verification.result",  # what verify returns: for annotations
-    "counted": "loss.terms",
+    "counted": "loss.count",
     "plan": "planner.measure",
     "scale_lr": "learning_rate",
     "verify": "verification.api",

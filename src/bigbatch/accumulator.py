@@ -15,8 +15,7 @@ from bigbatch import arguments
 from bigbatch.distributed.discovery import team_of
 from bigbatch.errors import BigBatchError, StateError, WindowError, WindowOpen
 from bigbatch.loop import Listener, Loop, NoLoop, Over, Source
-from bigbatch.loss.count import Count, GivenCount, checked_count
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Count, GivenCount, Term, checked_count
 from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
 from bigbatch.window.forgotten import Forgotten

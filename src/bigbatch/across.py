@@ -28,8 +28,7 @@ from bigbatch.errors import LossError
 from bigbatch.lockstep.barrier import meet_in_forward
 from bigbatch.lockstep.collectives import gathered, summed
 from bigbatch.lockstep.threads import current, refuse_other_threads
-from bigbatch.loss.count import LOW_PRECISION
-from bigbatch.loss.terms import counted
+from bigbatch.loss.count import LOW_PRECISION, counted
 from bigbatch.state.scope import refuse_alone
 
 Value = TypeVar("Value", bound=Tensor | None)

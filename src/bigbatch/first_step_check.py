@@ -35,7 +35,7 @@ from bigbatch.first_step_parts import (
     tells_nothing,
 )
 from bigbatch.first_step_watch import Rows, Values, Watch, evaluating, moved, quiet, seed_differently
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Term
 from bigbatch.options import Options
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go

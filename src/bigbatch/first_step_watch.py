@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Term
 from bigbatch.memory.meter import LiveBytes
 
 # A bit of each weight, an eighth of it or less: flipped twice it is what it was, in no memory of its own.

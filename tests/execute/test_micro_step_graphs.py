@@ -12,7 +12,7 @@ from bigbatch.batch.batch import Batch as Cut
 from bigbatch.batch.split import Division
 from bigbatch.execute import graph_record
 from bigbatch.execute.graph_replay import Limits, Replayed
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Term
 from bigbatch.window.tally import Ledger
 from tests.support.emulated_graphs import emulated
 from tests.support.reference import distance, sgd, trained, weights

@@ -21,7 +21,7 @@ from bigbatch.execute.graph_steps import ReplayedSteps
 from bigbatch.execute.graph_window import WholeWindows
 from bigbatch.execute.micro_step import Runner
 from bigbatch.loss import readings, reductions
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Term
 from bigbatch.window import tally
 
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from bigbatch.batch.split import Division
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.graph_replay import MICRO_STEPS, Replayed, copied, refuse_hidden, shape_of
-from bigbatch.loss.count import LOW_PRECISION
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import LOW_PRECISION, Term
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import Window
 

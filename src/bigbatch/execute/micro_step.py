@@ -19,8 +19,7 @@ from bigbatch.execute.execution import Execution
 from bigbatch.execute.graph_steps import ReplayedSteps
 from bigbatch.execute.graph_window import WholeWindows
 from bigbatch.execute.precast import CastWeights
-from bigbatch.loss.count import Count, TotalOfSum
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Count, Term, TotalOfSum
 from bigbatch.state import scope
 from bigbatch.state.scope import NeedsLockStep, one_after_the_other
 from bigbatch.window.backward import run_backward

@@ -27,7 +27,7 @@ from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker, current
 from bigbatch.loss import refusals
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Term
 from bigbatch.memory.meter import saved_bytes
 from bigbatch.state.rng import Streams
 from bigbatch.state.snapshot import devices_of, untouched

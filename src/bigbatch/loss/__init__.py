@@ -1,7 +1,7 @@
 """What a loss was averaged over, read from its autograd graph.
 
 readings     reads losses, and remembers how a graph of the same signature was read
-terms        above the reductions: a loss is a sum of terms; `counted`
+terms        above the reductions: a loss is a sum of terms
 reductions   one mean or sum: what it was taken over
 divisors     what divides a sum: a number of its samples, or a constant
 samples      below it: are the samples still apart when the model's output is reached?
@@ -13,7 +13,7 @@ puts         what putting rows together does to them
 selections   what choosing rows does to them
 layout       where samples lie in a tensor
 graph        autograd nodes as they stand
-count        numbers on the host, on a device, or on the way from there
+count        numbers on the host, on a device, or on the way from there; `Term`, `counted`
 own_tensors  which tensors are the model's own
 trail        what one reading knows and has looked at
 refusals     errors where a graph cannot tell

@@ -1,11 +1,13 @@
-"""Counts: how many things a mean is over, as a number on the host or a 0-d tensor on a device."""
+"""Counts: how many things a mean is over, on the host or as a 0-d tensor on a device; and terms, which have one."""
 
 import math
+from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError
 
@@ -50,6 +52,59 @@ def checked_count(count: object) -> tuple[Kind, Count]:
         problem = "a count is a number of things, 0 or more, or 'sum' or 'once'."
         raise LossError(problem, found=repr(count), fix="count=len(batch)")
     return "mean", float(count)  # type: ignore[arg-type]
+
+
+@dataclass(slots=True, eq=False)  # not frozen: one is made for every micro-batch, and frozen ones take thrice as long
+class Term:
+    """One mean or sum inside a loss: `mean` over `count` things, `sum` over data, or `once`, of parameters alone."""
+
+    node: Node | None  # where a weight for this term alone may be put; None: the loss itself
+    kind: Kind
+    count: Count
+    name: str
+    value: Tensor | None = None  # known for counted terms only
+    divided: bool = False  # a division by its own size has made a sum a mean
+    factors: tuple[float | None, ...] = ()  # the constants it was multiplied with, where they can be read
+    doubtful: bool = False  # may be over data or over constants
+    source: Node | None = None  # the node that holds the count, where it is in a tensor
+    about: float = 0.0  # about how large a count in a tensor is, where the host can tell
+    shared: bool = False  # its node serves other parts of the loss, too: it cannot carry a weight of this term's
+    mask: int = 0  # which of the tensors below a sum its divisor has counted
+    chosen: bool = False  # over rows that an index or a mask has taken
+
+
+class _Counted(torch.autograd.Function):
+    """An identity in the graph that carries a count."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, kind: Kind, count: Count) -> Tensor:
+        ctx.kind, ctx.count, ctx.value = kind, count, value.detach()
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        del ctx
+        return gradients[0], None, None
+
+
+def counted(value: Tensor, count: GivenCount) -> Tensor:
+    """Say what a value was averaged over, where its graph cannot tell.
+
+    >>> loss = counted(ce, tokens) + 0.1 * counted(aux, samples)
+
+    `count` is the number of things that this micro-batch's mean is over, as a number or a tensor on any device; or
+    "sum" for a plain sum over data; or "once" for a term that is the same in every micro-batch, such as a regulariser.
+    It is your word: nothing below it is read. A masked mean with nothing left to average must not be NaN in its
+    gradient: write `x.sum() / n.clamp(min=1)`.
+    """
+    kind, number = checked_count(count)
+    if value.dim():
+        msg = f"counted takes a 0-d tensor, a mean or a sum; found one of shape {tuple(value.shape)}"
+        raise LossError(msg)
+    if not value.requires_grad:
+        return value
+    result: Tensor = _Counted.apply(value, kind, number)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    return result
 
 
 class Arrival:

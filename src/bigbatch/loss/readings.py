@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.loss.count import Kind
+from bigbatch.loss.count import Kind, Term
 from bigbatch.loss.divisors import divided_by
 from bigbatch.loss.graph import (
     LOOKS_THROUGH,
@@ -34,7 +34,7 @@ from bigbatch.loss.operations import NLL, NORMS, PURE_POINTWISE, RULES
 from bigbatch.loss.reductions import targets
 from bigbatch.loss.rules import MATMULS
 from bigbatch.loss.selections import results, rows_index
-from bigbatch.loss.terms import Term, read
+from bigbatch.loss.terms import read
 from bigbatch.loss.trail import Precedents, Surroundings, Trail
 
 _KEEP = 8  # the latest readings; ragged sequences have a new shape every time

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
-from bigbatch.loss.count import RATIO_TOLERANCE, Count, TotalOfSum, finite
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import RATIO_TOLERANCE, Count, Term, TotalOfSum, finite
 from bigbatch.window.gradients import Gradients
 from bigbatch.window.same_loss import keep_factors, names_of
 from bigbatch.window.tally import Ledger, Weights, over_data

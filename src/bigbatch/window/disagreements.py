@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Term
 
 _COUNTS_OF = {
     "NllLoss": "targets that are not ignored, (labels != -100).sum(), or the sum of their class weights",

@@ -17,10 +17,10 @@ from bigbatch.distributed.fsdp_internals import parameters_of, sharded, tensors_
 from bigbatch.distributed.shards import leaving_alone
 from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed
 from bigbatch.loss import refusals
+from bigbatch.loss.count import Term
 from bigbatch.loss.graph import edges, operation, saved_tensor
 from bigbatch.loss.own_tensors import FrozenWeights
 from bigbatch.loss.readings import Reader
-from bigbatch.loss.terms import Term
 from bigbatch.loss.trail import Surroundings
 from bigbatch.state.scope import NeedsLockStep
 from bigbatch.window.awake_norms import batch_norms, escaped, foreign, is_awake, refuse_awake, refuse_compiled

@@ -4,15 +4,17 @@ import math
 import warnings
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from bigbatch.caller import outside
 from bigbatch.errors import BigBatchError
-from bigbatch.loss.count import Count
+from bigbatch.loss.count import Count, Term
 from bigbatch.loss.graph import operation, saved_number, unseen
-from bigbatch.loss.readings import Reader
-from bigbatch.loss.terms import Term
+
+if TYPE_CHECKING:
+    from bigbatch.loss.readings import Reader
 
 _KNOWN_HOOKS = ("bigbatch.", "torch.distributed.", "wandb.")  # they add nothing, or reduce
 _COMPARED = 8  # losses that come with a count, with what their graphs show
@@ -46,7 +48,7 @@ class Hints:
             stacklevel=outside(),
         )
 
-    def compare_count(self, reader: Reader, loss: Tensor, given: Count, *, first_of_window: bool) -> None:
+    def compare_count(self, reader: "Reader", loss: Tensor, given: Count, *, first_of_window: bool) -> None:
         """Warn where counts that come with losses are not in proportion to those that the graphs show."""
         left, self.to_compare = self.to_compare - 1, 0
         try:

@@ -8,8 +8,7 @@ from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts
 from bigbatch.loss import refusals
-from bigbatch.loss.count import RATIO_TOLERANCE, Count
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import RATIO_TOLERANCE, Count, Term
 from bigbatch.window.disagreements import listed, several
 
 Factors = tuple[float | None, ...]

@@ -21,8 +21,7 @@ from torch.autograd.graph import Node
 from bigbatch.distributed.statement import Agreement
 from bigbatch.errors import SeveralCounts, StateError
 from bigbatch.loss import refusals
-from bigbatch.loss.count import Count
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Count, Term
 from bigbatch.window.disagreements import listed, other_total, several
 from bigbatch.window.same_loss import (
     in_ratio,

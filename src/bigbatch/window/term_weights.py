@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError, SeveralCounts
-from bigbatch.loss.count import LOW_PRECISION, Count
+from bigbatch.loss.count import LOW_PRECISION, Count, Term
 from bigbatch.loss.graph import is_leaf
-from bigbatch.loss.terms import Term
 from bigbatch.window.tally import Weights
 
 Hook: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]

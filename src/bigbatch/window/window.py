@@ -14,8 +14,7 @@ from torch.autograd.graph import Node
 from bigbatch.distributed.fingerprint import rates_in_one
 from bigbatch.distributed.statement import Agreement, Row, Statement, fingerprint
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
-from bigbatch.loss.count import Count, finite, wide
-from bigbatch.loss.terms import Term
+from bigbatch.loss.count import Count, Term, finite, wide
 from bigbatch.update import Update
 from bigbatch.window.all_at_once import is_hollow, refuse_hollow, weigh_together
 from bigbatch.window.backward import run_backward
