@@ -8,8 +8,8 @@ SOURCE = Path(__file__).parents[1] / "src/bigbatch"
 # Each room imports only rooms to its left. Rooms of one line do not import each other.
 FLOORS = [
     "errors caller",
-    "loss state arguments default_loss learning_rate batch wording",
-    "update options memory loop first_step_parts",
+    "loss state arguments default_loss batch wording",
+    "learning_rate update options memory loop first_step_parts",
     "distributed first_step_watch",
     "window setup",
     "execute planner accumulator",

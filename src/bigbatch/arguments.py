@@ -92,11 +92,16 @@ def optimizers(optimizer: object, modules: Sequence[nn.Module]) -> tuple[Optimiz
     return found
 
 
+def positive(name: str, number: object, what: str = "") -> int:
+    """Accept a positive integer; `what` says what it counts."""
+    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
+        raise _refuse(name, f"a positive integer{what and ', '}{what}", repr(number))
+    return int(number)  # numpy's are Integral, too
+
+
 def steps(number: object) -> int:
     """Accept a positive integer."""
-    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-        raise _refuse("steps", "a positive integer, the number of micro-batches per update", repr(number))
-    return int(number)  # numpy's are Integral, too
+    return positive("steps", number, "the number of micro-batches per update")
 
 
 def loader(found: object) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, Adamax, NAdam, Optimizer, RAdam, RMSprop, SparseAdam
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
+from bigbatch import arguments
 from bigbatch.errors import ConfigurationError
 
 Rule = Literal["auto", "linear", "sqrt"]
@@ -89,10 +90,13 @@ def scale_lr(
     """
     if quiet is not None:
         raise ConfigurationError("quiet= is gone: scale_lr prints nothing.", fix="print(scale_lr(...))")
-    chosen = _chosen_rule(optimizer, rule)
-    kappa = _batch("to_batch", to_batch) / _batch("from_batch", from_batch)
+    _check_optimizer("scale_lr", optimizer)
+    chosen = _choose_rule(optimizer, rule)
+    what = "the samples behind one optimizer step: micro-batch x steps x ranks"
+    kappa = arguments.positive("to_batch", to_batch, what) / arguments.positive("from_batch", from_batch, what)
     factor = kappa if chosen == "linear" else math.sqrt(kappa)
-    groups = tuple(_scaled(optimizer, at, kappa, factor, scale_beta2) for at in range(len(optimizer.param_groups)))
+    each = range(len(optimizer.param_groups))
+    groups = tuple(_scale_group(optimizer, at, kappa, factor, scale_beta2=scale_beta2) for at in each)
     scaling = Scaling(type(optimizer).__name__, chosen, from_batch, to_batch, groups)
     # Only now that every group has passed: a refusal leaves the optimizer as it was.
     for group, change in zip(optimizer.param_groups, scaling.groups, strict=True):
@@ -114,25 +118,23 @@ def warmup(optimizer: Optimizer, updates: int) -> LRScheduler:
     Goyal et al. 2017 warm up over the first five epochs, since the linear rule fails while the weights change
     fastest.
     """
-    _require_optimizer("warmup", optimizer)
-    if not _is_positive_integer(updates):
-        raise ConfigurationError(
-            "updates counts optimizer steps until the full rate, a positive integer.",
-            found=repr(updates),
-            fix="warmup(optimizer, 5 * math.ceil(len(loader) / steps))  # five epochs",
-        )
+    _check_optimizer("warmup", optimizer)
+    arguments.positive("updates", updates, "the optimizer steps until the full rate")
     return LinearLR(optimizer, start_factor=1 / updates, end_factor=1.0, total_iters=updates - 1)
 
 
-def _chosen_rule(optimizer: Optimizer, rule: Rule) -> Literal["linear", "sqrt"]:
-    """Return the rule asked for, or the one that the optimizer's class is known to follow."""
-    _require_optimizer("scale_lr", optimizer)
-    name = type(optimizer).__name__
-    if isinstance(optimizer, LBFGS):
+def _check_optimizer(function: str, optimizer: object) -> None:
+    """Raise where this is not one optimizer, or one whose rate no batch size asks to change."""
+    if not isinstance(optimizer, Optimizer) or (function == "scale_lr" and isinstance(optimizer, LBFGS)):
         raise ConfigurationError(
-            "No rule ties the lr of LBFGS to the batch size: it bounds a search that evaluates the loss several times "
-            "per step. Leave it as it is."
+            f"{function} takes one first-order torch.optim.Optimizer.",
+            found=type(optimizer).__name__,
+            fix=f"for each in optimizers: {function}(each, ...)" if isinstance(optimizer, list | tuple) else "",
         )
+
+
+def _choose_rule(optimizer: Optimizer, rule: Rule) -> Literal["linear", "sqrt"]:
+    """Return the rule asked for, or the one that the optimizer's class is known to follow."""
     if rule not in get_args(Rule):
         raise ConfigurationError(f"rule is one of {', '.join(get_args(Rule))}.", found=repr(rule))
     if rule != "auto":
@@ -142,37 +144,12 @@ def _chosen_rule(optimizer: Optimizer, rule: Rule) -> Literal["linear", "sqrt"]:
     if isinstance(optimizer, (*ADAM_FAMILY, RMSprop)):
         return "sqrt"
     raise ConfigurationError(
-        f"No published rule is known here for {name}: name the one that it follows.",
+        f"No published rule is known here for {type(optimizer).__name__}: name the one that it follows.",
         fix='scale_lr(..., rule="linear")  # where steps grow with gradients, as SGD\'s; rule="sqrt" where they do not',
     )
 
 
-def _require_optimizer(function: str, optimizer: object) -> None:
-    """Raise where this is not one optimizer."""
-    if not isinstance(optimizer, Optimizer):
-        several = isinstance(optimizer, list | tuple)
-        raise ConfigurationError(
-            f"{function} takes one torch.optim.Optimizer.",
-            found=type(optimizer).__name__,
-            fix=f"for each in optimizers: {function}(each, ...)" if several else "",
-        )
-
-
-def _batch(name: str, size: int) -> int:
-    """Return a batch size, or raise."""
-    if not _is_positive_integer(size):
-        raise ConfigurationError(
-            f"{name} is a positive integer, the samples behind one optimizer step: micro-batch x steps x ranks.",
-            found=repr(size),
-        )
-    return size
-
-
-def _is_positive_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _scaled(optimizer: Optimizer, index: int, kappa: float, factor: float, scale_beta2: bool) -> GroupScaling:  # noqa: FBT001
+def _scale_group(optimizer: Optimizer, index: int, kappa: float, factor: float, *, scale_beta2: bool) -> GroupScaling:
     """Return what one group is to become."""
     group = optimizer.param_groups[index]
     if "initial_lr" in group:
@@ -185,32 +162,17 @@ def _scaled(optimizer: Optimizer, index: int, kappa: float, factor: float, scale
     after = before * factor
     if not math.isfinite(after) or before < 0:
         raise ConfigurationError(f"Parameter group {index} would go from lr {before:g} to {after:g}.")
-    decay = _beta2(optimizer, group) if scale_beta2 else None
-    if decay is None:
+    if not scale_beta2 or not isinstance(optimizer, (*ADAM_FAMILY, RMSprop)):
         return GroupScaling(before, after)
-    return GroupScaling(before, after, decay, _same_half_life(decay, kappa, index))
-
-
-def _beta2(optimizer: Optimizer, group: dict[str, Any]) -> float | None:
-    """The decay of the second moment, where the optimizer's class says that there is one."""
-    if isinstance(optimizer, ADAM_FAMILY):
-        return float(group["betas"][1])
-    if isinstance(optimizer, RMSprop):
-        return float(group["alpha"])
-    return None
-
-
-def _same_half_life(beta2: float, kappa: float, index: int) -> float:
-    """β₂^κ, refused where it would forget more than half at every update, or nothing ever."""
-    after: float = beta2**kappa
-    if beta2 > 0 and not (after >= min(beta2, 0.5) and after < 1):
-        half_life = math.log(0.5) / math.log(beta2)
+    decay = float(group["alpha"] if isinstance(optimizer, RMSprop) else group["betas"][1])
+    scaled: float = decay**kappa
+    if decay > 0 and not min(decay, 0.5) <= scaled < 1:  # it would forget all at once, or nothing ever
         raise ConfigurationError(
-            f"Parameter group {index} has beta2={beta2:g}, a half-life of {half_life:.3g} updates, which cannot be "
-            f"kept: in batches {kappa:g} times the size beta2 would be {after:.3g}.",
+            f"Parameter group {index} has beta2={decay:g}, a half-life of {math.log(0.5) / math.log(decay):.3g} "
+            f"updates, which cannot be kept: in batches {kappa:g} times the size beta2 would be {scaled:.3g}.",
             fix="scale_lr(...) without scale_beta2, which scales the rate alone",
         )
-    return after
+    return GroupScaling(before, after, decay, scaled)
 
 
 def _write(group: dict[str, Any], change: GroupScaling) -> None:

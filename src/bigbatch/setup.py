@@ -1,6 +1,5 @@
 """What to train: the one object that `bigbatch train FILE.py` and its siblings ask a file for."""
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -82,13 +81,12 @@ class Setup:
     skip_nonfinite: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in (("model", self.model), ("optimizer", self.optimizer)):
-            if isinstance(value, type):
-                raise ConfigurationError(f"{name} is a class.", fix=f"{name}={value.__name__}(...)")
         _check_model(self.model)
         optimizers = arguments.optimizers(self.optimizer, (self.model,))
         for name in ("batch_size", "epochs", "micro_batch_size"):
-            _check_count(name, getattr(self, name))
+            value = getattr(self, name)
+            if name != "micro_batch_size" or value is not None:
+                arguments.positive(name, value)
         if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
             raise ConfigurationError(
                 "A micro-batch is a part of the batch.",
@@ -155,45 +153,35 @@ class _Parts(IterableDataset[list[Any]]):
 
 
 def _check_model(model: object) -> None:
-    if isinstance(model, list | tuple):
-        raise ConfigurationError("A Setup has one model.", fix="model=nn.ModuleList([first, second])")
-    (module,) = arguments.models(model, ranks=True)
-    refuse_tensor_parallelism([module])
-    if sharded([module]) or (isinstance(module, DistributedDataParallel) and module.process_group.size() > 1):
+    """Accept one module that is in this process as a whole."""
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError("model must be one nn.Module.", found=getattr(model, "__name__", type(model).__name__))
+    refuse_tensor_parallelism([model])
+    if sharded([model]) or (isinstance(model, DistributedDataParallel) and model.process_group.size() > 1):
         raise ConfigurationError(
             "One process runs a Setup, and this model is spread over several (DDP, fully_shard). Give the plain model; "
             "to train on several devices, start from examples/ranks/ddp.py.",
-            found=type(module).__name__,
+            found=type(model).__name__,
         )
-
-
-def _check_count(name: str, value: object) -> None:
-    optional = value is None and name == "micro_batch_size"
-    if not optional and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigurationError(f"{name} must be a positive integer.", found=repr(value))
 
 
 def _check_data(data: Any, *, collated: bool) -> None:
     """Accept samples, one by one, and at least one of them."""
-    if isinstance(data, DataLoader):
-        fix = "Setup(data=loader.dataset, collate=loader.collate_fn, ...)"
-        raise ConfigurationError("data is samples, which a Setup cuts into batches.", found="a DataLoader", fix=fix)
     if isinstance(data, IterableDataset):
         return
-    if isinstance(data, str | bytes | Mapping) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    is_sequence = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, str | bytes | Mapping | DataLoader) or not is_sequence:
         raise ConfigurationError(
-            "data must be a torch Dataset or a sequence of samples.",
+            "data must be samples, which a Setup cuts into batches: a torch Dataset or a sequence.",
             found=type(data).__name__,
-            fix="data=TensorDataset(inputs, labels), or data=list(samples)",
+            fix="data=TensorDataset(inputs, labels), data=list(samples), or data=loader.dataset",
         )
     if not len(data):
         raise ConfigurationError("data has no samples: see the path, filter or split that made it.")
     columns = not collated and isinstance(data, list | tuple) and all(isinstance(each, Tensor) for each in data)
-    shapes = [tuple(each.shape) for each in data] if columns and len(data) > 1 else []
-    if len(set(shapes)) > 1 and all(shapes) and len({shape[0] for shape in shapes}) == 1:
+    if columns and len({each.shape for each in data}) > 1:
         raise ConfigurationError(
-            f"data has {len(data)} samples, of which each looks like a whole column.",
-            found=f"tensors of {', '.join(map(str, shapes))}",
+            f"data has {len(data)} samples, tensors of different shapes, which make no batch: are they columns?",
             fix="data=TensorDataset(inputs, labels)",
         )
 
@@ -203,13 +191,8 @@ def _check_function(name: str, function: object, parameters: str) -> None:
     if function is None:
         return
     home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", "")
-    if name == "loss_fn" and home in {"torch.nn.modules.loss", "torch.nn.functional"}:
-        criterion = getattr(function, "__name__", type(function).__name__)
-        raise ConfigurationError(
-            f"loss_fn takes (model, batch), and {criterion} takes outputs and targets.", fix=LOSS_FN
-        )
-    if not callable(function) or not takes(function, len(parameters.split(", "))):
-        found = f"a function of {inspect.signature(function)}" if callable(function) else type(function).__name__
-        raise ConfigurationError(
-            f"{name} must be a function of ({parameters}).", found=found, fix=f"def {name}({parameters}): ..."
-        )
+    is_criterion = name == "loss_fn" and home in {"torch.nn.modules.loss", "torch.nn.functional"}
+    if is_criterion or not callable(function) or not takes(function, len(parameters.split(", "))):
+        found = getattr(function, "__name__", type(function).__name__)
+        fix = LOSS_FN if is_criterion else f"def {name}({parameters}): ..."
+        raise ConfigurationError(f"{name} must be a function of ({parameters}).", found=found, fix=fix)

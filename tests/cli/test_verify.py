@@ -68,16 +68,6 @@ def test_a_loop_in_the_file_is_put_to_the_proof(tmp_path: Path) -> None:
     assert "(again, after the remedy above)" in text
 
 
-def test_what_was_proved_is_named(tmp_path: Path) -> None:
-    """In the text and in the JSON: this library's way, or the file's own loop."""
-    right = LOOP.replace("labels).backward()", "labels).mul(len(labels) / 16).backward()")
-    for loop, by in (("", "BigStep"), (right, "train_window")):
-        file = written(tmp_path, loop=loop)
-        said = "your train_window" if loop else by
-        assert f"micro-batches, as {said} accumulates them, is the big" in " ".join(run(file).stdout.split())
-        assert json.loads(run(file, "--json").stdout)["accumulated_by"] == by
-
-
 def test_equal_micro_batches_are_no_proof_of_a_loops_counts(tmp_path: Path) -> None:
     """The textbook's division is exact for them: a size that shows it is what to type next, and it shows it."""
     loop = LOOP.replace("labels).backward()", "labels).div(len(micro_batches)).backward()")
@@ -92,30 +82,6 @@ def test_equal_micro_batches_are_no_proof_of_a_loops_counts(tmp_path: Path) -> N
     uneven = run(file, "--micro-batch-size", "3")
     assert uneven.exit_code == 1
     assert "wrong-count" in uneven.stdout
-
-
-def test_after_a_loops_proof_nothing_else_is_called_proved(tmp_path: Path) -> None:
-    """`bigbatch train` runs BigStep, not the loop."""
-    right = LOOP.replace("labels).backward()", "labels).mul(len(labels) / 16).backward()")
-    text = " ".join(run(written(tmp_path, loop=right)).stdout.split())
-    assert "count the same" not in text
-    assert "Next: bigbatch plan" in text
-
-
-@pytest.mark.parametrize("name", ["train_windows", "Train_Window", "training_window", "window"])
-def test_a_loop_whose_name_is_misspelt_is_asked_about(tmp_path: Path, name: str) -> None:
-    """BigStep is what was proved then, and that is said."""
-    result = run(written(tmp_path, loop=LOOP.replace("train_window", name)))
-    assert result.exit_code == 0
-    text = " ".join(result.stdout.split())
-    assert f"The file's {name}() was not put to the proof: your own loop is called train_window." in text
-
-
-def test_other_functions_are_no_loops(tmp_path: Path) -> None:
-    """Nor is one that stands beside a train_window."""
-    for name in ("train", "train_model", "make_loader"):
-        assert "not put to" not in run(written(tmp_path, loop=LOOP.replace("train_window", name))).stdout
-    assert "not put to" not in run(written(tmp_path, loop=LOOP + LOOP.replace("train_window", "train_windows"))).stdout
 
 
 def test_random_numbers_can_be_accepted(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import typer
 from typer.core import TyperGroup
 
 from bigbatch.cli.failures import usage_errors_as_text
-from bigbatch.cli.lint import lint
 from bigbatch.cli.plan import plan
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
+from bigbatch_lint.cli import main as run_lint
 
 
 class Commands(TyperGroup):
@@ -42,25 +42,33 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+
+
 # Its own parser reads all that follows, --help too.
-app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(lint)
+@app.command(add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def lint(context: typer.Context) -> None:
+    """Read training scripts and notebooks for the classic mistakes of gradient accumulation."""
+    try:
+        status = run_lint(context.args, "bigbatch lint")
+    except SystemExit as ended:  # after --help
+        status = ended.code if isinstance(ended.code, int) else 1
+    sys.stdout.flush()
+    raise typer.Exit(status)
+
+
 app.command()(verify)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            found = metadata.version("bigbatch")
-        except metadata.PackageNotFoundError:
-            found = "(not installed)"
-        typer.echo(f"bigbatch {found}")
+        typer.echo(f"bigbatch {metadata.version('bigbatch')}")
         raise typer.Exit
 
 
 @app.callback()
 def bigbatch(
     version: Annotated[  # noqa: ARG001 - acted on by its callback
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and end.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and end.")
     ] = False,
 ) -> None:
     """The batch you want, in the memory you have, with the same gradients."""

@@ -6,8 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bigbatch.cli.terminal import next_step, paragraph
-from bigbatch.recipes.arms import ArmResult, Comparison, Spread
-from bigbatch.recipes.findings import findings, relative
+from bigbatch.recipes.arms import ArmResult, Comparison, Spread, findings, relative
 
 ONE_LINE_WIDTH = 100
 TABLE_WIDTH = 66
@@ -16,36 +15,49 @@ TABLE_WIDTH = 66
 def print_comparison(comparison: Comparison, console: Console, *, clipped: bool) -> None:
     """Print all that `bigbatch train` says of a recipe."""
     clip = f", clipped at {comparison.clip_norm:g}" if comparison.clip_norm is not None else ""
-    paragraph(console, f"{comparison.origin}: {comparison.title}{clip}.")
     paragraph(
         console,
-        f"{_of(comparison.seeds, 'seed')}, {_of(comparison.epochs, 'epoch')}, the same first weights and order of "
-        f"samples in all arms; loss and accuracy on {comparison.validation:,} other samples; {comparison.dtype}, one "
-        f"CPU thread, torch {comparison.torch}.",
+        f"{comparison.origin}: {comparison.title}{clip}.\n"
+        f"Seeds: {comparison.seeds}, epochs: {comparison.epochs}; the same first weights and order of samples in all "
+        f"arms; loss and accuracy on {comparison.validation:,} other samples; {comparison.dtype}, one CPU thread, "
+        f"torch {comparison.torch}.\n",
     )
-    console.print()
-    if console.width < TABLE_WIDTH:
-        _print_blocks(comparison, console)
+    one_line = not TABLE_WIDTH <= console.width < ONE_LINE_WIDTH
+    rows = _rows(comparison, " " if one_line else "\n")
+    if console.width < TABLE_WIDTH:  # one arm after the other
+        for arm in comparison.arms:
+            lines = [f"  {label}: {value(arm)}" for label, value in rows.items()]
+            console.print("\n".join([arm.name, *lines, ""]), markup=False)
     else:
-        console.print(_table(comparison, one_line=console.width >= ONE_LINE_WIDTH))
-    console.print()
+        # Arms are columns, since five of them fit where nine measurements would not.
+        table = Table("", box=None, pad_edge=False, padding=(0, 1))
+        for arm in comparison.arms:
+            kind, _, rest = arm.name.partition(" ")
+            table.add_column(f"{kind}\n" + rest.replace(", ", "\n"), justify="right", no_wrap=True)
+        for label, value in rows.items():
+            table.add_row(label, *(value(arm) for arm in comparison.arms))
+        console.print(table)
+        console.print()
+    around = "±: standard deviation over seeds. " if comparison.seeds > 1 else ""
     paragraph(
         console,
-        "textbook: the loop as the teaching pages print it. "
-        + ("±: standard deviation over seeds. " if comparison.seeds > 1 else "")
-        + "Time: the fastest epoch's. Memory: tensors alive at once in an update, "
-        "its micro-batches among them, weights and data set not. Distance: of the final weights, relative, from "
-        f"those of the true batch of {comparison.batch} at the same rate; worst seed.",
+        f"textbook: the loop as the teaching pages print it. {around}Time: the fastest epoch's. Memory: tensors alive "
+        "at once in an update, its micro-batches among them, weights and data set not. Distance: of the final weights, "
+        f"relative, from those of the true batch of {comparison.batch} at the same rate; worst seed.",
     )
     for sentence in findings(comparison):
-        console.print()
-        paragraph(console, sentence)
+        paragraph(console, f"\n{sentence}")
     console.print()
-    next_step(console, *_next(comparison, clipped=clipped))
+    if comparison.recipe != "textbook":
+        next_step(console, "train FILE.py", "yours: a function setup() that returns a bigbatch.Setup")
+    elif clipped:
+        next_step(console, "train adamw", "the teaching pages' second example")
+    else:
+        next_step(console, "train --clip 1.0", "the teaching pages' bonus: clip the accumulated gradient")
 
 
-def _rows(comparison: Comparison, between: str) -> list[tuple[str, Callable[[ArmResult], str]]]:
-    """Return a label and how to fill it, for each row; `between` stands between a mean and its spread."""
+def _rows(comparison: Comparison, between: str) -> dict[str, Callable[[ArmResult], str]]:
+    """Return how to fill each row; `between` stands between a mean and its spread."""
 
     def spread(value: Spread, factor: float, digits: int) -> str:
         around = "" if value.std is None else f"{between}± {factor * value.std:.{digits}f}"
@@ -67,42 +79,4 @@ def _rows(comparison: Comparison, between: str) -> list[tuple[str, Callable[[Arm
     }
     if comparison.clip_norm is None:
         del rows["updates clipped"]
-    return list(rows.items())
-
-
-def _table(comparison: Comparison, *, one_line: bool) -> Table:
-    """Return arms as columns, since five of them fit where nine measurements would not."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("")
-    for arm in comparison.arms:
-        table.add_column(_heading(arm.name), justify="right", no_wrap=True)
-    for label, value in _rows(comparison, " " if one_line else "\n"):
-        table.add_row(label, *(value(arm) for arm in comparison.arms))
-    return table
-
-
-def _heading(name: str) -> str:
-    """Write 'bigbatch 16 × 4, rescaled' on three lines."""
-    kind, _, rest = name.partition(" ")
-    return f"{kind}\n" + rest.replace(", ", "\n")
-
-
-def _print_blocks(comparison: Comparison, console: Console) -> None:
-    """Print one arm after the other, for terminals too narrow for a table."""
-    for arm in comparison.arms:
-        console.print(f"\n{arm.name}" if arm is not comparison.arms[0] else arm.name)
-        for label, value in _rows(comparison, " "):
-            console.print(f"  {label}: {value(arm)}")
-
-
-def _next(comparison: Comparison, *, clipped: bool) -> tuple[str, str]:
-    """Return the next thing worth typing, and why."""
-    if comparison.recipe != "textbook":
-        return "train FILE.py", "yours: a function setup() that returns a bigbatch.Setup"
-    if not clipped:
-        return "train --clip 1.0", "the teaching pages' bonus: clip the accumulated gradient"
-    return "train adamw", "the teaching pages' second example"
-
-
-def _of(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    return rows

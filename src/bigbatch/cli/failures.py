@@ -8,23 +8,19 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
 
-from bigbatch.cli.terminal import wrapped
-
-if TYPE_CHECKING:
-    from bigbatch.recipes.user_code import UserCodeError
+from bigbatch.cli.terminal import escaped, wrapped
 
 FAILED, MISUSED = 1, 2
 _OURS = Path(__file__).parent.parent
 _PYTHONS = Path(sysconfig.get_path("stdlib"))
-_INSTALLED = {"site-packages", "dist-packages"}
 _EXIT = 'It ended the program. Put what is not to run here under  if __name__ == "__main__":'
 
 
@@ -42,14 +38,18 @@ def _say(text: str) -> None:
 
 
 @contextmanager
-def errors_as_text() -> Iterator[None]:
-    """Show refusals, failures of a user's code and warnings as text; what is left is a bug, and has its traceback."""
+def running(*, as_json: bool = False, page: Path | None = None) -> Iterator[None]:
+    """Run a user's code: errors and warnings are text, and with `as_json` its prints do not mix with the results."""
     from bigbatch.errors import BigBatchError, ConfigurationError
     from bigbatch.recipes.user_code import UserCodeError
 
-    with warnings.catch_warnings():
-        warnings.showwarning = _warn
+    with warnings.catch_warnings(), redirect_stdout(sys.stderr) if as_json else nullcontext():
+        warnings.showwarning = _warn  # type: ignore[assignment]
         try:
+            if page is not None:
+                from bigbatch.report.plots import check_page
+
+                check_page(page)
             yield
         except BigBatchError as error:
             message, _, hint = str(error).partition("\n")
@@ -73,11 +73,20 @@ def usage_errors_as_text() -> Iterator[None]:
         fail(error.format_message(), f"`{command} --help` shows what there is.")
 
 
-def _fail_in_their_code(error: "UserCodeError") -> NoReturn:
+def write_page(text: str, page: Path) -> None:
+    """Write the page of `--html`, and say so where it does not mix with results."""
+    try:
+        page.write_text(text, encoding="utf-8")
+    except OSError as error:
+        fail(f"--html {page}: this could not be written ({error.strerror or error}).", "Name another file.", FAILED)
+    typer.echo(f"Wrote {escaped(str(page))}", err=True)
+
+
+def _fail_in_their_code(error: Exception) -> NoReturn:
     """Show the traceback of what a user's code raised, then what was being called, and where it broke."""
     cause = error.__cause__ or error
     shown = TracebackException.from_exception(cause)
-    left_out = _leave_theirs(shown)
+    left_out = _keep_theirs(shown)
     sys.stderr.write("".join(shown.format() if shown.stack else shown.format_exception_only()) + "\n")
     places = [_place(frame) for frame in shown.stack if _is_theirs(frame.filename)][-1:]
     if isinstance(cause, SyntaxError) and cause.filename:
@@ -88,7 +97,7 @@ def _fail_in_their_code(error: "UserCodeError") -> NoReturn:
     fail(f"{error}{where}", _EXIT if isinstance(cause, SystemExit) else "", FAILED)
 
 
-def _leave_theirs(shown: TracebackException) -> int:
+def _keep_theirs(shown: TracebackException) -> int:
     """Keep the user's own frames and the one that raised, here and in what it came from; returns how many others."""
     frames = [frame for frame in shown.stack if not _is_ours(frame.filename)]
     first = next((place for place, frame in enumerate(frames) if _is_theirs(frame.filename)), len(frames) - 1)
@@ -97,7 +106,7 @@ def _leave_theirs(shown: TracebackException) -> int:
     shown.stack = StackSummary.from_list(kept)
     for before in (shown.__cause__, shown.__context__):
         if before is not None:
-            _leave_theirs(before)
+            _keep_theirs(before)
     return len(after) - len(kept)
 
 
@@ -109,21 +118,14 @@ def _is_ours(name: str) -> bool:
 def _is_theirs(name: str) -> bool:
     """Tell a user's own code from this library's, Python's and whatever was installed."""
     path = Path(name)
-    return not (_is_ours(name) or path.is_relative_to(_PYTHONS) or _INSTALLED & set(path.parts))
+    return not (_is_ours(name) or path.is_relative_to(_PYTHONS) or {"site-packages", "dist-packages"} & set(path.parts))
 
 
 def _place(frame: FrameSummary) -> str:
     return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
-def _warn(  # noqa: PLR0917 - Python calls it so
-    message: Warning | str,
-    category: type[Warning],  # noqa: ARG001 - its name says less than its text
-    filename: str,
-    lineno: int,
-    file: object = None,  # noqa: ARG001
-    line: str | None = None,  # noqa: ARG001
-) -> None:
+def _warn(message: Warning | str, _: type[Warning], filename: str, lineno: int, *__: Any) -> None:
     """Show a warning as text; its place only where that is the user's."""
     where = f"{Path(filename).name}, line {lineno}: " if _is_theirs(filename) else ""
     _say(f"warning: {where}{message}")

@@ -2,15 +2,12 @@
 
 import dataclasses
 import shlex
-import sys
-from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli.failures import FAILED, errors_as_text
-from bigbatch.cli.html import prepare, wrote
+from bigbatch.cli.failures import FAILED, running, write_page
 from bigbatch.cli.terminal import escaped, next_step, paragraph, print_json, progress, results
 
 if TYPE_CHECKING:
@@ -40,13 +37,7 @@ def plan(
 
     FILE.py: a file whose function setup() returns a bigbatch.Setup.
     """
-    # What their code prints must not stand among the JSON.
-    with errors_as_text(), redirect_stdout(sys.stderr) if as_json else nullcontext():
-        from bigbatch.cli.setup_file import refuse_launcher
-
-        refuse_launcher("plan")
-        if html is not None:
-            prepare(html)
+    with running(as_json=as_json, page=html):
         found = _planned(file, memory, batch_size)
     if as_json:
         print_json({"file": str(file), **dataclasses.asdict(found)})
@@ -56,43 +47,33 @@ def plan(
         from bigbatch.report.plan_page import plan_page
 
         command, why = _next(found, Path(file.name))  # a page may be read elsewhere
-        wrote(plan_page(found, name=file.name, next_step=(f"bigbatch {command}", why)), html)
+        write_page(plan_page(found, name=file.name, next_step=(f"bigbatch {command}", why)), html)
     if found.size is None:
         raise typer.Exit(FAILED)
 
 
 def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
     """Plan the first batch of the file's data, under a progress bar."""
-    from bigbatch.cli.setup_file import read_setup
+    from bigbatch.cli.setup_file import first_batch, read_setup, refuse_launcher, short_of
     from bigbatch.memory.search import PROBES
     from bigbatch.planner.measure import make_plan
     from bigbatch.recipes.user_code import calling
 
+    refuse_launcher("plan")
     setup = read_setup(file, "plan")
-    whole = dataclasses.replace(setup, batch_size=batch_size or setup.batch_size, micro_batch_size=None)
-    with calling("making a batch of data"):
-        batch = next(iter(whole.micro_batches()))
+    batch, asked = first_batch(setup, batch_size)
     with progress() as bar:
         task = bar.add_task(escaped(file.name), total=PROBES)
 
         def on_probe(size: int) -> None:
             bar.update(task, advance=1, description=f"{size:,} samples at once")
 
+        model, available = setup.model, _fraction(memory) or memory
         with calling("loss_fn"):
             found = make_plan(
-                setup.model,
-                setup.loss_fn,
-                batch,
-                optimizer=setup.optimizer,
-                memory=_fraction(memory) or memory,
-                on_probe=on_probe,
+                model, setup.loss_fn, batch, optimizer=setup.optimizer, memory=available, on_probe=on_probe
             )
-    if found.batch_size < whole.batch_size:
-        short = (
-            f"The file's data has {found.batch_size:,} samples in all: no batch of {whole.batch_size:,} can be made."
-        )
-        found = dataclasses.replace(found, notes=(short, *found.notes))
-    return found
+    return dataclasses.replace(found, notes=(*short_of(found.batch_size, asked), *found.notes))
 
 
 def _fraction(memory: str | None) -> float | None:
@@ -120,11 +101,10 @@ def _print(found: "Plan", file: Path) -> None:
 
 def _next(found: "Plan", file: Path) -> tuple[str, str]:
     """Return what to type next, and why; a command is without its program's name."""
+    name = shlex.quote(str(file))
     if found.refused:
-        return f"verify {shlex.quote(str(file))}", "which looks for what it should be"
-    train = f"train {shlex.quote(str(file))}"
+        return f"verify {name}", "which looks for what it should be"
     if found.size is None:
-        return f"plan {shlex.quote(str(file))}", "again, after making room as above"
-    if found.steps == 1:
-        return train, "with no micro_batch_size in its Setup"
-    return train, f"with micro_batch_size={found.size} in its Setup"
+        return f"plan {name}", "again, after making room as above"
+    size = "no micro_batch_size" if found.steps == 1 else f"micro_batch_size={found.size}"
+    return f"train {name}", f"with {size} in its Setup"

@@ -4,9 +4,11 @@ import importlib.util
 import shlex
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from bigbatch.cli.terminal import typed
 from bigbatch.default_loss import takes
@@ -15,7 +17,7 @@ from bigbatch.errors import ConfigurationError
 from bigbatch.recipes.user_code import calling
 from bigbatch.setup import Setup
 
-_MODULE = "bigbatch_setup_file"
+MODULE = "bigbatch_setup_file"
 EXAMPLE = """\
     import torch
     import torch.nn.functional as F
@@ -48,27 +50,17 @@ def refuse_launcher(command: str) -> None:
         )
 
 
-def read_setup(path: Path, command: str = "train") -> Setup:
+def read_setup(path: Path, command: str) -> Setup:
     """Return the `Setup` that the file's `setup()` returns; `command` is what the hints say to type.
 
     A function and not a variable, so that a seed set before the call also seeds the model, and so that a
     file can be imported without building one.
     """
     _require_file(path, command)
-    module = _run(path)
-    function = getattr(module, "setup", None)
-    if isinstance(function, Setup):
+    function = getattr(_run(path), "setup", None)
+    if not callable(function) or not takes(function, 0):
         raise ConfigurationError(
-            f"In {path}, setup is a Setup, made before the seed could be set.", fix="def setup(): return Setup(...)"
-        )
-    if not callable(function):
-        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == _MODULE]
-        near = get_close_matches("setup", own, n=1)
-        fix = f"def setup(): ... instead of {near[0]}" if near else f"as in this file:\n{EXAMPLE}"
-        raise ConfigurationError(f"{path} has no function setup().", fix=fix)
-    if not takes(function, 0):
-        raise ConfigurationError(
-            f"setup() in {path} is called without arguments, and needs some.", fix="def setup(): ..."
+            f"{path} has no function setup() without arguments.", fix=f"as in this file:\n{EXAMPLE}"
         )
     with calling("setup()"):
         setup = function()
@@ -81,37 +73,42 @@ def read_setup(path: Path, command: str = "train") -> Setup:
     return setup
 
 
+def first_batch(setup: Setup, size: int | None) -> tuple[Any, int]:
+    """Return the first batch of the data, whole, and how many samples it was to have."""
+    whole = replace(setup, batch_size=size or setup.batch_size, micro_batch_size=None)
+    with calling("making a batch of data"):
+        return next(iter(whole.micro_batches())), whole.batch_size
+
+
+def short_of(found: int, asked: int) -> tuple[str, ...]:
+    """Return a note where the data has fewer samples than a batch was to have."""
+    note = f"The file's data has {found:,} samples in all: no batch of {asked:,} can be made."
+    return (note,) if found < asked else ()
+
+
 def _run(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(_MODULE, path)
+    spec = importlib.util.spec_from_file_location(MODULE, path)
     if spec is None or spec.loader is None:
         raise ConfigurationError(f"{path} is not a Python file: its name must end in .py.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[_MODULE] = module  # dataclasses and pickling look their module up by name
+    sys.modules[MODULE] = module  # dataclasses and pickling look their module up by name
     sys.path.insert(0, str(path.resolve().parent))  # its neighbors can be imported, as under `python FILE.py`
     with calling("reading the file"):
         spec.loader.exec_module(module)
     return module
 
 
-def suggest(names: Iterable[str], asked: str, directory: Path = Path(), command: str = "train") -> str:
+def suggest(names: Iterable[str], asked: str, command: str) -> str:
     """Return the nearest names as commands to type; empty where none is near."""
-    lower = {name.lower(): name for name in names}
-    near = get_close_matches(asked.lower(), lower, n=3)
-    return "  or  ".join(_typed(command, directory / lower[name]) for name in near)
-
-
-def _typed(command: str, path: Path) -> str:
-    return typed(f"{command} {shlex.quote(str(path))}")
+    lower = {Path(name).name.lower(): name for name in names}
+    near = get_close_matches(Path(asked).name.lower(), lower, n=3)
+    return "  or  ".join(typed(f"{command} {shlex.quote(lower[name])}") for name in near)
 
 
 def _require_file(path: Path, command: str) -> None:
     """Raise for a folder and for what is not there, naming what is."""
-    if path.is_dir():
-        inside = next(iter(sorted(path.glob("*.py"))), path / "FILE.py")
-        raise ConfigurationError(f"{path} is a folder, not a file with setup().", fix=_typed(command, inside))
-    recipes = "bigbatch train, or bigbatch train adamw, which need no file" if command == "train" else ""
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"There is no folder {path.parent}, so no {path.name} in it.", fix=recipes)
     if not path.is_file():
-        near = suggest([each.name for each in path.parent.glob("*.py")], path.name, path.parent, command)
-        raise ConfigurationError(f"There is no file {path}.", fix=near or recipes)
+        recipes = "bigbatch train, or bigbatch train adamw, which need no file" if command == "train" else ""
+        near = suggest(map(str, path.parent.glob("*.py")), path.name, command)
+        what = f"{path} is a folder, not a file with setup()." if path.is_dir() else f"There is no file {path}."
+        raise ConfigurationError(what, fix=near or recipes)

@@ -31,22 +31,14 @@ def escaped(text: str) -> str:
 
 def wrapped(text: str, width: int) -> str:
     """Wrap lines; code keeps its indentation, and words stay whole, since paths are to be copied."""
-    width = min(width, READABLE)
-    return "\n".join(row for line in text.split("\n") for row in _rows(escaped(line), width) or [""])
-
-
-def _rows(line: str, width: int) -> list[str]:
-    """Return one line as several; the comment of an indented line of code goes above it, where it can go on."""
-    indent = line[: len(line) - len(line.lstrip())]
-    code, mark, comment = line.partition("  # ")
-    if indent and mark and len(line) > width:
-        begin = f"{indent}# "
-        return [*_filled(begin + comment.strip(), width, begin), *_rows(code.rstrip(), width)]
-    return _filled(line, width, f"{indent}    " if indent else "")
-
-
-def _filled(line: str, width: int, following: str) -> list[str]:
-    return textwrap.wrap(line, width, subsequent_indent=following, break_long_words=False, break_on_hyphens=False)
+    rows: list[str] = []
+    for line in map(escaped, text.split("\n")):
+        indent = line[: len(line) - len(line.lstrip())]
+        following = f"{indent}    " if indent else ""
+        rows += textwrap.wrap(
+            line, min(width, READABLE), subsequent_indent=following, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(rows)
 
 
 def paragraph(console: Console, text: str) -> None:

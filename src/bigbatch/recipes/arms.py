@@ -1,10 +1,10 @@
-"""Train every arm of a recipe from the same weights on the same samples in the same order, and measure."""
+"""Train every arm of a recipe from the same weights on the same samples in the same order; measure, and say so."""
 
 import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from statistics import fmean, stdev
 from typing import Any
@@ -95,19 +95,18 @@ class Tally:
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Count from now on."""
-        model.register_forward_pre_hook(self._count_samples)
-        optimizer.register_step_post_hook(self._count_update)
 
-    def _count_samples(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if torch.is_grad_enabled():
-            if all(parameter.grad is None for parameter in module.parameters()):
-                self._pending = 0  # gradients that were cleared without a step: their samples are lost, not late
-            self._pending += len(inputs[0])
+        def count_samples(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if torch.is_grad_enabled():
+                if all(parameter.grad is None for parameter in module.parameters()):
+                    self._pending = 0  # gradients that were cleared without a step: their samples are lost, not late
+                self._pending += len(inputs[0])
 
-    def _count_update(self, *_: object) -> None:
-        self.updates += 1
-        self.samples_used += self._pending
-        self._pending = 0
+        def count_update(*_: object) -> None:
+            self.updates, self.samples_used, self._pending = self.updates + 1, self.samples_used + self._pending, 0
+
+        model.register_forward_pre_hook(count_samples)
+        optimizer.register_step_post_hook(count_update)
 
 
 @dataclass
@@ -137,14 +136,18 @@ def compare(
     if seeds < 1 or epochs < 1:
         raise ConfigurationError("seeds and epochs are at least 1.", found=f"seeds={seeds}, epochs={epochs}")
     runs: dict[str, list[_Run]] = {arm.name: [] for arm in recipe.arms()}
-    with _one_thread():
+    shown = [arm for arm in recipe.arms() if arm.shown]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # models this small gain nothing from more, which on a busy machine cost ten times as much
+    try:
         for seed in range(seeds):  # seed by seed, so that a slow moment of the machine falls on all arms
             task = Task.of(recipe, seed, epochs)
             for arm in recipe.arms():
-                runs[arm.name].append(_train(recipe, task, arm, clip_norm, on_epoch=on_epoch, seed=seed))
+                runs[arm.name].append(_train(recipe, task, arm, clip_norm, partial(on_epoch, seed, arm.name)))
         task = Task.of(recipe, 0, 1)
-        shown = [arm for arm in recipe.arms() if arm.shown]
         peaks = {arm.name: _peak(recipe, task, arm, clip_norm) for arm in shown}
+    finally:
+        torch.set_num_threads(threads)
     return Comparison(
         recipe=recipe.name,
         origin=recipe.origin,
@@ -165,26 +168,7 @@ def compare(
     )
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Use one thread: models this small gain nothing from more, which on a busy machine cost ten times their work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _train(
-    recipe: Recipe,
-    task: Task,
-    arm: Arm,
-    clip_norm: float | None,
-    *,
-    on_epoch: Callable[[int, str], None],
-    seed: int,
-) -> _Run:
+def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[], None]) -> _Run:
     """Train once; only the loops' own time is counted."""
     model = copy.deepcopy(task.model)
     optimizer = task.optimizer_for(model, recipe, arm)
@@ -199,7 +183,7 @@ def _train(
         run.norms += norms
         run.loss, accuracy = task.validate(model)
         run.accuracies.append(accuracy)
-        on_epoch(seed, arm.name)
+        on_epoch()
     run.weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     return run
 
@@ -250,4 +234,71 @@ def _result(arm: Arm, runs: list[_Run], references: list[_Run], clip_norm: float
             float((run.weights - true.weights).norm() / true.weights.norm())
             for run, true in zip(runs, references, strict=True)
         ),
+    )
+
+
+def findings(comparison: Comparison) -> tuple[str, ...]:
+    """Say what the textbook loop lost, what the old rate costs, what clipping did, what was claimed and measured."""
+    clipping = (_clipping(comparison),) if comparison.clip_norm is not None else ()
+    return _lost(comparison), _slower(comparison), *clipping, _claimed(comparison)
+
+
+def relative(distance: float) -> str:
+    """Write a relative distance: 0.45, 2e-16."""
+    return f"{distance:.0e}" if 0 < distance < 1e-3 else f"{distance:.2g}"  # noqa: PLR2004
+
+
+def _lost(comparison: Comparison) -> str:
+    _, textbook, ours, true, _ = comparison.arms
+    micro, samples = comparison.micro_batch, comparison.samples
+    left_out = (ours.samples_used - textbook.samples_used) // comparison.epochs
+    last = samples % micro or micro
+    what = "The textbook loop lost nothing here, where all windows are full"
+    if left_out:
+        what = (
+            f"The textbook loop left {left_out:,} of {samples:,} samples out of every epoch, since "
+            f"{-(-samples // micro)} micro-batches are not a multiple of {comparison.steps}: "
+            f"{textbook.updates:,} updates where the true batch makes {true.updates:,}"
+        )
+    elif last < micro:
+        what = (
+            f"The textbook loop used every sample, but its last micro-batch has {last} of them instead of {micro} "
+            f"and weighs as much, so each of these counts {micro / last:g} times"
+        )
+    distances = f"{relative(textbook.distance)} from the true batch's, bigbatch's {relative(ours.distance)}"
+    return f"{what}; its final weights are {distances}."
+
+
+def _slower(comparison: Comparison) -> str:
+    small, _, ours, _, rescaled = comparison.arms
+    learns = "learns slower, since" if ours.loss.mean > small.loss.mean else "did not learn slower here, though"
+    return (
+        f"At the same rate of {ours.learning_rate:g}, accumulating {learns} it makes {ours.updates:,} updates where "
+        f"batch {small.micro_batch} makes {small.updates:,}: {ours.accuracy_first.mean:.1%} against "
+        f"{small.accuracy_first.mean:.1%} after the first epoch and a loss of {ours.loss.mean:.3f} against "
+        f"{small.loss.mean:.3f} after the last; at {rescaled.learning_rate:g}, which scale_lr gives for a batch "
+        f"{comparison.steps} times the size, it has {rescaled.accuracy_first.mean:.1%} and {rescaled.loss.mean:.3f}."
+    )
+
+
+def _clipping(comparison: Comparison) -> str:
+    small, ours = comparison.arms[0], comparison.arms[2]
+    if small.clipped is None or ours.clipped is None:
+        return ""
+    return (
+        f"Clipping at {comparison.clip_norm:g} changed {small.clipped.updates.mean:.4g} of {small.updates:,} updates "
+        f"in {small.name} and {ours.clipped.updates.mean:.4g} of {ours.updates:,} accumulated ones, as means over "
+        f"seeds; the largest norm of a gradient was {small.clipped.largest_norm:.2g} in {small.name} and "
+        f"{ours.clipped.largest_norm:.2g} accumulated."
+    )
+
+
+def _claimed(comparison: Comparison) -> str:
+    small, textbook, _, true, _ = comparison.arms
+    what = f"claim {comparison.claim}" if comparison.claim else "give no figures for this example"
+    return (
+        f"The teaching pages that this is from {what}; measured: {small.accuracy_last.mean:.1%} before and "
+        f"{textbook.accuracy_last.mean:.1%} after, in {small.ms_per_epoch:.1f} ms an epoch before and "
+        f"{textbook.ms_per_epoch:.1f} ms after, where the true batch of {comparison.batch} takes "
+        f"{true.ms_per_epoch:.1f} ms."
     )

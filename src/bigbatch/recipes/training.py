@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
 from bigbatch.big_step import BigStep
-from bigbatch.errors import BatchNormError, ConfigurationError, LossError
+from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError, LossError
 from bigbatch.lockstep.threads import current
 from bigbatch.options import Options
 from bigbatch.recipes.user_code import UserCodeError, calling
@@ -17,7 +17,7 @@ from bigbatch.setup import Setup
 from bigbatch.update import Update
 from bigbatch.window.awake_norms import batch_norms, is_awake
 
-Value = TypeVar("Value")
+_BATCH, _UPDATE = "making a batch of data", "the loss's backward, or the update after it,"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,13 @@ def train_setup(
         torch.cuda.reset_peak_memory_stats(device)
     if not setup.model.training:  # as from_pretrained() returns it; else layers frozen by .eval() stay so
         setup.model.train()
-    _refuse_batch_norm(setup)
+    for name, layer in batch_norms([setup.model]) if setup.batch_norm == "refuse" else ():
+        if is_awake(layer):
+            raise BatchNormError(
+                f"BatchNorm '{name}' is in training mode and would normalize by the micro-batch.",
+                found='batch_norm="refuse"',
+                fix='Setup(..., batch_norm="exact"), which normalizes by the big batch; or "micro"',
+            )
     steps = _Steps(setup)
     training = Training(setup.batch_size, max(setup.sizes), setup.steps, setup.clip_norm, epochs=(), peak_bytes=None)
     for number in range(1, setup.epochs + 1):
@@ -74,9 +80,8 @@ def train_setup(
             on_update(number)
         epoch = _summarize(setup, number, updates, started)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        training = replace(
-            training, epochs=(*training.epochs, epoch), peak_bytes=peak, lock_step=steps.ran_in_lock_step
-        )
+        epochs = (*training.epochs, epoch)
+        training = replace(training, epochs=epochs, peak_bytes=peak, lock_step=steps.ran_in_lock_step)
         on_epoch(training)
     return training
 
@@ -95,7 +100,7 @@ class _Steps:
     def __init__(self, setup: Setup) -> None:
         self.ran_in_lock_step = False
         self._setup = setup
-        self._failed: tuple[BaseException, str] | None = None  # an exception of the user's code, and the call
+        self._doing = _UPDATE  # the call into the user's code that has not returned, if any
         self._step = BigStep(
             setup.model,
             setup.optimizer,
@@ -116,48 +121,34 @@ class _Steps:
         """Make the updates of one pass over the data."""
         batches = iter(replace(self._setup, collate=list, micro_batch_size=None).micro_batches())
         for place in range(1, 1 << 62):
-            with calling("making a batch of data", f"in epoch {number}"):
+            with calling(_BATCH, f"in epoch {number}"):
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield self._update(batch, f"in epoch {number}, update {place}")
-
-    def _update(self, batch: list[Any], when: str) -> Update:
-        try:
-            with calling("the loss's backward, or the update after it,", when):
-                return self._step(batch)
-        except LossError as error:
-            error.args = (f"loss_fn: {error}",)
-            raise
-        except UserCodeError as error:
-            if self._failed is not None and error.__cause__ is self._failed[0]:
-                error.args = (f"{self._failed[1]} failed {when}",)
-            raise
+            self._doing = _UPDATE
+            try:
+                yield self._step(batch)
+            except LossError as error:
+                error.args = (f"loss_fn: {error}",)
+                raise
+            except BigBatchError:
+                raise
+            except (Exception, SystemExit) as error:
+                raise UserCodeError(f"{self._doing} failed in epoch {number}, update {place}") from error
 
     def _loss(self, model: Any, batch: Any) -> Any:
         del model  # the Setup has it
         self.ran_in_lock_step = self.ran_in_lock_step or current() is not None
-        return self._named("loss_fn" if self._setup.loss_fn else "model(**batch).loss", self._setup.loss, batch)
+        self._doing = "loss_fn" if self._setup.loss_fn else "model(**batch).loss"
+        loss = self._setup.loss(batch)
+        self._doing = _UPDATE
+        return loss
 
     def _collate(self, samples: list[Any]) -> Any:
-        return self._named("making a batch of data", self._setup.collate or default_collate, samples)
-
-    def _named(self, what: str, function: Callable[[Any], Value], argument: Any) -> Value:
-        try:
-            return function(argument)
-        except (Exception, SystemExit) as error:
-            self._failed = error, what
-            raise
-
-
-def _refuse_batch_norm(setup: Setup) -> None:
-    for name, layer in batch_norms([setup.model]) if setup.batch_norm == "refuse" else ():
-        if is_awake(layer):
-            raise BatchNormError(
-                f"BatchNorm '{name}' is in training mode and would normalize by the micro-batch.",
-                found='batch_norm="refuse"',
-                fix='Setup(..., batch_norm="exact"), which normalizes by the big batch; or "micro"',
-            )
+        self._doing = _BATCH
+        batch = (self._setup.collate or default_collate)(samples)
+        self._doing = _UPDATE
+        return batch
 
 
 def _summarize(setup: Setup, number: int, updates: list[Update], started: float) -> Epoch:
@@ -172,8 +163,7 @@ def _summarize(setup: Setup, number: int, updates: list[Update], started: float)
     if done and all(update.loss_is_exact for update in done):
         loss = torch.stack([update.loss.detach() for update in done]).double().mean().item()
     if setup.clip_norm is not None:
-        norms = [update.grad_norm for update in done if update.grad_norm is not None]
-        clipped = int((torch.stack(norms) > setup.clip_norm).sum()) if norms else 0
+        clipped = sum(int(update.grad_norm > setup.clip_norm) for update in done if update.grad_norm is not None)
     seconds = time.perf_counter() - started
     return Epoch(len(done), len(updates) - len(done), clipped, loss, _evaluate(setup, number), seconds)
 
@@ -188,10 +178,9 @@ def _evaluate(setup: Setup, epoch: int) -> dict[str, float]:
         metrics: Any = setup.evaluate(setup.model)
     for module, mode in modes:
         module.training = mode
-    fix = 'return {"accuracy": accuracy.item()}'
-    if not isinstance(metrics, Mapping):
-        raise ConfigurationError("evaluate must return numbers by name.", found=type(metrics).__name__, fix=fix)
     try:
         return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
-        raise ConfigurationError("evaluate must return numbers by name.", found=repr(metrics), fix=fix) from error
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of several elements
+        found = repr(metrics) if isinstance(metrics, Mapping) else type(metrics).__name__
+        fix = 'return {"accuracy": accuracy.item()}'
+        raise ConfigurationError("evaluate must return numbers by name.", found=found, fix=fix) from error

@@ -4,9 +4,6 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
 from importlib import metadata, resources
-from pathlib import Path
-
-from bigbatch.errors import ConfigurationError
 
 _VOID = frozenset({"meta", "br", "hr"})
 # A page that was mailed or put on a server fetches nothing, whatever a name in it says.
@@ -102,23 +99,7 @@ def page(title: str, *parts: str) -> str:
         element("style", Html(style)),
     )
     day = datetime.now(timezone.utc).date().isoformat()
-    made = (
-        f"Made with bigbatch {_version('bigbatch')} and torch {_version('torch')} on {day}. This page fetches nothing."
-    )
+    versions = (f"{package} {metadata.version(package)}" for package in ("bigbatch", "torch"))
+    made = f"Made with {' and '.join(versions)} on {day}. This page fetches nothing."
     body = element("body", element("main", *parts), element("footer", element("p", made)))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
-
-
-def check_target(to: Path) -> None:
-    """Raise where no page can be written, before anything is measured for it."""
-    if to.is_dir():
-        raise ConfigurationError(f"--html {to}: this is a folder.", fix=f"--html {to / 'page.html'}")
-    if not to.parent.is_dir():
-        raise ConfigurationError(f"--html {to}: there is no folder {to.parent}.", fix=f"mkdir -p {to.parent}")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from bigbatch.memory.budget import human
 from bigbatch.memory.search import TIE
-from bigbatch.planner.plan_report import Plan, Row
+from bigbatch.planner.plan_report import Plan
 from bigbatch.report.page import Html, element, figures, opening, page, paragraphs, section, table
 from bigbatch.report.plots import figure
 
@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _FAR = 3.0  # a budget this many times the highest peak is not drawn: all peaks would lie on the ground
-_STEEP = 10.0  # from this ratio of the slowest to the fastest on, the axis of times is logarithmic
-_UNITS = ("KiB", "MiB", "GiB", "TiB")
+_GIB = 1 << 30
 
 
 def plan_page(plan: Plan, *, name: str, next_step: tuple[str, str]) -> str:
@@ -74,18 +73,11 @@ def _table(plan: Plan) -> Html:
     return table([columns[at] for at in kept], [[row[at] for at in kept] for row in rows], caption=caption, marks=marks)
 
 
-def _peak(row: Row) -> int | None:
-    return row.measured_bytes if row.measured_bytes is not None else row.predicted_bytes
-
-
 def _memory(plan: Plan) -> Html:
-    most = max([plan.budget, *(_peak(row) or 0 for row in plan.rows)])
-    power = max(power for power in range(1, 5) if power == 1 or most >= 1024**power)
-    unit = 1024**power
-    predicted = [(row.size, row.predicted_bytes / unit) for row in plan.rows if row.predicted_bytes is not None]
-    measured = [(row.size, row.measured_bytes / unit) for row in plan.rows if row.measured_bytes is not None]
+    predicted = [(row.size, row.predicted_bytes / _GIB) for row in plan.rows if row.predicted_bytes is not None]
+    measured = [(row.size, row.measured_bytes / _GIB) for row in plan.rows if row.measured_bytes is not None]
     failed = [row.size for row in plan.rows if row.measured_bytes is None and not row.fits and plan.measured]
-    budget, held = plan.budget / unit, plan.resident_bytes / unit
+    budget, held = plan.budget / _GIB, plan.resident_bytes / _GIB
     highest = max([held, *(peak for _, peak in (*predicted, *measured))])
 
     def draw(axes: "Axes") -> None:
@@ -101,9 +93,9 @@ def _memory(plan: Plan) -> Html:
             axes.plot(failed, [budget] * len(failed), "X", color="tab:red", label="ran out of memory")
         _label_sizes(axes, plan)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel(f"peak memory, {_UNITS[power - 1]}")
+        axes.set_ylabel("peak memory, GiB")
 
-    peaks = [(row.size, _peak(row)) for row in plan.rows]
+    peaks = [(row.size, row.predicted_bytes if row.measured_bytes is None else row.measured_bytes) for row in plan.rows]
     told = "; ".join(f"{size:,}: {'out of memory' if peak is None else human(peak)}" for size, peak in peaks)
     kind = "measured" if plan.measured else "predicted"
     says = f"Peak memory by micro-batch size, {kind}: {told}. The budget is {human(plan.budget)}."
@@ -115,13 +107,9 @@ def _memory(plan: Plan) -> Html:
 
 def _time(plan: Plan, timed: list[tuple[int, float]]) -> Html:
     def draw(axes: "Axes") -> None:
-        sizes, times = zip(*timed, strict=True)
-        axes.plot(sizes, times, "o-", label="measured")
+        axes.plot(*zip(*timed, strict=True), "o-", label="measured")
         _label_sizes(axes, plan)
-        if max(times) > _STEEP * min(times):
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(bottom=0)
+        axes.set_yscale("log")
         axes.set_ylabel("milliseconds per sample")
 
     says = f"Time per sample by micro-batch size: {'; '.join(f'{size:,}: {time:.3g} ms' for size, time in timed)}."
@@ -144,9 +132,5 @@ def _why_not_the_fastest(plan: Plan) -> list[str]:
     fastest, chosen = min(times, key=times.__getitem__, default=None), times.get(plan.size or 0)
     if fastest is None or chosen is None or fastest == plan.size:
         return []
-    said = f"Micro-batches of {fastest:,} were faster: {1e3 * times[fastest]:,.3g} ms, not {1e3 * chosen:,.3g}."
-    if chosen <= TIE * times[fastest]:
-        return [f"{said} Sizes within {TIE - 1:.0%} count as equally fast, and the smallest of them is taken."]
-    if plan.batch_size % fastest:
-        return [f"{said} The time of the whole update decides, with its short last micro-batch."]
-    return [said]
+    why = f"Sizes within {TIE - 1:.0%} count as equally fast, and the time of the whole update decides."
+    return [f"Micro-batches of {fastest:,} were faster: {1e3 * times[fastest]:,.3g} ms, not {1e3 * chosen:,.3g}. {why}"]

@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable
 from io import StringIO
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bigbatch.errors import ConfigurationError
@@ -16,8 +17,10 @@ _WIDTH = 8.0  # inches
 _NEEDLESS = re.compile(r'<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
 
 
-def require_matplotlib() -> None:
-    """Raise where matplotlib is missing, before anything is measured for a plot."""
+def check_page(to: Path) -> None:
+    """Raise where no page can be drawn or written, before anything is measured for it."""
+    if to.is_dir() or not to.parent.is_dir():
+        raise ConfigurationError(f"--html {to}: name a file in a folder that exists.", fix="--html page.html")
     try:
         import matplotlib.figure  # noqa: F401, PLC0415 - an extra's, and slow to import
     except ImportError as error:
