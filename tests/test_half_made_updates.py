@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import StepLR
 from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.distributed.statement import Agreement
 from bigbatch.errors import BatchNormError, StateError, WindowBroken
-from bigbatch.state.snapshot import Buffers, Randomness, untouched
+from bigbatch.state.rng import Randomness
+from bigbatch.state.snapshot import Buffers, untouched
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.tally import Ledger
 from bigbatch.window.window import Window

@@ -41,7 +41,7 @@ from bigbatch.options import Options, checked_loss_fn, checked_options, checked_
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import NeedsLockStep
-from bigbatch.state.snapshot import Buffers, Habits, Snapshot, devices_of, untouched, warn_of_written
+from bigbatch.state.snapshot import Buffers, Snapshot, devices_of, untouched, warn_of_written
 from bigbatch.update import Update
 from bigbatch.window.gate import Admission
 from bigbatch.window.observer import Witness
@@ -166,7 +166,7 @@ class BigStep:
         if self._is_sharded:
             refuse_for_shards(self._options, size)
         self._sizes = Sizes(size, memory, self._mover.device)
-        self._habits = Habits()  # which buffers stay as they are
+        self._buffers: Buffers | None = None  # as they were, and which of them move
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
         self._check = FirstCheck(self._models, self._runner, self._mover, checked)
         self._looked_at_buffers = self._told_of_buffers = False  # whether a forward writes to some
@@ -238,7 +238,7 @@ class BigStep:
         if done.written and not self._told_of_buffers:
             self._told_of_buffers = True
             warn_of_written(done.written)
-        self._habits, self._padding = done.buffers.habits(), done.padding
+        self._buffers, self._padding = done.buffers.settle(), done.padding
         return done.update
 
     def _empty(self, *, stepping: bool) -> Update:
@@ -400,7 +400,7 @@ class BigStep:
     def _attempt(self, division: Division, *, stepping: bool) -> "_Done":
         """Make the update, or leave everything as it was."""
         division.batch.refuse_changed()  # by a probe, or by an attempt before
-        before = Snapshot(self._models, self._habits, self._devices)
+        before = Snapshot(self._models, self._buffers, self._devices)
         window: Window | None = None
         side_by_side = bool(self._admission.side_by_side)
         ragged = division.longest is not None
@@ -436,7 +436,7 @@ class BigStep:
         return _Done(replace(update, extras=together), looked, before.buffers, division.padding, written)
 
     def _counted_ahead(self, division: Division) -> tuple[Count, ...]:
-        with untouched(self._models, habits=self._habits):
+        with untouched(self._models, before=self._buffers):
             return self._runner.totals(self._mover.micro_batches(division))
 
     def _passes(self, division: Division) -> int:

@@ -39,8 +39,9 @@ from bigbatch.loss.count import Term
 from bigbatch.options import Options
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go
+from bigbatch.state.rng import Randomness
 from bigbatch.state.scope import NeedsLockStep
-from bigbatch.state.snapshot import Randomness, Snapshot, devices_of, untouched
+from bigbatch.state.snapshot import Snapshot, devices_of, untouched
 
 _AGAIN = (1, 3, 15, 127)  # updates after which pieces are compared again
 # How far two roundings of one loss may lie apart; what couples samples moves it by far more.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bigbatch.batch.tree import PLAIN
 from bigbatch.execute.graph_record import NotCapturable
-from bigbatch.state.snapshot import Randomness, is_generator
+from bigbatch.state.rng import Randomness, is_generator
 
 # What a call of a module does not read: ways to save it, and what is set once for its class.
 _UNREAD = frozenset(name for name in vars(nn.Module()) if "state_dict" in name or name == "_non_persistent_buffers_set")

@@ -14,7 +14,7 @@ from bigbatch.memory.budget import human
 from bigbatch.memory.host import host_available
 from bigbatch.planner.plan_report import Plan
 from bigbatch.state.patch import Swap, swapped
-from bigbatch.state.scope import heard_by
+from bigbatch.state.scope import times_asked
 from bigbatch.window.awake_norms import batch_norms, is_awake
 
 _MOST = 1.25  # times what autograd saves of one micro-batch: lock-step lets no more of the others wait at norms
@@ -33,24 +33,21 @@ class Coupling:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, note where a forward asks for other samples. BatchNorm takes a single one, as beside others."""
-        depth = [0]
+        asked, before = list[int](), times_asked()
 
-        def count(step: int) -> Callable[..., None]:
-            def hook(*_: Any) -> None:
-                depth[0] += step
+        def begin(*_: Any) -> None:
+            asked.append(times_asked())
 
-            return hook
-
-        def heard() -> None:
-            self.asked, self.inside = True, self.inside or depth[0] > 0
+        def end(*_: Any) -> None:
+            self.inside = self.inside or times_asked() != asked.pop()
 
         with ExitStack() as stack:
             for model in self._models:
-                stack.callback(model.register_forward_pre_hook(count(1)).remove)
-                stack.callback(model.register_forward_hook(count(-1), always_call=True).remove)
-            stack.enter_context(heard_by(heard))
+                stack.callback(model.register_forward_pre_hook(begin).remove)
+                stack.callback(model.register_forward_hook(end, always_call=True).remove)
             stack.enter_context(single_samples())
             yield
+        self.asked = self.asked or times_asked() != before
 
 
 @contextmanager

@@ -28,7 +28,8 @@ from bigbatch.memory.search import MARGIN, Choice, Probe, choose, even_sizes
 from bigbatch.planner.coupled import Coupling, Waiting, coupled_notes
 from bigbatch.planner.plan_report import REFUSED, Plan, Row, advice, advice_when_nothing_fits
 from bigbatch.planner.trace import Prediction, optimizer_bytes, predict, wider
-from bigbatch.state.snapshot import Randomness, devices_of
+from bigbatch.state.rng import Randomness
+from bigbatch.state.snapshot import devices_of
 from bigbatch.window.gate import Admission
 from bigbatch.wording import speaking_of
 

@@ -1,4 +1,4 @@
-"""Running out of memory: recognise it, and let go of what it holds."""
+"""Running out of memory: recognize it, and let go of what it holds."""
 
 import gc
 import re
@@ -7,24 +7,22 @@ import traceback
 import torch
 
 _SAID = re.compile(
-    r"out of memory|can't allocate memory|not enough memory|alloc(ation)?_failed|STATUS_ALLOC_FAILED"
-    r"|std::bad_alloc|cannot allocate memory",
+    r"out of memory|can't allocate memory|not enough memory|alloc(ation)?_failed|std::bad_alloc|cannot allocate memory",
     re.IGNORECASE,
 )
 _MISSING = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException | None) -> bool:
     """Tell an allocation that failed, on a device, in one of its libraries or on the host, from all else."""
     seen: set[int] = set()
-    found: BaseException | None = error
-    while found is not None and id(found) not in seen:  # a compiler or a wrapper may have raised its own on top
-        seen.add(id(found))
-        if isinstance(found, torch.OutOfMemoryError | MemoryError):
+    while error is not None and id(error) not in seen:  # a compiler or a wrapper may have raised its own on top
+        seen.add(id(error))
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
-        if isinstance(found, RuntimeError) and _SAID.search(str(found)):
+        if isinstance(error, RuntimeError) and _SAID.search(str(error)):
             return True
-        found = found.__cause__
+        error = error.__cause__
     return False
 
 

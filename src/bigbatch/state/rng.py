@@ -1,17 +1,11 @@
-"""Random numbers of micro-batches that take turns: each has a stream of its own.
-
-Generators are the process's, not a thread's. If all micro-batches drew from one stream in turn, a checkpoint that runs
-one of them again would not find the numbers that it drew the first time, between which the others drew theirs. So each
-has its own, derived from the generator's state at the start of the window: the same state gives the same numbers.
-"""
+"""Random numbers: the states of all generators, and a stream of its own for each micro-batch in lock-step."""
 
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +13,51 @@ from torch import Tensor
 _SEED_BYTES = 8
 
 
+class Randomness:
+    """The states of the default random generators: torch's on the CPU and the devices in use, Python's, numpy's.
+
+    And those of generators of a model's `own`.
+    """
+
+    def __init__(self, devices: frozenset[torch.device] = frozenset(), own: Sequence[Any] = ()) -> None:
+        """Take down the states as they are; no device is waited for."""
+        numpy: Any = sys.modules.get("numpy")
+        of_numpy = [] if numpy is None else [numpy.random]
+        self._generators: list[Any] = [*_defaults(devices), random, *of_numpy, *own]
+        self.states = [_state_of(each) for each in self._generators]
+
+    def restore(self) -> None:
+        """Go back to the states."""
+        for generator, state in zip(self._generators, self.states, strict=True):
+            if hasattr(generator, "set_state"):
+                generator.set_state(state)
+            elif hasattr(generator, "setstate"):
+                generator.setstate(state)
+            else:
+                generator.bit_generator.state = state
+
+    def drawn(self, *, torchs: bool = True) -> bool:
+        """Whether anyone has drawn a number since; of torch's on the CPU only where it is asked for."""
+        now = map(_state_of, self._generators)
+        same = list(map(is_same, self.states, now))
+        return not all(same if torchs else same[1:])
+
+
 class Streams:
-    """The generators' states of all micro-batches of a window; only one is in force at a time."""
+    """A random stream for each micro-batch of a window; one is in force at a time.
+
+    Generators are the process's, not a thread's. If all micro-batches drew from one stream in turn, a checkpoint that
+    runs one of them again would not find the numbers that it drew the first time. The streams are derived from the
+    generators' states at the start of the window: the same state gives the same numbers.
+    """
 
     def __init__(self, devices: frozenset[torch.device], number: int) -> None:
-        """Derive a stream for each micro-batch; the generators are left as they are."""
-        self._generators = [torch.default_generator, *_on(devices)]
-        self._before = [generator.get_state() for generator in self._generators]
-        self._drawn = [False] * len(self._generators)
-        self._left: list[Tensor] | None = None  # where the latest forward to end has left them
+        """Derive them; the generators are left as they are."""
+        self.devices = devices
+        self._generators = _defaults(devices)
+        self._before = self.state()
+        self._left: list[Tensor] = []  # where the latest forward to end has left them
+        self._drawn: set[int] = set()
         digests = [hashlib.sha256(state.numpy().tobytes()).digest() for state in self._before]
         self._seeds = [[_seed(digest, each) for digest in digests] for each in range(number)]
 
@@ -45,117 +75,88 @@ class Streams:
         for generator, each in zip(self._generators, state, strict=True):
             generator.set_state(each)
 
-    def sources(self) -> "list[Source]":
-        """Return the generators, each as a source."""
-        return [Source(each.get_state, each.set_state) for each in self._generators]
-
     def end(self, number: int) -> None:
-        """Note which generators a micro-batch has drawn from by now."""
-        now = self.state()
+        """Note which generators the forward of a micro-batch has drawn from."""
+        self._left = self.state()
         self.begin(number)
-        for place, (state, start) in enumerate(zip(now, self.state(), strict=True)):
-            self._drawn[place] = self._drawn[place] or not torch.equal(state, start)
-        self.go_on(now)
-        self._left = now
+        self._note_drawn(self.state())
+        self.go_on(self._left)
 
     def close(self) -> None:
         """Put the generators back; one that was drawn from goes on by a number, lest the next window draw the same.
 
         Those who draw may be in backward, as noise on gradients is, or on another thread.
         """
-        for place, (now, left) in enumerate(zip(self.state(), self._left or (), strict=self._left is not None)):
-            self._drawn[place] = self._drawn[place] or not torch.equal(now, left)
+        self._note_drawn(self.state())
         self.go_on(self._before)
-        for generator, drawn in zip(self._generators, self._drawn, strict=True):
-            if drawn:
-                torch.rand((), generator=generator, device=generator.device)
+        for place in self._drawn:
+            generator = self._generators[place]
+            torch.rand((), generator=generator, device=generator.device)
+
+    def _note_drawn(self, states: Sequence[Tensor]) -> None:
+        pairs = enumerate(zip(states, self._left, strict=False))
+        self._drawn |= {place for place, pair in pairs if not torch.equal(*pair)}
 
 
 class Draws:
-    """What one run draws, so that another draws the same: of torch's, Python's, numpy's and its model's own numbers."""
+    """What one run draws, so that another run draws the same."""
 
-    def __init__(self, streams: Streams, own: Sequence[Any] = ()) -> None:
-        """Note where all generators are before the run; `own` are the model's, of any kind."""
-        self._sources = [*streams.sources(), *_of_others(own)]
-        self._before = [source.state() for source in self._sources]
-        self._after: list[Any] = []
-        self._drew = False
+    def __init__(self, streams: Streams) -> None:
+        """Note where all generators are before the run."""
+        self._devices = streams.devices
+        self._before = self._after = Randomness(self._devices)
         self.differed = False  # whether another run has drawn other numbers
 
     def settle(self) -> None:
         """The run is over: note where they are now."""
-        self._after = [source.state() for source in self._sources]
-        self._drew = not all(map(_alike, self._before, self._after))
-
-    @property
-    def drew(self) -> bool:
-        """Whether the run has drawn any."""
-        return self._drew
-
-    def put_back(self) -> None:
-        """Have all generators where they were before the run."""
-        self._go_on(self._before)
+        self._after = Randomness(self._devices)
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers inside, and go on afterwards where all generators are now."""
-        if not self._drew:
+        if all(map(is_same, self._before.states, self._after.states)):
             yield
             return
-        now = [source.state() for source in self._sources]
-        self._go_on(self._before)
+        now = Randomness(self._devices)
+        self._before.restore()
         try:
             yield
-            for source, before, after in zip(self._sources, self._before, self._after, strict=True):
-                found = source.state()
-                # A run that draws nothing is none the worse for a thread that did.
-                self.differed = self.differed or (not _alike(found, after) and not _alike(found, before))
+            found = zip(Randomness(self._devices).states, self._before.states, self._after.states, strict=True)
+            # A run that draws nothing is none the worse for a thread that did.
+            self.differed |= any(not is_same(each, after) and not is_same(each, old) for each, old, after in found)
         finally:
-            self._go_on(now)
-
-    def _go_on(self, states: Sequence[Any]) -> None:
-        for source, state in zip(self._sources, states, strict=True):
-            source.go_on(state)
+            now.restore()
 
 
-class Source(NamedTuple):
-    """A generator of any kind."""
-
-    state: Callable[[], Any]
-    go_on: Callable[[Any], object]
-
-
-def _of_others(own: Sequence[Any]) -> Iterator[Source]:
-    yield Source(random.getstate, random.setstate)
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        yield Source(numpy.random.get_state, numpy.random.set_state)
-    for each in own:
-        if isinstance(each, torch.Generator):
-            yield Source(each.get_state, each.set_state)
-        elif isinstance(each, random.Random):
-            yield Source(each.getstate, each.setstate)
-        elif hasattr(each, "get_state"):  # numpy's older kind
-            yield Source(each.get_state, each.set_state)
-        elif hasattr(each, "bit_generator"):
-            bits = each.bit_generator
-            yield Source(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+def is_generator(value: object) -> bool:
+    """Tell a generator of random numbers: torch's, Python's or numpy's."""
+    of_numpy = type(value).__module__.startswith("numpy.random")
+    return isinstance(value, torch.Generator | random.Random) or (
+        of_numpy and (hasattr(value, "get_state") or hasattr(value, "bit_generator"))
+    )
 
 
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two states are the same; they are tensors, or numbers and arrays in tuples or dicts."""
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two states are the same: tensors, or numbers and arrays in tuples or dicts."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return all(_alike(one[key], other[key]) for key in one)
+        return all(is_same(one[key], other[key]) for key in one)
     if isinstance(one, tuple) and hasattr(one[1], "tobytes"):  # numpy's; Python's are numbers alone
-        return all(map(_alike, one, other))
+        return all(map(is_same, one, other))
     return one.tobytes() == other.tobytes() if hasattr(one, "tobytes") else bool(one == other)
 
 
-def _on(devices: frozenset[torch.device]) -> list[torch.Generator]:
-    numbers = sorted(torch.device(d).index or 0 for d in devices if d.type == "cuda")
-    return [torch.cuda.default_generators[number] for number in numbers]
+def _state_of(generator: Any) -> Any:
+    if hasattr(generator, "get_state"):
+        return generator.get_state()
+    return generator.getstate() if hasattr(generator, "getstate") else generator.bit_generator.state
+
+
+def _defaults(devices: frozenset[torch.device]) -> list[torch.Generator]:
+    """Return torch's default generators, the CPU's first."""
+    on_cuda = sorted((each for each in devices if each.type == "cuda"), key=str)
+    return [torch.default_generator, *(torch.cuda._get_generator(each) for each in on_cuda)]  # noqa: SLF001 - of "cuda", too
 
 
 def _seed(digest: bytes, number: int) -> int:

@@ -1,7 +1,7 @@
 """What runs a micro-batch on this thread: nobody, `BigStep` one after the other, or a worker in lock-step."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -10,7 +10,16 @@ from torch import Tensor
 
 from bigbatch.errors import BigBatchError
 
-_here = threading.local()
+
+class _Here(threading.local):
+    """What is known of this thread."""
+
+    worker: Any = None
+    alone = False  # whether micro-batches of a window run here one after the other
+    asked = asked_in_training = 0  # how often others were asked for where there were none
+
+
+_here = _Here()
 Value = TypeVar("Value", bound=Tensor | None)
 
 
@@ -20,7 +29,7 @@ class NeedsLockStep(BigBatchError):
 
 def worker() -> Any:
     """Return the worker in lock-step that this thread is, or None."""
-    return getattr(_here, "worker", None)
+    return _here.worker
 
 
 def become(worker: object) -> None:
@@ -31,8 +40,7 @@ def become(worker: object) -> None:
 @contextmanager
 def one_after_the_other() -> Iterator[None]:
     """Say that micro-batches of a window run here, and that they could run side by side instead."""
-    before = getattr(_here, "alone", False)
-    _here.alone = True
+    before, _here.alone = _here.alone, True
     try:
         yield
     finally:
@@ -44,48 +52,26 @@ asked_anywhere = [0]  # how often others were asked for where there were none, o
 
 def times_asked(*, in_training: bool = False) -> int:
     """Return how often that was on this thread; `in_training`, with gradients enabled, which validation has not."""
-    found: int = getattr(_here, "asked_in_training" if in_training else "asked", 0)
-    return found
+    return _here.asked_in_training if in_training else _here.asked
 
 
 @contextmanager
 def asked_aside() -> Iterator[None]:
     """Have what is asked for inside, on this thread, be no part of a loss that comes after it."""
-    before = times_asked(), times_asked(in_training=True)
+    before = _here.asked, _here.asked_in_training
     try:
         yield
     finally:
         _here.asked, _here.asked_in_training = before
 
 
-@contextmanager
-def heard_by(listener: Callable[[], None]) -> Iterator[None]:
-    """Have a function called, on this thread, where micro-batches would meet if there were others."""
-    before = getattr(_here, "listener", None)
-    try:
-        _here.listener = listener
-        yield
-    finally:
-        _here.listener = before
-
-
-def would_meet() -> None:
-    """Say so."""
-    listener: Callable[[], None] | None = getattr(_here, "listener", None)
-    if listener is not None:
-        listener()
-
-
 def refuse_alone(x: Value, name: str) -> Value:
     """Return a value that is the whole batch's, as it is; in a window of micro-batches ask for lock-step instead."""
-    if getattr(_here, "alone", False):
+    if _here.alone:
         raise NeedsLockStep(f"across.{name}")
     asked_anywhere[0] += 1
-    _here.asked = times_asked() + 1
-    if torch.is_grad_enabled():
-        _here.asked_in_training = times_asked(in_training=True) + 1
-    if x is not None:
-        would_meet()
+    _here.asked += 1
+    _here.asked_in_training += torch.is_grad_enabled()
     if x is None or not x.requires_grad:
         return x
     found: Value = _Alone.apply(x)  # type: ignore[no-untyped-call]  # torch leaves apply untyped

@@ -1,13 +1,9 @@
-"""Put things back: what a forward and a backward change beside gradients, so that they can be done again."""
+"""What a forward and a backward change beside gradients, restored so that they can run again."""
 
-import random
-import sys
 import warnings
-import weakref
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,125 +12,67 @@ from torch.optim import Optimizer
 
 from bigbatch.caller import outside
 from bigbatch.errors import WindowBroken
+from bigbatch.state.rng import Randomness
 
 _SHOWN = 3  # names, at most
 _LARGE = 1 << 20  # bytes of a buffer
 
 
-class Randomness:
-    """The states of the default random generators: torch's on the CPU and the devices in use, Python's, numpy's.
+class _Saved(NamedTuple):
+    """A registered buffer as it was, and its copy."""
 
-    And those of generators of a model's own.
-    """
-
-    def __init__(self, devices: frozenset[torch.device], own: Sequence[Any] = ()) -> None:
-        """Take down the states as they are; no device is waited for."""
-        self._own = [(each, _state_of(each)) for each in own]
-        self._cpu = torch.get_rng_state()
-        self._devices = {device: torch.cuda.get_rng_state(device) for device in devices if device.type == "cuda"}
-        self._python = random.getstate()
-        numpy: Any = sys.modules.get("numpy")
-        self._numpy = numpy.random.get_state() if numpy is not None else None
-
-    def restore(self) -> None:
-        """Go back to the states."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._devices.items():
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        for generator, state in self._own:
-            _set_state(generator, state)
-
-    def drawn(self, *, torchs: bool = True) -> bool:
-        """Whether anyone has drawn a number since; of torch's on the CPU only where it is asked for."""
-        if torchs and not torch.equal(self._cpu, torch.get_rng_state()):
-            return True
-        if self._python != random.getstate() or any(_is_other(state, _state_of(own)) for own, state in self._own):
-            return True
-        if any(not torch.equal(state, torch.cuda.get_rng_state(device)) for device, state in self._devices.items()):
-            return True
-        numpy: Any = sys.modules.get("numpy")
-        if self._numpy is None:
-            return False
-        return not all(numpy.array_equal(*pair) for pair in zip(self._numpy, numpy.random.get_state(), strict=True))
-
-
-def is_generator(value: object) -> bool:
-    """Tell a generator of random numbers: torch's, Python's or numpy's."""
-    return isinstance(value, torch.Generator | random.Random) or type(value).__module__.startswith("numpy.random")
-
-
-def _state_of(generator: Any) -> Any:
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    if isinstance(generator, torch.Generator) or hasattr(generator, "get_state"):
-        return generator.get_state()
-    return generator.getstate() if hasattr(generator, "getstate") else None
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    elif isinstance(generator, torch.Generator) or hasattr(generator, "set_state"):
-        generator.set_state(state)
-    elif hasattr(generator, "setstate"):
-        generator.setstate(state)
-
-
-def _is_other(before: Any, now: Any) -> bool:
-    return not torch.equal(before, now) if isinstance(before, Tensor) else repr(before) != repr(now)
-
-
-class _Kept(NamedTuple):
-    """A buffer that has stayed as it was, and a copy of it."""
-
-    buffer: "weakref.ref[Tensor]"
+    module: nn.Module
+    name: str
+    buffer: Tensor | None
+    copied: Tensor | None
     version: int
-    training: bool  # of its module: a BatchNorm that was frozen begins to move when it is not
-    copied: Tensor
+    trusted: bool  # it has stayed before: its version tells all
 
-
-class Habits(NamedTuple):
-    """What the buffers of some models have done in the steps so far, by their ids."""
-
-    still: Mapping[int, _Kept] = MappingProxyType({})
-    moving: frozenset[int] = frozenset()
+    def is_same(self, now: Tensor) -> bool:
+        """Whether the buffer has its version and, the first time, its values: a BatchNorm's have no versions."""
+        assert self.copied is not None  # noqa: S101 - nobody asks of None
+        if _version(now) != self.version:
+            return False
+        return self.trusted or torch.equal(now.to(self.copied.device), self.copied)
 
 
 class Buffers:
     """The registered buffers of some models, as they are now.
 
-    A copy of every buffer for every step would be wasteful for tables that never change, so a copy is kept of those
-    that were seen to stay as they are: `habits` names them. A change is seen by the tensor's version or, the first
-    time, by its values, since the statistics of a BatchNorm change without a new version.
+    A copy of every buffer for every step would be wasteful for tables that never change. So the copies of those that
+    stayed in all steps so far are taken from the snapshot `before`, and others are copied.
     """
 
-    def __init__(self, models: Sequence[nn.Module], habits: Habits | None = None) -> None:
+    def __init__(self, models: Sequence[nn.Module], before: "Buffers | None" = None) -> None:
         """Copy what may change."""
-        self._habits = habits or Habits()
-        self._saved: list[tuple[nn.Module, str, Tensor | None, Tensor | None, int]] = []
-        self._trusted: set[int] = set()  # those whose versions tell all
+        self.moved: set[int] = set() if before is None else before.moved  # ids of those that have moved once
+        stayed = {} if before is None else {id(each.buffer): each for each in before.saved}
+        self.saved: list[_Saved] = []
         for module in dict.fromkeys(module for model in models for module in model.modules()):
             for name, buffer in module._buffers.items():  # noqa: SLF001 - there is no other way to put one back
-                copied = None if buffer is None else self._copied(buffer, training=module.training)
-                self._saved.append((module, name, buffer, copied, 0 if buffer is None else _version(buffer)))
+                known = stayed.get(id(buffer))
+                if buffer is None:
+                    self.saved.append(_Saved(module, name, None, None, 0, trusted=True))
+                elif known and known.version == _version(buffer) and not self._is_moving(module, buffer):
+                    self.saved.append(_Saved(module, name, buffer, known.copied, known.version, trusted=True))
+                else:
+                    # What is large hardly ever changes, and may be a quantized model: its copy stays off the device.
+                    large = buffer.nbytes > _LARGE and id(buffer) not in self.moved
+                    copied = buffer.detach().to("cpu", copy=True) if large else buffer.detach().clone()
+                    self.saved.append(_Saved(module, name, buffer, copied, _version(buffer), trusted=False))
 
-    def habits(self) -> Habits:
-        """Return what the buffers have done, after a step."""
-        still, moving = {}, set(self._habits.moving)
-        for module, name, buffer, copied, version in self._saved:
-            if buffer is None or copied is None:
+    def settle(self) -> "Buffers":
+        """A step is over: note which buffers it has moved. The others need no copy in the next one."""
+        stayed = []
+        for each in self.saved:
+            if each.buffer is None or each.module._buffers.get(each.name) is not each.buffer:  # noqa: SLF001
                 continue
-            replaced = module._buffers.get(name) is not buffer  # noqa: SLF001
-            if not replaced and isinstance(module, Statistics) and module.training:
-                moving.add(id(buffer))  # if not in this step, then in one that goes another way
-            elif not replaced and id(buffer) not in moving and self._is_same(buffer, copied, version):
-                still[id(buffer)] = _Kept(weakref.ref(buffer), version, module.training, copied)
-            elif not replaced:
-                moving.add(id(buffer))
-        return Habits(still, frozenset(moving))
+            if self._is_moving(each.module, each.buffer) or not each.is_same(each.buffer):
+                self.moved.add(id(each.buffer))
+            else:
+                stayed.append(each)
+        self.saved = stayed
+        return self
 
     def written(self, met: Container[int]) -> list[str]:
         """Return the buffers that forwards have changed: each micro-batch has, and a big batch would have once.
@@ -142,50 +80,33 @@ class Buffers:
         Statistics of norms are looked after, also those by their ids that micro-batches have `met` at; and a table that
         is made longer is no matter.
         """
-        return [
-            f"{type(module).__name__}.{name}"
-            for module, name, buffer, copied, version in self._saved
-            if buffer is not None
-            and copied is not None
-            and not isinstance(module, Statistics)
-            and id(buffer) not in met
-            if self._is_moved(module._buffers.get(name), buffer, copied, version)  # noqa: SLF001
-        ]
-
-    def _is_moved(self, now: Tensor | None, before: Tensor, copied: Tensor, version: int) -> bool:
-        if now is None or (now is before and _version(now) == version) or now.shape != copied.shape:
-            return False
-        return not torch.equal(now.detach().to(copied.device), copied)
+        found = []
+        for module, name, buffer, copied, version, _ in self.saved:
+            if buffer is None or copied is None or isinstance(module, Statistics) or id(buffer) in met:
+                continue
+            now = module._buffers.get(name)  # noqa: SLF001
+            if now is None or (now is buffer and _version(now) == version) or now.shape != copied.shape:
+                continue
+            if not torch.equal(now.detach().to(copied.device), copied):
+                found.append(f"{type(module).__name__}.{name}")
+        return found
 
     def restore(self) -> None:
         """Put all of them back, those that were replaced by other tensors, too."""
         with torch.no_grad(), ExitStack() as each_by_itself:
-            for saved in self._saved:
-                each_by_itself.callback(self._restore, *saved)
+            for saved in self.saved:
+                each_by_itself.callback(self._restore, saved)
 
-    def _restore(
-        self, module: nn.Module, name: str, buffer: Tensor | None, copied: Tensor | None, version: int
-    ) -> None:
-        module._buffers[name] = buffer  # noqa: SLF001
-        if buffer is None or copied is None:
-            return
+    def _restore(self, saved: _Saved) -> None:
+        buffer, copied = saved.buffer, saved.copied
+        saved.module._buffers[saved.name] = buffer  # noqa: SLF001
         # One that is as it was keeps its version.
-        if id(buffer) in self._habits.moving or not self._is_same(buffer, copied, version):
+        if buffer is not None and copied is not None and (id(buffer) in self.moved or not saved.is_same(buffer)):
             buffer.copy_(copied)
 
-    def _copied(self, buffer: Tensor, *, training: bool) -> Tensor:
-        kept = self._habits.still.get(id(buffer))
-        if kept is not None and kept.buffer() is buffer and kept[1:3] == (_version(buffer), training):
-            self._trusted.add(id(buffer))
-            return kept.copied
-        # What is large hardly ever changes, and may be a whole quantised model: its copy stays off the device.
-        large = buffer.numel() * buffer.element_size() > _LARGE and id(buffer) not in self._habits.moving
-        return buffer.detach().to("cpu", copy=True) if large else buffer.detach().clone()
-
-    def _is_same(self, buffer: Tensor, copied: Tensor, version: int) -> bool:
-        if _version(buffer) != version:
-            return False
-        return id(buffer) in self._trusted or torch.equal(buffer.to(copied.device), copied)
+    def _is_moving(self, module: nn.Module, buffer: Tensor) -> bool:
+        """Whether a buffer has moved once, or will: if not in this step, then in one that goes another way."""
+        return id(buffer) in self.moved or (isinstance(module, Statistics) and module.training)
 
 
 class Snapshot:
@@ -194,11 +115,11 @@ class Snapshot:
     def __init__(
         self,
         models: Sequence[nn.Module],
-        habits: Habits | None = None,
+        before: Buffers | None = None,
         devices: frozenset[torch.device] = frozenset(),
     ) -> None:
         """Copy both as they are; `devices` are those in use beside the models' own."""
-        self.buffers, self.randomness = Buffers(models, habits), Randomness(devices_of(models) | devices)
+        self.buffers, self.randomness = Buffers(models, before), Randomness(devices_of(models) | devices)
 
     def restore(self, *, randomness: bool = True) -> None:
         """Go back to both, or raise: what is tried again must not begin with other numbers."""
@@ -229,24 +150,18 @@ def warn_of_written(names: Sequence[str]) -> None:
     )
 
 
-def _version(buffer: Tensor) -> int:
-    return -1 if buffer.is_inference() else buffer._version  # noqa: SLF001 - torch's own counter
-
-
 @contextmanager
 def untouched(
-    models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), habits: Habits | None = None
+    models: Sequence[nn.Module], optimizers: Sequence[Optimizer] = (), before: Buffers | None = None
 ) -> Iterator[None]:
     """Inside, train as you like: gradients, buffers and random generators are as before afterwards.
 
     Gradients are None at the start. Parameters and the optimizers' state are not guarded: do not step.
     """
-    parameters = list({id(p): p for model in models for p in model.parameters()}.values())
-    known = {id(p) for p in parameters}
-    stepped = {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}
-    parameters += [p for key, p in stepped.items() if key not in known]
+    stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    parameters = dict.fromkeys([*(p for model in models for p in model.parameters()), *stepped])
     gradients = [p.grad for p in parameters]
-    before = Snapshot(models, habits)
+    snapshot = Snapshot(models, before)
     for p in parameters:
         p.grad = None
     try:
@@ -254,9 +169,13 @@ def untouched(
     finally:
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
-        before.restore()
+        snapshot.restore()
 
 
 def devices_of(models: Sequence[nn.Module]) -> frozenset[torch.device]:
     """Return the devices that the models' parameters are on."""
     return frozenset(p.device for model in models for p in model.parameters())
+
+
+def _version(buffer: Tensor) -> int:
+    return -1 if buffer.is_inference() else buffer._version  # noqa: SLF001 - torch's own counter

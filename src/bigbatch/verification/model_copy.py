@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.state.oom import is_out_of_memory, let_go
-from bigbatch.state.snapshot import Randomness, devices_of, untouched
+from bigbatch.state.rng import Randomness
+from bigbatch.state.snapshot import devices_of, untouched
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 USE_ARGUMENT = "the model that is passed in:  loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])"

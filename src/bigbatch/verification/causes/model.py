@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from bigbatch.state.snapshot import Randomness, devices_of
+from bigbatch.state.rng import Randomness
+from bigbatch.state.snapshot import devices_of
 from bigbatch.verification.model_copy import ModelCopy
 from bigbatch.verification.runner import Runner
 
