@@ -23,6 +23,7 @@ from tests.zoo.table import PROGRAMS
 from tests.zoo.trial import Result, attempt, entrances, expected, is_met
 
 ROOT = Path(__file__).parents[2]
+ENTRANCES = ("accumulator", "big_step", "verify")
 _INTRODUCTION = """# The zoo
 
 Other people's models and losses, three updates each of unequal micro-batches, compared with true big batches in float64
@@ -51,11 +52,12 @@ def main() -> None:
         if program.name not in state["programs"]:
             row = _row(program, chosen.seed, torch.device(chosen.device))
             state["programs"][program.name] = row
-            print(f"[{number}/{len(programs)}] {_line(program.name, row)}", flush=True)
-            if chosen.words:
-                print(_details(row))
-            else:
+            print(f"[{number}/{len(programs)}] {_cells(program.name, row)}", flush=True)
+            if not chosen.words:
                 _write(chosen.out, state)
+                continue
+            for trial in (row[entrance] for entrance in ENTRANCES if entrance in row):
+                print(f"  due: {trial['expected']}\n  {trial['text']}\n  {trial['warnings']}")
     if not chosen.words:
         _write(chosen.out, state)
         print(f"{_summary(state)}\n{chosen.out} and {chosen.out.with_suffix('.md').name} are written.")
@@ -114,12 +116,8 @@ def _write(out: Path, state: dict[str, Any]) -> None:
 
 def _tried(state: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
     """Every trial: program, entrance, what came out."""
-    return [
-        (name, entrance, row[entrance])
-        for name, row in state["programs"].items()
-        for entrance in ("accumulator", "big_step", "verify")
-        if entrance in row
-    ]
+    rows = state["programs"].items()
+    return [(name, entrance, row[entrance]) for name, row in rows for entrance in ENTRANCES if entrance in row]
 
 
 def _surprises(state: dict[str, Any]) -> list[str]:
@@ -133,15 +131,13 @@ def _surprises(state: dict[str, Any]) -> list[str]:
 
 def _summary(state: dict[str, Any]) -> str:
     lines = []
-    trials = _tried(state)
-    for entrance, title in (("accumulator", "Accumulator"), ("big_step", "BigStep"), ("verify", "verify")):
-        ours = [trial for _, each, trial in trials if each == entrance]
+    for entrance in ENTRANCES:
+        ours = [trial for _, each, trial in _tried(state) if each == entrance]
         outcomes = collections.Counter(trial["outcome"] for trial in ours)
         told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
-        lines.append(f"{title}: {told}; as expected: {sum(trial['met'] for trial in ours)} of {len(ours)}.")
+        lines.append(f"{entrance}: {told}; as expected: {sum(trial['met'] for trial in ours)} of {len(ours)}.")
     left_out = sum("left_out" in row for row in state["programs"].values())
-    lines.append(f"{len(state['programs'])} programs, {left_out} of them left out.")
-    return "\n".join(lines)
+    return "\n".join([*lines, f"{len(state['programs'])} programs, {left_out} of them left out."])
 
 
 def _page(state: dict[str, Any]) -> str:
@@ -149,23 +145,20 @@ def _page(state: dict[str, Any]) -> str:
     made_with = state["made_with"]
     versions = ", ".join(f"{library} {number}" for library, number in made_with["versions"].items())
     unmet = [
-        f"| {name} | {entrance} | {_told(trial)} | {trial['expected']} | {OPEN.get(f'{name}/{entrance}', 'new')} |"
+        f"- {name}, {entrance}: {_told(trial)}, expected {trial['expected']}: {OPEN.get(f'{name}/{entrance}', 'new')}"
         for name, entrance, trial in _tried(state)
         if not trial["met"]
     ]
-    lines = [f"- {line}" for line in _summary(state).splitlines()]
-    known = "| program | entrance | outcome | expected | known |\n|---|---|---|---|---|"
-    rows = [_cells(name, row) for name, row in state["programs"].items()]
     return "\n".join(
         [
             _INTRODUCTION,
-            *lines,
+            *(f"- {line}" for line in _summary(state).splitlines()),
             f"- Seed {made_with['seed']}, {made_with['device']}; {versions}.",
             "\n## Not as expected\n",
-            *([known, *unmet] if unmet else ["Nothing."]),
+            *(unmet or ["Nothing."]),
             "\n## All\n",
-            "| program | library | Accumulator | BigStep | verify | as expected |\n|---|---|---|---|---|---|",
-            *rows,
+            "| program | library | Accumulator | BigStep | verify |\n|---|---|---|---|---|",
+            *(_cells(name, row) for name, row in state["programs"].items()),
             "",
         ]
     )
@@ -173,31 +166,14 @@ def _page(state: dict[str, Any]) -> str:
 
 def _cells(name: str, row: dict[str, Any]) -> str:
     shown = name + (" (unseen)" if row["unseen"] else "")
-    if "left_out" in row:
-        return f"| {shown} | {row['library']} | left out: {row['left_out'].splitlines()[0]} | | | |"
-    trials = [row[entrance] for entrance in ("accumulator", "big_step", "verify") if entrance in row]
-    told = [_told(trial) for trial in trials] + [""] * (3 - len(trials))
-    met = "yes" if all(trial["met"] for trial in trials) else "**no**"
-    return f"| {shown} | {row['library']} | {told[0]} | {told[1]} | {told[2]} | {met} |"
+    left_out = [f"left out: {row['left_out'].splitlines()[0]}", "", ""] if "left_out" in row else []
+    told = left_out or [_told(row[entrance]) if entrance in row else "" for entrance in ENTRANCES]
+    return f"| {shown} | {row['library']} | {' | '.join(told)} |"
 
 
 def _told(trial: dict[str, Any]) -> str:
-    return str(Result(trial["outcome"], trial["distance"], trial["kind"]))
-
-
-def _line(name: str, row: dict[str, Any]) -> str:
-    if "left_out" in row:
-        return f"{name}: left out, {row['left_out'].splitlines()[0]}"
-    trials = [(entrance, row[entrance]) for entrance in ("accumulator", "big_step", "verify") if entrance in row]
-    return f"{name}: " + "; ".join(
-        f"{entrance} {_told(trial)}{'' if trial['met'] else ' (NOT EXPECTED)'}" for entrance, trial in trials
-    )
-
-
-def _details(row: dict[str, Any]) -> str:
-    """What was said, and what was due."""
-    trials = [row[entrance] for entrance in ("accumulator", "big_step", "verify") if entrance in row]
-    return "\n".join(f"  due: {trial['expected']}\n  {trial['text']}\n  {trial['warnings']}" for trial in trials)
+    shown = str(Result(trial["outcome"], trial["distance"], trial["kind"]))
+    return shown if trial["met"] else f"**{shown}**"
 
 
 if __name__ == "__main__":
