@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from benchmarks.noise_truth import Regression, holds, loss_of, measured
 from bigbatch import Accumulator, BigStep, GradientNoise, Options
 from bigbatch.errors import ConfigurationError, StateError
-from bigbatch.noise.estimate import LEAST, Estimate, Norms, Part, correlation_time, estimate, part, student
+from bigbatch.noise.estimate import LEAST, Estimate, Norms, correlation_time, estimate, student
 from bigbatch.noise.monitor import _norm
 from bigbatch.noise.noise_report import NoiseReport, Verdict, judge, make_report
 from tests.losses import READABLE, SEVERAL
@@ -386,10 +386,9 @@ def test_each_window_is_solved_without_bias() -> None:
     """Of the expected norms both unknowns come out, whatever the sizes; the weight is that of the two sizes."""
     noise, signal = 5.0, 0.25
     for things, total in ((1, 8), (3, 10), (7, 8)):
-        found = part(Norms(signal + noise / things, things, signal + noise / total, total))
+        found = Norms(signal + noise / things, things, signal + noise / total, total).part
         weight = (1 - things / total) ** 2
-        assert found.noise == pytest.approx(weight * noise)
-        assert found.signal == pytest.approx(weight * signal)
+        assert found == pytest.approx((weight * noise, weight * signal))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -397,7 +396,7 @@ def test_the_interval_is_every_ratio_that_a_t_test_lets_stand(seed: int) -> None
     """Each ratio is tested by hand, inside and outside of the interval."""
     by = torch.Generator().manual_seed(seed)
     drawn = torch.randn(24, 2, generator=by, dtype=torch.float64) + torch.tensor([1.0, 0.3 * (seed % 4)])
-    parts = [Part(*row) for row in drawn.tolist()]
+    parts = [tuple(row) for row in drawn.tolist()]
     found = estimate(parts)
     reach = student(len(parts) / found.correlation - 1)
 
@@ -455,7 +454,7 @@ def test_a_naive_mean_of_ratios_would_be_far_off() -> None:
     """Why numerators and denominators are averaged apart: the comparison can fail."""
     by = torch.Generator().manual_seed(0)
     drawn = torch.randn(200, 2, generator=by, dtype=torch.float64) * 0.5 + torch.tensor([2.0, 0.5])
-    apart = estimate([Part(*row) for row in drawn.tolist()])
+    apart = estimate([tuple(row) for row in drawn.tolist()])
     assert apart.scale == pytest.approx(4.0, rel=0.3)
     assert float((drawn[:, 0] / drawn[:, 1]).mean()) != pytest.approx(4.0, rel=0.3)
 

@@ -38,12 +38,12 @@ class Norms(NamedTuple):
         """Whether the window tells anything: its numbers are finite and the micro-batch is not all of it."""
         return all(map(math.isfinite, self)) and 0 < self.things < self.total * (1 - 1e-9)
 
-
-class Part(NamedTuple):
-    """What one window adds to the numerator and to the denominator, with its weight."""
-
-    noise: float
-    signal: float
+    @property
+    def part(self) -> tuple[float, float]:
+        """What the window adds to the numerator and to the denominator, with its weight."""
+        share = self.things / self.total
+        noise = self.things * (self.small - self.large)
+        return (1 - share) * noise, (1 - share) * (self.large - share * self.small)
 
 
 @dataclass(frozen=True)
@@ -56,56 +56,40 @@ class Estimate:
     correlation: float  # this many windows count as one independent window
 
 
-def part(seen: Norms) -> Part:
-    """Solve for one window."""
-    share = seen.things / seen.total
-    weight = 1 - share
-    return Part(weight * seen.things * (seen.small - seen.large), weight * (seen.large - share * seen.small))
-
-
-def estimate(parts: Sequence[Part]) -> Estimate:
+def estimate(parts: Sequence[tuple[float, float]]) -> Estimate:
     """Return the ratio of means, and the interval of all ratios that a t-test does not reject.
 
     A ratio R is rejected where the mean of (noise − R · signal) is too far from zero (Fieller 1954). The interval holds
     for noisy denominators, too, and has no upper end where the true gradient may be zero.
     """
     number = len(parts)
-    noise, signal = fmean(p.noise for p in parts), fmean(p.signal for p in parts)
-    correlation = correlation_time([p.noise * signal - p.signal * noise for p in parts])
+    noise, signal = map(fmean, zip(*parts, strict=True))
+    correlation = correlation_time([one * signal - other * noise for one, other in parts])
     spread = correlation / (number * (number - 1))
-    noise_noise = spread * sum((p.noise - noise) ** 2 for p in parts)
-    signal_signal = spread * sum((p.signal - signal) ** 2 for p in parts)
-    noise_signal = spread * sum((p.noise - noise) * (p.signal - signal) for p in parts)
+    noise_noise = spread * sum((one - noise) ** 2 for one, _ in parts)
+    signal_signal = spread * sum((other - signal) ** 2 for _, other in parts)
+    noise_signal = spread * sum((one - noise) * (other - signal) for one, other in parts)
     reach = student(max(number / correlation - 1, 1.0)) ** 2
     # (noise − R signal)² ≤ reach · variance of that:  a R² − 2 b R + c ≤ 0
     a = signal**2 - reach * signal_signal
     if a > 0 and signal < 0:  # |G|² came out negative, by chance
         return Estimate(None, 0.0, math.inf, correlation)
-    low, high = _between(a, noise * signal - reach * noise_signal, noise**2 - reach * noise_noise)
-    return Estimate(max(noise, 0.0) / signal if signal > 0 else None, low, high, correlation)
-
-
-def _between(a: float, b: float, c: float) -> tuple[float, float]:
-    """Return the interval of positive R in which a R² − 2 b R + c ≤ 0."""
-    root = math.sqrt(max(b * b - a * c, 0.0))
+    b, c = noise * signal - reach * noise_signal, noise**2 - reach * noise_noise
+    root, low, high = math.sqrt(max(b * b - a * c, 0.0)), 0.0, math.inf
     if a > 0:  # the true gradient differs from zero
-        return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
-    if c > 0:  # the noise differs from zero: the one positive root, without a division by a small number
-        return c / (b + root) if b > 0 else (b - root) / a, math.inf
-    return 0.0, math.inf
+        low, high = max((b - root) / a, 0.0), max((b + root) / a, 0.0)
+    elif c > 0:  # the noise differs from zero: the one positive root, without a division by a small number
+        low = c / (b + root) if b > 0 else (b - root) / a
+    return Estimate(max(noise, 0.0) / signal if signal > 0 else None, low, high, correlation)
 
 
 def correlation_time(values: Sequence[float]) -> float:
     """Return the variance of the mean relative to that of independent values, by Newey and West (1987); at least 1."""
-    number = len(values)
-    middle = fmean(values)
+    number, middle = len(values), fmean(values)
     apart = [value - middle for value in values]
     variance = sum(value**2 for value in apart)
-    if variance == 0.0:
-        return 1.0
-    lags = int(4 * (number / 100) ** (2 / 9))
-    found = 1.0
-    for lag in range(1, min(lags, number - 1) + 1):
+    lags, found = int(4 * (number / 100) ** (2 / 9)), 1.0
+    for lag in range(1, min(lags, number - 1) + 1) if variance else ():
         together = sum(x * y for x, y in zip(apart, apart[lag:], strict=False))
         found += 2 * (1 - lag / (lags + 1)) * together / variance
     return max(found, 1.0)
@@ -114,7 +98,6 @@ def correlation_time(values: Sequence[float]) -> float:
 def student(freedom: float) -> float:
     """Return Student's t by Cornish and Fisher's series; within 0.3 % from seven degrees of freedom on."""
     z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / freedom + second / freedom**2 + third / freedom**3

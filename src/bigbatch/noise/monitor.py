@@ -91,17 +91,11 @@ class GradientNoise:
         first, self._first, self._looking = self._first, None, False
         ledger = window.ledger
         totals = ledger.totals or (ledger.total,)
-        if ledger.sure:
-            self._left_out["coupled"] += 1
-        elif ledger.micro_batches == 1:
-            self._left_out["alone"] += 1
-        elif ledger.kind == "sum" or (ledger.totals is None and not ledger.kind):
-            self._left_out["sum"] += 1
-        elif len(totals) > 1:
-            self._left_out["several"] += 1
-        elif first is None:
-            self._left_out["resumed"] += 1
-        else:
+        is_sum = ledger.kind == "sum" or (ledger.totals is None and not ledger.kind)
+        reasons: dict[Reason, bool] = {"coupled": ledger.sure, "alone": ledger.micro_batches == 1, "sum": is_sum}
+        reasons |= {"several": len(totals) > 1, "resumed": first is None}
+        self._left_out.update([why for why, holds in reasons.items() if holds][:1])
+        if first is not None and not any(reasons.values()):
             factor = ledger.correction() * window.residual / window.scale
             self._seen.append((*first, _norm(window.gradients.parameters), factor, totals[0]))
 
@@ -112,7 +106,6 @@ class GradientNoise:
     load_state_dict = state_dict
 
     def _read(self) -> list[Norms]:
-        """Read all measurements, with one transfer from each device."""
         read = iter(_on_host([number for row in self._seen for number in row]))
         rows = zip(*[read] * 6, strict=True)
         return [Norms((s * f) ** 2, things, (g * c) ** 2, total) for s, f, things, g, c, total in rows]
@@ -135,16 +128,15 @@ def _norm(parameters: Sequence[Tensor]) -> Count:
 
 
 def _on_host(numbers: Sequence[Count]) -> list[float]:
-    """Read numbers, some of them on devices."""
-    found = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
-    places: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    """Read numbers, those on devices with one transfer from each."""
+    kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
     for at, number in enumerate(numbers):
         if isinstance(number, Tensor):
-            places.setdefault((number.device, number.dtype), {})[at] = number.reshape(())
-    for tensors in places.values():
-        for at, value in zip(tensors, torch.stack([*tensors.values()]).tolist(), strict=True):
-            found[at] = value
-    return found
+            kinds.setdefault((number.device, number.dtype), {})[at] = number.reshape(())
+    read = {
+        at: n for some in kinds.values() for at, n in zip(some, torch.stack([*some.values()]).tolist(), strict=True)
+    }
+    return [read[at] if at in read else float(number) for at, number in enumerate(numbers)]
 
 
 def _positive(name: str, number: object) -> int:

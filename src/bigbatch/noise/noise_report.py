@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, TypeAlias
 
-from bigbatch.noise.estimate import LEAST, Estimate, Norms, Part, estimate, part
+from bigbatch.noise.estimate import LEAST, Estimate, Norms, estimate
 
 Verdict: TypeAlias = Literal["nothing", "too few", "too noisy", "smaller", "right", "larger"]
 Reason: TypeAlias = Literal["alone", "sum", "several", "coupled", "resumed", "unusable"]
@@ -78,28 +78,20 @@ class NoiseReport:
         low, high = self.interval
         about = f"at least {_number(low)}" if math.isinf(high) else f"between {_number(low)} and {_number(high)}"
         scale = "unknown" if self.scale is None else _number(self.scale)
-        measured = (
-            f"Gradient noise scale: {scale} ({about}, at 95 %), from {self.windows} windows.\n"
-            f"The batch is {_number(self.batch or 0.0)}, counted in what the loss is averaged over."
-        )
         more = "Keep training, or use every=1." if self.every > 1 else "Keep training."
-        advice = _ADVICE[self.verdict].format(
-            windows=self.windows, least=LEAST, four_times=4 * self.windows, more=more, worth=self._worth()
-        )
-        halves = "The scale is changing: {:,.3g} in the first half of these windows, {:,.3g} in the second."
-        return "\n".join(
-            [
-                *([measured] if self.verdict not in {"nothing", "too few"} else []),
-                advice,
-                *([halves.format(*self.drift)] if self.drift is not None else []),
-                *(
-                    f"{number} window{'s' if number > 1 else ''} told nothing: {_REASONS[why]}."
-                    for why, number in self.left_out.items()
-                    if number > _FEW * self.windows
-                ),
-                *([_LIMITS] if self.verdict in {"smaller", "right", "larger"} else []),
-            ]
-        )
+        numbers = {"windows": self.windows, "least": LEAST, "four_times": 4 * self.windows}
+        lines = [_ADVICE[self.verdict].format(**numbers, more=more, worth=self._worth())]
+        if self.verdict not in {"nothing", "too few"}:
+            batch = f"The batch is {_number(self.batch or 0.0)}, counted in what the loss is averaged over."
+            windows = f"({about}, at 95 %), from {self.windows} windows."
+            lines = [f"Gradient noise scale: {scale} {windows}", batch, *lines]
+        if self.drift is not None:
+            halves = "{:,.3g} in the first half of these windows, {:,.3g} in the second.".format(*self.drift)
+            lines.append(f"The scale is changing: {halves}")
+        for why, number in self.left_out.items():
+            if number > _FEW * self.windows:
+                lines.append(f"{number} window{'s' if number > 1 else ''} told nothing: {_REASONS[why]}.")
+        return "\n".join([*lines, *([_LIMITS] if self.verdict in {"smaller", "right", "larger"} else [])])
 
     def _worth(self) -> str:
         low, high = self.interval
@@ -117,16 +109,17 @@ def make_report(seen: Sequence[Norms], left_out: Mapping[Reason, int], every: in
     usable = [norms for norms in seen if norms.usable]
     if len(usable) < len(seen):
         left_out = {**left_out, "unusable": len(seen) - len(usable)}
-    parts = [part(norms) for norms in usable]
+    parts, windows = [norms.part for norms in usable], len(usable)
     batch = fmean(norms.total for norms in usable) if usable else None
     micro_batch = fmean(norms.things for norms in usable) if usable else None
-    found = estimate(parts) if len(parts) >= LEAST else Estimate(None, 0.0, math.inf, 1.0)
-    verdict: Verdict = "nothing" if not parts else "too few" if len(parts) < LEAST else judge(found, batch or 0.0)
-    wanted = _wanted(found, verdict, batch or 0.0)
+    found = estimate(parts) if windows >= LEAST else Estimate(None, 0.0, math.inf, 1.0)
+    verdict: Verdict = "nothing" if not parts else "too few" if windows < LEAST else judge(found, batch or 0.0)
+    wanted = round(batch or 0.0) if verdict == "right" else None
+    if verdict in {"smaller", "larger"} and found.scale and found.high <= _TELLING * found.low:
+        wanted = max(1, round(found.scale))
     steps = max(1, round(wanted / micro_batch)) if wanted and micro_batch else None
-    windows, interval, drift = len(parts), (found.low, found.high), _drift(parts)
-    measured = verdict, found.scale, interval, batch, micro_batch, wanted, steps
-    return NoiseReport(*measured, windows, left_out, found.correlation, drift, every)
+    measured = verdict, found.scale, (found.low, found.high), batch, micro_batch, wanted, steps
+    return NoiseReport(*measured, windows, left_out, found.correlation, _drift(parts), every)
 
 
 def judge(found: Estimate, batch: float) -> Verdict:
@@ -139,15 +132,7 @@ def judge(found: Estimate, batch: float) -> Verdict:
     return "right" if near and found.high <= _TELLING * found.low else "too noisy"
 
 
-def _wanted(found: Estimate, verdict: Verdict, batch: float) -> int | None:
-    if verdict == "right":
-        return round(batch)
-    if verdict not in {"smaller", "larger"} or not found.scale or found.high > _TELLING * found.low:
-        return None
-    return max(1, round(found.scale))
-
-
-def _drift(parts: Sequence[Part]) -> tuple[float, float] | None:
+def _drift(parts: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
     """Compare the two halves, and return both scales where their intervals do not overlap."""
     half = len(parts) // 2
     if half < LEAST:
