@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bigbatch import across
 from bigbatch.memory.search import Choice
 from bigbatch.planner import coupled, measure
-from bigbatch.planner.coupled import Waiting
+from bigbatch.planner.coupled import Coupling
 from bigbatch.planner.measure import plan
 from bigbatch.planner.plan_report import Plan, Row
 
@@ -150,10 +150,12 @@ def test_where_no_size_leaves_room() -> None:
 
 def test_what_waits_by_hand() -> None:
     """Samples, and of the activations as much as lock-step lets wait at norms, or those of all others at `across`."""
-    found = Waiting(of_a_sample=100.0, samples=6400, batch_size=64, at_norms=True)
-    assert found.whole == 12_800
-    assert [found.beside(size) for size in (64, 48, 4)] == [0, 1600 + 1600, 6000 + 500]
-    assert replace(found, at_norms=False).beside(4) == 12_000
+    found = Coupling([], [torch.empty(1600)], 64)
+    found.saved = {size: 100 * size for size in (64, 48, 4)}
+    assert found.beside(4) == 12_000
+    found.norms = ["norm"]
+    assert found.whole(4) == 12_800
+    assert [found.beside(size) for size in (64, 48, 4)] == [None, 1600 + 1600, 6000 + 500]
 
 
 def of_eight(probe: Any, largest: int, budget: int, *, margin: float) -> Choice:

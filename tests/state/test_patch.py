@@ -3,7 +3,6 @@
 import itertools
 import linecache
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, suppress
 from types import FrameType, SimpleNamespace
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from bigbatch.lockstep.batch_norm import batch_norm_met
-from bigbatch.planner.coupled import single_samples
+from bigbatch.planner.coupled import _single
 from bigbatch.state import patch
 from bigbatch.state.patch import Swap, swapped
 
@@ -129,7 +128,7 @@ def _plain() -> Iterator[None]:
 def test_a_step_beside_a_plan(first: str, leaves: str) -> None:
     """Each in a thread of its own, in the unlucky order as well."""
     plain = F.batch_norm
-    both: dict[str, AbstractContextManager[None]] = {"a step": batch_norm_met(), "a plan": single_samples()}
+    both: dict[str, AbstractContextManager[None]] = {"a step": batch_norm_met(), "a plan": swapped(*_single)}
     for name in sorted(both, key=lambda name: name != first):
         both[name].__enter__()
     other = next(name for name in both if name != leaves)
@@ -138,26 +137,3 @@ def test_a_step_beside_a_plan(first: str, leaves: str) -> None:
     nn.BatchNorm1d(3)(torch.randn(4, 3))
     both[other].__exit__(None, None, None)
     assert F.batch_norm is plain
-
-
-@pytest.mark.usefixtures("_plain")
-def test_a_plan_lets_its_own_thread_alone_take_a_single_sample() -> None:
-    """Others are told, as ever."""
-    norm, raised = nn.BatchNorm1d(3), list[BaseException]()
-
-    def elsewhere() -> None:
-        try:
-            norm(torch.ones(1, 3))
-        except ValueError as error:
-            raised.append(error)
-
-    with single_samples():
-        assert norm(torch.ones(1, 3)).abs().max() == 0
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert "Expected more than 1 value" in str(raised[0])
-    assert norm.running_mean is not None
-    assert not norm.running_mean.any()
-    with pytest.raises(ValueError, match="Expected more than 1 value"):
-        norm(torch.ones(1, 3))

@@ -1,9 +1,7 @@
 """Plan models whose samples are coupled inside: their micro-batches run in lock-step, and activations wait."""
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch.nn import functional as F
 
 from bigbatch.memory.budget import human
 from bigbatch.memory.host import host_available
+from bigbatch.memory.meter import saved_bytes
 from bigbatch.planner.plan_report import Plan
 from bigbatch.state.patch import Swap, swapped
 from bigbatch.state.scope import times_asked
@@ -20,20 +19,43 @@ from bigbatch.window.awake_norms import batch_norms, is_awake
 _MOST = 1.25  # times what autograd saves of one micro-batch: lock-step lets no more of the others wait at norms
 
 
-class Coupling:
-    """Whether the samples of a model are coupled between its layers: by BatchNorm, or by `across`."""
+def _without_statistics(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let a single sample leave running statistics alone: of its variance there is no estimate."""
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    def batch_norm(
+        x: Tensor, mean: Any, var: Any, weight: Any = None, bias: Any = None, *args: Any, **kw: Any
+    ) -> Tensor:
+        if (args[:1] or [kw.get("training")])[0] and x.numel() == x.shape[1]:
+            mean = var = None
+        return plain(x, mean, var, weight, bias, *args, **kw)
+
+    return batch_norm
+
+
+# BatchNorm takes a single sample, as beside others.
+_single = Swap(F, "_verify_batch_size", lambda _: lambda _: None), Swap(F, "batch_norm", _without_statistics)
+
+
+class Coupling:
+    """Whether samples are coupled between a model's layers, by BatchNorm or `across`, and what waits because of it."""
+
+    def __init__(self, models: Sequence[nn.Module], samples: Sequence[Tensor], batch_size: int) -> None:
         """Look up the BatchNorm layers that normalize by the batch."""
-        self._models = models
+        self._models, self._batch_size = models, batch_size
+        self._samples = sum(each.nbytes for each in samples)
+        self.has_host = True  # whether there is a host's memory beside the device's, and samples are copied
         self.norms = [name for name, module in batch_norms(models) if is_awake(module)]
         self.inside = bool(self.norms)  # between layers
         self.asked = False  # by `across`, between layers or after the last one, as in a contrastive loss
+        self.saved: dict[int, int] = {}  # bytes that autograd saves of a micro-batch, by its size
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Inside, note where a forward asks for other samples. BatchNorm takes a single one, as beside others."""
-        asked, before = list[int](), times_asked()
+    def is_new(self, size: int) -> bool:
+        """Whether what autograd saves is to be noted: by hooks, behind which no reader looks for counts."""
+        return self.inside and size not in self.saved
+
+    def call(self, size: int, run: Callable[[], Any], given: Sequence[Tensor], device: torch.device) -> Any:
+        """Run a forward, and note where it asks for other samples and, once, what autograd saves beside `given`."""
+        asked, before, returned = list[int](), times_asked(), list[Any]()
 
         def begin(*_: Any) -> None:
             asked.append(times_asked())
@@ -45,94 +67,48 @@ class Coupling:
             for model in self._models:
                 stack.callback(model.register_forward_pre_hook(begin).remove)
                 stack.callback(model.register_forward_hook(end, always_call=True).remove)
-            stack.enter_context(single_samples())
-            yield
+            stack.enter_context(swapped(*_single))
+            if self.is_new(size):
+                self.saved[size] = saved_bytes(lambda: returned.append(run()), self._models, device, given)
+            else:
+                returned.append(run())
         self.asked = self.asked or times_asked() != before
+        return returned.pop()
 
-
-@contextmanager
-def single_samples() -> Iterator[None]:
-    """Let BatchNorm take a single sample, on this thread."""
-    before = getattr(_here, "single", False)
-    try:
-        _here.single = True
-        with swapped(_swap):
-            yield
-    finally:
-        _here.single = before
-
-
-def _taking_one(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Take the place of `F.batch_norm`."""
-
-    def batch_norm(  # noqa: PLR0917 - torch's own signature
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,  # noqa: FBT001, FBT002
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training or x.numel() != x.shape[1] or not getattr(_here, "single", False):
-            return plain(x, running_mean, running_var, weight, bias, training, momentum, eps)
-        # What F.batch_norm comes to when it does not refuse a single value.
-        return torch.batch_norm(x, weight, bias, None, None, True, momentum, eps, torch.backends.cudnn.enabled)  # noqa: FBT003
-
-    return batch_norm
-
-
-_here = threading.local()
-_swap = Swap(F, "batch_norm", _taking_one)
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """What waits of a whole batch while its micro-batches run in lock-step, in bytes."""
-
-    of_a_sample: float  # that autograd saves
-    samples: int  # the batch, where it is copied to a device
-    batch_size: int
-    at_norms: bool
-
-    @property
-    def whole(self) -> int:
-        """The activations of the whole batch, which wait in host memory where the device has no room."""
-        return int(self.of_a_sample * self.batch_size) + self.samples
-
-    def beside(self, size: int) -> int:
+    def beside(self, size: int) -> int | None:
         """Return about what waits on the device beside a micro-batch, where activations are offloaded to the host.
 
         The samples of the others; and of their activations what lock-step lets stay at norms, or all at `across`.
         """
-        others = max(0, self.batch_size - size)
-        waiting = min(others, _MOST * size) if self.at_norms else others
-        return int(self.of_a_sample * waiting + self.samples * others / self.batch_size)
+        others = self._batch_size - size
+        if not self.has_host or size not in self.saved or not others:
+            return None
+        waiting = min(others, _MOST * size) if self.norms else others
+        return int(self.saved[size] / size * waiting + self._samples * others / self._batch_size)
 
+    def whole(self, size: int) -> int:
+        """Return the activations of the whole batch, as a micro-batch of a size shows them, and the samples."""
+        return int(self.saved[size] / size * self._batch_size) + (self._samples if self.has_host else 0)
 
-def coupled_notes(coupling: Coupling, found: Plan, waiting: Waiting | None) -> tuple[str, ...]:
-    """Say where activations wait while micro-batches run in lock-step, and whether there is room."""
-    if not coupling.inside or found.size is None:
-        return ()
-    said = "This model asks for other samples between its layers (across):"
-    if coupling.norms:
-        more = " and others" if len(coupling.norms) > 1 else ""
-        said = f"BatchNorm ('{coupling.norms[0]}'{more}) couples the samples:"
-    if found.steps == 1 or waiting is None:
-        said += " BigStep takes all at once where that fits, and otherwise runs micro-batches in lock-step;"
-        return (f"{said} an Accumulator refuses it.",)
-    there = host_available()
-    room = f"of {human(there)} that are free"
-    if waiting.whole > there:
-        room = "more than is free: a step would be refused"
-    said += f" micro-batches run in lock-step, and the activations of the whole batch, about {human(waiting.whole)},"
-    chosen = next(row for row in found.rows if row.size == found.size)
-    if chosen.waiting_bytes is None:
-        return (f"{said} wait in this process's memory, beside these peaks, {room}.",)
-    beside = (
-        f"Peaks are of a micro-batch alone: beside one of {found.size:,} wait about {human(chosen.waiting_bytes)} on "
-        f"the device, samples and activations of the others; {human((found.peak_bytes or 0) + chosen.waiting_bytes)} "
-        f"in all{'' if chosen.fits else ', more than there is to use: take a smaller batch'}."
-    )
-    return f"{said} wait in host memory where the device has no room, {room}.", beside
+    def notes(self, found: Plan) -> tuple[str, ...]:
+        """Say where activations wait while micro-batches run in lock-step, and whether there is room."""
+        if not self.inside or found.size is None:
+            return ()
+        said = "This model asks for other samples between its layers (across):"
+        if self.norms:
+            said = f"BatchNorm ('{self.norms[0]}'{' and others' * (len(self.norms) > 1)}) couples the samples:"
+        if found.steps == 1 or found.size not in self.saved:
+            said += " BigStep takes all at once where that fits, and otherwise runs micro-batches in lock-step;"
+            return (f"{said} an Accumulator refuses it.",)
+        there, whole, beside = host_available(), self.whole(found.size), self.beside(found.size)
+        room = f"of {human(there)} that are free" if whole <= there else "more than is free: a step would be refused"
+        said += f" micro-batches run in lock-step, and the activations of the whole batch, about {human(whole)},"
+        if beside is None:
+            return (f"{said} wait in this process's memory, beside these peaks, {room}.",)
+        fits = next(row.fits for row in found.rows if row.size == found.size)
+        peaks = (
+            f"Peaks are of a micro-batch alone: beside one of {found.size:,} wait about {human(beside)} on the device, "
+            f"samples and activations of the others; {human((found.peak_bytes or 0) + beside)} in all"
+            f"{'' if fits else ', more than there is to use: take a smaller batch'}."
+        )
+        return f"{said} wait in host memory where the device has no room, {room}.", peaks

@@ -8,13 +8,16 @@ own, and taken out at its end.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bigbatch.state.patch import Swap, swapped
+
 _aten = torch.ops.aten
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001
 
 # What autocast runs in float32 on CUDA and leaves alone on a CPU; from torch's table of CUDA operations.
 _FLOAT32 = """
@@ -34,14 +37,15 @@ _INTO_FLOAT32 = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum su
 def like_cuda() -> Iterator[None]:
     """Trace as on CUDA; not for tensors that hold numbers, and not beside other threads that compute."""
     library = torch.library.Library("aten", "IMPL")
-    try:
+    with ExitStack() as stack:
+        stack.callback(library._destroy)  # noqa: SLF001 - torch has no other way to take kernels out
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a kernel of its own is in front of no more
             _register(library)
-        with _autocast_of_cuda():
-            yield
-    finally:
-        library._destroy()  # noqa: SLF001 - torch has no other way to take kernels out
+        stack.enter_context(swapped(_init))
+        if torch.is_autocast_enabled("cuda"):
+            stack.enter_context(torch.autocast("cpu", torch.get_autocast_dtype("cuda")))
+        yield
 
 
 def scratch(func: Callable[..., Any], args: tuple[Any, ...]) -> int:
@@ -56,65 +60,45 @@ def _register(library: torch.library.Library) -> None:
     """Put the kernels in front."""
     # A CPU's autocast computes all of a cross-entropy in float32; CUDA's knows its parts alone.
     library.impl("cross_entropy_loss", _aten.cross_entropy_loss.default.decompose, "AutocastCPU")
-    kernels = {name: _in_float32(name) for name in _FLOAT32} | {name: _into_float32(name) for name in _INTO_FLOAT32}
-    for name, kernel in kernels.items():
+    for name in (*_FLOAT32, *_INTO_FLOAT32):
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):  # noqa: SLF001
-            library.impl(name, kernel, "AutocastCPU")
+            library.impl(name, _autocast(name), "AutocastCPU")
     library.impl("softmax.int", _softmax(_aten._softmax), "AutogradCPU")  # noqa: SLF001
     library.impl("log_softmax.int", _softmax(_aten._log_softmax), "AutogradCPU")  # noqa: SLF001
     library.impl("dropout", _dropout, "AutogradCPU")
     library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
 
 
-def _in_float32(name: str) -> Callable[..., Any]:
-    """Make autocast's kernel for an operation that is computed in float32."""
-    operation = _operation(name)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # noqa: SLF001 - as autocast's own kernels do
-            return operation(*map(_float32, args), **{key: _float32(value) for key, value in kwargs.items()})
-
-    return kernel
-
-
-def _into_float32(name: str) -> Callable[..., Any]:
-    """Make autocast's kernel for an operation that returns float32."""
-    operation = _operation(name)
-
-    def kernel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        told = kwargs.get("dtype") is not None or any(isinstance(arg, torch.dtype) for arg in args)
-        if not told and _halved(x):
-            args, kwargs = tuple(arg for arg in args if arg is not None), {**kwargs, "dtype": torch.float32}
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # noqa: SLF001
-            return operation(x, *args, **kwargs)
-
-    return kernel
-
-
-def _operation(name: str) -> Callable[..., Any]:
+def _autocast(name: str) -> Callable[..., Any]:
+    """Make autocast's kernel for an operation that is computed in float32, or returns it."""
     packet, _, overload = name.partition(".")
     operation: Callable[..., Any] = getattr(getattr(_aten, packet), overload or "default")
-    return operation
 
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if name not in _INTO_FLOAT32:
+            args, kwargs = tuple(map(_float32, args)), {key: _float32(value) for key, value in kwargs.items()}
+        elif _is_half(args[0]) and not any(isinstance(each, torch.dtype) for each in (*args, kwargs.get("dtype"))):
+            args, kwargs = tuple(arg for arg in args if arg is not None), {**kwargs, "dtype": torch.float32}
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):  # noqa: SLF001 - as autocast's own kernels do
+            return operation(*args, **kwargs)
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # noqa: SLF001
+    return kernel
 
 
 def _float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and _halved(value) else value
+    return value.float() if _is_half(value) else value
 
 
-def _halved(x: Tensor) -> bool:
-    return x.dtype in {torch.bfloat16, torch.float16}
+def _is_half(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in {torch.bfloat16, torch.float16}
 
 
 def _softmax(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Read half precision and write float32 in one kernel, whose backward writes half precision again."""
 
     def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-        if _halved(x) and dtype == torch.float32:
-            return kernel(x, dim, True)  # noqa: FBT003 - half_to_float
-        return kernel(x if dtype is None else x.to(dtype), dim, False)  # noqa: FBT003
+        to_float = _is_half(x) and dtype == torch.float32
+        return kernel(x if dtype is None or to_float else x.to(dtype), dim, to_float)
 
     return softmax
 
@@ -149,24 +133,17 @@ def _attention(  # noqa: PLR0917 - the operation's own signature
     return attended
 
 
-@contextmanager
-def _autocast_of_cuda() -> Iterator[None]:
-    """Let `torch.autocast("cuda", ...)` act on the CPU, also one that is active already."""
-    original = torch.autocast.__init__
+def _on_the_cpu(plain: Callable[..., None]) -> Callable[..., None]:
+    """Take the place of `torch.autocast.__init__`: let `torch.autocast("cuda", ...)` act on the CPU."""
 
     def init(
-        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any
+        self: torch.autocast, device_type: str, dtype: torch.dtype | None = None, *rest: Any, **kwargs: Any
     ) -> None:
         if device_type == "cuda":
             device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
-        original(self, device_type, dtype, *args, **kwargs)
+        plain(self, device_type, dtype, *rest, **kwargs)
 
-    torch.autocast.__init__ = init  # type: ignore[method-assign]
-    try:
-        if torch.is_autocast_enabled("cuda"):
-            with torch.autocast("cpu", torch.get_autocast_dtype("cuda")):
-                yield
-        else:
-            yield
-    finally:
-        torch.autocast.__init__ = original  # type: ignore[method-assign]
+    return init
+
+
+_init = Swap(torch.autocast, "__init__", _on_the_cpu)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,12 +22,11 @@ from bigbatch.errors import ConfigurationError, LossError, OutOfMemory
 from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, room
 from bigbatch.memory.host import resident
-from bigbatch.memory.meter import saved_bytes
 from bigbatch.memory.probe import Stage
-from bigbatch.memory.search import MARGIN, Choice, Probe, choose, even_sizes
-from bigbatch.planner.coupled import Coupling, Waiting, coupled_notes
+from bigbatch.memory.search import MARGIN, Choice, Probe, choose
+from bigbatch.planner.coupled import Coupling
 from bigbatch.planner.plan_report import REFUSED, Plan, Row, advice, advice_when_nothing_fits
-from bigbatch.planner.trace import Prediction, optimizer_bytes, predict, wider
+from bigbatch.planner.trace import optimizer_bytes, predict, wider
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import devices_of
 from bigbatch.window.gate import Admission
@@ -35,7 +34,6 @@ from bigbatch.wording import speaking_of
 
 TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
-_FURTHER = 3  # probes where others wait beside
 
 
 def plan(
@@ -74,7 +72,7 @@ def make_plan(
     *,
     optimizer: Any = None,
     memory: float | str | None = None,
-    on_probe: Callable[[int], None] | None = None,
+    on_probe: Callable[[int], None] = lambda _: None,
 ) -> Plan:
     """Plan, and call `on_probe` with the size of each probe before it is made."""
     models = arguments.models(model, ranks=True)
@@ -85,14 +83,19 @@ def make_plan(
             "plan measures in one process, and this model is sharded over several (fully_shard).",
             fix='plan(model, loss_fn, batch, memory="24GiB")  before it is sharded; without the GPU, too',
         )
-    device, coupling = _device(models), Coupling(models)
-    work = _Work(model, models, optimizers, loss_fn or own_loss, Batch.of(batch), device, coupling)
-    randomness = Randomness(devices_of(models))  # a trace, too, runs the user's code, and that of optimizers
+    devices = devices_of(models)
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "no parameters"
+        raise ConfigurationError("plan needs the model on one device.", found=found, fix="model.to('cuda')")
+    whole = Batch.of(batch)
+    coupling = Coupling(models, _tensors(batch), whole.size)
+    work = _Work(model, models, optimizers, loss_fn or own_loss, whole, next(iter(devices)), coupling)
+    randomness = Randomness(devices)  # a trace, too, runs the user's code, and that of optimizers
     try:
         with _without_reduction(models):
-            budget = bytes_of(memory, device)
-            bench = _tracing(work) if memory is not None and _must_trace(memory, device) else _measuring(work, budget)
-            return _planned(work, bench, budget, on_probe or (lambda _: None))
+            budget = bytes_of(memory, work.device)
+            bench = _Measuring(work, budget) if memory is None or _is_here(memory, work.device) else _Tracing(work)
+            return _planned(work, bench, budget, on_probe)
     finally:
         randomness.restore()
 
@@ -111,6 +114,16 @@ def _without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
             vars(wrapper).update(settings)
 
 
+def _is_here(memory: float | str, device: torch.device) -> bool:
+    """Tell whether the memory asked for is that of the model's own device."""
+    fraction, asked = read(memory)
+    return fraction is not None or (device.type == "cuda" and asked <= room(device).reachable)
+
+
+def _tensors(samples: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(samples) if isinstance(leaf, Tensor)]
+
+
 @dataclass(frozen=True)
 class _Work:
     """What is planned for."""
@@ -118,119 +131,88 @@ class _Work:
     model: Any
     models: Sequence[nn.Module]
     optimizers: Sequence[Optimizer]
-    loss: Callable[[Any, Any], Any]
+    loss_fn: Callable[[Any, Any], Any]
     batch: Batch
     device: torch.device
     coupling: Coupling
-    saved: dict[int, int] = field(default_factory=dict)  # bytes that autograd saves of a micro-batch, by its size
 
-    def forward(self, samples: Any, size: int, device: torch.device) -> Any:
-        """Call the loss function on some samples; of a coupled model note, once, what autograd saves beside them."""
-        returned: list[Any] = []
-        with self.coupling.watched():
-            if not self.is_new(size):
-                return self.loss(self.model, samples)
-            given = _tensors(samples)
-            found = saved_bytes(lambda: returned.append(self.loss(self.model, samples)), self.models, device, given)
-            self.saved[size] = found
-            return returned.pop()
-
-    def is_new(self, size: int) -> bool:
-        """Whether what autograd saves is to be noted: by hooks, behind which no reader looks for counts."""
-        return self.coupling.inside and size not in self.saved
+    def loss(self, samples: Any, size: int, device: torch.device) -> Any:
+        """Call the loss function on some samples."""
+        return self.coupling.call(size, lambda: self.loss_fn(self.model, samples), _tensors(samples), device)
 
 
-@dataclass(frozen=True)
-class _Bench:
-    """Where sizes are tried: on the model's own device, or in a trace for one that is not here."""
+class _Measuring:
+    """Tries sizes on the model's own device."""
 
-    device: str
-    margin: float
-    measured: bool
-    has_host: bool  # whether there is a host's memory beside the device's
-    probe: Callable[[int], Probe]
-    resident: Callable[[], int]
-    notes: list[str] = field(default_factory=list)
+    margin, measured = MARGIN, True
 
+    def __init__(self, work: _Work, budget: int) -> None:
+        on_cuda = work.device.type == "cuda"
+        self._work, work.coupling.has_host = work, on_cuda
+        self.name = torch.cuda.get_device_name(work.device) if on_cuda else "this machine's CPU"
+        self.notes = [] if on_cuda else ["Peaks are the whole process's: what else it holds counts, too."]
+        # Gradients are there whether an optimizer is given or not; one without state stands in for it.
+        trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
+        optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
+        limit = min(budget, room(work.device).reachable)
+        self._stage = Stage(work.models, optimizers, torch.float32, work.device, limit)
+        self._mover, self._admission = Mover(work.device), Admission(work.models, optimizers, "exact", "")
+        self.held, self._step = _held(trained, optimizers, work.device)
 
-def _must_trace(memory: float | str, device: torch.device) -> bool:
-    """Tell whether the memory asked for is that of a device which is not here."""
-    fraction, asked = read(memory)
-    return fraction is None and (device.type != "cuda" or asked > room(device).reachable)
-
-
-def _measuring(work: _Work, budget: int) -> _Bench:
-    """Try sizes on the model's own device."""
-    device, on_cuda = work.device, work.device.type == "cuda"
-    # Gradients are there whether an optimizer is given or not; one without state stands in for it.
-    trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
-    optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
-    stage = Stage(work.models, optimizers, torch.float32, device, min(budget, room(device).reachable))
-    mover, admission = Mover(device), Admission(work.models, optimizers, "exact", "")
-    held, while_stepping = _held(work.models, optimizers, device)
-    notes = [] if on_cuda else ["Peaks are the whole process's: what else it holds counts, too."]
-
-    def probe(size: int) -> Probe:
-        def run() -> None:
-            is_hooked = work.is_new(size)
-            returned = work.forward(mover.moved(work.batch.take(slice(0, size))), size, device)
-            loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
-            with speaking_of("BigStep"):
-                arguments.loss(loss)
-            if not is_hooked and not work.coupling.asked and not any(note.startswith(REFUSED) for note in notes):
-                with _disable_current_modes():  # as in a window
-                    notes.extend(_refusal(admission, loss))
-            loss.backward()
-
-        seen = stage.rehearse(size, run)
+    def probe(self, size: int) -> Probe:
+        seen = self._stage.rehearse(size, lambda: self._run(size))
         if seen.peak_bytes is not None:
             # The step of the optimizer comes after, when activations are gone: a phase of its own.
-            seen = replace(seen, peak_bytes=max(seen.peak_bytes, held + while_stepping))
+            seen = replace(seen, peak_bytes=max(seen.peak_bytes, self.held + self._step))
         return seen
 
-    name = torch.cuda.get_device_name(device) if on_cuda else "this machine's CPU"
-    return _Bench(name, MARGIN, True, on_cuda, probe, lambda: held, notes)  # noqa: FBT003
+    def _run(self, size: int) -> None:
+        is_readable = not self._work.coupling.is_new(size)
+        samples = self._mover.moved(self._work.batch.take(slice(0, size)))
+        returned = self._work.loss(samples, size, self._work.device)
+        loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
+        with speaking_of("BigStep"):
+            arguments.loss(loss)
+        if is_readable and not self._work.coupling.asked and not any(note.startswith(REFUSED) for note in self.notes):
+            try:
+                with _disable_current_modes():  # as in a window
+                    self._admission.read(loss)
+            except LossError as error:
+                self.notes.append(f"{REFUSED}: {str(error).splitlines()[0]}")
+        loss.backward()
 
 
-def _tracing(work: _Work) -> _Bench:
-    """Try sizes in traces, for a GPU that is not here."""
-    traced: list[Prediction] = []
-    here = "this machine has no GPU"
-    if work.device.type != "cpu":
-        here = f"{work.device} has {human(room(work.device).reachable)}"
+class _Tracing:
+    """Tries sizes in traces, for a GPU that is not here."""
 
-    def probe(size: int) -> Probe:
+    name, margin, measured, held = "a GPU", TRACED_MARGIN, False, 0
+
+    def __init__(self, work: _Work) -> None:
+        self._work = work
+        here = "this machine has no GPU"
+        if work.device.type != "cpu":
+            here = f"{work.device} has {human(room(work.device).reachable)}"
+        self.notes = [
+            f"Predicted by tracing, since {here}; {TRACED_MARGIN:.0%} are left free for what a trace does not see.",
+            "Times are not known: on the device itself, a smaller size may be as fast.",
+        ]
+
+    def probe(self, size: int) -> Probe:
         def loss_fn(_: Any, samples: Any) -> Any:
-            return work.forward(samples, size, torch.device("cpu"))
+            return self._work.loss(samples, size, torch.device("cpu"))
 
-        traced.append(predict(work.model, loss_fn, work.batch.take(slice(0, size)), work.optimizers))
-        return Probe(size, traced[-1].peak)
-
-    notes = [
-        f"Predicted by tracing, since {here}; {TRACED_MARGIN:.0%} are left free for what a trace does not see.",
-        "Times are not known: on the device itself, a smaller size may be as fast.",
-    ]
-    return _Bench("a GPU", TRACED_MARGIN, False, True, probe, lambda: traced[0].resident, notes)  # noqa: FBT003
+        while True:
+            traced = predict(self._work.model, loss_fn, self._work.batch.take(slice(0, size)), self._work.optimizers)
+            if not self._work.coupling.is_new(size):  # else it has just shown that it asks for other samples
+                self.held = traced.resident
+                return Probe(size, traced.peak)
 
 
-def _tensors(samples: Any) -> list[Tensor]:
-    return [leaf for _, leaf in leaves(samples) if isinstance(leaf, Tensor)]
-
-
-def _refusal(admission: Admission, loss: Tensor) -> list[str]:
-    """Say that a step would refuse this loss, whatever its size."""
-    try:
-        admission.read(loss)
-    except LossError as error:
-        return [f"{REFUSED}: {str(error).splitlines()[0]}"]
-    return []
-
-
-def _held(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: torch.device) -> tuple[int, int]:
+def _held(trained: Sequence[Tensor], optimizers: Sequence[Optimizer], device: torch.device) -> tuple[int, int]:
     """Return what is held whatever the size, and what a step of the optimizers holds beside it for a while."""
     target: Literal["cuda", "cpu"] = "cuda" if device.type == "cuda" else "cpu"
     there = torch.cuda.memory_allocated(device) if target == "cuda" else resident()
-    gradients = [p for module in models for p in module.parameters() if p.requires_grad and p.grad is None]
+    gradients = [p for p in trained if p.grad is None]
     try:
         state, while_stepping = optimizer_bytes(optimizers, target)
     except Exception:  # noqa: BLE001 - an optimizer may do in its step whatever it likes
@@ -240,91 +222,60 @@ def _held(models: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: 
     return there + sum(p.nbytes for p in gradients) + wider(gradients) + to_come, while_stepping
 
 
-def _planned(work: _Work, bench: _Bench, budget: int, on_probe: Callable[[int], None]) -> Plan:
+def _planned(work: _Work, bench: _Measuring | _Tracing, budget: int, on_probe: Callable[[int], None]) -> Plan:
     """Choose a size, and say why."""
     seen: dict[int, Probe] = {}
     choice: Choice | None = None
-    waiting: Waiting | None = None
+    coupling, total, limit = work.coupling, work.batch.size, int(budget * (1 - bench.margin))
 
     def probe(size: int) -> Probe:
-        on_probe(size)
-        seen[size] = bench.probe(size)
+        if size not in seen:
+            on_probe(size)
+            seen[size] = bench.probe(size)
         return seen[size]
 
-    # A plan that finds no size says so: that is its answer, not an error.
-    with suppress(OutOfMemory):
-        choice = choose(probe, work.batch.size, budget, margin=bench.margin)
-        if choice.fits_whole and work.coupling.inside:
-            # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
-            untimed = tuple(replace(each, seconds=None) for each in choice.probes)
-            choice = replace(choice, size=choice.largest, probes=untimed)
-        if choice.steps > 1 and choice.size in work.saved:
-            whole = _tensors(work.batch.take(slice(None))) if bench.has_host else []  # copied to a device
-            of_a_sample, samples = work.saved[choice.size] / choice.size, sum(leaf.nbytes for leaf in whole)
-            waiting = Waiting(of_a_sample, samples, work.batch.size, at_norms=bool(work.coupling.norms))
-            choice = _leaving_room(choice, waiting, probe) if bench.has_host else choice
-    probes = [seen[size] for size in sorted(seen)]
-    limit, held = int(budget * (1 - bench.margin)), bench.resident()
+    def with_others(size: int) -> Probe:
+        found, beside = probe(size), coupling.beside(size)
+        return found if found.peak_bytes is None else replace(found, peak_bytes=found.peak_bytes + (beside or 0))
+
+    # A plan that finds no size says so: that is its answer, not an error. Of sizes beside which others do not fit,
+    # one that fits alone is told.
+    for each in (with_others, probe):
+        with suppress(OutOfMemory):
+            choice = choose(each, total, budget, margin=bench.margin)
+            choice = replace(choice, probes=tuple(seen[p.size] for p in choice.probes))
+            break
+    if choice and choice.fits_whole and coupling.inside:
+        # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
+        choice = replace(choice, size=total, probes=tuple(replace(p, seconds=None) for p in choice.probes))
+
+    def row(found: Probe) -> Row:
+        told, beside = None if choice is None else choice.predicted(found.size), coupling.beside(found.size)
+        if choice is None or choice.steps == 1:  # none waits for another
+            beside = None
+        return Row(
+            size=found.size,
+            steps=-(-total // found.size),
+            predicted_bytes=told if bench.measured else found.peak_bytes,
+            measured_bytes=found.peak_bytes if bench.measured else None,
+            seconds_per_sample=found.seconds / found.size if found.seconds and found.peak_bytes else None,
+            fits=found.fits(limit - (beside or 0)),
+            waiting_bytes=beside,
+        )
+
     found = Plan(
-        batch_size=work.batch.size,
+        batch_size=total,
         size=choice.size if choice else None,
         steps=choice.steps if choice else None,
         peak_bytes=choice.peak_bytes if choice else None,
         budget=budget,
-        resident_bytes=held,
-        device=bench.device,
+        resident_bytes=bench.held,
+        device=bench.name,
         measured=bench.measured,
-        rows=tuple(_row(each, choice, limit, bench, waiting, work.batch.size) for each in probes),
-        advice=advice(choice, held) if choice else advice_when_nothing_fits(held, probes[0].peak_bytes, limit),
+        rows=tuple(row(seen[size]) for size in sorted(seen)),
+        advice=advice(choice, bench.held)
+        if choice
+        else advice_when_nothing_fits(bench.held, seen[1].peak_bytes, limit),
         notes=tuple(bench.notes),
     )
-    return replace(found, notes=(*found.notes, *coupled_notes(work.coupling, found, waiting)))
-
-
-def _row(  # noqa: PLR0917
-    probe: Probe, choice: Choice | None, limit: int, bench: _Bench, waiting: Waiting | None, batch_size: int
-) -> Row:
-    steps = -(-batch_size // probe.size)
-    beside = waiting.beside(probe.size) if waiting and bench.has_host and steps > 1 else None
-    told = choice.predicted(probe.size) if choice else None
-    return Row(
-        size=probe.size,
-        steps=steps,
-        predicted_bytes=told if bench.measured else probe.peak_bytes,
-        measured_bytes=probe.peak_bytes if bench.measured else None,
-        seconds_per_sample=probe.seconds / probe.size if probe.seconds and probe.peak_bytes else None,
-        fits=probe.fits(limit - (beside or 0)),
-        waiting_bytes=beside,
-    )
-
-
-def _leaving_room(choice: Choice, waiting: Waiting, probe: Callable[[int], Probe]) -> Choice:
-    """Take a smaller size where what waits beside the chosen one does not fit, if there is one that leaves room."""
-
-    def over(size: int, peak: int) -> bool:
-        return peak + waiting.beside(size) > choice.limit
-
-    for _ in range(_FURTHER):
-        if not over(choice.size, choice.peak_bytes):
-            break
-        sizes = even_sizes(choice.largest, 0, choice.size)
-        size = next((s for s in reversed(sizes) if not over(s, choice.predicted(s) or choice.limit)), None)
-        if size is None:
-            break
-        seen = next((p for p in choice.probes if p.size == size), None) or probe(size)
-        if seen.peak_bytes is None:
-            break
-        every = {p.size: p for p in (*choice.probes, seen)}
-        choice = replace(choice, size=size, probes=tuple(every[s] for s in sorted(every)))
-    return choice
-
-
-def _device(models: Sequence[nn.Module]) -> torch.device:
-    found = devices_of(models)
-    if len(found) != 1:
-        raise ConfigurationError(
-            "plan needs the model on one device.",
-            found=", ".join(sorted(map(str, found))) or "no parameters",
-            fix="model.to('cuda')",
-        )
-    return next(iter(found))
+    return replace(found, notes=(*found.notes, *coupling.notes(found)))

@@ -9,8 +9,6 @@ from bigbatch.memory.search import TIE, Choice
 _MOST = 0.5  # of the room for samples: one sample that takes this much leaves no choice
 _MANY_STEPS = 16
 _STILL_FALLING = 0.9  # time per sample at the largest size, to that at half of it
-
-
 REFUSED = "A step would refuse this loss"  # how a note begins that says so
 
 
@@ -57,59 +55,48 @@ class Plan:
 
     def headline(self) -> str:
         """Say the recommendation in one line."""
-        inside = f"within {human(self.budget)} on {self.device}"
-        batch = f"{self.batch_size:,}"
+        inside = f"within {human(self.budget)} on {self.device}."
         if self.size is None:
-            return f"Not one sample of this batch of {batch} fits {inside}."
-        if self.steps == 1:
-            return f"Batch of {batch}: all at once, without accumulation, {inside}."
-        return f"Batch of {batch}: micro-batches of {self.size:,}, {self.steps:,} steps, {inside}."
+            return f"Not one sample of this batch of {self.batch_size:,} fits {inside}"
+        how = "all at once, without accumulation" if self.steps == 1 else f"micro-batches of {self.size:,}"
+        steps = "" if self.steps == 1 else f", {self.steps:,} steps"
+        return f"Batch of {self.batch_size:,}: {how}{steps}, {inside}"
 
 
 def table(rows: Sequence[Row], chosen: int | None) -> list[str]:
-    """Return the lines of the table; the chosen size is marked."""
-    cells: list[tuple[str, ...]] = [
-        ("micro-batch", "steps", "predicted peak", "measured peak", "waits beside", "ms/sample", "")
-    ]
+    """Return the lines of the table, numbers to the right and words to the left; the chosen size is marked."""
+    cells = [("micro-batch", "steps", "predicted peak", "measured peak", "waits beside", "ms/sample", "")]
     for row in rows:
         mark = "<- take this" if row.size == chosen else "" if row.fits else "does not fit"
         time = "" if row.seconds_per_sample is None else f"{1e3 * row.seconds_per_sample:,.3g}"
         sizes = (row.predicted_bytes, row.measured_bytes, row.waiting_bytes)
-        cells.append((f"{row.size:,}", f"{row.steps:,}", *("" if b is None else human(b) for b in sizes), time, mark))
-    return _lines([column for column in zip(*cells, strict=True) if any(column[1:])])
-
-
-def _lines(columns: Sequence[tuple[str, ...]]) -> list[str]:
-    """Put columns side by side: numbers to the right, words to the left."""
+        told, measured, waiting = ("" if size is None else human(size) for size in sizes)
+        cells.append((f"{row.size:,}", f"{row.steps:,}", told, measured, waiting, time, mark))
+    columns = [column for column in zip(*cells, strict=True) if any(column[1:])]
     widths = [max(map(len, column)) for column in columns]
-    aligned = [
-        [cell.ljust(width) if cell.startswith(("<-", "does")) else cell.rjust(width) for cell in column]
-        for column, width in zip(columns, widths, strict=True)
-    ]
-    return ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+    if not columns[-1][0]:
+        widths[-1] = 0  # words
+    return ["  ".join(map(str.rjust, line, widths)).rstrip() for line in zip(*columns, strict=True)]
 
 
 def advice(choice: Choice, resident: int) -> tuple[str, ...]:
     """Say when something other than accumulation is the better answer."""
     said = []
     whole, chosen = choice.seconds(choice.largest), choice.seconds(choice.size)
-    if choice.fits_whole:
-        if choice.size == choice.largest:
-            timed = " and nothing is faster" if chosen is not None else ""
-            said.append(f"The whole batch fits{timed}: no accumulation is needed.")
-        elif whole is not None and chosen is not None:
-            is_slower = whole > TIE * chosen
-            how = f"{whole / chosen - 1:.0%} slower" if is_slower else "as fast"
-            why = "for speed or " if is_slower else ""
-            said.append(f"The whole batch fits, too, and is {how}: accumulate {why}to keep memory free, not for need.")
-    one = choice.probes[0].peak_bytes
-    room = choice.limit - resident
+    if choice.fits_whole and choice.size == choice.largest:
+        timed = "" if chosen is None else " and nothing is faster"
+        said.append(f"The whole batch fits{timed}: no accumulation is needed.")
+    elif choice.fits_whole and whole is not None and chosen is not None:
+        how, why = (f"{whole / chosen - 1:.0%} slower", "for speed or ") if whole > TIE * chosen else ("as fast", "")
+        said.append(f"The whole batch fits, too, and is {how}: accumulate {why}to keep memory free, not for need.")
+    one, room = choice.probes[0].peak_bytes, choice.limit - resident
+    half = choice.seconds(max(1, choice.size // 2))
     if one is not None and choice.size == 1 < choice.largest and one - resident > _MOST * room:
         said.append(
             f"One sample takes {human(one - resident)} of the {human(room)} that weights, gradients and optimizer "
             "state leave: activation checkpointing (torch.utils.checkpoint) would let more samples through at once."
         )
-    elif not choice.fits_whole and _still_faster(choice):
+    elif not choice.fits_whole and choice.size > 1 and chosen and half and chosen < _STILL_FALLING * half:
         said.append(
             "Time per sample is still falling at the largest size that fits: activation checkpointing or bf16 autocast "
             "would make room for larger micro-batches; measure whether it pays for its recomputation."
@@ -122,31 +109,20 @@ def advice(choice: Choice, resident: int) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _still_faster(choice: Choice) -> bool:
-    here, half = choice.seconds(choice.size), choice.seconds(max(1, choice.size // 2))
-    return here is not None and half is not None and choice.size > 1 and here < _STILL_FALLING * half
-
-
 def advice_when_nothing_fits(resident: int, one: int | None, limit: int) -> tuple[str, ...]:
     """Say what is too large, by how much, and what makes it smaller."""
+    found = f"Weights, gradients, optimizer state and all else that this process holds take {human(resident)}"
     if resident > limit:
-        found = (
-            f"Weights, gradients, optimizer state and all else that this process holds take {human(resident)}, "
-            f"{human(resident - limit)} more than "
-            f"the {human(limit)} there are to use: no size of micro-batch changes that."
-        )
+        more = f"{human(resident - limit)} more than the {human(limit)} there are to use"
         remedy = (
             "Train fewer weights (LoRA), take an optimizer with less state (SGD has none, Adafactor little), hold "
             "weights in bfloat16, or shard them over several devices (FSDP)."
         )
-    else:
-        missing = "" if one is None else f" and is {human(one - limit)} short"
-        found = (
-            f"Weights, gradients, optimizer state and all else that this process holds take {human(resident)} of "
-            f"{human(limit)}; one sample does not fit into the {human(limit - resident)} left{missing}."
-        )
-        remedy = (
-            "Use activation checkpointing (torch.utils.checkpoint around each block), shorter sequences or smaller "
-            "images, or torch.autocast(device, dtype=torch.bfloat16)."
-        )
-    return found, remedy
+        return f"{found}, {more}: no size of micro-batch changes that.", remedy
+    missing = "" if one is None else f" and is {human(one - limit)} short"
+    left = f"one sample does not fit into the {human(limit - resident)} left{missing}"
+    remedy = (
+        "Use activation checkpointing (torch.utils.checkpoint around each block), shorter sequences or smaller "
+        "images, or torch.autocast(device, dtype=torch.bfloat16)."
+    )
+    return f"{found} of {human(limit)}; {left}.", remedy

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ def predict(
     model: nn.Module | Sequence[nn.Module],
     loss_fn: Callable[[Any, Any], Any],
     batch: Any,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] = (),
     *,
     target: Target = "cuda",
 ) -> Prediction:
@@ -72,108 +72,90 @@ def predict(
         target: the kind of device to predict for.
     """
     models = tuple(model) if isinstance(model, Sequence) else (model,)
-    optimizers = () if optimizer is None else tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
-    fakes = Fakes()
-    with _tracing(target), _faked(models, fakes):
-        step = _Step([fakes.optimizer(each) for each in optimizers], target)
-        return step.predicted(models, inputs := fakes.batch(batch), lambda: loss_fn(model, inputs))
+    every = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    with _fakes(), like_cuda() if target == "cuda" else nullcontext():
+        live = _Trace(every, target)
+        inputs = mapped(batch, lambda _, leaf: live.fake(leaf) if isinstance(leaf, Tensor) else leaf)
+        with live.faked(models):
+            held = [t for module in models for t in (*module.parameters(), *module.buffers())]
+            trained = list({id(p): p for p in held if p.requires_grad}.values())
+            weights = live.add(held)
+            gradients = live.add(list(map(_with_gradient, trained))) + wider(trained)
+            with live:
+                state = live.make_state()
+            samples = live.add(inputs)
+            with live:
+                live.begin("forward")
+                loss = _loss(loss_fn(model, inputs))
+                forward, where = live.above, live.where
+                live.begin("backward", live.base)
+                loss.backward()
+                backward = live.above
+                where = live.where if backward > forward else where
+                del loss
+                live.begin("step")
+                live.step()
+    step = live.above
+    where = where if samples + max(forward, backward) >= step else "the optimizer's step"
+    return Prediction(weights, gradients, state, samples, forward, backward, step, _WORKSPACES[target], where)
 
 
 def optimizer_bytes(optimizers: Sequence[Optimizer], target: Target) -> tuple[int, int]:
     """Return what the optimizers' state will take when it is all there, and what a step holds beside it for a while."""
-    fakes = Fakes()
-    with _tracing("cpu"):  # an optimizer's kernels are the same
-        step = _Step([fakes.optimizer(each) for each in optimizers], target)
-        parameters = [p for each in step.optimizers for group in each.param_groups for p in group["params"]]
-        step.live.add([parameters, *map(_with_gradient, parameters)])
-        with step.live:
-            state = step.make_state()
-            step.live.begin("step")
-            step.take()
-    return state, step.live.peak - step.live.now
+    with _fakes():  # an optimizer's kernels are the same
+        live = _Trace(optimizers, target)
+        parameters = [p for each in live.optimizers for group in each.param_groups for p in group["params"]]
+        live.add([parameters, *map(_with_gradient, parameters)])
+        with live:
+            state = live.make_state()
+            live.begin("step")
+            live.step()
+    return state, live.above
 
 
 @contextmanager
-def _tracing(target: Target) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+def _fakes() -> Iterator[None]:
+    with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
         warnings.simplefilter("ignore")  # what a real step warns of, it will say itself
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(like_cuda() if target == "cuda" else nullcontext())
-        stack.enter_context(torch.autograd.set_multithreading_enabled(mode=False))
-        yield
+        with torch.autograd.set_multithreading_enabled(mode=False):
+            yield
 
 
-class _Step:
-    """A step of stand-ins, counted."""
+class _Trace(LiveBytes):
+    """Fake tensors by the real ones they stand for; counts what of them is alive, and knows where the peak was."""
 
     def __init__(self, optimizers: Sequence[Optimizer], target: Target) -> None:
-        self.optimizers, self._target = optimizers, target
-        self.live = _LiveStorages(block=_BLOCK[target])
+        super().__init__(block=_BLOCK[target])
+        self.where = self._phase = ""
+        self.base = 0  # what was held when a phase began
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the real one, so that its id stays its own
+        self.optimizers = list(map(self._optimizer, optimizers))
         # On CUDA torch takes the foreach kernels by itself, whose temporaries are as large as the weights.
-        for group in (group for each in optimizers for group in each.param_groups):
+        for group in (group for each in self.optimizers for group in each.param_groups):
             if target == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True
 
-    def predicted(self, models: Sequence[nn.Module], batch: Any, compute_loss: Callable[[], Any]) -> Prediction:
-        live = self.live
-        held = [t for module in models for t in (*module.parameters(), *module.buffers())]
-        parameters = list({id(p): p for p in held if p.requires_grad}.values())
-        weights = live.add(held)
-        gradients = live.add(list(map(_with_gradient, parameters))) + wider(parameters)
-        with live:
-            optimizer_state = self.make_state()
-        samples = live.add(batch)
-        before = live.now
-        with live:
-            live.begin("forward")
-            loss = _loss(compute_loss())
-            forward, where = live.peak - before, live.where
-            live.begin("backward")
-            loss.backward()
-            backward = live.peak - before
-            where = live.where if backward > forward else where
-            del loss
-            after = live.now
-            live.begin("step")
-            self.take()
-            step = live.peak - after
-        return Prediction(
-            weights=weights,
-            gradients=gradients,
-            optimizer_state=optimizer_state,
-            batch=samples,
-            forward=forward,
-            backward=backward,
-            optimizer_step=step,
-            workspaces=_WORKSPACES[self._target],
-            where=where if samples + max(forward, backward) >= step else "the optimizer's step",
-        )
+    def begin(self, phase: str, base: int | None = None) -> None:
+        """Look for the peak of what comes now."""
+        self._phase, self.where, self.peak = phase, phase, self.now
+        self.base = self.now if base is None else base
+
+    @property
+    def above(self) -> int:
+        """The most that the phase has held above its base."""
+        return self.peak - self.base
 
     def make_state(self) -> int:
         """Make the optimizers' state, as their first step does; return its bytes."""
-        before = self.live.now
-        self.live.add([v for o in self.optimizers for state in o.state.values() for v in state.values()])
-        self.take()
-        return self.live.now - before
+        before = self.now
+        self.add([v for o in self.optimizers for state in o.state.values() for v in state.values()])
+        self.step()
+        return self.now - before
 
     @torch.no_grad()
-    def take(self) -> None:
+    def step(self) -> None:
         for each in self.optimizers:
             each.step()
-
-
-class _LiveStorages(LiveBytes):
-    """Counts what is alive while fake tensors are computed with, and knows where the peak was."""
-
-    def __init__(self, block: int) -> None:
-        super().__init__(block=block)
-        self.where = self._phase = ""
-        self._stand_ins: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def begin(self, phase: str) -> None:
-        """Look for the peak of what comes now."""
-        self._phase, self.where, self.peak = phase, phase, self.now
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -186,36 +168,22 @@ class _LiveStorages(LiveBytes):
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         before = self.peak
-        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        # Of what depends on numbers, the most memory that it can ask for.
+        outputs = super().__torch_dispatch__(_DATA_DEPENDENT.get(func, func), types, args, kwargs)
         self.peak = max(self.peak, self.now + scratch(func, args))
         if self.peak > before:
             self.where = f"{self._phase}: {func}"
         return outputs
 
-    def computed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation; of what depends on numbers, take the most memory that it can ask for."""
-        return _DATA_DEPENDENT.get(func, func)(*args, **kwargs)
-
     def _on_the_cpu(self, value: Any) -> Any:
         """Take a stand-in for a real tensor on a device: all fake tensors here are on the CPU."""
-        if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu":
-            return value
-        if id(value) not in self._stand_ins:
-            self._stand_ins[id(value)] = (value, _fake(value))
-        return self._stand_ins[id(value)][1]
+        is_here = not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.device.type == "cpu"
+        return value if is_here else self.fake(value)
 
-
-class Fakes:
-    """Fake tensors by the real ones they stand for; to be used inside a fake mode."""
-
-    def __init__(self) -> None:
-        """Have none."""
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the real one, so that its id stays its own
-
-    def of(self, real: Tensor) -> Tensor:
+    def fake(self, real: Tensor) -> Tensor:
         """Return the stand-in of a tensor: always the same for the same one, so that tied weights stay tied."""
         if id(real) not in self._made:
-            fake = _fake(real)
+            fake = torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
             if isinstance(real, nn.Parameter):
                 fake = nn.Parameter(fake, requires_grad=real.requires_grad)
             elif real.requires_grad:
@@ -223,36 +191,31 @@ class Fakes:
             self._made[id(real)] = (real, fake)
         return self._made[id(real)][1]
 
-    def batch(self, real: Any) -> Any:
-        """Return a batch of the same structure."""
-        return mapped(real, lambda _, leaf: self.of(leaf) if isinstance(leaf, Tensor) else leaf)
-
-    def optimizer(self, real: Optimizer) -> Optimizer:
+    def _optimizer(self, real: Optimizer) -> Optimizer:
         """Return an optimizer of the stand-ins; hooks, and schedulers that patched the real one, stay behind."""
         tensors = [p for group in real.param_groups for p in group["params"]]
         tensors += [v for state in real.state.values() for v in state.values() if isinstance(v, Tensor)]
-        memo: dict[int, Any] = {id(tensor): self.of(tensor) for tensor in tensors}
+        memo: dict[int, Any] = {id(tensor): self.fake(tensor) for tensor in tensors}
         return copy.deepcopy(real, memo)
 
+    @contextmanager
+    def faked(self, models: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, the models hold stand-ins; afterwards they are as before, with all attributes that a forward may set.
 
-@contextmanager
-def _faked(models: Sequence[nn.Module], fakes: Fakes) -> Iterator[None]:
-    """Inside, the models hold stand-ins; afterwards they are as before, with all attributes that a forward may set.
-
-    The models themselves and no copies: a loss function may have closed over them, and not use what it is handed.
-    """
-    modules = list(dict.fromkeys(module for model in models for module in model.modules()))
-    held = [vars(module) for module in modules]
-    held += [each for module in modules for each in (module._parameters, module._buffers)]  # noqa: SLF001
-    before = [dict(each) for each in held]
-    try:
-        for each in held[len(modules) :]:  # setattr would register anew
-            each.update({name: fakes.of(tensor) for name, tensor in each.items() if tensor is not None})
-        yield
-    finally:
-        for each, was in zip(held, before, strict=True):
-            each.clear()
-            each.update(was)
+        The models themselves and no copies: a loss function may have closed over them, and not use what it is handed.
+        """
+        modules = list(dict.fromkeys(module for model in models for module in model.modules()))
+        tensors: list[dict[str, Any]] = [t for m in modules for t in (m._parameters, m._buffers)]  # noqa: SLF001
+        held = [*map(vars, modules), *tensors]
+        before = [dict(each) for each in held]
+        try:
+            for each in tensors:  # setattr would register anew
+                each.update({name: self.fake(tensor) for name, tensor in each.items() if tensor is not None})
+            yield
+        finally:
+            for each, was in zip(held, before, strict=True):
+                each.clear()
+                each.update(was)
 
 
 def _number(subject: Tensor) -> float | bool:
@@ -266,10 +229,6 @@ def _number(subject: Tensor) -> float | bool:
         "shapes alone.",
         fix="plan(...) on the device itself, where it is measured",
     )
-
-
-def _selected(subject: Tensor, mask: Tensor) -> Tensor:
-    return subject.new_empty(torch.broadcast_shapes(subject.shape, mask.shape).numel())
 
 
 def _indexed(subject: Tensor, given: Sequence[Tensor | None]) -> Tensor:
@@ -288,13 +247,9 @@ _DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
     _aten.equal.default: lambda *_: False,
     _aten._local_scalar_dense.default: _number,  # noqa: SLF001
     _aten.nonzero.default: lambda x: x.new_empty((x.numel(), x.dim()), dtype=torch.int64),
-    _aten.masked_select.default: _selected,
+    _aten.masked_select.default: lambda x, mask: x.new_empty(torch.broadcast_shapes(x.shape, mask.shape).numel()),
     _aten.index.Tensor: _indexed,
 }
-
-
-def _fake(real: Tensor) -> Tensor:
-    return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device="cpu")
 
 
 def _with_gradient(parameter: Tensor) -> Tensor:
