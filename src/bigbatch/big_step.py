@@ -30,8 +30,7 @@ from bigbatch.errors import (
     WindowBroken,
     WindowError,
 )
-from bigbatch.execute.choose_split import Divider
-from bigbatch.execute.execution import Execution, cast_each_time, count_first, launch, to_lockstep
+from bigbatch.execute.execution import Divider, Execution, remedy
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_check import FirstCheck
 from bigbatch.lockstep.run import Together
@@ -313,10 +312,11 @@ class BigStep:
             if self._is_sharded:
                 return None
             self._stepper.team.tell_of_several(self._mover.device)
-        better = to_lockstep(now, error) or count_first(now, error)
-        if better is not None or isinstance(error, NeedsLockStep | SeveralCounts) or self._others_wait(error, division):
-            return better
-        return launch(now, error) or cast_each_time(now, error) or (now if self._has_room(error, division) else None)
+        if isinstance(error, NeedsLockStep | SeveralCounts):
+            return remedy(now, error)
+        if self._others_wait(error, division):
+            return None
+        return remedy(now, error) or (now if self._has_room(error, division) else None)
 
     def _others_wait(self, error: BaseException, division: Division | None) -> bool:
         """Whether other ranks wait for this one in the midst of a window: then it cannot try again alone."""

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
-from bigbatch.execute.execution import launch
+from bigbatch.execute.execution import remedy
 from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.execute.precast import CastWeights
 from tests.support.emulated_graphs import emulated, whole_emulated
@@ -46,10 +46,14 @@ def with_slope(model: Any, batch: Tensor) -> Tensor:
 
 
 def compared(
-    patch: pytest.MonkeyPatch, loss: Callable[[Any, Tensor], Tensor], between: Callable[[Any, int], None], **how: Any
+    patch: pytest.MonkeyPatch,
+    loss: Callable[[Any, Tensor], Tensor],
+    between: Callable[[Any, int], None],
+    make: Callable[..., nn.Module] = Heated,
+    **how: Any,
 ) -> float:
     """How far replayed updates are from those of the whole batch."""
-    model, twin = seeded(lambda: Heated(**how))(), seeded(lambda: Heated(**how))()
+    model, twin = seeded(lambda: make(**how))(), seeded(lambda: make(**how))()
     step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=Options(check=False))
     emulated(step, patch)
     optimizer = sgd(trained(twin))
@@ -90,6 +94,38 @@ def test_a_branch_on_pythons_random_numbers_is_watched(monkeypatch: pytest.Monke
         assert compared(monkeypatch, squares, lambda *_: None, drops=True) <= 1e-12
 
 
+class Rotated(nn.Module):
+    """Keeps its angles in containers, as caches of rotary embeddings are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.cache = nn.Linear(3, 3), dict[int, tuple[Tensor, Tensor]]()
+        self.layers = [{"angles": [self.angles(1.0)]}]
+
+    @staticmethod
+    def angles(base: float) -> Tensor:
+        """One for each feature."""
+        return (base * torch.arange(3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3) → (n, 3)."""
+        cos, sin = self.cache.setdefault(3, (self.angles(1.0).cos(), self.angles(1.0).sin()))
+        return self.layer(x * cos + x.flip(1) * sin) * self.layers[0]["angles"][0]
+
+
+def rebased(model: Any, number: int) -> None:
+    """Another base from the fourth step on, as for longer contexts."""
+    if number == 3:
+        model.cache[3] = (model.angles(0.5).cos(), model.angles(0.5).sin())
+    if number == 4:
+        model.layers[0]["angles"] = [model.angles(2.0)]
+
+
+def test_tensors_in_containers_of_containers_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a dict of tuples, or a list of dicts of lists."""
+    assert compared(monkeypatch, squares, rebased, make=Rotated) <= 1e-12
+
+
 def test_a_loss_that_asks_for_a_gradient_of_its_input_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a gradient penalty does."""
     assert compared(monkeypatch, with_slope, lambda *_: None) <= 1e-12
@@ -116,7 +152,7 @@ def test_a_window_that_cannot_be_captured_leaves_captured_micro_steps(monkeypatc
     error = NotCapturable("a whole window that draws random numbers")
     error.of_window = True
     with pytest.warns(UserWarning, match="cannot be captured"):
-        better = launch(step._execution, error)
+        better = remedy(step._execution, error)
     assert better is not None
     step._runner.follow(better)
     assert step._runner.whole is None
@@ -128,7 +164,7 @@ def test_two_casts_that_overlap_leave_functions_as_they_were() -> None:
     """Two steps on two threads, of which the first to begin ends first."""
     plain = F.linear
     model = nn.Linear(3, 3)
-    first, second = (CastWeights([torch.optim.SGD(model.parameters(), lr=0.1)], captured=False) for _ in range(2))
+    first, second = (CastWeights([torch.optim.SGD(model.parameters(), lr=0.1)]) for _ in range(2))
     try:
         first.__enter__()
         second.__enter__()

@@ -404,7 +404,7 @@ def test_a_scaler_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that counts its calls is another one every time; a warning says so."""
-    monkeypatch.setattr("bigbatch.execute.graph_window.WINDOWS", Limits(kept=8, shapes=64, captures=2, replays=1))
+    monkeypatch.setattr("bigbatch.execute.graph_calls.WINDOWS", Limits(kept=8, fresh=4, replays=1))
 
     class Counting(Norms):
         def __init__(self) -> None:
@@ -417,7 +417,7 @@ def test_what_changes_all_the_time_is_launched(monkeypatch: pytest.MonkeyPatch) 
 
     twins = Twins(Counting(), classified, monkeypatch)
     twins.updates([8] * 2)
-    with pytest.warns(UserWarning, match="captured 2 times, and replayed 0.0 times each"):
+    with pytest.warns(UserWarning, match="2 were captured, and 0 replayed"):
         twins.updates([8] * 8)
     assert twins.step._runner.whole is None
 
@@ -446,7 +446,7 @@ def test_a_capture_that_fails_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPat
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that were used last."""
-    monkeypatch.setattr("bigbatch.execute.graph_window.WINDOWS", Limits(kept=2, shapes=64, captures=16, replays=1))
+    monkeypatch.setattr("bigbatch.execute.graph_calls.WINDOWS", Limits(kept=2, fresh=32, replays=1))
     twins = Twins(Norms(), classified, monkeypatch)
     twins.updates([4, 4, 5, 5, 6, 6, 4, 6, 5])
     assert len(twins.whole.captured) == 2

@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map
 
 from bigbatch import BigStep
+from bigbatch.execute.graph_calls import ReplayedSteps, WholeWindows
 from bigbatch.execute.graph_record import Recorder
 from bigbatch.execute.graph_replay import Replayed
-from bigbatch.execute.graph_steps import ReplayedSteps
-from bigbatch.execute.graph_window import WholeWindows
 from bigbatch.execute.micro_step import Runner
 from bigbatch.loss import readings, reductions
 from bigbatch.loss.count import Term
@@ -148,7 +147,7 @@ def emulated(step: BigStep, patch: Any) -> Replayed:
     """Let a step on the CPU replay its micro-steps, as with Options(cuda_graph=True) on a GPU; returns its graphs."""
     _as_on_a_device(patch)
     runner = step._runner
-    runner.steps = ReplayedSteps(runner._models, torch.device("cpu"), runner._stepper, runner)
+    runner.steps = ReplayedSteps(runner._models, torch.device("cpu"), runner._stepper)
     step._options = step._divider._options = replace(step._options, cuda_graph=True)
     step._execution = replace(step._execution, graph_steps=True)
     return runner.steps.graphs

@@ -1,13 +1,25 @@
-"""How a batch is run, and what is tried instead where that fails."""
+"""How a batch is run: which micro-batches it is cut into, and what is tried instead where that fails."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
+
+from bigbatch.batch.batch import Batch
+from bigbatch.batch.packing import lengths_of, refuse_loss_of_content
+from bigbatch.batch.split import Division
+from bigbatch.batch.transfer import Mover
 from bigbatch.caller import outside
-from bigbatch.errors import SeveralCounts
+from bigbatch.errors import OutOfMemory, SeveralCounts
 from bigbatch.execute.graph_record import NotCapturable
-from bigbatch.execute.precast import ForeignBackward
+from bigbatch.memory.probe import Stage
+from bigbatch.memory.search import Probe
+from bigbatch.memory.sizes import Sizes
+from bigbatch.options import Options
+from bigbatch.state.oom import let_go, missing
 from bigbatch.state.scope import NeedsLockStep
 
 
@@ -19,24 +31,14 @@ class Execution:
     count_first: bool = False  # several counts are learned in a pass of their own
     graph_steps: bool = False  # micro-steps are captured
     graph_windows: bool = False  # windows in lock-step are captured
-    casts: bool = True  # weights are cast once per window, where that serves
 
 
-Remedy = Callable[[Execution, BaseException], Execution | None]
-
-
-def to_lockstep(now: Execution, error: BaseException) -> Execution | None:
-    """Run micro-batches in lock-step where a loss asks for others."""
-    return replace(now, lockstep=True) if isinstance(error, NeedsLockStep) and not now.lockstep else None
-
-
-def count_first(now: Execution, error: BaseException) -> Execution | None:
-    """Learn several counts before the first backward: the graph cannot tell them before the last micro-batch."""
-    return replace(now, count_first=True) if isinstance(error, SeveralCounts) and not now.count_first else None
-
-
-def launch(now: Execution, error: BaseException) -> Execution | None:
-    """Launch what cannot be captured; micro-steps and windows in lock-step are apart, of other losses."""
+def remedy(now: Execution, error: BaseException) -> Execution | None:
+    """Return how to run a batch where it failed with an error; None where this is no matter of how."""
+    if isinstance(error, NeedsLockStep):
+        return None if now.lockstep else replace(now, lockstep=True)
+    if isinstance(error, SeveralCounts):  # the graph cannot tell them before the last micro-batch
+        return None if now.count_first else replace(now, count_first=True)
     if not isinstance(error, NotCapturable) or not (now.graph_steps or now.graph_windows):
         return None
     warnings.warn(
@@ -44,9 +46,75 @@ def launch(now: Execution, error: BaseException) -> Execution | None:
         "the same gradients. Take Options(cuda_graph=True) out to be rid of this warning.",
         stacklevel=outside(),
     )
+    # Micro-steps and windows in lock-step are apart, of other losses.
     return replace(now, graph_windows=False) if error.of_window else replace(now, graph_steps=False)
 
 
-def cast_each_time(now: Execution, error: BaseException) -> Execution | None:
-    """Cast weights for each micro-batch where a loss runs a backward of its own, which ours would add to."""
-    return replace(now, casts=False) if isinstance(error, ForeignBackward) and now.casts else None
+class Divider:
+    """Cuts one batch after the other, with the sizes that were learned from those before."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        sizes: Sizes,
+        options: Options,
+        mover: Mover,
+    ) -> None:
+        """Know what is trained."""
+        self._models, self._optimizers, self._sizes, self._options = models, optimizers, sizes, options
+        self._mover = mover
+        self._stage: tuple[int, Stage] | None = None  # where sizes are tried, within a limit
+
+    def divide(self, whole: Batch, run: Callable[[Any, Division], None], *, lockstep: bool) -> Division:
+        """Choose the micro-batches; `run` runs one of a division, to see what it takes."""
+        if self._options.lengths is None:
+            size = self._sizes.samples(
+                whole.signature(),
+                whole.size,
+                lambda size, limit: self._rehearse(Division.even(whole, size), limit, run),
+                # Micro-batches that wait for each other are no faster, nor smaller, than all at once.
+                at_once=lockstep,
+            )
+            return Division.even(whole, size)
+        lengths = lengths_of(whole, self._options.lengths)
+        longest, order = max(*lengths, 1), sorted(range(whole.size), key=lambda i: -lengths[i])
+
+        def probe(size: int, limit: int) -> Probe:
+            chosen = order[:size]
+            rehearsed = Division.packed(whole.only(chosen), [lengths[i] for i in chosen], longest * size)
+            return self._rehearse(rehearsed, limit, run)
+
+        budget = self._sizes.tokens(self._options.token_budget, lengths, probe)
+        division = Division.packed(whole, lengths, budget, self._sizes.most, alike=self._options.cuda_graph)
+        refuse_loss_of_content(whole, lengths, division.width)
+        return division
+
+    def _rehearse(self, division: Division, limit: int, run: Callable[[Any, Division], None]) -> Probe:
+        """Run the first micro-batch of a division for its memory and time, and leave no trace."""
+        if self._stage is None or self._stage[0] != limit:
+            dtype = self._options.gradient_dtype
+            self._stage = limit, Stage(self._models, self._optimizers, dtype, self._mover.device, limit)
+        first = lambda: run(self._mover.moved(division.micro_batch(0)), division)  # noqa: E731
+        return self._stage[1].rehearse(division.sizes[0], first)
+
+    def shrink(self, division: Division, error: BaseException, *, lockstep: bool) -> None:
+        """Take smaller micro-batches from now on, or give up where one sample does not fit."""
+        size = max(division.sizes)
+        what = "one sample" if division.longest is None else f"one sample of length {max(division.longest)}"
+        # None where it was no micro-batch that failed, but a check or the step; side by side it may be any of them.
+        at = None if lockstep else self._mover.at
+        alone = division.longest is not None and at is not None and division.sizes[at] == 1
+        if size <= 1 or alone:  # a sample longer than the budget stays alone, whatever the budget
+            let_go(error, told=True)
+            raise OutOfMemory(
+                f"out of memory with {what} at a time; {missing(error)}. The model, the optimizer and the random state "
+                "are as they were before this step.",
+                fix="activation checkpointing (torch.utils.checkpoint, or model.gradient_checkpointing_enable()), "
+                "shorter sequences, autocast to bfloat16, or an optimizer with less state",
+            ) from error
+        if division.longest is None:
+            self._sizes.learn(division.batch.signature(), size // 2)
+        else:
+            groups = zip(division.sizes, division.longest, strict=True)
+            self._sizes.learn_tokens(max(number * wide for number, wide in groups if number > 1) // 2)

@@ -11,7 +11,7 @@ from enum import Enum
 from itertools import zip_longest
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,9 @@ from bigbatch.state.rng import Randomness, is_generator
 
 # What a call of a module does not read: ways to save it, and what is set once for its class.
 _UNREAD = frozenset(name for name in vars(nn.Module()) if "state_dict" in name or name == "_non_persistent_buffers_set")
-_TORCHS_OWN = frozenset(vars(nn.Module())) - {"_buffers"}  # what every module has, and no table is in
+_OWN = "_parameters", "_buffers", "_modules"  # tables of each module, of any length
 _CONTAINERS = (dict, list, tuple, set, deque)
-_FEW = 64  # entries of a container that may be tables; where there are more, it is a vocabulary or the like
-_MANY = 256  # entries of a container that are compared
+_MANY = 256  # entries of a container that are compared; where there are more, it is a vocabulary or the like
 _DEEP = 3  # containers in containers
 _SMALL = 4096  # bytes of an array
 # These are compared by value, or by identity where they have none; they are held, so that no other takes their place.
@@ -43,13 +42,12 @@ class Guard:
 
     def changed(self, parameters: Sequence[Tensor], settings: object) -> bool:
         """Whether modes, places of tensors, attributes, hooks or `settings` are others than at the last call."""
-        modules = _modules(self._models)
-        own = [p for module in modules for p in module._parameters.values() if p is not None]  # noqa: SLF001 - one walk
-        places = [p.data_ptr() for p in (*parameters, *own)]
-        state = settings, places, [_place(table.tensor) for table in _tables(modules)], [_hooks(p) for p in own]
+        stays = self._kept is not None and self._kept.stays()
+        self._kept = self._kept or _Kept(self._models)
+        weights = [each for _, each in self._kept.tensors if isinstance(each, nn.Parameter)]
+        tables = [_place(each) for _, each in self._kept.tensors if not isinstance(each, nn.Parameter)]
+        state = settings, [p.data_ptr() for p in (*parameters, *weights)], tables, [_hooks(p) for p in weights]
         before, self._state = self._state, state
-        stays = self._kept is not None and self._kept.stay()
-        self._kept = self._kept or _Kept(modules)
         return before != state or not stays
 
     @contextmanager
@@ -59,13 +57,11 @@ class Guard:
         It may neither replace tensors that modules keep, since replays begin with the old ones, nor draw numbers of
         the host, which would be the same ones in every replay.
         """
-        modules = _modules(self._models)
-        kept, before = _Kept(modules), _tables(modules)
-        devices = frozenset() if self._draws else frozenset({self._device})
-        numbers = Randomness(devices, kept.generators)
+        kept = _Kept(self._models)
+        numbers = Randomness(frozenset() if self._draws else frozenset({self._device}), kept.generators)
         try:
             yield
-            _refuse_replaced(before, _tables(modules))
+            kept.refuse_replaced()
             # On a CPU, which has no graphs, torch's own generator is the device's.
             _refuse_drawn(numbers, torchs=not self._draws or self._device.type != "cpu")
         except BaseException:
@@ -75,14 +71,13 @@ class Guard:
 
 
 class _Kept:
-    """What modules keep in their attributes, and in the containers and objects among them."""
+    """What modules keep in their attributes, and in the containers and objects among them: one walk, bounded."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Take it down."""
-        self._modules = modules
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
         self._look()
 
-    def stay(self) -> bool:
+    def stays(self) -> bool:
         """Whether all of it is as it was; if not, it is from now on."""
         if all(map(_holds, self._holders, self._contents)):  # the same objects: nothing is compared by value
             return True
@@ -97,42 +92,61 @@ class _Kept:
                 holder.clear()
                 (holder.update if isinstance(holder, dict | set) else holder.extend)(_paired(holder, content))
 
+    def refuse_replaced(self) -> None:
+        """Raise where modules keep other tensors by now."""
+        for (name, old), (other, new) in zip_longest(self.tensors, _Kept(self._models).tensors, fillvalue=("", None)):
+            if old is not new:
+                raise NotCapturable(
+                    f"its forward replaces a buffer or an attribute, {other or name}; write into it instead, as with "
+                    "buffer.copy_()"
+                )
+
     def _look(self) -> None:
         self.generators: list[Any] = []
+        self.tensors: list[tuple[str, Tensor]] = []  # with their names; what has a graph is an activation put aside
         self._holders: list[Any] = []
-        self._contents: list[list[Any]] = []
+        self._contents: list[list[Any]] = []  # of the holders
         self._values: list[Any] = []
         seen: set[int] = set()
-        for module in self._modules:
-            own = vars(module)
-            self._hold(own)
-            for name, value in own.items():
+        for module in (module for model in self._models for module in model.modules()):
+            self._hold(vars(module))
+            for name, value in vars(module).items():
                 if name not in _UNREAD:
                     self._values.append(name)
-                    self._note(value, 0, seen)
+                    self._note(value, f"{type(module).__name__}.{name}", -1 if name in _OWN else 0, seen)
 
-    def _note(self, value: Any, depth: int, seen: set[int]) -> None:
+    def _note(self, value: Any, name: str, depth: int, seen: set[int]) -> None:
+        """Take down a value; one of the module's own tables has a depth of -1."""
         if value is None or isinstance(value, _COMPARED):
             self._values.append(value)
-        elif isinstance(value, Tensor | type | ModuleType):  # tensors are compared by their places
-            self._values.append(type(value))
+        elif isinstance(value, Tensor | type | ModuleType):
+            self._values.append(type(value))  # tensors are compared by their places
+            if isinstance(value, Tensor) and value.grad_fn is None:
+                self.tensors.append((name, value))
         elif is_generator(value):
             self.generators.append(value)
         elif hasattr(value, "tobytes"):
             self._values.append(value.tobytes() if getattr(value, "nbytes", _SMALL + 1) <= _SMALL else type(value))
         else:
             self._values.append(type(value))
-            inside = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
-            if isinstance(inside, _CONTAINERS) and len(inside) <= _MANY and depth < _DEEP and id(inside) not in seen:
+            inside: Any = value if isinstance(value, _CONTAINERS) else getattr(value, "__dict__", None)
+            few = isinstance(inside, _CONTAINERS) and (depth < 0 or (len(inside) <= _MANY and depth < _DEEP))
+            if few and id(inside) not in seen:
                 seen.add(id(inside))
                 if not isinstance(inside, tuple):
                     self._hold(inside)
-                for each in _flat(inside):
-                    self._note(each, depth + 1, seen)
+                for key, each in inside.items() if isinstance(inside, dict) else ((None, each) for each in inside):
+                    self._note(key, name, depth + 1, seen)
+                    self._note(each, name if key is None else f"{name.partition('.')[0]}.{key}", depth + 1, seen)
 
     def _hold(self, holder: Any) -> None:
         self._holders.append(holder)
         self._contents.append(_flat(holder))
+
+
+def _refuse_drawn(numbers: Randomness, *, torchs: bool) -> None:
+    if numbers.drawn(torchs=torchs):
+        raise NotCapturable("it draws random numbers that each replay would repeat")
 
 
 def _flat(holder: Any) -> list[Any]:
@@ -149,48 +163,6 @@ def _holds(holder: Any, content: list[Any]) -> bool:
 def _paired(holder: Any, content: list[Any]) -> Any:
     half = len(content) // 2
     return dict(zip(content[:half], content[half:], strict=True)) if isinstance(holder, dict) else content
-
-
-class _Table(NamedTuple):
-    """A tensor that a module keeps beside its parameters, as the angles of rotary embeddings."""
-
-    module: nn.Module
-    name: str
-    tensor: Tensor
-
-
-def _tables(modules: Sequence[nn.Module]) -> list[_Table]:
-    found = []
-    for module in modules:
-        for name, kept in vars(module).items():
-            if name in _TORCHS_OWN:
-                continue
-            if isinstance(kept, Tensor):
-                found.append(_Table(module, name, kept))
-            elif isinstance(kept, dict | list | tuple) and 0 < len(kept) <= _FEW:
-                inside = kept.items() if isinstance(kept, dict) else ((name, each) for each in kept)
-                found += [_Table(module, str(key), each) for key, each in inside if isinstance(each, Tensor)]
-    # What has a graph is an activation that was put aside: no forward goes on from it, its graph is spent.
-    return [table for table in found if table.tensor.grad_fn is None]
-
-
-def _refuse_drawn(numbers: Randomness, *, torchs: bool) -> None:
-    if numbers.drawn(torchs=torchs):
-        raise NotCapturable("it draws random numbers that each replay would repeat")
-
-
-def _refuse_replaced(before: list[_Table], after: list[_Table]) -> None:
-    for old, new in zip_longest(before, after):
-        if old is None or new is None or old.tensor is not new.tensor:
-            found = new or old
-            raise NotCapturable(
-                f"its forward replaces a buffer or an attribute, {type(found.module).__name__}.{found.name}; write "
-                "into it instead, as with buffer.copy_()"
-            )
-
-
-def _modules(models: Sequence[nn.Module]) -> list[nn.Module]:
-    return [module for model in models for module in model.modules()]
 
 
 def _hooks(parameter: Tensor) -> object:

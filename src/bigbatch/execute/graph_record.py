@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import torch
 
 from bigbatch.errors import BigBatchError
-from bigbatch.execute.workspaces import workspaces_given_back
 from bigbatch.state.oom import is_out_of_memory
 
 Result = TypeVar("Result")
@@ -36,9 +35,8 @@ class Recorder:
     def record(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
         """Return the graph of what `run` launches, and what it returns; nothing is computed by this."""
         stream = _capture_stream(self._device)
-        give_workspaces_back()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        _free_workspaces()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         gc.collect()
@@ -51,7 +49,7 @@ class Recorder:
             try:
                 found = run()
                 graph.capture_end()
-                give_workspaces_back()
+                _free_workspaces()
             except BaseException as error:
                 self._abandon(graph)
                 if not isinstance(error, RuntimeError) or isinstance(error, BigBatchError) or is_out_of_memory(error):
@@ -62,22 +60,14 @@ class Recorder:
         return graph, found
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Leave a capture that failed: torch would go on to hand out the graph's memory, and never give any back."""
+        """Leave a capture that failed: torch would go on to hand out the graph's memory, and never free any."""
         with suppress(RuntimeError):
             graph.capture_end()
-        give_workspaces_back()
+        _free_workspaces()
         with suppress(RuntimeError, AttributeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)  # noqa: SLF001 - no public name
         self._pool = None
-        with suppress(RuntimeError):
-            torch.cuda.synchronize(self._device)
-        self._calm_generators()
-
-    def _calm_generators(self) -> None:
-        """Let random numbers be drawn again: after a capture that failed torch takes its generator to be in one still.
-
-        The end of a capture that succeeds tells it otherwise.
-        """
+        # Torch takes its generator to be in a capture still, until the end of one that succeeds.
         some, graph = torch.empty((), device=self._device), torch.cuda.CUDAGraph()
         with suppress(RuntimeError):
             torch.cuda.synchronize(self._device)
@@ -94,12 +84,21 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def give_workspaces_back() -> None:
-    """Have no memory that matrix products work in, which libraries keep for each thread and stream, for good.
+def workspaces_freer() -> Callable[[], None] | None:
+    """Return what frees the memory that matrix products work in, where this torch can: 32 MiB and more per thread.
 
-    What is asked for during a capture comes out of the graph's memory. It must not be older, or it may be given out
-    again while the graph still writes to it; nor stay, or it holds on to that memory when the graph is long gone.
+    What was launched still uses it, on the stream where the next one to get it launches.
     """
-    give_back = workspaces_given_back()
-    if give_back is not None and torch.cuda.is_available():
-        give_back()
+    found: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # noqa: SLF001 - no public name
+    return found
+
+
+def _free_workspaces() -> None:
+    """Free workspaces around a capture, where they come out of the graph's memory.
+
+    They must not be older, or that memory may be given out again while the graph still writes to it; nor stay, or they
+    hold on to it when the graph is long gone.
+    """
+    free = workspaces_freer()
+    if free is not None and torch.cuda.is_available():
+        free()

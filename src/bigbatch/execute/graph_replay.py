@@ -4,10 +4,9 @@ A call is one micro-step, or all micro-batches of a window in lock-step. It is c
 second time. Its inputs and the gradients lie at fixed addresses; what it returns is entered into the window.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,18 +18,16 @@ from bigbatch.state.oom import is_out_of_memory
 from bigbatch.window.gradients import Gradients
 
 
-@dataclass(frozen=True)
-class Limits:
+class Limits(NamedTuple):
     """When captures are no longer worth their while."""
 
     kept: int  # graphs; each holds its own inputs, all share the memory of activations
-    shapes: int  # after so many, more calls should have been replayed than launched
-    captures: int  # after so many ...
-    replays: int  # ... each should have been replayed so often
+    fresh: int  # after so many first launches and captures ...
+    replays: int  # ... each capture should have been replayed so often
 
 
-MICRO_STEPS = Limits(kept=64, shapes=256, captures=128, replays=16)
-WINDOWS = Limits(kept=8, shapes=64, captures=16, replays=1)
+MICRO_STEPS = Limits(kept=64, fresh=256, replays=16)
+WINDOWS = Limits(kept=8, fresh=32, replays=1)
 
 
 @dataclass
@@ -92,9 +89,18 @@ class Replayed:
             return False
         self._seen.add(shape)
         self.launches += 1
-        if self.launches > self._limits.shapes and self.captures + self.replays < self.launches:
-            raise NotCapturable(f"of {self._calls()} calls {self.launches} were the first of their shape")
+        self._refuse_waste()
         return True
+
+    def _refuse_waste(self) -> None:
+        worth = self.replays >= self._limits.replays * self.captures and self.captures + self.replays >= self.launches
+        if self.launches + self.captures > self._limits.fresh and not worth:
+            raise NotCapturable(
+                f"of {self.launches + self.captures + self.replays} calls {self.launches} were the first of their "
+                f"shape, {self.captures} were captured, and {self.replays} replayed: shapes take turns, or something "
+                "that modules keep (a number, a hook, a mode) or a number in the batch changes all the time. Cut "
+                "batches alike, and make what changes a tensor of the batch"
+            )
 
     def note(self, gradients: Gradients) -> None:
         """Note which parameters a window that was launched has given a gradient."""
@@ -120,10 +126,10 @@ class Replayed:
 
     def close(self, gradients: Gradients) -> None:
         """Take gradients of zero back that nothing was added to: an optimizer would let their parameters decay."""
-        launched = [now != before for now, before in zip(self._versions(), self._opened, strict=True)]
-        others = [p.grad is not held for p, held in zip(gradients.parameters, self._held, strict=True)]
-        for p, *got in zip(gradients.parameters, launched, self._reached, others, strict=True):
-            if not any(got):
+        others = self._others(gradients)
+        changes = zip(gradients.parameters, self._versions(), self._opened, self._reached, others, strict=True)
+        for p, now, before, reached, other in changes:
+            if now == before and not reached and not other:
                 p.grad = None
         if any(others):  # a launch has reached more parameters than any before
             self.note(gradients)
@@ -143,13 +149,8 @@ class Replayed:
     ) -> Any:
         """Return the result of a replay; its tensors are written by the next one. Captures where there is no graph.
 
-        Args:
-            shape: what `shape_of` says of the inputs.
-            inputs: tensors, in anything.
-            call: what is replayed.
-            gradients: what it adds to.
-            before: is called before each replay with what the call has returned when it was captured.
-            reads: returns tensors that the call reads and nobody else holds.
+        `shape` is what `shape_of` says of the inputs. `before` is called before each replay with what the call has
+        returned when it was captured. `reads` returns tensors that the call reads and nobody else holds.
         """
         captured = self.captured.pop(shape, None)
         if captured is None:
@@ -173,13 +174,7 @@ class Replayed:
         reads: Callable[[], Sequence[Tensor]],
     ) -> Captured:
         """Capture a call, and replay it for the first time: capturing computes nothing."""
-        if self.captures >= self._limits.captures and self.replays < self._limits.replays * self.captures:
-            msg = (
-                f"it was captured {self.captures} times, and replayed {self.replays / self.captures:.1f} times each: "
-                "shapes take turns, or something that modules keep (a number, a hook, a mode) or a number in the batch "
-                "changes all the time. Cut batches alike, and make what changes a tensor of the batch"
-            )
-            raise NotCapturable(msg)
+        self._refuse_waste()
         self.captures += 1
         fixed = {
             path: leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -189,15 +184,18 @@ class Replayed:
         given, versions = mapped(inputs, fixed.get), self._versions()
         try:
             with self._guard.capturing():
-                with _without_casts():
+                # Weights that autocast has cast outside are not used inside; those of the inside are the graph's.
+                torch.clear_autocast_cache()
+                try:
                     graph, result = self._recorder.record(lambda: call(given))
-                self._refuse_other_gradients(gradients)
+                finally:
+                    torch.clear_autocast_cache()
+                self._refuse_others(gradients)
                 # What is captured changes no value, but counts as a change in place: so it tells who gets a gradient.
-                reached = [now != then for now, then in zip(self._versions(), versions, strict=True)]
-                changes = zip(self._opened, self._versions(), versions, strict=True)
-                self._opened = [opened + now - then for opened, now, then in changes]
+                made = [now - then for now, then in zip(self._versions(), versions, strict=True)]
+                self._opened = [opened + each for opened, each in zip(self._opened, made, strict=True)]
                 gradients.remember()
-                captured = Captured(graph, fixed, result, reached, reads())
+                captured = Captured(graph, fixed, result, list(map(bool, made)), reads())
                 before(result)
                 captured.replay(inputs)
                 return captured
@@ -206,25 +204,16 @@ class Replayed:
                 raise NotCapturable("there is no memory for its graph") from error
             raise
 
-    def _refuse_other_gradients(self, gradients: Gradients) -> None:
-        if any(p.grad is not held for p, held in zip(gradients.parameters, self._held, strict=True)):
+    def _refuse_others(self, gradients: Gradients) -> None:
+        if any(self._others(gradients)):
             raise NotCapturable("another set of parameters gets gradients than before")
+
+    def _others(self, gradients: Gradients) -> list[bool]:
+        """Whether each parameter has another gradient than it was opened with."""
+        return [p.grad is not held for p, held in zip(gradients.parameters, self._held, strict=True)]
 
     def _versions(self) -> list[int]:
         return [0 if g is None else g._version for g in self._held]  # noqa: SLF001 - torch's own counter
-
-    def _calls(self) -> int:
-        return self.launches + self.captures + self.replays
-
-
-@contextmanager
-def _without_casts() -> Iterator[None]:
-    """Use no weights inside that autocast has cast outside, and outside none of the inside: they are the graph's."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
 
 
 def shape_of(inputs: Any) -> str:
@@ -237,30 +226,34 @@ def shape_of(inputs: Any) -> str:
     )
 
 
-def refuse_hidden(extras: Any) -> None:
-    """Raise where a tensor may be hidden in an object: it would be the graph's own memory."""
-    for _, leaf in leaves(extras):
-        if leaf is not None and not isinstance(leaf, (Tensor, *PLAIN, torch.dtype, torch.device)):
-            raise NotCapturable(
-                f"loss_fn returns a {type(leaf).__name__} among its extras, which a graph cannot look into; return "
-                "tensors, in tuples, dicts or dataclasses"
-            )
-
-
-def copied(extras: Any) -> Any:
-    """Return copies of all tensors: the next replay writes to the same places."""
-    return mapped(extras, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
-
-
 def _value(leaf: Any) -> str:
     content = getattr(leaf, "tobytes", None)  # numpy shows large arrays in part
     if content is not None:
         return f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')} {getattr(leaf, 'shape', '')} {content()!r}"
     if isinstance(leaf, list | tuple):
         return f"{type(leaf).__name__} {[_value(each) for each in leaf]}"
-    if leaf is not None and not isinstance(leaf, (*PLAIN, torch.dtype, torch.device)):
+    if not _is_plain(leaf):
         raise NotCapturable(
             f"its batch holds a {type(leaf).__name__}, which a graph cannot look into; make it a tensor, a number or a "
             "dataclass of those"
         )
     return repr(leaf)
+
+
+def refuse_hidden(extras: Any) -> None:
+    """Raise where a tensor may be hidden in an object: it would be the graph's own memory."""
+    for _, leaf in leaves(extras):
+        if not isinstance(leaf, Tensor) and not _is_plain(leaf):
+            raise NotCapturable(
+                f"loss_fn returns a {type(leaf).__name__} among its extras, which a graph cannot look into; return "
+                "tensors, in tuples, dicts or dataclasses"
+            )
+
+
+def _is_plain(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, (*PLAIN, torch.dtype, torch.device))
+
+
+def copied(extras: Any) -> Any:
+    """Return copies of all tensors: the next replay writes to the same places."""
+    return mapped(extras, lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)

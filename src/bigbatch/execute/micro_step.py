@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from bigbatch.batch.split import Division
 from bigbatch.default_loss import own_loss
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.execute.execution import Execution
-from bigbatch.execute.graph_steps import ReplayedSteps
-from bigbatch.execute.graph_window import WholeWindows
+from bigbatch.execute.graph_calls import ReplayedSteps, WholeWindows
 from bigbatch.execute.precast import CastWeights
 from bigbatch.loss.count import Count, Term, TotalOfSum
 from bigbatch.state import scope
@@ -43,10 +41,11 @@ class Runner:
         self._models: Sequence[nn.Module] = model if isinstance(model, list | tuple) else (model,)
         self._admission, self._stepper = admission, stepper
         device = next(p.device for o in stepper.optimizers for g in o.param_groups for p in g["params"])
-        serves = CastWeights.serves(self._models, device)
-        self._casting = CastWeights(stepper.optimizers, captured=cuda_graph) if serves else None
-        self.steps = ReplayedSteps(self._models, device, stepper, self) if cuda_graph else None
+        self.steps = ReplayedSteps(self._models, device, stepper) if cuda_graph else None
         self.whole = WholeWindows(self._models, device, stepper) if cuda_graph else None
+        # Replays run in Python once: launched one by one, the host takes longer for it than the device saves.
+        casts = cuda_graph and CastWeights.serves(self._models, device)
+        self._casting = CastWeights(stepper.optimizers) if casts else None
         self._ragged = False
 
     def loss(self, micro_batch: Any) -> tuple[Tensor, Any]:
@@ -59,12 +58,12 @@ class Runner:
                 if alone and self._admission.exact and _ONE_VALUE in str(error):
                     raise NeedsLockStep(_ONE_VALUE) from error  # there are more beside it
                 raise
-        if isinstance(found, tuple):
-            if len(found) != 2:  # noqa: PLR2004 - a loss and extras
-                msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
-                raise ConfigurationError(msg)
-            return found[0], detached(found[1])
-        return found, None
+        if not isinstance(found, tuple):
+            return found, None
+        if len(found) != 2:  # noqa: PLR2004 - a loss and extras
+            msg = f"loss_fn must return a loss, or a loss and extras; found a tuple of {len(found)}"
+            raise ConfigurationError(msg)
+        return found[0], detached(found[1])
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return what the loss was averaged over, or refuse it."""
@@ -75,10 +74,6 @@ class Runner:
         terms = self._admission.read(loss)
         self._admission.scan(loss)
         return terms
-
-    def kinds(self, loss: Tensor) -> set[str]:
-        """Return what a loss inside of another is: means, sums over samples, what is the same in every micro-batch."""
-        return {term.kind for term in self._admission.reader.read(loss)}
 
     @contextmanager
     def window(self, *, ragged: bool, side_by_side: bool = False) -> Iterator[None]:
@@ -97,12 +92,11 @@ class Runner:
 
     def run(self, window: Window, micro_batches: Iterable[Any], division: Division) -> list[Any]:
         """Add all micro-batches of a division, wherever they lie by now, to the window; returns their extras."""
-        if self.steps is not None:
-            if self._casting is not None:
-                self._casting.renew()
-            add = partial(self._launched, window)
-            return self.steps.run(window, micro_batches, division, add, self.settings())
-        return [self._launched(window, micro_batch) for micro_batch in micro_batches]
+        if self.steps is None:
+            return [self._launched(window, micro_batch) for micro_batch in micro_batches]
+        if self._casting is not None:
+            self._casting.renew()
+        return self.steps.run(self, window, micro_batches, division, self._launched)
 
     def _launched(self, window: Window, micro_batch: Any) -> Any:
         """Add one micro-batch; returns its extras."""
@@ -159,22 +153,16 @@ class Runner:
         if not execution.graph_windows:
             self.whole = None
         if not execution.graph_steps:
-            self.steps = None
-        if self._casting is not None:
-            self._casting.captured = execution.graph_steps
-        if not execution.casts and self._casting is not None:
-            self._casting = None
-            self.forget()  # graphs read its copies
+            self.steps = self._casting = None
 
     def forget(self) -> None:
-        """Give memory back that short cuts hold: it has run out."""
-        if self.steps is not None:
-            self.steps.graphs.forget()
-        if self.whole is not None:
-            self.whole.graphs.forget()
+        """Free the memory of graphs: it has run out."""
+        for each in (self.steps, self.whole):
+            if each is not None:
+                each.graphs.forget()
 
     def forget_windows(self) -> bool:
-        """Give the memory of captured windows back; returns whether there were any."""
+        """Free the memory of captured windows; returns whether there were any."""
         return self.whole is not None and self.whole.graphs.forget()
 
     def _launching(self) -> AbstractContextManager[None]:

@@ -2,14 +2,14 @@
 
 Under autocast a float32 weight is cast for every micro-batch, and its gradient is made in bfloat16, rounded, cast back
 and added to the float32 sum. All but the first cast are for nothing, and a matrix product can add to a float32
-matrix by itself. Inside `with weights:` linear layers and embeddings whose weights are ours do so. What they compute
-is the same, but for one rounding of each weight gradient that is left out.
+matrix by itself. Where micro-steps are captured, linear layers and large embeddings whose weights are ours do so inside
+`with weights:`. What they compute is the same, but for one rounding of each weight gradient that is left out.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,32 +17,19 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from bigbatch.execute.graph_record import NotCapturable
 from bigbatch.loss.graph import stands_for
 from bigbatch.state.patch import Swap
 from bigbatch.window.gradients import all_parameters
 
-if TYPE_CHECKING:
-    from typing_extensions import Self  # Python 3.10 has none of its own
-
-
-_LARGE_PRODUCT = 2**33  # multiplications, above which a GPU takes longer than its host
 _LARGE_TABLE = 2**20  # elements of an embedding; a smaller one is quickly filled with zeros
-
-
-class ForeignBackward(RuntimeError):
-    """A backward that is not the window's own met one of our functions, as in a gradient penalty."""
 
 
 class CastWeights:
     """The weights of some models in low precision, renewed once per window."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], *, captured: bool) -> None:
-        """Find the parameters that may take the short way; nothing is cast yet.
-
-        Where micro-steps are launched one by one and not `captured`, it is short for large products only: for small
-        ones the host takes longer to go it than the device saves.
-        """
-        self.captured = captured
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        """Find the parameters that may take the short way; nothing is cast yet."""
         self._parameters = {id(p): p for p in all_parameters(optimizers)}
         self._own: frozenset[int] = frozenset()  # of them those that qualify, in the window that is open
         self._low: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -63,13 +50,12 @@ class CastWeights:
             for module in model.modules()
         )
 
-    def __enter__(self) -> "Self":
+    def __enter__(self) -> None:
         """Take the place of `F.linear` and `F.embedding`, for weights of ours, on whatever thread recomputes them."""
         self._own = frozenset(number for number, p in self._parameters.items() if _qualifies(p))
         self._fresh.clear()  # the optimizer has stepped since
         for swap in self._swaps:
             swap.enter(self)
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Leave everything as it was; the copies stay for the next window."""
@@ -79,27 +65,26 @@ class CastWeights:
 
     def _upon_linear(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - torch's name
-            if id(weight) in self._own and input.is_cuda and _lowered() and self._is_worth(input, weight):
-                return self._linear(input, weight, bias)
-            return plain(input, weight, bias)
+            if not (id(weight) in self._own and input.is_cuda and torch.is_autocast_enabled("cuda") and _is_training()):
+                return plain(input, weight, bias)
+            dtype = torch.get_autocast_dtype("cuda")
+            low = bias if bias is None else self._cast(bias, dtype) if id(bias) in self._own else bias.to(dtype)
+            beside = self._cast(weight, dtype), low, self  # in a tuple: the graph should not know of them
+            found: Tensor = _Linear.apply(input.to(dtype), weight, bias, beside)  # type: ignore[no-untyped-call]
+            return found
 
         return linear
 
     def _upon_embedding(self, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def embedding(  # noqa: PLR0917 - torch's own signature
-            input: Tensor,  # noqa: A002
-            weight: Tensor,
-            padding_idx: int | None = None,
-            max_norm: float | None = None,
-            norm_type: float = 2.0,
-            scale_grad_by_freq: bool = False,  # noqa: FBT001, FBT002
-            sparse: bool = False,  # noqa: FBT001, FBT002
-        ) -> Tensor:
-            usual = padding_idx is None and max_norm is None and not scale_grad_by_freq and not sparse
-            if usual and id(weight) in self._own and self._is_worth_adding(weight) and _is_plain_training():
-                found: Tensor = _Embedding.apply(input, weight, self)  # type: ignore[no-untyped-call]
-                return found
-            return plain(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+        def embedding(input: Tensor, weight: Tensor, *usual: Any, **named: Any) -> Tensor:  # noqa: A002
+            given = dict(zip(("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"), usual), **named)  # noqa: B905
+            given.pop("norm_type", None)
+            large = id(weight) in self._own and weight.numel() >= _LARGE_TABLE and _is_training()
+            options = any(value is not None and value is not False for value in given.values())
+            if not large or options or torch.are_deterministic_algorithms_enabled():
+                return plain(input, weight, *usual, **named)
+            found: Tensor = _Embedding.apply(input, weight, self)  # type: ignore[no-untyped-call]
+            return found
 
         return embedding
 
@@ -121,7 +106,7 @@ class CastWeights:
     def refuse_foreign(self) -> None:
         """Raise in a backward that is not the window's own: its gradients must not be added up."""
         if self._task is None or self._task != torch._C._current_graph_task_id():  # noqa: SLF001
-            raise ForeignBackward
+            raise NotCapturable("its loss or a hook runs a backward of its own under autocast, as a gradient penalty")
 
     def renew(self) -> None:
         """Cast all weights that were cast before, at once: what a captured graph reads."""
@@ -130,27 +115,6 @@ class CastWeights:
             weights = [self._parameters[number].detach() for number, _ in stale]
             torch._foreach_copy_([self._low[key] for key in stale], weights)
             self._fresh.update(stale)
-
-    def add_product(self, weight: Tensor, left: Tensor, right: Tensor) -> None:
-        """Add a matrix product of low precision to the gradient of a weight, in float32."""
-        if weight.grad is None:
-            weight.grad = torch.mm(left, right, out_dtype=torch.float32)
-        else:
-            torch.addmm(weight.grad, left, right, out_dtype=torch.float32, out=weight.grad)
-
-    def _is_worth(self, given: Tensor, weight: Tensor) -> bool:
-        return self.captured or given.numel() * weight.shape[0] >= _LARGE_PRODUCT
-
-    @staticmethod
-    def _is_worth_adding(weight: Tensor) -> bool:
-        return weight.numel() >= _LARGE_TABLE and not torch.are_deterministic_algorithms_enabled()
-
-    def _linear(self, given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        dtype = torch.get_autocast_dtype("cuda")
-        low = self._cast(weight, dtype)
-        low_bias = bias if bias is None else self._cast(bias, dtype) if id(bias) in self._own else bias.to(dtype)
-        found: Tensor = _Linear.apply(given.to(dtype), weight, bias, _Cast(low, low_bias, self))  # type: ignore[no-untyped-call]
-        return found
 
     def _cast(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         key = (id(weight), dtype)
@@ -183,32 +147,20 @@ def _qualifies(parameter: Tensor) -> bool:
     return plain and parameter.requires_grad and parameter.dtype == torch.float32 and parameter.is_cuda and not hooked
 
 
-def _lowered() -> bool:
-    """Whether autocast would cast a linear layer here, in a forward that a backward will follow."""
-    return torch.is_autocast_enabled("cuda") and _is_plain_training()
-
-
-def _is_plain_training() -> bool:
+def _is_training() -> bool:
     """Whether a backward will follow, and no transform of torch.func, which our functions do not know."""
     return torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()  # noqa: SLF001 - no public name
-
-
-class _Cast(NamedTuple):
-    """What goes into a linear layer beside what the graph should know of."""
-
-    weight: Tensor
-    bias: Tensor | None
-    owner: CastWeights
 
 
 class _Linear(torch.autograd.Function):
     """A linear layer in low precision whose weight gradient is added to a float32 sum as it is made."""
 
     @staticmethod
-    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, cast: _Cast) -> Tensor:
-        ctx.save_for_backward(given, cast.weight)
-        ctx.weight, ctx.biased, ctx.owner = weight, bias is not None and bias.requires_grad, cast.owner
-        product: Tensor = torch._C._nn.linear(given, cast.weight, cast.bias)  # noqa: SLF001 - F.linear is ourselves here
+    def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, beside: tuple[Any, ...]) -> Tensor:
+        low, low_bias, ctx.owner = beside
+        ctx.save_for_backward(given, low)
+        ctx.weight, ctx.biased = weight, bias is not None and bias.requires_grad
+        product: Tensor = torch._C._nn.linear(given, low, low_bias)  # noqa: SLF001 - F.linear is ourselves here
         return product
 
     @staticmethod
@@ -216,8 +168,11 @@ class _Linear(torch.autograd.Function):
         ctx.owner.refuse_foreign()
         (above,) = gradients
         given, low = ctx.saved_tensors
-        rows = above.reshape(-1, above.shape[-1])
-        ctx.owner.add_product(ctx.weight, rows.t(), given.reshape(-1, given.shape[-1]))
+        rows, columns, weight = above.reshape(-1, above.shape[-1]), given.reshape(-1, given.shape[-1]), ctx.weight
+        if weight.grad is None:
+            weight.grad = torch.mm(rows.t(), columns, out_dtype=torch.float32)
+        else:
+            torch.addmm(weight.grad, rows.t(), columns, out_dtype=torch.float32, out=weight.grad)
         below = above @ low if ctx.needs_input_grad[0] else None
         bias = rows.sum(0, dtype=torch.float32) if ctx.biased else None
         return below, None, bias, None

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from bigbatch.caller import outside
 from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
+from bigbatch.execute.graph_record import workspaces_freer
 from bigbatch.execute.micro_step import Runner
-from bigbatch.execute.workspaces import workspaces_given_back
 from bigbatch.lockstep.activations import Activations, Mode
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.collectives import refuse_changed
@@ -77,7 +77,7 @@ class Together:
         mode = self._activations(len(sizes))
         round_ = self._round(sizes)
         if self._device.type == "cuda" and (mode != "keep" or window.recording):
-            round_.free_workspaces = workspaces_given_back()
+            round_.free_workspaces = workspaces_freer()
         recompute = self._recompute(window) if mode == "recompute" else None
         self._recomputed = recompute is not None
         pass_ = _Pass(self._runner, window, micro_batches, recompute, looks=not self._windows)

@@ -1,0 +1,186 @@
+"""The two calls that are replayed: a micro-step, whose count and weight stay on the device, and a window in lock-step.
+
+In lock-step the host wakes a thread at every exchange. But the order is fixed, so a window is one graph.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from bigbatch.batch.split import Division
+from bigbatch.execute.graph_record import NotCapturable
+from bigbatch.execute.graph_replay import MICRO_STEPS, WINDOWS, Replayed, copied, refuse_hidden, shape_of
+from bigbatch.loss.count import LOW_PRECISION, Term
+from bigbatch.state.snapshot import devices_of
+from bigbatch.window.stepper import Stepper
+from bigbatch.window.window import Recorded, Window
+
+if TYPE_CHECKING:
+    from bigbatch.execute.micro_step import Runner
+
+Launch = Callable[[Window, Iterator[Any]], list[Any]]
+_SEVERAL = "its loss has several terms, and only one mean or sum can be captured"
+_LOW = "its loss is of low precision, which cannot hold a weight; compute it in float32"
+
+
+class _Step(NamedTuple):
+    """What a micro-step that was captured has returned."""
+
+    terms: list[Term]
+    loss: Tensor
+    extras: Any
+
+
+class ReplayedSteps:
+    """The captured micro-steps of one `BigStep`."""
+
+    def __init__(self, models: Sequence[nn.Module], device: torch.device, stepper: Stepper) -> None:
+        """Have none yet."""
+        self._stepper = stepper
+        self.graphs = Replayed(models, device, MICRO_STEPS, draws=True)
+        # What a count is multiplied with to make the weight of a backward.
+        self._unit = torch.ones((), dtype=torch.float64, device=device)
+
+    def run(
+        self,
+        runner: "Runner",
+        window: Window,
+        micro_batches: Iterable[Any],
+        division: Division,
+        launch: Callable[[Window, Any], Any],
+    ) -> list[Any]:
+        """Replay micro-batches whose shapes have come before, and `launch` the others; returns their extras."""
+        if window.ledger.totals is not None:
+            raise NotCapturable(_SEVERAL)
+        graphs, gradients, settings, extras = self.graphs, window.gradients, runner.settings(), list[Any]()
+        graphs.settle(gradients, settings)
+        opened = graphs.open(gradients)
+        prepared = False
+
+        def prepare(step: _Step) -> None:
+            nonlocal prepared
+            if not prepared:
+                self._set_unit(window, step.terms)
+            prepared = True
+
+        for micro_batch in micro_batches:
+            shape = shape_of(micro_batch) if division.comes_again(len(extras)) else ""
+            is_known = bool(shape) and not graphs.is_new(shape)
+            if is_known and opened:
+                step: _Step = graphs.run(
+                    shape, micro_batch, lambda fixed: self._recorded(runner, fixed), gradients, before=prepare
+                )
+                window.enter_replayed([_with_own_count(term) for term in step.terms], step.loss.clone())
+                extras.append(copied(step.extras))
+            else:
+                extras.append(launch(window, micro_batch))
+                if opened:
+                    graphs.renew(gradients, settings)  # a table may have been made, for a longer micro-batch
+        if opened:
+            graphs.close(gradients)
+        else:
+            graphs.note(gradients)
+            graphs.renew(gradients, settings)
+        return extras
+
+    def _recorded(self, runner: "Runner", micro_batch: Any) -> _Step:
+        """Run a micro-step whose count and weight stay on the device, as a replay computes them anew."""
+        loss, extras = runner.loss(micro_batch)
+        terms = runner.read(loss)
+        data = [term for term in terms if term.kind != "once"]
+        if len(data) != 1 or (data[0].kind == "sum" and len(terms) > 1):
+            raise NotCapturable(_SEVERAL)
+        if loss.dtype in LOW_PRECISION:
+            raise NotCapturable(_LOW)
+        refuse_hidden(extras)
+        weight = self._unit * data[0].count if data[0].kind == "mean" else self._unit
+        runner.backward(loss, weight.to(loss.dtype).reshape(loss.shape))
+        for term in terms:
+            term.node = term.source = term.value = None  # what is kept must not keep the graph alive
+        return _Step(terms, loss.detach(), extras)
+
+    def _set_unit(self, window: Window, terms: Sequence[Term]) -> None:
+        """Set what counts are multiplied with in this window, without waiting for the device."""
+        (term,), ledger, scaler = [term for term in terms if term.kind != "once"], window.ledger, self._stepper.scaler
+        if term.kind == "sum":
+            self._unit.fill_(1.0)
+        else:
+            if ledger.provisional is None:  # a gradient scaler is tuned to means: weights stay below 1
+                about = term.about or 1.0 if isinstance(term.count, Tensor) else max(term.count, 1.0)
+                ledger.provisional = 1.0 if scaler is None else about * ledger.steps
+            if isinstance(ledger.provisional, Tensor):
+                self._unit.copy_(1.0 / ledger.provisional)
+            else:
+                self._unit.fill_(1.0 / ledger.provisional)
+        if scaler is not None:
+            self._unit.mul_(window.scale)
+
+
+def _with_own_count(term: Term) -> Term:
+    return replace(term, count=term.count.clone()) if isinstance(term.count, Tensor) else term
+
+
+class WholeWindows:
+    """The captured windows of one `BigStep`."""
+
+    def __init__(self, models: Sequence[nn.Module], device: torch.device, stepper: Stepper) -> None:
+        """Have none yet. A replay may draw no numbers: each micro-batch has a stream of its own."""
+        self._models, self._stepper = models, stepper
+        self.graphs = Replayed(models, device, WINDOWS, draws=False)
+
+    def run(
+        self,
+        window: Window,
+        micro_batches: Iterable[Any],
+        launch: Launch,
+        *,
+        settings: object,
+        kind: str,
+        reads: Callable[[], Sequence[Tensor]],
+    ) -> list[Any]:
+        """Add all micro-batches to a window by a replay, or `launch` them; returns their extras.
+
+        Windows of another `kind` are captured for themselves; `settings` are what all depend on beside; `reads` returns
+        tensors that they read and nobody else holds.
+        """
+        graphs, gradients, given = self.graphs, window.gradients, list(micro_batches)
+        try:
+            shape = f"{kind}; {shape_of(given)}"
+            graphs.settle(gradients, settings)
+            if graphs.is_new(shape) or not graphs.open(gradients):
+                self._refuse()
+                extras = launch(window, iter(given))
+                graphs.renew(gradients, settings)  # a first forward may have made tables, and counted in its attributes
+                graphs.note(gradients)
+                return extras
+            extras, recorded = graphs.run(
+                shape, given, lambda fixed: self._recorded(window, fixed, launch), gradients, reads=reads
+            )
+        except NotCapturable as error:
+            error.of_window = True
+            raise
+        window.take(recorded)
+        graphs.close(gradients)
+        return list(copied(extras))
+
+    def _refuse(self) -> None:
+        if self._stepper.scaler is not None and self._stepper.scaler.is_enabled():
+            raise NotCapturable("a gradient scaler changes its scale, which a graph would keep")
+        devices = devices_of(self._models)
+        if len(devices) > 1:
+            raise NotCapturable(f"its parameters are on {len(devices)} devices")
+
+    def _recorded(self, window: Window, fixed: list[Any], launch: Launch) -> tuple[list[Any], Recorded]:
+        """Run a window with no start of a backward that was made outside, and leave none of the inside."""
+        window.recording, self._stepper.start = True, None
+        try:
+            extras = launch(window, iter(fixed))
+            if isinstance(window.residual, Tensor) or window.residual != 1.0:
+                raise NotCapturable(_LOW)
+            refuse_hidden(extras)
+            return extras, window.recorded()
+        finally:
+            window.recording, self._stepper.start = False, None
