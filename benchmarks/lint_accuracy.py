@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Grid, show
-from bigbatch_lint.check import check
+from bigbatch_lint.output.check import check
+from bigbatch_lint.reading.source import read_source
 from bigbatch_lint.rules import RULES
-from bigbatch_lint.source import read_source
 
 CASES = Path(__file__).parent.parent / "tests" / "lint" / "cases"
 _HEADER = re.compile(r"^# --- (?P<name>\w+)(?P<head> \(after the head\))?: (?P<labels>.*)\n", re.MULTILINE)

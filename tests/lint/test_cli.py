@@ -1,19 +1,19 @@
 """`bigbatch lint` as a user meets it."""
 
+import ast
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
-from bigbatch_lint import runner
-from bigbatch_lint.check import check
-from bigbatch_lint.finding import Finding
-from bigbatch_lint.rules import RULES
-from bigbatch_lint.source import Source
+from bigbatch_lint.output import check
+from bigbatch_lint.rules import RULES, find
+from bigbatch_lint.rules.rule_set import Hit
 
 LOOP = """\
 for x, y in loader:
@@ -234,13 +234,13 @@ def test_torch_is_not_loaded(script: str) -> None:
 def test_a_mistake_of_the_linter_hides_nothing(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error on stderr with a status of its own, and the other files are checked."""
 
-    def breaks(source: Source, codes: frozenset[str]) -> list[Finding]:
-        if source.path == "a.py" and source.tree.body:
+    def breaks(tree: ast.Module) -> Iterator[tuple[str, Hit]]:
+        if isinstance(tree.body[0], ast.Assign):
             raise ZeroDivisionError("oops")
-        return check(source, codes)
+        return find(tree)
 
-    Path("a.py").write_text("x = 1\n")
-    monkeypatch.setattr(runner, "check", breaks)
+    Path("a.py").write_text("x = loss.backward(), optimizer.step()\n")
+    monkeypatch.setattr(check, "find", breaks)
     result = run("a.py", script)
     assert result.exit_code == 2
     assert len([line for line in result.stdout.splitlines() if ": BB" in line]) == 2

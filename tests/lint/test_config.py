@@ -1,13 +1,14 @@
 """Which rules and files: pyproject.toml, and what the command line says instead."""
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from bigbatch_lint.config import Nearest, SettingsError, chosen, read_settings
-from bigbatch_lint.files import files_in
+from bigbatch_lint.output.check import lint
+from bigbatch_lint.output.config import Settings, UsageError, read_settings, settings_of
+from bigbatch_lint.output.files import files_in
 from bigbatch_lint.rules import REMOVED, RULES
-from bigbatch_lint.runner import Choice, lint
 
 LOOP = "for x in loader:\n    loss = net(x)\n    loss.backward()\n    opt.step()\n    total += loss\n"
 
@@ -19,9 +20,10 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def found(*paths: Path, choice: Choice = Choice()) -> dict[str, list[str]]:  # noqa: B008 - it is frozen
+def found(*paths: Path, choice: Settings = Settings()) -> dict[str, list[str]]:  # noqa: B008 - it is frozen
     """Return the codes found by file name."""
-    return {Path(c.source.path).name: [f.code for f in c.findings] for c in lint(list(paths), choice)}
+    findings = [each for found, _ in lint(list(paths), choice) for each in found]
+    return {Path(path).name: [f.code for f in some] for path, some in groupby(findings, lambda f: f.path)}
 
 
 @pytest.mark.parametrize(
@@ -41,13 +43,13 @@ def test_the_longer_beginning_decides(
     select: tuple[str, ...] | None, extend: tuple[str, ...], ignore: tuple[str, ...], expected: set[str]
 ) -> None:
     """Selected and not ignored more precisely."""
-    assert chosen(select, extend, ignore) == expected
+    assert Settings(select, extend, ignore).codes() == expected
 
 
 def test_a_code_that_no_rule_has() -> None:
     """It is refused, with those there are."""
-    with pytest.raises(SettingsError, match=r"no rule's code begins with 'BB7'\.\nThe rules are BB101, BB102"):
-        chosen(("BB7",), (), ())
+    with pytest.raises(UsageError, match=r"no rule's code begins with 'BB7'\.\nThe rules are BB101, BB102"):
+        Settings(("BB7",)).codes()
 
 
 @pytest.mark.parametrize("code", REMOVED)
@@ -56,10 +58,10 @@ def test_a_removed_rule_is_an_error_that_says_what_to_do(code: str, tmp_path: Pa
     for place in range(3):
         given: list[tuple[str, ...]] = [(), (), ()]
         given[place] = (code,)
-        with pytest.raises(SettingsError, match=rf"the rule {code} was removed\.\n."):
-            chosen(*given)
+        with pytest.raises(UsageError, match=rf"the rule {code} was removed\.\n."):
+            Settings(given[0], given[1], given[2]).codes()
     file = write(tmp_path / "pyproject.toml", f'[tool.bigbatch.lint]\nignore = ["{code}"]\n')
-    with pytest.raises(SettingsError, match=rf"pyproject.toml: the rule {code} was removed"):
+    with pytest.raises(UsageError, match=rf"pyproject.toml: the rule {code} was removed"):
         read_settings(file)
     file.unlink()
     assert found(write(tmp_path / "a.py", f"{LOOP}# bigbatch: noqa: {code}\n")) == {"a.py": ["BB106", "BB501"]}
@@ -72,18 +74,16 @@ def test_the_nearest_file_with_a_table_decides(tmp_path: Path) -> None:
     write(tmp_path / "own" / "pyproject.toml", '[tool.bigbatch.lint]\nselect = ["BB5"]\n')
     files = [write(tmp_path / folder / f"{folder}.py", LOOP) for folder in ("inner", "own")]
     assert found(*files) == {"inner.py": ["BB106"], "own.py": ["BB501"]}
-    nearest = Nearest()
-    assert nearest.of(files[0]).folder == tmp_path
-    assert nearest.of(files[1]).folder == tmp_path / "own"
+    assert [settings_of(file, {}).folder for file in files] == [tmp_path, tmp_path / "own"]
 
 
 def test_the_command_line_goes_first(tmp_path: Path) -> None:
     """--select instead of select, --ignore besides ignore."""
     write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nselect = ["BB5"]\nignore = ["BB2"]\n')
     file = write(tmp_path / "a.py", LOOP)
-    assert found(file, choice=Choice(select=("BB1",))) == {"a.py": ["BB106"]}
-    assert found(file, choice=Choice(extend_select=("BB1",))) == {"a.py": ["BB106", "BB501"]}
-    assert found(file, choice=Choice(ignore=("BB501",))) == {"a.py": []}
+    assert found(file, choice=Settings(select=("BB1",))) == {"a.py": ["BB106"]}
+    assert found(file, choice=Settings(extend_select=("BB1",))) == {"a.py": ["BB106", "BB501"]}
+    assert found(file, choice=Settings(ignore=("BB501",))) == {}
 
 
 def test_excluded_files(tmp_path: Path) -> None:
@@ -92,10 +92,10 @@ def test_excluded_files(tmp_path: Path) -> None:
     for name in "new.py x_old.py legacy/one.py a/b/two.py a/three.py .venv/four.py node_modules/five.py".split():
         write(tmp_path / name, LOOP)
     assert set(found(tmp_path)) == {"new.py", "three.py"}
-    assert set(found(tmp_path, choice=Choice(exclude=("three.py",)))) == {"new.py"}
+    assert set(found(tmp_path, choice=Settings(exclude=("three.py",)))) == {"new.py"}
     named = tmp_path / "legacy" / "one.py"
     assert set(found(named)) == {"one.py"}
-    assert list(lint([named, tmp_path / ".venv" / "four.py"], Choice(force_exclude=True))) == []
+    assert list(lint([named, tmp_path / ".venv" / "four.py"], Settings(force_exclude=True))) == []
 
 
 def test_folders_are_walked_in_order_and_files_come_once(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_folders_are_walked_in_order_and_files_come_once(tmp_path: Path) -> None
 def test_settings_that_cannot_be_used(tmp_path: Path, table: str, text: str) -> None:
     """The file, what was found and what it may be."""
     path = write(tmp_path / "pyproject.toml", f"[tool.bigbatch.lint]\n{table}\n")
-    with pytest.raises(SettingsError, match=text) as caught:
+    with pytest.raises(UsageError, match=text) as caught:
         read_settings(path)
     assert str(caught.value).startswith(str(path))
 

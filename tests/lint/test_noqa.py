@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks.lint_accuracy import codes
-from bigbatch_lint.check import check
-from bigbatch_lint.source import read_source
+from bigbatch_lint.output.check import check
+from bigbatch_lint.reading.source import read_source
 
 LOOP = """\
 for x in loader:{head}

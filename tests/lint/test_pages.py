@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lint_consequences import MISTAKES, cost
-from bigbatch_lint.check import check
-from bigbatch_lint.cli import _page as page_of
+from bigbatch_lint.cli import page as page_of
+from bigbatch_lint.output.check import check
+from bigbatch_lint.reading.source import read_source
 from bigbatch_lint.rules import RULES
-from bigbatch_lint.source import read_source
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -45,7 +45,7 @@ def test_the_examples_are_what_they_say(code: str) -> None:
 def test_a_page_has_its_parts(code: str) -> None:
     """Title and severity as in the rule; what, why, wrong, right, in this order."""
     rule, text = RULES[code], page(code)
-    assert text.startswith(f"# {code} {rule.slug}\n\n*{rule.severity.value}*\n")
+    assert text.startswith(f"# {code} {rule.slug}\n\n*{rule.severity}*\n")
     parts = ["## What it finds", "## Why that is wrong", "## Wrong", "## Right"]
     assert sorted(parts, key=text.index) == parts
 
@@ -73,7 +73,7 @@ def test_the_index_lists_every_rule() -> None:
     """With name and severity, each linked to its page."""
     index = (ROOT / "docs" / "lint" / "index.md").read_text()
     for code, rule in RULES.items():
-        assert f"| [{code}]({code}.md) | {rule.slug} | {rule.severity.value} |" in index
+        assert f"| [{code}]({code}.md) | {rule.slug} | {rule.severity} |" in index
     assert len(list((ROOT / "docs" / "lint").glob("*.md"))) == len(RULES) + 1
 
 

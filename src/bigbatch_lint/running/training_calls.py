@@ -3,11 +3,11 @@
 import ast
 from dataclasses import replace
 
-from bigbatch_lint.call import UNKNOWN, Call, Table, as_loss
-from bigbatch_lint.machine import Machine
-from bigbatch_lint.names import Role, announces_steps, dotted
-from bigbatch_lint.trace import Event, Kind, Via
-from bigbatch_lint.values import NUMBERS, Function, Loss, Opaque
+from bigbatch_lint.reading.names import Role, announces_steps, dotted
+from bigbatch_lint.running.call import UNKNOWN, Call, Table, as_loss
+from bigbatch_lint.running.machine import Machine
+from bigbatch_lint.running.trace import Event, Kind, Via
+from bigbatch_lint.running.values import NUMBERS, Function, Loss, Opaque
 
 _TABLE = Table()
 _VIA = {Role.SCALER: Via.SCALER, Role.ACCELERATOR: Via.ACCELERATE, Role.FABRIC: Via.FABRIC, Role.ENGINE: Via.ENGINE}

@@ -4,15 +4,15 @@ import ast
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from functools import lru_cache
+from typing import Literal
 
-from bigbatch_lint.batch_norm import brings_batch_norm
-from bigbatch_lint.module import Module
-from bigbatch_lint.names import announces_steps, called_name
-from bigbatch_lint.trace import Event, Kind, Via
-from bigbatch_lint.values import NUMBERS, Division
-from bigbatch_lint.windows import Shape, TrainingLoop, Window, rounds_in, weight_of
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import announces_steps, called_name
+from bigbatch_lint.rules.batch_norm import brings_batch_norm
+from bigbatch_lint.rules.windows import Shape, TrainingLoop, Window, rounds_in, weight_of
+from bigbatch_lint.running.trace import Event, Kind, Via
+from bigbatch_lint.running.values import NUMBERS, Division
 
 _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}
 _TORCH_CLIPS = {"", "utils", "nn", "torch", "clip_grad"}
@@ -26,13 +26,6 @@ REMOVED = {
 }
 
 
-class Severity(str, Enum):
-    """How bad it is: a wrong gradient, or one that is wrong for some data."""
-
-    ERROR = "error"
-    WARNING = "warning"
-
-
 @dataclass(frozen=True)
 class Hit:
     """One place where a rule is broken, and what is wrong there."""
@@ -41,6 +34,7 @@ class Hit:
     message: str
 
 
+Severity = Literal["error", "warning"]
 Check = Callable[[TrainingLoop], Iterator[Hit]]
 
 
@@ -50,7 +44,7 @@ class Rule:
 
     code: str
     slug: str
-    severity: Severity
+    severity: Severity  # a wrong gradient, or one that is wrong for some data
     remedy: str
     check: Check
     shapes: frozenset[Shape]
@@ -70,9 +64,7 @@ def _rule(code: str, slug: str, severity: Severity, remedy: str, *shapes: Shape)
 
 
 # BB1: which micro-batches enter a step.
-@_rule(
-    "BB101", "zero-grad-inside-window", Severity.ERROR, "clear gradients right after the step, under the same condition"
-)
+@_rule("BB101", "zero-grad-inside-window", "error", "clear gradients right after the step, under the same condition")
 def _zero_inside(loop: TrainingLoop) -> Iterator[Hit]:
     for event, before_step in loop.zeroed:
         if before_step:
@@ -85,7 +77,7 @@ def _zero_inside(loop: TrainingLoop) -> Iterator[Hit]:
             )
 
 
-@_rule("BB102", "step-every-micro-batch", Severity.ERROR, "step and clear only when a window is complete", Shape.EACH)
+@_rule("BB102", "step-every-micro-batch", "error", "step and clear only when a window is complete", Shape.EACH)
 def _step_each(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.is_announced:
         why = (
@@ -103,7 +95,7 @@ def _step_each(loop: TrainingLoop) -> Iterator[Hit]:
 @_rule(
     "BB103",
     "leftover-dropped",
-    Severity.WARNING,
+    "warning",
     "step once more for the rest, divided by the number of micro-batches in it",
 )
 def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
@@ -139,7 +131,7 @@ def _dropped(loop: TrainingLoop, first: Event, left: int, following: Window | No
 @_rule(
     "BB104",
     "leftover-stepped-as-whole",
-    Severity.WARNING,
+    "warning",
     "divide by the number of micro-batches that are really in the window",
 )
 def _leftover_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
@@ -179,7 +171,7 @@ def _rescales(loop: TrainingLoop) -> list[Event]:
     return loop.everywhere(Kind.RESCALE)
 
 
-@_rule("BB105", "off-by-one-modulo", Severity.ERROR, "ask for (i + 1) % steps == 0, and count a round before asking")
+@_rule("BB105", "off-by-one-modulo", "error", "ask for (i + 1) % steps == 0, and count a round before asking")
 def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
     n, spans, inside = loop.steps, loop.spans, loop.steps_inside
     if loop.has_framework or len(inside) < 2 or n < 2 or loop.kind in {"pieces", "batched"}:  # noqa: PLR2004
@@ -200,7 +192,7 @@ def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
 @_rule(
     "BB106",
     "never-zeroed",
-    Severity.ERROR,
+    "error",
     "call optimizer.zero_grad() after each step",
     Shape.PLAIN,
     Shape.ACCUMULATING,
@@ -230,7 +222,7 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
 
 
 # BB2: the weights.
-@_rule("BB201", "loss-not-scaled", Severity.ERROR, "divide each loss by the number of micro-batches in its window")
+@_rule("BB201", "loss-not-scaled", "error", "divide each loss by the number of micro-batches in its window")
 def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
     if not _is_judged(loop) or loop.has_framework or loop.divides or _rescales(loop):
         return
@@ -248,7 +240,7 @@ def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
 @_rule(
     "BB202",
     "loss-scaled-twice",
-    Severity.WARNING,
+    "warning",
     "divide once, or leave it to the framework; a factor that is meant: # noqa: BB202",
     *Shape,
 )
@@ -279,7 +271,7 @@ def _divides_too(loop: TrainingLoop, event: Event, division: Division) -> bool:
 @_rule(
     "BB203",
     "masked-mean-divided-by-constant",
-    Severity.WARNING,
+    "warning",
     "sum the losses, and divide by the number of targets in the whole window",
 )
 def _masked_mean(loop: TrainingLoop) -> Iterator[Hit]:
@@ -320,7 +312,7 @@ def _after_step(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
 @_rule(
     "BB301",
     "clip-in-wrong-place",
-    Severity.ERROR,
+    "error",
     "clip once, after the window's last backward and before the step",
     Shape.PLAIN,
     Shape.ACCUMULATING,
@@ -341,7 +333,7 @@ def _clip(loop: TrainingLoop) -> Iterator[Hit]:
 @_rule(
     "BB302",
     "unscale-in-wrong-place",
-    Severity.ERROR,
+    "error",
     "call scaler.unscale_(optimizer) once per window, right before clipping",
     Shape.PLAIN,
     Shape.ACCUMULATING,
@@ -367,13 +359,13 @@ def _clipped_while_scaled(loop: TrainingLoop) -> Iterator[Event]:
             yield event
 
 
-@_rule("BB303", "scaler-per-micro-batch", Severity.ERROR, "call scaler.step and scaler.update once per window")
+@_rule("BB303", "scaler-per-micro-batch", "error", "call scaler.step and scaler.update once per window")
 def _scaler(loop: TrainingLoop) -> Iterator[Hit]:
     for event in _repeated(loop, Kind.UPDATE):
         yield Hit(event.node, "the scaler is updated with every micro-batch: its scale may change in mid-window")
 
 
-@_rule("BB304", "scheduler-per-micro-batch", Severity.WARNING, "step the scheduler after each optimizer step")
+@_rule("BB304", "scheduler-per-micro-batch", "warning", "step the scheduler after each optimizer step")
 def _scheduler(loop: TrainingLoop) -> Iterator[Hit]:
     for event in _repeated(loop, Kind.SCHEDULER):
         yield Hit(event.node, f"the schedule advances {loop.steps_text} times per update")
@@ -396,7 +388,7 @@ def _repeated(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
 @_rule(
     "BB401",
     "ddp-without-no-sync",
-    Severity.WARNING,
+    "warning",
     "run forward and backward of all but the last micro-batch under model.no_sync()",
 )
 def _without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
@@ -422,7 +414,7 @@ def _is_distributed(module: Module) -> bool:
     return False
 
 
-@_rule("BB402", "no-sync-around-backward-only", Severity.ERROR, "put the forward into the same no_sync block")
+@_rule("BB402", "no-sync-around-backward-only", "error", "put the forward into the same no_sync block")
 def _around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
     forwards: dict[tuple[int, ...], list[Event]] = {}
     for event in loop.inside:
@@ -444,7 +436,7 @@ def _around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
 @_rule(
     "BB501",
     "running-loss-keeps-graph",
-    Severity.ERROR,
+    "error",
     "add loss.detach(), and read it once per window or epoch",
     *Shape,
 )
@@ -462,7 +454,7 @@ def _keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
 @_rule(
     "BB601",
     "batch-norm-under-accumulation",
-    Severity.WARNING,
+    "warning",
     "use bigbatch.BigStep, GroupNorm or LayerNorm, or freeze the layers",
 )
 def _batch_norm(loop: TrainingLoop) -> Iterator[Hit]:
@@ -476,11 +468,3 @@ def _batch_norm(loop: TrainingLoop) -> Iterator[Hit]:
             "BatchNorm normalises by each micro-batch's statistics, not by the big batch's: "
             "accumulation is an approximation here",
         )
-
-
-def hits_of(loop: TrainingLoop) -> Iterator[tuple[str, Hit]]:
-    """Yield what all rules find in a loop."""
-    for code, rule in RULES.items():
-        if loop.shape in rule.shapes:
-            for hit in rule.check(loop):
-                yield code, hit

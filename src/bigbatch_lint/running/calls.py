@@ -3,14 +3,14 @@
 import ast
 import re
 
-from bigbatch_lint.builders import build
-from bigbatch_lint.call import UNKNOWN, Call
-from bigbatch_lint.machine import Machine
-from bigbatch_lint.names import Role, announces_steps, dotted
-from bigbatch_lint.tensor_calls import of_tensor
-from bigbatch_lint.trace import Event, Kind
-from bigbatch_lint.training_calls import of_training
-from bigbatch_lint.values import Class, Environment, Function, Instance, Items, Loss, Opaque, new_loss
+from bigbatch_lint.reading.names import Role, announces_steps, dotted
+from bigbatch_lint.running.builders import build
+from bigbatch_lint.running.call import UNKNOWN, Call
+from bigbatch_lint.running.machine import Machine
+from bigbatch_lint.running.tensor_calls import of_tensor
+from bigbatch_lint.running.trace import Event, Kind
+from bigbatch_lint.running.training_calls import of_training
+from bigbatch_lint.running.values import Class, Environment, Function, Instance, Items, Loss, Opaque, new_loss
 
 _READERS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
 _RESCALES = re.compile(r"^_*((re)?scale|normali[sz]e|div(ide)?)_(\w+_)?grad", re.IGNORECASE)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from bigbatch_lint.module import Module
-from bigbatch_lint.names import Role, announces_steps, role_of
-from bigbatch_lint.trace import Event, Kind, Via
-from bigbatch_lint.values import Division
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import Role, announces_steps, role_of
+from bigbatch_lint.running.trace import Event, Kind, Via
+from bigbatch_lint.running.values import Division
 
 _NOTED = {Kind.CLIP, Kind.UNSCALE, Kind.UPDATE, Kind.SCHEDULER}
 _ACCUMULATING = {"accumulate", "sync_gradients", "_do_sync", "gradient_state"}

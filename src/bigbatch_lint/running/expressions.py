@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from bigbatch_lint.calls import call
-from bigbatch_lint.machine import Machine
-from bigbatch_lint.module import Module
-from bigbatch_lint.names import LENGTHS, Role, announces_steps, children, dotted, is_mask_key, last_part
-from bigbatch_lint.trace import Round
-from bigbatch_lint.values import (
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import LENGTHS, Role, announces_steps, children, dotted, is_mask_key, last_part
+from bigbatch_lint.running.calls import call
+from bigbatch_lint.running.machine import Machine
+from bigbatch_lint.running.trace import Round
+from bigbatch_lint.running.values import (
     NUMBERS,
     PLAIN,
     Class,

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-ENDINGS = (".py", ".ipynb")
 # What is installed, made or kept by tools; ruff leaves out the same.
 EXCLUDED = tuple(
     ".bzr .direnv .eggs .git .git-rewrite .hg .hypothesis .ipynb_checkpoints .mypy_cache .nox .pants.d .pyenv "
@@ -14,13 +13,11 @@ EXCLUDED = tuple(
 )
 
 
-def files_in(paths: Iterable[Path], excluded: Iterable[str] = EXCLUDED) -> Iterator[Path]:
+def files_in(paths: Iterable[Path], patterns: tuple[str, ...] = EXCLUDED) -> Iterator[Path]:
     """Yield each file once, in order; a file that was named is read whatever it is called."""
-    patterns = tuple(excluded)
     seen: set[Path] = set()
     for path in paths:
-        found = _walk(path, patterns) if path.is_dir() else iter((path,))
-        for file in found:
+        for file in _walk(path, patterns) if path.is_dir() else (path,):
             if file not in seen:
                 seen.add(file)
                 yield file
@@ -29,16 +26,19 @@ def files_in(paths: Iterable[Path], excluded: Iterable[str] = EXCLUDED) -> Itera
 def _walk(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
         here = Path(root)
-        folders[:] = sorted(name for name in folders if not is_excluded(here / name, folder, patterns))
+        folders[:] = sorted(name for name in folders if not fits(here / name, folder, patterns))
         for name in sorted(files):
-            if name.endswith(ENDINGS) and not is_excluded(here / name, folder, patterns):
+            if name.endswith((".py", ".ipynb")) and not fits(here / name, folder, patterns):
                 yield here / name
 
 
-def is_excluded(path: Path, base: Path, patterns: Iterable[str]) -> bool:
+def fits(path: Path, base: Path, patterns: tuple[str, ...]) -> bool:
     """Tell whether a pattern fits the name, or the path below `base`: `build`, `*_old.py`, `scripts/legacy`."""
-    try:
-        below = path.relative_to(base).as_posix()
-    except ValueError:
-        below = path.as_posix()
+    below = path.relative_to(base).as_posix() if path.is_relative_to(base) else path.as_posix()
     return any(fnmatch(path.name, pattern) or fnmatch(below, pattern.rstrip("/")) for pattern in patterns)
+
+
+def is_left_out(file: Path, base: Path, patterns: tuple[str, ...]) -> bool:
+    """Tell whether a pattern fits a file or a folder it is in."""
+    whole = Path(os.path.realpath(file))  # Path.resolve fails on a link that leads to itself
+    return any(fits(each, base, patterns) for each in (whole, *whole.parents) if each != base)

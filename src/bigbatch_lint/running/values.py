@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 
-from bigbatch_lint.names import Role
+from bigbatch_lint.reading.names import Role
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 NUMBERS = (int, float)

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from bigbatch_lint.machine import Machine
-from bigbatch_lint.names import Role
-from bigbatch_lint.values import Environment, Loss, Opaque, new_loss
+from bigbatch_lint.reading.names import Role
+from bigbatch_lint.running.machine import Machine
+from bigbatch_lint.running.values import Environment, Loss, Opaque, new_loss
 
 
 class _Unknown:

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import Callable
 from functools import lru_cache
 
-from bigbatch_lint.call import UNKNOWN, Call, Table
-from bigbatch_lint.machine import Machine, batch
-from bigbatch_lint.names import MODELS, OPTIMIZERS, SCHEDULERS, Role
-from bigbatch_lint.values import Items, Loss, Opaque, new_loss
+from bigbatch_lint.reading.names import MODELS, OPTIMIZERS, SCHEDULERS, Role
+from bigbatch_lint.running.call import UNKNOWN, Call, Table
+from bigbatch_lint.running.machine import Machine, batch
+from bigbatch_lint.running.values import Items, Loss, Opaque, new_loss
 
 _TABLE = Table()
 _ENDLESS = {"endless", "infinite", "repeat", "forever", "loop_forever"}

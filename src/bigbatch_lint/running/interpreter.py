@@ -4,12 +4,23 @@ import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from bigbatch_lint.expressions import Expressions
-from bigbatch_lint.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole, batch
-from bigbatch_lint.module import FUNCTIONS, LONGEST_WINDOW, Module
-from bigbatch_lint.names import Role, called_name, counts_steps, dotted, is_loss, last_part, walk
-from bigbatch_lint.trace import Event, Kind, Round
-from bigbatch_lint.values import NUMBERS, PLAIN, Class, Environment, Function, Instance, Items, Loss, Opaque, new_loss
+from bigbatch_lint.reading.module import FUNCTIONS, LONGEST_WINDOW, Module
+from bigbatch_lint.reading.names import Role, called_name, counts_steps, dotted, is_loss, last_part, walk
+from bigbatch_lint.running.expressions import Expressions
+from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole, batch
+from bigbatch_lint.running.trace import Event, Kind, Round
+from bigbatch_lint.running.values import (
+    NUMBERS,
+    PLAIN,
+    Class,
+    Environment,
+    Function,
+    Instance,
+    Items,
+    Loss,
+    Opaque,
+    new_loss,
+)
 
 _EPOCHS = 2  # of loops around a training loop
 _WHILE = 11  # rounds of a loop without a length, at least

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
-from bigbatch_lint.values import Loss, Opaque
+from bigbatch_lint.running.values import Loss, Opaque
 
 
 class Kind(Enum):

@@ -1,79 +1,61 @@
 """Where a file's training starts: its own lines, and functions that nobody in it calls."""
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
-from bigbatch_lint.interpreter import Interpreter
-from bigbatch_lint.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole
-from bigbatch_lint.module import Module
-from bigbatch_lint.names import called_name, dotted, walk
-from bigbatch_lint.rules import Hit, hits_of
-from bigbatch_lint.trace import Event, Kind, Round, Via
-from bigbatch_lint.values import Class, Environment, Function, Instance, Loss, Opaque
-from bigbatch_lint.windows import training_loops
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import called_name, dotted, walk
+from bigbatch_lint.running.interpreter import Interpreter
+from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole
+from bigbatch_lint.running.trace import Event, Kind, Round, Via
+from bigbatch_lint.running.values import Class, Environment, Function, Instance, Loss, Opaque
 
 _LIGHTNING_STEPS = "accumulate_grad_batches"
 _SAYS_OTHERWISE = {"accepts_loss_kwargs", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "compute_loss_func"}
 _FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def find(tree: ast.Module) -> list[tuple[str, Hit]]:
-    """Return what all rules find in a file, each place once."""
-    module = Module(tree)
-    if module.is_of_another_library:
-        return []
-    found: dict[tuple[str, ast.AST], Hit] = {}
+def run_file(module: Module) -> list[tuple[list[Event], int]]:
+    """Return the events of each run, and how many micro-batches a window has: with all settings on, then off.
+
+    A loader has two windows and a half, or two where the script refuses a leftover.
+    """
+    found: list[tuple[list[Event], int]] = []
+    n = module.steps
     for settings in (True, False):
-        machine, hits = _run(module, settings=settings)
-        for code, hit in hits:
-            found.setdefault((code, hit.node), hit)
+        machine = Interpreter(module, 2 * n + max(1, n // 2), settings=settings)
+        try:
+            found += _stories(machine)
+        except WindowsAreWhole:
+            machine = Interpreter(module, 2 * n, settings=settings)
+            with suppress(WindowsAreWhole):
+                found += _stories(machine)
         if not machine.asked:
             break
-    return [(code, hit) for (code, _), hit in found.items()]
+    return found
 
 
-def _run(module: Module, *, settings: bool) -> tuple[Interpreter, list[tuple[str, Hit]]]:
-    """Run a file with a loader that leaves half a window, or none where the script refuses that."""
-    n = module.steps
-    machine = Interpreter(module, 2 * n + max(1, n // 2) if n > 1 else 5, settings=settings)
-    with suppress(WindowsAreWhole):
-        return machine, _hits(machine)
-    machine = Interpreter(module, 2 * n, settings=settings)
-    with suppress(WindowsAreWhole):
-        return machine, _hits(machine)
-    return machine, []
-
-
-def _hits(machine: Interpreter) -> list[tuple[str, Hit]]:
-    return [
-        hit
-        for events in _stories(machine)
-        for loop in training_loops(events, machine.module, machine.steps)
-        for hit in hits_of(loop)
-    ]
-
-
-def _stories(machine: Interpreter) -> Iterator[list[Event]]:
-    """Run the file, then its functions that train and were not called; yield the events of each run."""
+def _stories(machine: Interpreter) -> list[tuple[list[Event], int]]:
+    """Run the file, then its functions that train and were not called."""
     module, env = machine.module, Environment()
     machine.define(module.tree.body, env)
-    yield _events(machine, lambda: machine.run(module.tree.body, env))
+    stories = [_story(machine, lambda: machine.run(module.tree.body, env))]
     owners = {member: cls for cls in module.classes.values() for member in cls.body}
     for only_uncalled in (True, False):
         for function in module.functions:
             trains = function in module.trains or function.name in {"training_step", "compute_loss"}
             called = function in machine.entered or (only_uncalled and function.name in module.called)
             if trains and not called and function.name != "__init__":
-                owner = owners.get(function)
-                yield _events(machine, _Root(machine, function, owner, env).run)
+                stories.append(_story(machine, _Root(machine, function, owners.get(function), env).run))
+    return stories
 
 
-def _events(machine: Interpreter, run: Callable[[], None]) -> list[Event]:
+def _story(machine: Interpreter, run: Callable[[], None]) -> tuple[list[Event], int]:
     machine.begin()
     with suppress(ReturnValue, BreakLoop, ContinueLoop, OutOfBudget):
         run()
-    return machine.events
+    return machine.events, machine.steps
 
 
 class _Root:

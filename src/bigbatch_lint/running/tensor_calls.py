@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from bigbatch_lint.builders import masked_by, reduction_of
-from bigbatch_lint.call import UNKNOWN, Call, Table
-from bigbatch_lint.machine import Machine, batch
-from bigbatch_lint.names import PIECES, Role, dotted, last_part
-from bigbatch_lint.trace import Event, Kind
-from bigbatch_lint.values import NOTHING, NUMBERS, PLAIN, Division, Items, Loss, Opaque, new_loss
+from bigbatch_lint.reading.names import PIECES, Role, dotted, last_part
+from bigbatch_lint.running.builders import masked_by, reduction_of
+from bigbatch_lint.running.call import UNKNOWN, Call, Table
+from bigbatch_lint.running.machine import Machine, batch
+from bigbatch_lint.running.trace import Event, Kind
+from bigbatch_lint.running.values import NOTHING, NUMBERS, PLAIN, Division, Items, Loss, Opaque, new_loss
 
 _TABLE = Table()
 _LOADERS = re.compile("load|batches|stream|dl$")

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from functools import cached_property
 
-from bigbatch_lint.names import (
+from bigbatch_lint.reading.names import (
     PADDED_MODELS,
     PADDERS,
     Role,

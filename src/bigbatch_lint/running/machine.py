@@ -4,10 +4,10 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from bigbatch_lint.module import Module
-from bigbatch_lint.names import ENDLESS, PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of
-from bigbatch_lint.trace import Event, Kind, Round
-from bigbatch_lint.values import Class, Environment, Function, Instance, Items, Loss, Nothing, Opaque, new_loss
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import ENDLESS, PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of
+from bigbatch_lint.running.trace import Event, Kind, Round
+from bigbatch_lint.running.values import Class, Environment, Function, Instance, Items, Loss, Nothing, Opaque, new_loss
 
 _BUDGET = 150_000  # statements
 _HELD_BACK = {Kind.STEP, Kind.ZERO, Kind.SCHEDULER}  # by Accelerate, until its window is full

@@ -3,8 +3,8 @@
 import ast
 from functools import lru_cache
 
-from bigbatch_lint.module import Module
-from bigbatch_lint.names import BATCH_NORMS, NORMED_NETWORKS, dotted, walk
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import BATCH_NORMS, NORMED_NETWORKS, dotted, walk
 
 # What takes BatchNorm out of a network, or stops it from normalizing by the batch.
 _REPLACED = {

@@ -1,0 +1,66 @@
+"""Findings as text for people, JSON for programs, and annotations for GitHub."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections import Counter
+from unicodedata import category
+
+from bigbatch_lint.output.check import Finding
+
+_COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m"}
+_LONGEST = 160  # characters of a line that are shown
+_READABLE = 100
+_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories
+
+
+def escaped(text: str) -> str:
+    """Return text without what moves a cursor, sets a title or turns a line round: names may hold anything."""
+    return "".join(c if c == "\t" or category(c) not in _UNSEEN else c.encode("unicode_escape").decode() for c in text)
+
+
+def wrapped(text: str) -> str:
+    """Return a line as several that fit the terminal; words stay whole."""
+    width = min(shutil.get_terminal_size().columns, _READABLE)
+    wrapper = textwrap.TextWrapper(width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+    return wrapper.fill(escaped(text))
+
+
+def as_text(finding: Finding) -> str:
+    """Say where, what, the line itself, and what to do."""
+    line = escaped(finding.text)
+    line = line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    code = f"{_COLORS[finding.severity]}{finding.code}\x1b[0m" if colored else finding.code
+    parts = [
+        f"{escaped(finding.place())}: {code} {finding.severity} {finding.slug}",
+        *([f"    {line}"] if line else []),
+    ]
+    return "\n".join([*parts, wrapped(f"  {finding.message}"), wrapped(f"  fix: {finding.remedy}"), "\n"])
+
+
+def as_github(finding: Finding) -> str:
+    """Return a finding as GitHub's runners turn it into an annotation."""
+    place = f"file={_percent_encoded(finding.path)}"
+    title = f"{finding.code} {finding.slug}"
+    if finding.cell:  # its line is the cell's, and GitHub would look for it in the JSON
+        title += f" (cell {finding.cell}, line {finding.line})"
+    else:
+        place += f",line={finding.line},endLine={finding.end_line},col={finding.column}"
+    message = escaped(f"{finding.message}; fix: {finding.remedy}".replace("%", "%25"))
+    return f"::{finding.severity} {place},title={_percent_encoded(title)}::{message}\n"
+
+
+def _percent_encoded(text: str) -> str:
+    for character in "%\r\n:,":
+        text = text.replace(character, f"%{ord(character):02X}")
+    return escaped(text)
+
+
+def summary(findings: list[Finding], files: int) -> str:
+    """Say how many findings of which severity there are."""
+    read = f"{files} file{'' if files == 1 else 's'} read."
+    counts = sorted(Counter(finding.severity for finding in findings).items())
+    parts = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts]
+    return f"Found {', '.join(parts)} in {read}" if parts else f"All checks passed: {read}"

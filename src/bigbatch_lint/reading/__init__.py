@@ -1,0 +1,1 @@
+"""Files as syntax trees, and what their names say."""

@@ -1,0 +1,1 @@
+"""The interpreter: runs a script's skeleton and records what happens."""
