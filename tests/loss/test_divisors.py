@@ -1,5 +1,6 @@
 """Masked means as people write them, `(loss * mask).sum() / mask.sum()`: a BigStep takes the divisor for the count."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
 from bigbatch.errors import CoupledLoss, UnreadableLoss
+from bigbatch.loss import divisors, readings
 from bigbatch.loss.readings import Reader
 from bigbatch.loss.trail import Surroundings
 from tests.support.reference import sgd, trained
@@ -128,6 +130,79 @@ COUPLED: dict[str, LossFunction] = {
     "a constant times a mask": lambda m, b: (each(m, b) * b["mask"]).sum() / torch.tensor(3.0),
     "centered": lambda m, b: (each(m, b) * (b["w"] - b["w"].mean()) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
 }
+
+
+CLAMPED: dict[str, LossFunction] = {  # above the smallest masks; what it makes of them may be a multiple of their sums
+    "4": lambda m, b: (each(m, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=4),
+    "4, of features": lambda m, b: (
+        ((m(b["x"]) - b["y"])[..., :2] * b["mask"][..., None]).square().sum() / b["mask"].sum().clamp(min=4)
+    ),
+    "1, of weights": lambda m, b: (each(m, b) * 0.1 * b["w"]).sum() / (0.1 * b["w"]).sum().clamp(min=1),
+    "rows": lambda m, b: each(m, b)[b["mask"]].sum() / b["mask"].sum().clamp(min=4),
+}
+
+
+@pytest.mark.parametrize("counts", [(2, 2, 2), (5, 2, 5), (8, 8, 2), (2, 5, 8), (4, 2, 4), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", CLAMPED)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_clamp_that_acts_is_refused_or_makes_no_difference(name: str, counts: tuple[int, ...], device: str) -> None:
+    """Also in an update that is not checked, in shapes that were read before."""
+    model, twin = (net.to(device) for net in nets())
+    step = BigStep(model, sgd(trained(model)), CLAMPED[name], micro_batch_size=SIZE)
+    batches = [{key: value.to(device) for key, value in batch_of(seed).items()} for seed in range(3)]
+    for micro_batch, kept in enumerate(counts):
+        mask = torch.zeros(SIZE * 6, dtype=torch.bool, device=device)
+        mask[:kept] = True
+        batches[2]["mask"][micro_batch * SIZE : (micro_batch + 1) * SIZE] = mask.view(SIZE, 6)
+        batches[2]["w"][micro_batch * SIZE : (micro_batch + 1) * SIZE] *= kept / 8
+    optimizer = sgd(trained(twin))
+    for batch in batches:
+        try:
+            step(batch)
+        except (CoupledLoss, UnreadableLoss):
+            return
+        CLAMPED[name](twin, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for one, two in zip(model.parameters(), twin.parameters(), strict=True):
+            assert (one - two).norm() <= 1e-12 * two.norm()
+
+
+def test_a_clamp_that_acts_on_a_device_is_refused_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where reading the divisor would wait, its count is NaN; an empty micro-batch still counts nothing."""
+    plain = divisors.divided_by
+
+    def waited_for(division: Any, by: Any) -> Tensor:
+        count = plain(division, by)
+        return torch.tensor(math.nan if count is None else count, dtype=torch.float64)
+
+    model, _ = nets()
+    step = BigStep(model, sgd(trained(model)), CLAMPED["4"], micro_batch_size=SIZE)
+    monkeypatch.setattr(divisors, "divided_by", waited_for)
+    monkeypatch.setattr(readings, "divided_by", waited_for)
+    full, empty, clamped = batch_of(0, SIZE), emptied(batch_of(1)), batch_of(0, SIZE)
+    full["mask"][:] = True
+    clamped["mask"][:] = False
+    clamped["mask"][0, :2] = True
+    step(full)
+    step(empty)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(UnreadableLoss, match="cannot tell"):
+        step({key: torch.cat([full[key], clamped[key]]) for key in full})
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_ragged_batches_are_read_once() -> None:
+    """Masked means of many shapes; a mask that counts something else changes nothing."""
+    model, _ = nets()
+    reader = Reader(Surroundings(own=frozenset(map(id, model.parameters())), divisors=True))
+    fresh = []
+    for seed in range(2):
+        for steps in range(1, 41):
+            batch = {key: value[:, :1].expand(-1, steps, *value.shape[2:]) for key, value in batch_of(seed).items()}
+            reader.read(EXACT["clamp"](model, batch))
+            fresh.append(reader.fresh)
+    assert fresh == [True] * 40 + [False] * 40
 
 
 @pytest.mark.parametrize("name", COUPLED)

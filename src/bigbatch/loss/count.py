@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -54,6 +54,13 @@ def checked_count(count: object) -> tuple[Kind, Count]:
     return "mean", float(count)  # type: ignore[arg-type]
 
 
+class Divisor(NamedTuple):
+    """What a tensor has counted that divides a sum."""
+
+    mask: int  # which of the tensors that choose what is summed, from the sum down; 0: samples
+    each: float  # what each entry of the mask counts as: 1, or its features; of samples, how many there are
+
+
 @dataclass(slots=True, eq=False)  # not frozen: one is made for every micro-batch, and frozen ones take thrice as long
 class Term:
     """One mean or sum inside a loss: `mean` over `count` things, `sum` over data, or `once`, of parameters alone."""
@@ -69,7 +76,7 @@ class Term:
     source: Node | None = None  # the node that holds the count, where it is in a tensor
     about: float = 0.0  # about how large a count in a tensor is, where the host can tell
     shared: bool = False  # its node serves other parts of the loss, too: it cannot carry a weight of this term's
-    mask: int = 0  # which of the tensors below a sum its divisor has counted
+    divisor: Divisor | None = None  # what the tensor that divides a sum has counted
     chosen: bool = False  # over rows that an index or a mask has taken
 
 

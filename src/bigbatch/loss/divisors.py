@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from bigbatch.caller import outside
 from bigbatch.errors import LossError
 from bigbatch.loss import refusals
-from bigbatch.loss.count import Count, wide
+from bigbatch.loss.count import Count, Divisor, wide
 from bigbatch.loss.graph import (
     Edge,
     edges,
@@ -32,7 +32,7 @@ from bigbatch.loss.trail import Trail
 _SEQUENCES = 3  # dimensions of a model's output
 _HABITS = frozenset({1, 2})  # `0.5 * x.sum()` is half of it, and seldom a mean over two; so may `/ 2` be
 _ROUNDING = 1e-5  # of a sum of weights in float32
-_FEW, _MANY = 8, 1e6  # masks that are looked at, and features that one may be for
+_FEW = 8  # masks that are looked at
 _LIKELY = (
     "this loss is a sum over data {} {:g}. That makes it a mean over its samples, or it is a constant that happens to "
     "be as large: it is taken for {}. accumulator.backward(loss, count=n) says that it is a mean over n samples, "
@@ -106,7 +106,7 @@ class Divided:
     count: Count | None
     factors: tuple[float | None, ...]
     source: Node | None = None  # the node that holds the count, where it is in a tensor
-    mask: int = 0  # which of the tensors below the sum it has counted
+    divisor: Divisor | None = None  # what that has counted
 
 
 def read_factors(factors: Iterable[Node], sizes: Sizes | None, trail: Trail) -> Divided:
@@ -118,10 +118,12 @@ def read_factors(factors: Iterable[Node], sizes: Sizes | None, trail: Trail) -> 
     counts = [(factor, each) for factor, each in read.items() if isinstance(each, float)]
     doubts = [(factor, each) for factor, each in read.items() if isinstance(each, LossError)]
     counting, count = counts[-1] if counts else (None, None)
-    mask = _counted_mask(doubts[0][0], sizes, trail) if trail.known.divisors and len(doubts) == 1 else None
-    if mask or (mask is not None and count is None):
+    divisor = _divisor(doubts[0][0], sizes, trail) if trail.known.divisors and len(doubts) == 1 else None
+    if divisor is not None and (divisor.mask or count is None):
         source = doubts[0][0]
-        return Divided(divided_by(source, mask), numbers(each for each in read if each is not source), source, mask)
+        found = divided_by(source, divisor)
+        if found is not None:
+            return Divided(found, numbers(each for each in read if each is not source), source, divisor)
     if count is None and doubts:
         raise doubts[0][1]
     return Divided(count, numbers(each for each in read if each is not counting))
@@ -224,34 +226,64 @@ def _by_scalar(node: Node) -> bool:
 # Tensors that divide a sum, `(x * mask).sum() / mask.sum()`.
 
 
-def divided_by(division: Node, mask: int) -> Count:
-    """Return the count that divides a sum; 0 where it has counted nothing, whatever it was clamped to."""
+def divided_by(division: Node, by: Divisor) -> Count | None:
+    """Return the count that divides a sum; 0 where it has counted nothing, whatever it was clamped to.
+
+    Where it is another number than the mask counts, as one that a clamp has made, the answer is None; on a device,
+    where that is not known yet, it is NaN, and the window raises before its step.
+    """
     divisor, masks = saved_tensor(division, "other"), _masks(division)
-    if divisor is None or mask > len(masks):
-        return 0.0
-    kept = masks[mask - 1].any() if mask else True
-    if divisor.is_cpu:
-        return float(divisor.detach()) if kept else 0.0
-    return wide(divisor.detach().reshape(())) * kept
+    if divisor is None or by.mask > len(masks):
+        return None
+    mask = masks[by.mask - 1][0] if by.mask else torch.ones(())
+    number, expected = wide(divisor.reshape(())), wide(mask).sum() * by.each
+    counted = (number - expected).abs() <= _ROUNDING * expected.abs()
+    kept = mask.any()
+    if not divisor.is_cpu:
+        return torch.where(kept, torch.where(counted, number, math.nan), 0.0)
+    return (float(number) if counted else None) if kept else 0.0
 
 
-def _counted_mask(division: Node, sizes: Sizes | None, trail: Trail) -> int | None:
-    """Find what a divisor has counted: the number of a mask that was multiplied in, 0 for samples; None for neither."""
+def _divisor(division: Node, sizes: Sizes | None, trail: Trail) -> Divisor | None:
+    """Find what a divisor has counted: a mask that was multiplied in, or samples; None for neither.
+
+    A mask counts each entry once, or once for each of its features, in all graphs of one kind: any other multiple, or
+    one that changes, is a number that a clamp has made.
+    """
     divisor = saved_tensor(division, "other") if operation(division) == "Div" else None
     if divisor is None or divisor.numel() > 1:
         return None
+    kind = trail.kind("divisor")
+    before: set[tuple[int, bool]] | None = trail.precedents.get(kind)
+    masks = _masks(division, trail)
+    if not divisor.is_cpu and before is not None and len(before) == 1:
+        ((place, once),) = before
+        if place and once and place <= len(masks):  # `divided_by` looks at it without waiting
+            return Divisor(place, 1.0)
     number = float(divisor.detach())
-    for place, mask in enumerate(_masks(division, trail), 1):
+    found: dict[tuple[int, bool], Divisor] = {}
+    for place, (mask, features) in enumerate(masks, 1):
         total = float(mask.sum(dtype=torch.float64))
-        times = number / total if total else 1.0  # a mask of positions counts once for each feature, or once
-        if abs(times - round(times)) <= _ROUNDING and times < _MANY and (total or number <= 1):
-            return place
-    return 0 if sizes is not None and sizes.meaning(number, whole=True) is Meaning.SAMPLES else None
+        if not total and number <= 1:
+            return Divisor(place, 1.0)
+        for each in (1.0, *features):
+            if total and abs(number - total * each) <= _ROUNDING * number:
+                found.setdefault((place, each == 1), Divisor(place, each))
+    if sizes is not None and sizes.meaning(number, whole=True) is Meaning.SAMPLES:
+        found[0, True] = Divisor(0, number)
+    kept = found.keys() & (before or found.keys())
+    if not kept:
+        return None
+    trail.precedents[kind] = kept
+    return found[max(kept, key=lambda each: (each[0] > 0, -each[0], each[1]))]
 
 
-def _masks(division: Node, trail: Trail | None = None) -> list[Tensor]:
-    """Return the tensors that choose or weigh what is summed, from the sum down."""
-    masks: list[Tensor] = []
+def _masks(division: Node, trail: Trail | None = None) -> list[tuple[Tensor, list[float]]]:
+    """Return the tensors that choose or weigh what is summed, from the sum down, and how many features an entry has.
+
+    Those are of what it chooses, and of what that was made of further down.
+    """
+    masks: list[tuple[Tensor, list[float]]] = []
     node = edges(division)[0][0]
     while node is not None and operation(node) in _MASKED and len(masks) < _FEW:
         if trail is not None:
@@ -270,6 +302,8 @@ def _masks(division: Node, trail: Trail | None = None) -> list[Tensor]:
         elif name in {"Index", "MaskedSelect"}:
             kept = torch.ones(()).expand(shape(node)[:1])
         if kept is not None and kept.dim():
-            masks.append(kept)
-        node = next((below for below, _ in inputs if below is not None), None)
+            masks.append((kept, [math.prod(shape(node)) / max(kept.numel(), 1)]))
+        node, output = next((each for each in inputs if each[0] is not None), (None, 0))
+        for mask, features in masks if node is not None else ():
+            features.append(math.prod(shape(node, output)) / max(mask.numel(), 1))  # type: ignore[arg-type]
     return masks

@@ -176,7 +176,7 @@ def _term(place: _Place, node: Node, found: Sum, trail: Trail) -> Term:
         by = read_factors((*place.factors, *found.inside), found.sizes, trail)
         if by.count is not None:
             divided, doubtful = by.source is None, found.doubtful
-            return Term(at, "mean", by.count, name, None, divided, by.factors, doubtful, by.source, mask=by.mask)
+            return Term(at, "mean", by.count, name, None, divided, by.factors, doubtful, by.source, divisor=by.divisor)
         if found.doubtful:
             raise refusals.data_or_constant(name)
         return Term(at, "sum", 1.0, name, factors=by.factors)

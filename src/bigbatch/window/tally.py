@@ -110,7 +110,7 @@ class Ledger:
     reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
     names: tuple[str, ...] = ()  # of the first micro-batch's terms
     factors: list[tuple[float | None, ...]] | None = None  # constants of the window's first micro-batch
-    in_ratio: Tensor | None = None  # on a device: whether several counts have kept their ratio so far
+    in_ratio: Tensor | None = None  # on a device: whether counts could be told, and have kept their ratio
     came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
     sure: bool = False  # the totals are sums of what comes: nothing to compare
     over: tuple[str, ...] = ()  # names of the terms over data
@@ -181,6 +181,10 @@ class Ledger:
             self.zeros = True
             return
         value = _value(loss)
+        for term in terms:
+            if term.divisor is not None and isinstance(term.count, Tensor):
+                known = term.count.isfinite()
+                self.in_ratio = known if self.in_ratio is None else self.in_ratio & known
         if self.whole and self.reference and self.totals is None and len(terms) == 1 and terms[0].kind == "mean":
             self._enter_mean(value, terms[0].count)  # the usual case, on the shortest way
             return

@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 from bigbatch.distributed.fingerprint import rates_in_one
 from bigbatch.distributed.statement import Agreement, Row, Statement, fingerprint
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
+from bigbatch.loss import refusals
 from bigbatch.loss.count import Count, Term, finite, wide
 from bigbatch.update import Update
 from bigbatch.window.all_at_once import is_hollow, refuse_hollow, weigh_together
@@ -445,8 +446,10 @@ class Window:
         return agreement.micro_batches > 0 and (not totals or any(bool(total > 0) for total in totals))
 
     def _refuse_lost_ratio(self) -> None:
-        """On a device, whether several counts kept their ratio is only known now: one wait, before the step."""
+        """On a device, whether counts are told and keep their ratio is only known now: one wait, before the step."""
         if not bool(self._ledger.in_ratio):
+            if len(self._ledger.names) == 1:
+                raise refusals.scaled_sum("Div", "a tensor")
             msg = (
                 "the terms of this loss were averaged over different things, in no constant ratio; nothing was "
                 "stepped.\n"
