@@ -14,9 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
-from bigbatch.batch.extras import joined
 from bigbatch.batch.packing import Padding
-from bigbatch.batch.split import Division
+from bigbatch.batch.split import Division, joined
 from bigbatch.batch.transfer import Mover
 from bigbatch.distributed.discovery import team_of
 from bigbatch.distributed.ranks import OthersTryAgain, is_of_the_wire

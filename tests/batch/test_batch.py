@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch.batch.batch import Batch, SampleShape
-from bigbatch.batch.extras import detached, joined
-from bigbatch.batch.split import Division, balanced
-from bigbatch.batch.tree import leaves, mapped
+from bigbatch.batch.split import Division, balanced, joined
+from bigbatch.batch.tree import detached, leaves, mapped
 from bigbatch.errors import BatchError, ConfigurationError
 from tests.support.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
 from tests.support.messages import approve

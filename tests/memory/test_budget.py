@@ -1,6 +1,7 @@
 """What there is to use, and what was used."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,9 @@ import torch
 from torch import nn
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.memory import host as host_memory
-from bigbatch.memory.budget import budget, human, room
-from bigbatch.memory.meter import Meter, OverLimit
+from bigbatch.memory import budget as budget_module
+from bigbatch.memory.budget import budget, host_available, human, resident, room
+from bigbatch.memory.probe import Stage
 from tests.support.messages import approve
 
 GIB = 1 << 30
@@ -55,7 +56,7 @@ def test_what_cannot_be_meant_is_refused(written: object) -> None:
 def test_by_default_what_the_process_has_and_what_is_free() -> None:
     """On a CPU: more than is free, less than there is."""
     found = budget(None, "cpu")
-    assert host_memory.resident() < found <= room("cpu").total
+    assert resident() < found <= room("cpu").total
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about its absence")
@@ -82,17 +83,17 @@ def test_a_container_is_the_limit(version: int, tmp_path: Path, monkeypatch: pyt
     (group.parent / "memory.stat").write_text(f"anon 1\n{stat} {10 << 20}\n")
     own = tmp_path / "cgroup"
     own.write_text("9:name=systemd:/\n4:memory:/a/b\n" if version == 1 else "0::/a/b\n")
-    monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", own)
-    assert host_memory.host_total() == 64 << 20
-    assert host_memory.host_available() == 34 << 20
+    monkeypatch.setattr(budget_module, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(budget_module, "_OWN_CGROUPS", own)
+    assert room("cpu").total == 64 << 20
+    assert host_available() == 34 << 20
 
 
 def test_a_machine_that_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Linux's files there are still numbers."""
-    monkeypatch.setattr(host_memory, "_MEMINFO", tmp_path / "none")
-    monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "none")
-    assert 0 < host_memory.host_available() <= host_memory.host_total()
+    monkeypatch.setattr(budget_module, "_MEMINFO", tmp_path / "none")
+    monkeypatch.setattr(budget_module, "_OWN_CGROUPS", tmp_path / "none")
+    assert 0 < host_available() <= room("cpu").total
 
 
 @pytest.mark.parametrize(
@@ -111,9 +112,22 @@ def test_bytes_for_people(size: int, text: str) -> None:
     assert human(size) == text
 
 
-def test_a_meter_counts_what_lives_at_once() -> None:
-    """What was freed before the peak is not in it; what was there before is."""
-    meter = Meter("cpu")
+def stage(device: str, limit: int | None = None, optimizer: torch.optim.Optimizer | None = None) -> Stage:
+    """A place to probe, of no model."""
+    optimizers = () if optimizer is None else (optimizer,)
+    return Stage((), optimizers, None, torch.device(device), limit)
+
+
+def peak(on: Stage, run: Callable[[], object]) -> int:
+    """The most bytes that an action holds."""
+    found = on.rehearse(1, run).peak_bytes
+    assert found is not None
+    return found
+
+
+def test_a_probe_counts_what_lives_at_once() -> None:
+    """What was freed before the peak is not in it; what was there before is, and the optimizer's state to come."""
+    here = stage("cpu")
     mib = torch.ones(1 << 18)
 
     def action() -> None:
@@ -122,18 +136,23 @@ def test_a_meter_counts_what_lives_at_once() -> None:
         del first
         _ = second + 1
 
-    assert meter(action) - meter.before == 2 << 20
-    assert Meter("cpu", beside=1 << 40).before > 1 << 40
+    assert peak(here, action) - peak(here, lambda: None) == 2 << 20
+    large = nn.Parameter(torch.ones(1 << 22))
+    awaited = peak(stage("cpu", optimizer=torch.optim.Adam([large])), lambda: None)
+    assert awaited - peak(stage("cpu"), lambda: None) == pytest.approx(2 * large.nbytes, rel=0.3)
 
 
-def test_a_meter_stops_at_its_limit() -> None:
+def test_a_probe_stops_at_its_limit() -> None:
     """Forward or backward: before the memory is used up."""
     model = nn.Sequential(*itertools.chain.from_iterable((nn.Linear(64, 64), nn.ReLU()) for _ in range(20)))
-    meter = Meter("cpu")
-    room_for = meter(lambda: model(torch.ones(512, 64)).sum().backward()) - meter.before
-    stopping = Meter("cpu", limit=Meter("cpu").before + room_for // 2)
-    with pytest.raises(OverLimit, match="bytes of at most"):
-        stopping(lambda: model(torch.ones(512, 64)).sum().backward())
+
+    def run() -> None:
+        model(torch.ones(512, 64)).sum().backward()
+
+    here, at_rest = stage("cpu"), peak(stage("cpu"), lambda: None)
+    room_for = peak(here, run) - at_rest
+    stopped = stage("cpu", limit=resident() + room_for // 2).rehearse(1, run)
+    assert stopped.peak_bytes is None
 
 
 @pytest.mark.cuda
@@ -141,10 +160,9 @@ def test_a_gpus_peak_is_its_allocators() -> None:
     """With what was there before, and with its cache."""
     elsewhere = torch.cuda.memory_allocated("cuda:0")
     before = torch.ones(1 << 20, device="cuda:0")
-    meter = Meter("cuda:0")
-    peak = meter(lambda: (before + 1).sum() + 1)
-    assert peak - elsewhere >= 8 << 20
-    assert peak >= torch.cuda.max_memory_allocated("cuda:0")
+    found = peak(stage("cuda:0"), lambda: (before + 1).sum() + 1)
+    assert found - elsewhere >= 8 << 20
+    assert found >= torch.cuda.max_memory_allocated("cuda:0")
     free, total = torch.cuda.mem_get_info("cuda:0")
     assert free < budget(None, "cuda:0") <= total
 

@@ -138,8 +138,7 @@ def test_buffers_that_never_change_are_copied_once() -> None:
     model.counter += 1
     last_step = buffers.settle()
     again = Buffers([model], last_step)
-    first = {name: copied for _, name, _, copied, *_ in buffers.saved}
-    second = {name: copied for _, name, _, copied, *_ in again.saved}
+    first, second = ({each.name: each.copied for each in found.saved} for found in (buffers, again))
     assert second["table"] is first["table"]
     assert "counter" not in first
     assert second["counter"] == 1

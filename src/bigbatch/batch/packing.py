@@ -6,7 +6,6 @@ trimmed to its longest.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
@@ -25,12 +24,9 @@ _LEAST_STEP = 8  # between two widths; what matrix products like
 class Padding:
     """How much of a window was padding."""
 
-    real: int
-    """Tokens of the samples."""
-    padded: int
-    """Tokens that went through the model."""
-    given: int
-    """Tokens of the batch as it came."""
+    real: int  # tokens of the samples
+    padded: int  # tokens that went through the model
+    given: int  # tokens of the batch as it came
 
     def __str__(self) -> str:
         """Say it in one line."""
@@ -40,35 +36,14 @@ class Padding:
         )
 
 
-def pack(lengths: Sequence[int], budget: int, most: int | None = None) -> list[tuple[list[int], int]]:
-    """Group samples of like length, the longest first; each group comes with its width, that of its longest sample.
-
-    A group has at most `budget` padded tokens and `most` samples; a sample longer than the budget has its own. There
-    are as few groups as there can be, and of those the least padding: samples in order of length are cut somewhere.
-    """
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    sizes = [max(lengths[i], 1) for i in order]
-    best = [(0, 0, 0)] * (len(order) + 1)  # from each place on: groups, padded tokens, the first one's end
-    for i in reversed(range(len(order))):
-        last = min(len(order), i + max(budget // sizes[i], 1), i + (most or len(order)))
-        # Cutting later never takes more groups, so only the last few places are tried.
-        ends = takewhile(lambda end: best[end][0] == best[last][0], range(last, i, -1))  # noqa: B023 - used at once
-        found = [(1 + best[end][0], best[end][1] + sizes[i] * (end - i), end) for end in ends]
-        best[i] = min(found, key=lambda each: each[:2])
-    groups, i = [], 0
-    while i < len(order):
-        groups.append((order[i : best[i][2]], sizes[i]))
-        i = best[i][2]
-    return groups
-
-
-def pack_alike(
+def pack(
     lengths: Sequence[int], budget: int, most: int | None = None, *, width: int = 0
 ) -> list[tuple[list[int], int]]:
-    """Group samples so that shapes come again from batch to batch; each group comes with its width.
+    """Group samples of like length, the longest first; each group comes with its width.
 
-    Widths are those of `rounded`, at most `width`. Only the first group, of the longest samples, has fewer samples than
-    its width allows: a group has few of those, so its shapes are few.
+    A group has at most `budget` padded tokens and `most` samples; a sample longer than the budget has its own. Widths
+    are those of `rounded`, at most `width`, and only the first group, of the longest samples, has fewer samples than
+    its width allows: so shapes come again from batch to batch.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     width = max(width, *lengths, 1)  # nothing is ever cut off
@@ -116,17 +91,23 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
     whole = batch.whole
     mask = whole.get(name) if isinstance(whole, Mapping) else getattr(whole, name, None)
     if not isinstance(mask, Tensor) or mask.dim() != 2:  # noqa: PLR2004 - samples and places
-        raise _no_mask(name, mask, whole)
+        found = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        if mask is None and isinstance(whole, Mapping):
+            found = f"only {', '.join(map(repr, whole))}"
+        raise BatchError(
+            f"lengths={name!r} should name a mask of samples by places in the batch.",
+            found=found,
+            fix="Options(lengths=lambda batch: (batch[0] != pad).sum(1))",
+        )
     places = torch.arange(mask.shape[1], device=mask.device)
     lengths, is_prefix = [], True
-    for rows in in_parts(mask):
+    for rows in _in_parts(mask):
         if bool((rows < 0).any()):
             least = int(rows.min())
             raise BatchError(
                 f"lengths={name!r} should name a mask, 0 where there is padding.",
                 found=f"{least}, which counts as a place that is used",
-                fix="Options(lengths='attention_mask'), or count: "
-                f"Options(lengths=lambda batch: (batch[{name!r}] != {least}).sum(1))",
+                fix=f"Options(lengths=lambda batch: (batch[{name!r}] != {least}).sum(1))",
             )
         kept = rows.bool()
         lengths.append(kept.sum(1))
@@ -139,23 +120,8 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
     return torch.cat(lengths)
 
 
-def _no_mask(name: str, mask: object, whole: Any) -> BatchError:
-    found = f"a tensor of shape {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-    if mask is None and isinstance(whole, Mapping):
-        found = f"only {', '.join(repr(key) for key in whole)}"
-    return BatchError(
-        f"lengths={name!r} should name a mask of samples by places in the batch.",
-        found=found,
-        fix="Options(lengths=lambda batch: (batch[0] != pad).sum(1))",
-    )
-
-
-def in_parts(table: Tensor) -> Sequence[Tensor]:
-    """Cut a table in host memory into rows of few elements: a CPU's threads take longer to start than to work on them.
-
-    The device waits for what is done with a batch before its first micro-batch, and on a busy host every start of
-    sixteen threads may take milliseconds.
-    """
+def _in_parts(table: Tensor) -> Sequence[Tensor]:
+    """Cut a table in host memory into parts that one thread handles: to start a CPU's threads takes longer."""
     if table.device.type != "cpu":
         return (table,)
     parts: Sequence[Tensor] = table.split(max(_FEW // max(table[:1].numel(), 1), 1))
@@ -186,14 +152,14 @@ def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> 
             raise BatchError(
                 f"{path} is as wide as the padded batch ({width}), and beyond its samples' lengths it differs from "
                 "sample to sample: it is no padding, and trimming it would lose data.",
-                fix="lengths= that count every place in use, and padding is on the right; if this tensor has no places "
-                "at all, reshape it, as to (samples, 1, features)",
+                fix="padding on the right, and lengths= that count every place in use; or, for a tensor without "
+                "places, (samples, 1, features)",
             )
 
 
 def _is_padding(leaf: Tensor, lengths: Sequence[int], like: Tensor) -> bool:
     """Whether all samples are like this one beyond their lengths: a constant, or places counted on."""
-    places, parts = torch.arange(leaf.shape[1], device=leaf.device), in_parts(leaf)
+    places, parts = torch.arange(leaf.shape[1], device=leaf.device), _in_parts(leaf)
     every = torch.tensor(lengths, device=leaf.device).split([len(part) for part in parts])
     for rows, ends in zip(parts, every, strict=True):
         within = (places < ends[:, None]).reshape(*ends.shape, -1, *(1,) * (leaf.dim() - 2))

@@ -101,11 +101,14 @@ def versions_of(whole: Any) -> tuple[tuple[Tensor, int], ...]:
                 found.append((each, each._version))  # noqa: SLF001 - torch's own counter
         elif isinstance(each, list | tuple):
             stack.extend(() if _is_long(each) else each)
-        elif isinstance(each, Mapping):
-            stack.extend(each.values())
-        elif _is_dataclass(each):
-            stack.extend(getattr(each, field.name) for field in dataclasses.fields(each))
+        elif isinstance(each, Mapping) or _is_dataclass(each):
+            stack.extend(child for _, child in children(each) or ())
     return tuple(found)
+
+
+def detached(tree: Any) -> Any:
+    """Detach all tensors: what is kept for the end of the window must not keep activations."""
+    return mapped(tree, lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
 
 class Content(pickle.Pickler):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from bigbatch import arguments
-from bigbatch.batch.extras import detached
 from bigbatch.batch.split import Division
+from bigbatch.batch.tree import detached
 from bigbatch.default_loss import own_loss
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.execute.execution import Execution

@@ -12,8 +12,7 @@ import torch
 
 from bigbatch.errors import OutOfMemory, UnreadableLoss
 from bigbatch.lockstep.cannot_recompute import CannotRecompute
-from bigbatch.memory.budget import human
-from bigbatch.memory.host import host_available, resident
+from bigbatch.memory.budget import host_available, human, resident
 
 _FILLED = 0.9  # of the room on a device: more is not filled with activations that wait
 _SHAPES = 16  # of samples that are measured; of others the largest is taken, and measured where it would not fit

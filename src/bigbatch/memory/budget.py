@@ -1,12 +1,15 @@
-"""How much memory there is to use, and how much something used at its peak."""
+"""How much memory there is to use: of a device, or of the host, as Linux and its control groups tell."""
 
+import os
 import re
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from bigbatch.errors import ConfigurationError
-from bigbatch.memory.host import host_available, host_total, resident
 
 # "20gib", "20G" and "20Gi" are what people type; a bare letter is taken as nvidia-smi and Docker mean it.
 _UNITS = {"b": 1} | {
@@ -17,10 +20,14 @@ _UNITS = {"b": 1} | {
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z%]*)\s*")
 _SMALLEST = 1 << 20  # nobody has a device of less than a MiB: a smaller number was meant in another unit
 _PERCENT = 100
+_UNTOLD = 1 << 33  # a machine that does not say: 8 GiB is what a small one has
+_MEMINFO = Path("/proc/meminfo")
+_STATM = Path("/proc/self/statm")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
-@dataclass(frozen=True)
-class Room:
+class Room(NamedTuple):
     """The memory of a device: what it has, and what this process may reach in all."""
 
     total: int
@@ -84,21 +91,82 @@ def _refused(memory: object, why: str) -> ConfigurationError:
 def room(device: torch.device | str) -> Room:
     """Look at how much memory a device has and how much of it this process may hold in all."""
     device = torch.device(device)
-    if device.type == "cuda":
-        return _cuda_room(device)
-    return Room(host_total(), min(host_total(), host_available() + resident()))
-
-
-def _cuda_room(device: torch.device) -> Room:
+    if device.type != "cuda":
+        limits = [limit for limit, _ in _cgroup_limits()]
+        total = min([_machine_total(), *limits])
+        return Room(total, min(total, host_available() + resident()))
     if not torch.cuda.is_available():
         raise ConfigurationError(
             f"there is no {device}: torch.cuda.is_available() is False.", fix='bigbatch.plan(..., memory="24GiB")'
         )
-    free, total = torch.cuda.mem_get_info(device)
+    free, there = torch.cuda.mem_get_info(device)
+    allowed = int(there * torch.cuda.get_per_process_memory_fraction(device))
     # What the caching allocator holds is ours already, whether in use or not.
-    reachable = free + torch.cuda.memory_reserved(device)
-    allowed = torch.cuda.get_per_process_memory_fraction(device)
-    return Room(int(total * allowed), min(reachable, int(total * allowed)))
+    return Room(allowed, min(free + torch.cuda.memory_reserved(device), allowed))
+
+
+def host_available() -> int:
+    """Return what this process could still take before the machine or its container runs out."""
+    told = _number_in(_MEMINFO, r"MemAvailable:\s+(\d+)")
+    free = _machine_total() // 2 if told is None else told * 1024
+    return min([free, *(max(0, limit - used) for limit, used in _cgroup_limits())])
+
+
+def resident() -> int:
+    """Return what this process holds; the most that it has held, where this is not told."""
+    pages = _number_in(_STATM, r"\d+ (\d+)")
+    if pages is not None:
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    try:
+        import resource  # noqa: PLC0415 - there is none on Windows
+    except ImportError:
+        return 0
+    largest: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _machine_total() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return _UNTOLD
+
+
+def _cgroup_limits() -> Iterator[tuple[int, int]]:
+    """Yield limit and use of every group that this process is in and of the groups around it."""
+    for line in _text(_OWN_CGROUPS).splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0" and not controllers:  # version 2
+            yield from _limits(_CGROUPS, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):  # version 1
+            root = _CGROUPS / "memory"
+            yield from _limits(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _limits(root: Path, path: str, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
+    # Inside a container the path is often the host's, which is not there: the group is the root then.
+    own = root / path.lstrip("/")
+    for folder in [own, *own.parents]:
+        largest = _number_in(folder / limit, r"(\d+)")  # "max" is none
+        if largest is not None:
+            # Files read long ago are counted as used and are given up first.
+            given_up = _number_in(folder / "memory.stat", rf"(?m)^{cached} (\d+)") or 0
+            yield largest, max(0, (_number_in(folder / used, r"(\d+)") or 0) - given_up)
+        if folder == root:
+            return
+
+
+def _number_in(file: Path, pattern: str) -> int | None:
+    """Return the first number of a pattern in a file; None where there is none."""
+    found = re.search(pattern, _text(file))
+    return int(found[1]) if found else None
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def human(size: float) -> str:

@@ -1,4 +1,4 @@
-"""Measure the peak of what an action holds on a device, and what autograd saves of it."""
+"""Count the bytes of tensors: those alive at once, and those that autograd saves."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,50 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bigbatch.memory.host import resident
-
 
 class OverLimit(MemoryError):
     """An action was stopped since it would have held more host memory than it may."""
-
-
-class Meter:
-    """Measures the peaks of actions on one device, one after the other, with what was there before.
-
-        meter = Meter("cuda")
-        peak = meter(lambda: loss_fn(model, batch).backward())
-
-    On CUDA it asks the caching allocator what it took from the device. A CPU has none that keeps a peak: there the
-    meter counts the tensors that operations return, on top of what the process held when the meter was made. It slows
-    operations down, so time them without it.
-
-    Args:
-        device: where the action's tensors are.
-        limit: on a CPU, stop with `OverLimit` an action that would hold more. A GPU refuses by itself; a host hands
-            out memory that it does not have, and ends the process when that is used.
-        beside: on a CPU, bytes to count on top: of tensors that are made, or only meant, after the meter is.
-    """
-
-    def __init__(self, device: torch.device | str, limit: int | None = None, beside: int = 0) -> None:
-        """Note what the process holds."""
-        self._device, self._limit = torch.device(device), limit
-        # Taken once: memory that one action has freed may stay with the process, and is not the next one's.
-        self.before = resident() + beside if self._device.type != "cuda" else 0
-
-    def __call__(self, action: Callable[[], object]) -> int:
-        """Run the action; return the most bytes that were held at once."""
-        if self._device.type != "cuda":
-            live = LiveBytes(limit=None if self._limit is None else self._limit - self.before)
-            with live:
-                action()
-            return self.before + live.peak
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # a larger block that lies around is handed out, and counted, whole
-        torch.cuda.reset_peak_memory_stats(self._device)
-        action()
-        torch.cuda.synchronize(self._device)
-        peak: int = torch.cuda.max_memory_reserved(self._device)
-        return peak
 
 
 class LiveBytes(TorchDispatchMode):
@@ -91,16 +50,12 @@ class LiveBytes(TorchDispatchMode):
         # An output may alias an input (a view, an in-place result), whose storage was there before.
         for tensor in tree_leaves((args, kwargs)):
             self._remember(tensor, new=False)
-        outputs = self.computed(func, args, kwargs)
+        outputs = func(*args, **kwargs)
         self.add(outputs)
         self.peak = max(self.peak, self.now)
         if self._limit is not None and self.now > self._limit:
             raise OverLimit(f"{func} made this {self.now:,} bytes of at most {self._limit:,}")
         return outputs
-
-    def computed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation."""
-        return func(*args, **kwargs)
 
     def _remember(self, tensor: object, *, new: bool) -> None:
         if not isinstance(tensor, Tensor):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from bigbatch.memory.meter import Meter
+from bigbatch.memory.budget import resident
+from bigbatch.memory.meter import LiveBytes
 from bigbatch.memory.search import Probe
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.snapshot import untouched
@@ -19,7 +20,13 @@ _USUAL_STATES = 2  # of an optimizer that cannot be tried on a small one: as Ada
 
 
 class Stage:
-    """Probes micro-steps of one model, one after the other."""
+    """Probes micro-steps of one model, one after the other.
+
+    On CUDA it asks the caching allocator what it took from the device. A CPU has none that keeps a peak: there it
+    counts the tensors that operations return, on top of what the process held when the stage was made, and stops a
+    micro-step that would hold more than `limit`. A GPU refuses by itself; a host hands out memory that it does not
+    have, and ends the process when that is used.
+    """
 
     def __init__(
         self,
@@ -30,13 +37,14 @@ class Stage:
         limit: int | None,
     ) -> None:
         """Take what a step has; `limit` is what may be held, in bytes."""
-        self._models, self._optimizers, self._gradient_dtype, self._device = models, optimizers, gradient_dtype, device
-        # A host hands out memory that is only taken when it is written to: state to come is added, not made.
-        awaited = 0
+        self._models, self._optimizers, self._gradient_dtype = models, optimizers, gradient_dtype
+        self._device, self._limit, self._before = device, limit, 0
         if device.type != "cuda":
+            # Taken once: memory that one probe has freed may stay with the process, and is not the next one's. State to
+            # come is added, not made: a host takes memory only when it is written to.
             with untouched(models, optimizers):  # a step may draw random numbers
-                awaited = sum(p.numel() * dtype.itemsize for p, dtype in awaited_state(optimizers))
-        self._meter = Meter(device, limit, awaited)
+                awaited = sum(p.numel() * dtype.itemsize for p, dtype in _awaited_state(optimizers))
+            self._before = resident() + awaited
 
     def rehearse(self, size: int, run: Callable[[], object]) -> Probe:
         """Run a micro-step of `size` samples and return what it took; running out of memory is an answer, too."""
@@ -52,18 +60,31 @@ class Stage:
     def _measured(self, size: int, run: Callable[[], object]) -> Probe:
         company: list[Tensor] = []
         if self._device.type == "cuda":
-            company += empty_gradients(self._optimizers, self._gradient_dtype)
-            company += [torch.empty_like(p, dtype=dtype) for p, dtype in awaited_state(self._optimizers)]
+            company += _empty_gradients(self._optimizers, self._gradient_dtype)
+            company += [torch.empty_like(p, dtype=dtype) for p, dtype in _awaited_state(self._optimizers)]
         gc.collect()  # what lies in reference cycles is nobody's, and would be measured
-        peak = self._meter(run)
-        # Timed apart: the first time of a shape is slow, and so is a CPU under the meter.
-        seconds = self._timed(run)
+        peak = self._peak(run)
+        # Timed apart: the first time of a shape is slow, and so is a CPU whose tensors are counted.
+        seconds = self._seconds(run)
         for _ in range(_REPEATS if seconds < _SHORT else 0):
-            seconds = min(seconds, self._timed(run))
+            seconds = min(seconds, self._seconds(run))
         del company
         return Probe(size, peak, seconds)
 
-    def _timed(self, run: Callable[[], object]) -> float:
+    def _peak(self, run: Callable[[], object]) -> int:
+        if self._device.type != "cuda":
+            with LiveBytes(limit=None if self._limit is None else self._limit - self._before) as live:
+                run()
+            return self._before + int(live.peak)
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # a larger block that lies around is handed out, and counted, whole
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        peak: int = torch.cuda.max_memory_reserved(self._device)
+        return peak
+
+    def _seconds(self, run: Callable[[], object]) -> float:
         started = time.perf_counter()
         run()
         if self._device.type == "cuda":
@@ -71,7 +92,7 @@ class Stage:
         return time.perf_counter() - started
 
 
-def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> list[Tensor]:
+def _empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> list[Tensor]:
     """Give every parameter a gradient, as it has in every micro-batch but the first."""
     made = []
     for p in {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values():
@@ -83,7 +104,7 @@ def empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) 
     return made
 
 
-def awaited_state(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, torch.dtype]]:
+def _awaited_state(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, torch.dtype]]:
     """Yield a parameter and a dtype for each tensor of state that optimizers will have after their first step.
 
     Small twins of them step: to be called where random generators are restored afterwards.

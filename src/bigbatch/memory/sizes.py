@@ -9,8 +9,7 @@ import torch
 from bigbatch.batch.batch import SampleShape
 from bigbatch.batch.packing import expected_seconds
 from bigbatch.errors import OutOfMemory, StateError
-from bigbatch.memory.budget import budget, human
-from bigbatch.memory.host import resident
+from bigbatch.memory.budget import budget, human, resident
 from bigbatch.memory.search import Choice, Probe, choose
 
 _LARGER = 2  # times as many samples, or tokens: a size is looked for again
@@ -124,14 +123,10 @@ class Sizes:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what was learned before; a size may stand alone, without what it was found with."""
-        given: object = state
-        if not isinstance(given, Mapping):
-            raise StateError(
-                "Learned sizes are a dict of positive integers by the shapes of samples.", found=repr(given)
-            )
         shapes: dict[SampleShape, _Learned] = {}
         tokens: dict[int | None, _Learned] = {}
-        for name, found in given.items():
+        given: object = state
+        for name, found in given.items() if isinstance(given, Mapping) else [("", given)]:
             values = found if isinstance(found, Mapping) else {"size": found}
             shape, of_tokens = _shape(str(name)), _TOKENS.fullmatch(str(name))
             is_size = "size" in values and values.keys() <= set(_Learned._fields)

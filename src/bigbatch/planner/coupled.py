@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bigbatch.memory.budget import human
-from bigbatch.memory.host import host_available
+from bigbatch.memory.budget import host_available, human
 from bigbatch.memory.meter import saved_bytes
 from bigbatch.planner.plan_report import Plan
 from bigbatch.state.patch import Swap, swapped

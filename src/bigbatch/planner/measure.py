@@ -20,8 +20,7 @@ from bigbatch.distributed.discovery import data_parallel, refuse_tensor_parallel
 from bigbatch.distributed.fsdp_internals import sharded
 from bigbatch.errors import ConfigurationError, LossError, OutOfMemory
 from bigbatch.memory.budget import budget as bytes_of
-from bigbatch.memory.budget import human, read, room
-from bigbatch.memory.host import resident
+from bigbatch.memory.budget import human, read, resident, room
 from bigbatch.memory.probe import Stage
 from bigbatch.memory.search import MARGIN, Choice, Probe, choose
 from bigbatch.planner.coupled import Coupling

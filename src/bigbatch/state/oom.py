@@ -7,29 +7,25 @@ import traceback
 import torch
 
 _SAID = re.compile(
-    r"out of memory|can't allocate memory|not enough memory|alloc(ation)?_failed|std::bad_alloc|cannot allocate memory",
-    re.IGNORECASE,
+    r"out of memory|(can't|cannot) allocate memory|not enough memory|alloc(ation)?_failed|bad_alloc", re.IGNORECASE
 )
 _MISSING = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Tell an allocation that failed, on a device, in one of its libraries or on the host, from all else."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # a compiler or a wrapper may have raised its own on top
-        seen.add(id(error))
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, RuntimeError) and _SAID.search(str(error)):
-            return True
-        error = error.__cause__
-    return False
+    if error is None:
+        return False
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    said = isinstance(error, RuntimeError) and _SAID.search(str(error))
+    return bool(said) or is_out_of_memory(error.__cause__)  # a compiler or a wrapper may have raised its own on top
 
 
 def missing(error: BaseException) -> str:
     """Say how much an allocation had asked for, where the error tells."""
     told = _MISSING.search(str(error))
-    return f"the allocation that failed asked for {told.group(1)}" if told else "the error does not say how much"
+    return f"the allocation that failed asked for {told[1]}" if told else "the error does not say how much"
 
 
 def let_go(error: BaseException, *, told: bool = False) -> None:

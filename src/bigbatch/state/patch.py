@@ -33,7 +33,9 @@ class Swap:
         self._module, self._name, self._make = module, name, make
         self._users = list[object]()
         self.plain: _Function = getattr(module, name)
-        self._made: tuple[_Function, _Function] | None = None  # a plain one, and what was made of it
+        self._made: tuple[_Function, _Function] | None = (
+            None  # a plain one, and what was made of it, once: compilers know it
+        )
 
     def enter(self, who: object = None) -> None:
         """Want it."""
@@ -49,7 +51,6 @@ class Swap:
             self._settle()
 
     def _settle(self) -> None:
-        """Put there what belongs there."""
         place = (id(self._module), self._name)
         function, layers = _places.setdefault(place, (getattr(self._module, self._name), []))
         if (self in layers) != bool(self._users):
@@ -61,7 +62,6 @@ class Swap:
             del _places[place]
 
     def _upon(self, plain: _Function) -> _Function:
-        """Return what takes the place of a function; the same again for the same one."""
         self.plain = plain
         if self._made is None or self._made[0] is not plain:
             self._made = plain, self._make(plain)

@@ -3,8 +3,9 @@
 import hashlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,23 +24,17 @@ class Randomness:
         """Take down the states as they are; no device is waited for."""
         numpy: Any = sys.modules.get("numpy")
         of_numpy = [] if numpy is None else [numpy.random]
-        self._generators: list[Any] = [*_defaults(devices), random, *of_numpy, *own]
-        self.states = [_state_of(each) for each in self._generators]
+        self._access = list(map(_access, [*_defaults(devices), random, *of_numpy, *own]))
+        self.states = [read() for read, _ in self._access]
 
     def restore(self) -> None:
         """Go back to the states."""
-        for generator, state in zip(self._generators, self.states, strict=True):
-            if hasattr(generator, "set_state"):
-                generator.set_state(state)
-            elif hasattr(generator, "setstate"):
-                generator.setstate(state)
-            else:
-                generator.bit_generator.state = state
+        for (_, write), state in zip(self._access, self.states, strict=True):
+            write(state)
 
     def drawn(self, *, torchs: bool = True) -> bool:
         """Whether anyone has drawn a number since; of torch's on the CPU only where it is asked for."""
-        now = map(_state_of, self._generators)
-        same = list(map(is_same, self.states, now))
+        same = [_is_same(state, read()) for state, (read, _) in zip(self.states, self._access, strict=True)]
         return not all(same if torchs else same[1:])
 
 
@@ -56,6 +51,7 @@ class Streams:
         self.devices = devices
         self._generators = _defaults(devices)
         self._before = self.state()
+        self._begun: dict[int, list[Tensor]] = {}  # where each stream begins
         self._left: list[Tensor] = []  # where the latest forward to end has left them
         self._drawn: set[int] = set()
         digests = [hashlib.sha256(state.numpy().tobytes()).digest() for state in self._before]
@@ -65,6 +61,7 @@ class Streams:
         """Put a micro-batch's stream in force, from its beginning."""
         for generator, seed in zip(self._generators, self._seeds[number], strict=True):
             generator.manual_seed(seed)
+        self._begun[number] = self.state()
 
     def state(self) -> list[Tensor]:
         """Return how far the stream in force has come."""
@@ -78,9 +75,7 @@ class Streams:
     def end(self, number: int) -> None:
         """Note which generators the forward of a micro-batch has drawn from."""
         self._left = self.state()
-        self.begin(number)
-        self._note_drawn(self.state())
-        self.go_on(self._left)
+        self._note_drawn(self._begun[number])
 
     def close(self) -> None:
         """Put the generators back; one that was drawn from goes on by a number, lest the next window draw the same.
@@ -114,16 +109,17 @@ class Draws:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers inside, and go on afterwards where all generators are now."""
-        if all(map(is_same, self._before.states, self._after.states)):
+        before, after = self._before.states, self._after.states
+        if all(map(_is_same, before, after)):
             yield
             return
         now = Randomness(self._devices)
         self._before.restore()
         try:
             yield
-            found = zip(Randomness(self._devices).states, self._before.states, self._after.states, strict=True)
             # A run that draws nothing is none the worse for a thread that did.
-            self.differed |= any(not is_same(each, after) and not is_same(each, old) for each, old, after in found)
+            found = zip(Randomness(self._devices).states, before, after, strict=True)
+            self.differed |= any(not _is_same(each, new) and not _is_same(each, old) for each, old, new in found)
         finally:
             now.restore()
 
@@ -136,21 +132,24 @@ def is_generator(value: object) -> bool:
     )
 
 
-def is_same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any) -> bool:
     """Whether two states are the same: tensors, or numbers and arrays in tuples or dicts."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return all(is_same(one[key], other[key]) for key in one)
+        return all(_is_same(one[key], other[key]) for key in one)
     if isinstance(one, tuple) and hasattr(one[1], "tobytes"):  # numpy's; Python's are numbers alone
-        return all(map(is_same, one, other))
+        return all(map(_is_same, one, other))
     return one.tobytes() == other.tobytes() if hasattr(one, "tobytes") else bool(one == other)
 
 
-def _state_of(generator: Any) -> Any:
-    if hasattr(generator, "get_state"):
-        return generator.get_state()
-    return generator.getstate() if hasattr(generator, "getstate") else generator.bit_generator.state
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Return how the state of a generator is read and written: torch's and numpy's old one, Python's, numpy's."""
+    for read, write in (("get_state", "set_state"), ("getstate", "setstate")):
+        if hasattr(generator, read):
+            return getattr(generator, read), getattr(generator, write)
+    bits = generator.bit_generator
+    return lambda: bits.state, partial(setattr, bits, "state")
 
 
 def _defaults(devices: frozenset[torch.device]) -> list[torch.Generator]:

@@ -19,59 +19,58 @@ _LARGE = 1 << 20  # bytes of a buffer
 
 
 class _Saved(NamedTuple):
-    """A registered buffer as it was, and its copy."""
+    """A registered buffer and its copy."""
 
     module: nn.Module
     name: str
-    buffer: Tensor | None
-    copied: Tensor | None
+    buffer: Tensor
+    copied: Tensor
     version: int
-    trusted: bool  # it has stayed before: its version tells all
+    trusted: bool = False  # it has stayed before: its version tells all
 
-    def is_same(self, now: Tensor) -> bool:
-        """Whether the buffer has its version and, the first time, its values: a BatchNorm's have no versions."""
-        assert self.copied is not None  # noqa: S101 - nobody asks of None
-        if _version(now) != self.version:
+    def is_same(self) -> bool:
+        """Whether it has its version and, the first time, its values: a BatchNorm's statistics have no versions."""
+        if _version(self.buffer) != self.version:
             return False
-        return self.trusted or torch.equal(now.to(self.copied.device), self.copied)
+        return self.trusted or torch.equal(self.buffer.to(self.copied.device), self.copied)
 
 
 class Buffers:
     """The registered buffers of some models, as they are now.
 
-    A copy of every buffer for every step would be wasteful for tables that never change. So the copies of those that
-    stayed in all steps so far are taken from the snapshot `before`, and others are copied.
+    Tables that never change are not copied for every step: a buffer that stayed since the snapshot `before` keeps its
+    copy. One that has moved once is copied each time.
     """
 
     def __init__(self, models: Sequence[nn.Module], before: "Buffers | None" = None) -> None:
         """Copy what may change."""
+        self.saved: list[_Saved] = []
         self.moved: set[int] = set() if before is None else before.moved  # ids of those that have moved once
         stayed = {} if before is None else {id(each.buffer): each for each in before.saved}
-        self.saved: list[_Saved] = []
-        for module in dict.fromkeys(module for model in models for module in model.modules()):
-            for name, buffer in module._buffers.items():  # noqa: SLF001 - there is no other way to put one back
-                known = stayed.get(id(buffer))
-                if buffer is None:
-                    self.saved.append(_Saved(module, name, None, None, 0, trusted=True))
-                elif known and known.version == _version(buffer) and not self._is_moving(module, buffer):
-                    self.saved.append(_Saved(module, name, buffer, known.copied, known.version, trusted=True))
-                else:
-                    # What is large hardly ever changes, and may be a quantized model: its copy stays off the device.
-                    large = buffer.nbytes > _LARGE and id(buffer) not in self.moved
-                    copied = buffer.detach().to("cpu", copy=True) if large else buffer.detach().clone()
-                    self.saved.append(_Saved(module, name, buffer, copied, _version(buffer), trusted=False))
+        modules = dict.fromkeys(module for model in models for module in model.modules())
+        own = [module._buffers for module in modules]  # noqa: SLF001 - there is no other way to restore one
+        self._registered = [(each, dict(each)) for each in own]
+        self.saved = [
+            self._save(module, name, buffer, stayed.get(id(buffer)))
+            for module, buffers in zip(modules, own, strict=True)
+            for name, buffer in buffers.items()
+            if buffer is not None
+        ]
+
+    def _save(self, module: nn.Module, name: str, buffer: Tensor, known: _Saved | None) -> _Saved:
+        moves = id(buffer) in self.moved or (isinstance(module, Statistics) and module.training)
+        if known is not None and known.version == _version(buffer) and not moves:
+            return known._replace(trusted=True)
+        # What is large hardly ever changes, and may be a quantized model: its copy stays off the device.
+        large = buffer.nbytes > _LARGE and not moves
+        copied = buffer.detach().to("cpu", copy=True) if large else buffer.detach().clone()
+        return _Saved(module, name, buffer, copied, _version(buffer))
 
     def settle(self) -> "Buffers":
         """A step is over: note which buffers it has moved. The others need no copy in the next one."""
-        stayed = []
-        for each in self.saved:
-            if each.buffer is None or each.module._buffers.get(each.name) is not each.buffer:  # noqa: SLF001
-                continue
-            if self._is_moving(each.module, each.buffer) or not each.is_same(each.buffer):
-                self.moved.add(id(each.buffer))
-            else:
-                stayed.append(each)
-        self.saved = stayed
+        there = [each for each in self.saved if each.module._buffers.get(each.name) is each.buffer]  # noqa: SLF001
+        self.moved |= {id(each.buffer) for each in there if not each.is_same()}
+        self.saved = [each for each in there if id(each.buffer) not in self.moved]
         return self
 
     def written(self, met: Container[int]) -> list[str]:
@@ -82,41 +81,32 @@ class Buffers:
         """
         found = []
         for module, name, buffer, copied, version, _ in self.saved:
-            if buffer is None or copied is None or isinstance(module, Statistics) or id(buffer) in met:
-                continue
             now = module._buffers.get(name)  # noqa: SLF001
-            if now is None or (now is buffer and _version(now) == version) or now.shape != copied.shape:
+            if now is None or isinstance(module, Statistics) or id(buffer) in met or now.shape != copied.shape:
                 continue
-            if not torch.equal(now.detach().to(copied.device), copied):
+            stayed = now is buffer and _version(now) == version
+            if not stayed and not torch.equal(now.detach().to(copied.device), copied):
                 found.append(f"{type(module).__name__}.{name}")
         return found
 
     def restore(self) -> None:
-        """Put all of them back, those that were replaced by other tensors, too."""
+        """Put all of them back, those that were replaced by other tensors, too; one that is as it was stays."""
         with torch.no_grad(), ExitStack() as each_by_itself:
             for saved in self.saved:
                 each_by_itself.callback(self._restore, saved)
+            for buffers, before in self._registered:
+                each_by_itself.callback(buffers.update, before)
 
     def _restore(self, saved: _Saved) -> None:
-        buffer, copied = saved.buffer, saved.copied
-        saved.module._buffers[saved.name] = buffer  # noqa: SLF001
-        # One that is as it was keeps its version.
-        if buffer is not None and copied is not None and (id(buffer) in self.moved or not saved.is_same(buffer)):
-            buffer.copy_(copied)
-
-    def _is_moving(self, module: nn.Module, buffer: Tensor) -> bool:
-        """Whether a buffer has moved once, or will: if not in this step, then in one that goes another way."""
-        return id(buffer) in self.moved or (isinstance(module, Statistics) and module.training)
+        if id(saved.buffer) in self.moved or not saved.is_same():
+            saved.buffer.copy_(saved.copied)
 
 
 class Snapshot:
     """What a forward of some models begins with: their buffers, and random numbers."""
 
     def __init__(
-        self,
-        models: Sequence[nn.Module],
-        before: Buffers | None = None,
-        devices: frozenset[torch.device] = frozenset(),
+        self, models: Sequence[nn.Module], before: Buffers | None = None, devices: frozenset[torch.device] = frozenset()
     ) -> None:
         """Copy both as they are; `devices` are those in use beside the models' own."""
         self.buffers, self.randomness = Buffers(models, before), Randomness(devices_of(models) | devices)
