@@ -12,8 +12,7 @@ from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
 from bigbatch_lint.output import check
-from bigbatch_lint.rules import RULES, find
-from bigbatch_lint.rules.rule_set import Hit
+from bigbatch_lint.rules import RULES, Hit, find
 
 LOOP = """\
 for x, y in loader:

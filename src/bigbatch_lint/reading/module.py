@@ -2,13 +2,13 @@
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 
 from bigbatch_lint.reading.names import (
     PADDED_MODELS,
     PADDERS,
-    Role,
     announces_steps,
     called_name,
     children,
@@ -18,17 +18,15 @@ from bigbatch_lint.reading.names import (
     walk,
 )
 
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FunctionDef = ast.FunctionDef | ast.AsyncFunctionDef
+LONGEST_WINDOW = 64  # more is a batch size
+_LOOPS = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp)
 _OTHER_LIBRARIES = {"paddle", "tensorflow", "jax", "mindspore", "mxnet", "tinygrad"}
 _NO_BOUNDARY = re.compile(r"last|len|num_b|total|max|end|epoch")
 _HARMLESS = {*"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split()}
 _IGNORED = 100  # negative: what torch leaves out of a cross-entropy by default
 _UPDATES = {"step", "zero_grad"}
-_TORCH_METHODS = {"train", "step", "update"}
-LONGEST_WINDOW = 64  # more is a batch size
 
 
 class Module:
@@ -36,73 +34,46 @@ class Module:
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree
-        self.parents: dict[ast.AST, ast.AST] = {}
-        self.nodes: list[ast.AST] = [tree]
+        self.nodes = walk(tree)
+        self.parents = {child: node for node in self.nodes for child in children(node)}
+        kinds: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
+        for node in self.nodes:
+            kinds[type(node)].append(node)
         self.imports: dict[str, str] = {}
-        self.classes: dict[str, ast.ClassDef] = {}
-        self.functions: list[FunctionDef] = []
-        self.calls: list[ast.Call] = []
-        self.words: set[str] = set()
-        self.keywords: set[str] = set()
-        for node in self.nodes:  # grows on the way
-            for child in children(node):
-                self.parents[child] = node
-                self.nodes.append(child)
-            self._note(node)
-        self.called = {called_name(call) for call in self.calls} | set(self._passed_to_step())
-        self.trains, self.holds_loop = self._training_parts()
+        for node in (*kinds[ast.Import], *kinds[ast.ImportFrom]):
+            for name in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+                home = f"{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+                first = name.name if home else name.name.partition(".")[0]
+                self.imports[name.asname or first] = home + (name.name if name.asname else first)
+        self.classes = {node.name: node for node in kinds[ast.ClassDef] if isinstance(node, ast.ClassDef)}
+        functions = (*kinds[ast.FunctionDef], *kinds[ast.AsyncFunctionDef])
+        self.functions = [node for node in functions if isinstance(node, FUNCTIONS)]
+        self.calls = [node for node in kinds[ast.Call] if isinstance(node, ast.Call)]
+        self.words = {getattr(n, "id", "") or getattr(n, "attr", "") for n in (*kinds[ast.Name], *kinds[ast.Attribute])}
+        self.keywords = {getattr(node, "arg", None) or "" for node in kinds[ast.keyword]}
+        yields = (*kinds[ast.Yield], *kinds[ast.YieldFrom])
+        self.generators = {each for node in yields for each in self._around(node) if isinstance(each, FUNCTIONS)}
+        # Closures are called by an optimizer's step.
+        closures = {dotted(each) for call in self.calls if called_name(call) == "step" for each in call.args}
+        self.called = {called_name(call) for call in self.calls} | closures
+        self.trains: set[ast.AST] = set()
+        self.holds_loop: set[ast.AST] = set()
+        self._find_training_parts()
         self.moduli: set[str] = set()
-        self.steps_text = ""
-        self.is_guess = False
-        self.steps = self._window()
+        self.steps_text, self.is_guess, self.steps = self._window()
         self._mentions: dict[ast.AST, tuple[frozenset[str], bool]] = {}
         self._texts: dict[ast.AST, str] = {}
 
-    def _note(self, node: ast.AST) -> None:
-        if isinstance(node, ast.Name):
-            self.words.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            self.words.add(node.attr)
-        elif isinstance(node, ast.Call):
-            self.calls.append(node)
-            self.keywords.update(word.arg for word in node.keywords if word.arg)
-        elif isinstance(node, ast.Import):
-            for name in node.names:
-                first = name.name.partition(".")[0]
-                self.imports[name.asname or first] = name.name if name.asname else first
-        elif isinstance(node, ast.ImportFrom):
-            for name in node.names:
-                self.imports[name.asname or name.name] = f"{node.module or ''}.{name.name}"
-        elif isinstance(node, ast.ClassDef):
-            self.classes[node.name] = node
-        elif isinstance(node, FUNCTIONS):
-            self.functions.append(node)
-
-    def _passed_to_step(self) -> Iterator[str]:
-        """Yield the closures that an optimizer's step calls."""
-        for call in self.calls:
-            if called_name(call) == "step":
-                yield from (each.id for each in call.args if isinstance(each, ast.Name))
+    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
 
     @property
     def is_of_another_library(self) -> bool:
         """Tell whether the same words mean something else here."""
         roots = {name.partition(".")[0] for name in self.imports.values()}
         return bool(roots & _OTHER_LIBRARIES) and "torch" not in roots
-
-    @cached_property
-    def generators(self) -> set[ast.AST]:
-        """Return the functions that yield."""
-        found: set[ast.AST] = set()
-        for node in self.nodes:
-            if isinstance(node, (ast.Yield, ast.YieldFrom)):
-                found.update(each for each in self._around(node) if isinstance(each, FUNCTIONS))
-        return found
-
-    def _around(self, node: ast.AST) -> Iterator[ast.AST]:
-        while node in self.parents:
-            node = self.parents[node]
-            yield node
 
     @cached_property
     def ignores_targets(self) -> bool:
@@ -116,52 +87,34 @@ class Module:
         pads = bool(self.words & PADDERS) or "padding" in self.keywords or self.ignores_targets
         return pads and any(PADDED_MODELS.search(word) for word in self.words)
 
-    @cached_property
-    def is_manual_lightning(self) -> bool:
-        """Tell whether a LightningModule steps on its own."""
-        return "automatic_optimization" in self.words
-
     def full_name(self, text: str) -> str:
         """Return `torch.nn.Linear` of `nn.Linear`."""
         first, dot, rest = text.partition(".")
         return self.imports.get(first, first) + dot + rest
 
-    def method(self, cls: ast.ClassDef, name: str, seen: tuple[str, ...] = ()) -> FunctionDef | None:
+    def _family(self, cls: ast.ClassDef) -> list[ast.ClassDef]:
+        """Return a class and its bases in this file."""
+        family = [cls]
+        for each in family:  # grows on the way
+            known = [self.classes.get(last_part(dotted(base))) for base in each.bases]
+            family += [base for base in known if base is not None and base not in family]
+        return family
+
+    def method(self, cls: ast.ClassDef, name: str) -> FunctionDef | None:
         """Return a method of a class or of its bases in this file."""
-        for each in cls.body:
-            if isinstance(each, FUNCTIONS) and each.name == name:
-                return each
-        for base in cls.bases:
-            other = self.classes.get(dotted(base))
-            if other is not None and other is not cls and other.name not in seen:
-                found = self.method(other, name, (*seen, cls.name))
-                if found is not None:
-                    return found
-        return None
+        members = [member for each in self._family(cls) for member in each.body if isinstance(member, FUNCTIONS)]
+        return next((member for member in members if member.name == name), None)
 
     def bases(self, cls: ast.ClassDef) -> set[str]:
         """Return the names of all bases."""
-        found: set[str] = set()
-        left = [cls]
-        while left:
-            for base in left.pop().bases:
-                name = dotted(base).rpartition(".")[2]
-                if name and name not in found:
-                    found.add(name)
-                    left += [self.classes[name]] if name in self.classes else []
-        return found
+        return {last_part(dotted(base)) for each in self._family(cls) for base in each.bases} - {""}
 
     def mentions(self, node: ast.AST) -> tuple[frozenset[str], bool]:
         """Return the names in an expression with all their beginnings, and whether it calls something."""
         if node not in self._mentions:
-            names: set[str] = set()
-            calls = False
-            for each in walk(node):
-                if isinstance(each, (ast.Name, ast.Attribute, ast.Subscript)):
-                    names.add(dotted(each))
-                elif isinstance(each, ast.Call):
-                    calls = calls or last_part(dotted(each.func)) not in _HARMLESS
-            self._mentions[node] = frozenset(names - {""}), calls
+            below = walk(node)
+            calls = {last_part(dotted(each.func)) for each in below if isinstance(each, ast.Call)}
+            self._mentions[node] = frozenset(map(dotted, below)) - {""}, not calls <= _HARMLESS
         return self._mentions[node]
 
     def text(self, node: ast.AST) -> str:
@@ -170,116 +123,85 @@ class Module:
             self._texts[node] = ast.unparse(node)
         return self._texts[node]
 
-    # Which parts of the file run a backward, and which of these hold a loop that does.
-    def _training_parts(self) -> tuple[set[ast.AST], set[ast.AST]]:
-        trains: set[ast.AST] = set()
-        holds: set[ast.AST] = set()
-        by_name: dict[str, list[ast.Call]] = {}
+    def _find_training_parts(self) -> None:
+        """Find what is around a backward, also through calls of functions; and what of it holds a loop that trains."""
+        by_name: dict[str, list[ast.Call]] = defaultdict(list)
         for call in self.calls:
-            by_name.setdefault(called_name(call), []).append(call)
-        left = [(call, False) for call in self.calls if _is_backward(call)]
-        known: set[tuple[str, bool]] = set()
+            by_name[called_name(call)].append(call)
+        left: list[tuple[ast.AST | None, bool]] = [(call, False) for call in self.calls if _is_backward(call)]
         while left:
-            for function, inside in self._climb(*left.pop(), trains, holds):
-                if (function, inside) not in known:
-                    known.add((function, inside))
-                    left += [(call, inside) for call in by_name.get(function, ()) if not _is_torchs(call)]
-        return trains, holds
-
-    def _climb(
-        self,
-        node: ast.AST,
-        inside: bool,  # noqa: FBT001 - part of a tuple
-        trains: set[ast.AST],
-        holds: set[ast.AST],
-    ) -> Iterator[tuple[str, bool]]:
-        """Mark everything around a call; yield the functions it is in, and whether in a loop there."""
-        at: ast.AST | None = node
-        while at is not None and not (at in trains and (not inside or at in holds)):
-            trains.add(at)
-            if inside:
-                holds.add(at)
-            if isinstance(at, (*LOOPS, *COMPREHENSIONS)):
-                inside = True
-            if isinstance(at, FUNCTIONS):
-                yield at.name, inside
-            at = self.parents.get(at)
+            node, inside = left.pop()
+            while node is not None and not (node in self.trains and (not inside or node in self.holds_loop)):
+                self.trains.add(node)
+                if inside:
+                    self.holds_loop.add(node)
+                if isinstance(node, FUNCTIONS):
+                    left += [(call, inside) for call in by_name[node.name] if not _is_torchs(call)]
+                inside = inside or isinstance(node, _LOOPS)
+                node = self.parents.get(node)
 
     # How many micro-batches a window has.
-    def _window(self) -> int:
-        values = dict(self._constants())
+    def _window(self) -> tuple[str, bool, int]:
+        """Return the name that says so, whether the number is a guess, and the number."""
+        values = dict(reversed(list(self._constants())))  # the first one of a name
         boundaries = list(self._boundaries())
         first = boundaries[0] if boundaries else None
-        literal = [first.value] if isinstance(first, ast.Constant) and type(first.value) is int else []
-        self.moduli.update(last_part(dotted(each)) for each in boundaries if dotted(each))
-        written = [value for name, value in values.items() if name in self.moduli]
+        self.moduli.update({last_part(dotted(each)) for each in boundaries} - {""})
+        written = [each for each in [getattr(first, "value", None)] if type(each) is int]
+        written += [value for name, value in values.items() if name in self.moduli]
         announced = [value for name, value in values.items() if announces_steps(name)]
-        sure = [*literal, *written] if boundaries else announced
-        sizes = [size for size in (*sure, *announced, *self._keywords()) if 1 < size <= LONGEST_WINDOW]
-        self.is_guess = not (sure and sizes)
+        words = [word for call in self.calls for word in call.keywords if announces_steps(word.arg or "")]
+        said = [value for value in (getattr(word.value, "value", None) for word in words) if type(value) is int]
+        sure = written if boundaries else announced
+        sizes = [size for size in (*sure, *announced, *said) if 1 < size <= LONGEST_WINDOW]
         names = [dotted(each) for each in boundaries if dotted(each)] + [n for n in values if announces_steps(n)]
-        self.steps_text = names[0] if names else ""
-        return sizes[0] if sizes else 4 if boundaries else 2
+        return [*names, ""][0], not (sure and sizes), [*sizes, 4 if boundaries else 2][0]
 
     def _constants(self) -> Iterator[tuple[str, int]]:
-        """Yield the names that are bound to a number, the first one last."""
-        found = []
+        """Yield the names that are bound to a number."""
+        pairs: list[tuple[str, ast.expr]]
         for node in self.nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and type(node.value.value) is int:
-                found += [(last_part(dotted(target)), node.value.value) for target in node.targets]
+            if isinstance(node, ast.Assign):
+                pairs = [(last_part(dotted(target)), node.value) for target in node.targets]
             elif isinstance(node, ast.Dict):
-                pairs = zip(node.keys, node.values, strict=True)
-                constants = [
-                    (k.value, v.value) for k, v in pairs if isinstance(k, ast.Constant) and isinstance(v, ast.Constant)
-                ]
-                found += [(key, value) for key, value in constants if isinstance(key, str) and type(value) is int]
+                keys = [each.value if isinstance(each, ast.Constant) else None for each in node.keys]
+                pairs = [(str(key), value) for key, value in zip(keys, node.values, strict=True)]
             elif isinstance(node, ast.arguments):
-                for argument, default in zip(reversed(node.args), reversed(node.defaults)):  # noqa: B905
-                    if isinstance(default, ast.Constant) and type(default.value) is int:
-                        found.append((argument.arg, default.value))
-        yield from reversed(found)
-
-    def _keywords(self) -> Iterator[int]:
-        for call in self.calls:
-            for word in call.keywords:
-                if word.arg and announces_steps(word.arg) and isinstance(word.value, ast.Constant):
-                    yield from [word.value.value] if type(word.value.value) is int else []
-
-    def _functions_that_step(self) -> Iterator[str]:
-        for call in self.calls:
-            at: ast.AST | None = call if called_name(call) in _UPDATES else None
-            while at is not None and not isinstance(at, FUNCTIONS):
-                at = self.parents.get(at)
-            if at is not None:
-                yield at.name
+                pairs = [(a.arg, d) for a, d in zip(reversed(node.args), reversed(node.defaults))]  # noqa: B905
+            else:
+                continue
+            for name, value in pairs:
+                if isinstance(value, ast.Constant) and type(value.value) is int:
+                    yield name, value.value
 
     def _boundaries(self) -> Iterator[ast.expr]:
         """Yield what conditions on an update divide or compare by."""
         bound: dict[str, ast.expr] = {}
-        stepping = _UPDATES | set(self._functions_that_step())
         for node in self.nodes:
-            if isinstance(node, ast.Assign) and len(node.targets) == 1 and dotted(node.targets[0]):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 bound.setdefault(dotted(node.targets[0]), node.value)
+        updates = [call for call in self.calls if called_name(call) in _UPDATES]
+        homes = [next((each for each in self._around(call) if isinstance(each, FUNCTIONS)), None) for call in updates]
+        stepping = _UPDATES | {home.name for home in homes if home is not None}
         for node in self.nodes:
-            if isinstance(node, ast.If) and _updates(node, stepping):
-                tests = [node.test, *(bound[dotted(n)] for n in walk(node.test) if dotted(n) in bound)]
-                for test in tests:
+            if isinstance(node, ast.If) and _decides_on_update(node, stepping):
+                named = [bound[dotted(each)] for each in walk(node.test) if dotted(each) and dotted(each) in bound]
+                for test in [node.test, *named]:
                     yield from _boundaries_in(test)
 
 
 def _is_backward(call: ast.Call) -> bool:
     name = called_name(call)
-    return name in {"backward", "manual_backward"} or (role_of(name) is Role.SCALER and len(call.args) > 1)
+    return name in {"backward", "manual_backward"} or (role_of(name) == "scaler" and len(call.args) > 1)
 
 
 def _is_torchs(call: ast.Call) -> bool:
     """Tell `model.train()` and `optimizer.step()` from methods of the file that are called so."""
-    if not isinstance(call.func, ast.Attribute) or call.func.attr not in _TORCH_METHODS:
-        return False
-    return role_of(dotted(call.func.value)) is not None
+    is_common = isinstance(call.func, ast.Attribute) and call.func.attr in {"train", "step", "update"}
+    return is_common and isinstance(call.func, ast.Attribute) and role_of(dotted(call.func.value)) is not None
 
 
-def _updates(node: ast.If, names: set[str]) -> bool:
+def _decides_on_update(node: ast.If, names: set[str]) -> bool:
     body = [each for statement in node.body for each in walk(statement)]
     if any(isinstance(each, ast.Call) and called_name(each) in names for each in body):
         return True
@@ -295,8 +217,7 @@ def _boundaries_in(test: ast.expr) -> Iterator[ast.expr]:
         elif isinstance(node, ast.Call) and called_name(node) == "divmod" and len(node.args) == 2:  # noqa: PLR2004
             yield node.args[1]
         elif not divides and isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Eq, ast.GtE)):
-            name, other = dotted(node.comparators[0]), node.comparators[0]
-            if isinstance(other, ast.Constant) and type(other.value) is int and other.value > 1:
+            other = node.comparators[0]
+            is_number = isinstance(other, ast.Constant) and type(other.value) is int and other.value > 1
+            if is_number or (dotted(other) and not _NO_BOUNDARY.search(dotted(other))):
                 yield other
-            if name and not _NO_BOUNDARY.search(name):
-                yield node.comparators[0]

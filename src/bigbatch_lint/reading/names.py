@@ -2,28 +2,15 @@
 
 import ast
 import re
-from enum import Enum
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Literal
 
-
-class Role(Enum):
-    """What a thing is for."""
-
-    SCALER = "scaler"
-    SCHEDULER = "scheduler"
-    OPTIMIZER = "optimizer"
-    ACCELERATOR = "accelerator"
-    FABRIC = "fabric"
-    ENGINE = "engine"
-    CRITERION = "criterion"
-    MODEL = "model"
-    MASK = "mask"
-    COUNT = "count"  # of what a mask leaves
-    GRADIENT = "gradient"
-    CONTEXT = "context"  # of a `with`
-
-    __hash__ = object.__hash__  # members are asked for in every round, and an Enum's own hash is slow
-
+# What a thing is for. A count is of what a mask leaves; a context is of a `with`; "nothing" is what
+# `next(batches, None)` returns at the end.
+Role = Literal[
+    "scaler", "scheduler", "optimizer", "accelerator", "fabric", "engine", "criterion", "model", "mask", "count",
+    "gradient", "context", "nothing",
+]  # fmt: skip
 
 _STEPS = re.compile(
     r"accum|grad(ient)?_?acc|(^|_)acc_?(steps|iters?|grad|n)|micro_?(steps|batch_?(num|count))|(n|num)_?micro|"
@@ -46,73 +33,76 @@ NORMED_NETWORKS = re.compile(
     r"^(wide_)?res(net|next)\w*$|^densenet\d+$|^mobilenet\w*$|^efficientnet\w*$|^mnasnet\w*$|^shufflenet\w*$|"
     r"^googlenet$|^inception_v3$|^vgg\d+_bn$|^regnet\w*$"
 )
-LOSSES = re.compile(r"(^|_)loss(es)?(_?\w{1,3})?$|^loss_|^losses$", re.IGNORECASE)
-_ROLES = (
-    (Role.SCALER, re.compile(r"(grad|amp|loss)?_?scaler$", re.IGNORECASE)),
-    (Role.SCHEDULER, re.compile(r"sched|^warm_?up(er)?$|lr_(decay|warmup)$", re.IGNORECASE)),
-    (Role.OPTIMIZER, re.compile(r"optimi[sz]er|(^|_)opt(im)?s?($|_|[A-Z0-9])", re.IGNORECASE)),
-    (Role.ACCELERATOR, re.compile(r"^accelerator$", re.IGNORECASE)),
-    (Role.FABRIC, re.compile(r"^fabric$", re.IGNORECASE)),
-    (Role.ENGINE, re.compile(r"engine|^accumulator$|deepspeed", re.IGNORECASE)),
-    (Role.CRITERION, re.compile(r"^criterion|(^|_)loss_?(fn|func|fun|function|fct|module|criterion)$", re.IGNORECASE)),
-    (Role.MODEL, re.compile(r"(^|_)(model|net|network|ddp|backbone|encoder|generator|discriminator)($|_)|^net[A-Z]")),
-    (Role.MASK, _MASKS),
+_LOSSES = re.compile(r"(^|_)loss(es)?(_?\w{1,3})?$|^loss_|^losses$", re.IGNORECASE)
+_ROLES: tuple[tuple[Role, re.Pattern[str]], ...] = (
+    ("scaler", re.compile(r"(grad|amp|loss)?_?scaler$", re.IGNORECASE)),
+    ("scheduler", re.compile(r"sched|^warm_?up(er)?$|lr_(decay|warmup)$", re.IGNORECASE)),
+    ("optimizer", re.compile(r"optimi[sz]er|(^|_)opt(im)?s?($|_|[A-Z0-9])", re.IGNORECASE)),
+    ("accelerator", re.compile(r"^accelerator$", re.IGNORECASE)),
+    ("fabric", re.compile(r"^fabric$", re.IGNORECASE)),
+    ("engine", re.compile(r"engine|^accumulator$|deepspeed", re.IGNORECASE)),
+    ("criterion", re.compile(r"^criterion|(^|_)loss_?(fn|func|fun|function|fct|module|criterion)$", re.IGNORECASE)),
+    ("model", re.compile(r"(^|_)(model|net|network|ddp|backbone|encoder|generator|discriminator)($|_)|^net[A-Z]")),
+    ("mask", _MASKS),
 )
-OPTIMIZERS = re.compile(
-    r"^\w*(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|Rprop|LBFGS|ASGD|Lion\w*|LAMB|Lamb|LARS|Muon|Adafactor|Sophia\w*|"
-    r"Optimizer)$|^(create|build|make|get|configure)_optimi[sz]ers?$"
-)
-SCHEDULERS = re.compile(
-    r"^\w*(LR|Scheduler|Schedule|WarmRestarts)$|^get_\w*schedule\w*$|^(create|build|make)_\w*sched\w*$"
-)
-MODELS = re.compile(
-    r"^(DataParallel|FullyShardedDataParallel|FSDP|fully_shard|create_model|from_pretrained|Sequential|Linear|"
-    r"DistributedDataParallel|DDP)$"
+# What a function makes, by its name.
+_MAKERS: tuple[tuple[Role, re.Pattern[str]], ...] = (
+    ("scaler", re.compile(r"^(Sharded)?GradScaler$")),
+    ("fabric", re.compile(r"^Fabric$")),
+    ("engine", re.compile(r"^(Accumulator|BigStep)$")),
+    (
+        "optimizer",
+        re.compile(
+            r"^\w*(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|Rprop|LBFGS|ASGD|Lion\w*|LAMB|Lamb|LARS|Muon|Adafactor|"
+            r"Sophia\w*|Optimizer)$|^(create|build|make|get|configure)_optimi[sz]ers?$"
+        ),
+    ),
+    (
+        "scheduler",
+        re.compile(r"^\w*(LR|Scheduler|Schedule|WarmRestarts)$|^get_\w*schedule\w*$|^(create|build|make)_\w*sched\w*$"),
+    ),
+    (
+        "model",
+        re.compile(
+            r"^(DataParallel|FullyShardedDataParallel|FSDP|fully_shard|create_model|from_pretrained|Sequential|Linear|"
+            r"DistributedDataParallel|DDP)$"
+        ),
+    ),
 )
 
 
+@cache
 def dotted(node: ast.AST | None) -> str:
     """Return `a.b['c']` of a name, its attributes and constant keys; an empty text of anything else."""
-    if node is None:
-        return ""
-    notes = node.__dict__
-    if "dotted" not in notes:  # noted on the node: it is asked for in every round
-        notes["dotted"] = _dotted(node)
-    text: str = notes["dotted"]
-    return text
-
-
-def _dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Name):
         return node.id
-    if isinstance(node, ast.Attribute):
-        base = dotted(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        base = dotted(node.value)
-        return f"{base}[{node.slice.value!r}]" if base else ""
+    base = dotted(node.value) if isinstance(node, (ast.Attribute, ast.Subscript)) else ""
+    if base and isinstance(node, ast.Attribute):
+        return f"{base}.{node.attr}"
+    if base and isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        return f"{base}[{node.slice.value!r}]"
     return ""
 
 
+@cache
 def children(node: ast.AST) -> list[ast.AST]:
     """Return what stands right below a node, without the mark whether a name is read or bound."""
-    notes = node.__dict__
-    if "children" not in notes:
-        notes["children"] = [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr_context)]
-    found: list[ast.AST] = notes["children"]
-    return found
+    return [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr_context)]
 
 
+@cache
 def walk(node: ast.AST) -> list[ast.AST]:
-    """Return a node and all below it, as `ast.walk` does; noted on the node, too."""
-    notes = node.__dict__
-    if "below" not in notes:
-        below = [node]
-        for each in below:  # grows on the way
-            below += children(each)
-        notes["below"] = below
-    found: list[ast.AST] = notes["below"]
-    return found
+    """Return a node and all below it, as `ast.walk` does."""
+    below = [node]
+    for each in below:  # grows on the way
+        below += children(each)
+    return below
+
+
+def forget_nodes() -> None:
+    """Forget what was noted on the nodes of a file."""
+    for noted in (dotted, children, walk):
+        noted.cache_clear()
 
 
 def called_name(call: ast.Call) -> str:
@@ -134,9 +124,15 @@ def role_of(text: str) -> Role | None:
 
 
 @lru_cache(maxsize=8192)
+def role_made_by(name: str) -> Role | None:
+    """Return what a function makes by its name."""
+    return next((role for role, pattern in _MAKERS if pattern.search(name)), None)
+
+
+@lru_cache(maxsize=8192)
 def is_loss(text: str) -> bool:
     """Tell whether a name is that of a loss."""
-    return bool(LOSSES.search(last_part(text)))
+    return bool(_LOSSES.search(last_part(text)))
 
 
 @lru_cache(maxsize=8192)

@@ -1,6 +1,26 @@
 """The rules, and what they find in a file."""
 
-from bigbatch_lint.rules.find import find
-from bigbatch_lint.rules.rule_set import REMOVED, RULES
+import ast
+from collections.abc import Iterator
 
-__all__ = ["REMOVED", "RULES", "find"]
+from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.names import forget_nodes
+from bigbatch_lint.rules.rule_set import REMOVED, RULES, Hit
+from bigbatch_lint.rules.windows import training_loops
+from bigbatch_lint.running.entry import run_file
+
+__all__ = ["REMOVED", "RULES", "Hit", "find"]
+
+
+def find(tree: ast.Module) -> Iterator[tuple[str, Hit]]:
+    """Yield what all rules find in a file, each place once."""
+    forget_nodes()
+    module = Module(tree)
+    seen: set[tuple[str, ast.AST]] = set()
+    for events, steps in () if module.is_of_another_library else run_file(module):
+        for loop in training_loops(events, module, steps):
+            for code, rule in RULES.items():
+                for hit in rule.check(loop) if loop.shape in rule.shapes else ():
+                    if (code, hit.node) not in seen:
+                        seen.add((code, hit.node))
+                        yield code, hit

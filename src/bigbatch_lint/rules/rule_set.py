@@ -8,16 +8,18 @@ from functools import lru_cache
 from typing import Literal
 
 from bigbatch_lint.reading.module import Module
-from bigbatch_lint.reading.names import announces_steps, called_name
-from bigbatch_lint.rules.batch_norm import brings_batch_norm
+from bigbatch_lint.reading.names import BATCH_NORMS, NORMED_NETWORKS, announces_steps, called_name, dotted, walk
 from bigbatch_lint.rules.windows import Shape, TrainingLoop, Window, rounds_in, weight_of
-from bigbatch_lint.running.trace import Event, Kind, Via
-from bigbatch_lint.running.values import NUMBERS, Division
+from bigbatch_lint.running.values import NUMBERS, Division, Event, Kind
 
 _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}
 _TORCH_CLIPS = {"", "utils", "nn", "torch", "clip_grad"}
-_WORDS = {Via.LIGHTNING: "accumulate_grad_batches", Via.TRAINER: "gradient_accumulation_steps"}
-_NAMES = {Via.ACCELERATE: "Accelerate", Via.LIGHTNING: "Lightning", Via.TRAINER: "Trainer", Via.ENGINE: "the engine"}
+_NAMES = {"accelerator": "Accelerate", "lightning": "Lightning", "trainer": "Trainer", "engine": "the engine"}
+# What takes BatchNorm out of a network, or stops it from normalizing by the batch.
+_REPLACED = set(
+    "convert_to_groupnorm batch_norm_to_group_norm freeze_batch_norm freeze_bn convert_frozen_batchnorm "
+    "FrozenBatchNorm2d".split()
+)
 # Rules of version 0.1, and what is there instead.
 REMOVED = {
     "BB305": "`bigbatch.scale_lr` changes the learning rate for a larger batch.",
@@ -47,7 +49,7 @@ class Rule:
     severity: Severity  # a wrong gradient, or one that is wrong for some data
     remedy: str
     check: Check
-    shapes: frozenset[Shape]
+    shapes: tuple[Shape, ...]
 
 
 RULES: dict[str, Rule] = {}
@@ -57,7 +59,7 @@ def _rule(code: str, slug: str, severity: Severity, remedy: str, *shapes: Shape)
     """Register a rule for loops of some shapes; without any, for those that accumulate."""
 
     def register(check: Check) -> Check:
-        RULES[code] = Rule(code, slug, severity, remedy, check, frozenset(shapes or (Shape.ACCUMULATING,)))
+        RULES[code] = Rule(code, slug, severity, remedy, check, shapes or ("accumulating",))
         return check
 
     return register
@@ -66,66 +68,47 @@ def _rule(code: str, slug: str, severity: Severity, remedy: str, *shapes: Shape)
 # BB1: which micro-batches enter a step.
 @_rule("BB101", "zero-grad-inside-window", "error", "clear gradients right after the step, under the same condition")
 def _zero_inside(loop: TrainingLoop) -> Iterator[Hit]:
-    for event, before_step in loop.zeroed:
-        if before_step:
-            yield Hit(event.node, "gradients are cleared right before the step: it steps with none of them")
-        else:
-            yield Hit(
-                event.node,
-                "gradients are cleared with every micro-batch, the step comes once per window: "
-                f"only the last of {loop.steps_text} micro-batches counts",
-            )
+    if loop.zeroed is not None:
+        event, before_step = loop.zeroed
+        often = (
+            "gradients are cleared with every micro-batch, the step comes once per window: "
+            f"only the last of {loop.steps_text} micro-batches counts"
+        )
+        before = "gradients are cleared right before the step: it steps with none of them"
+        yield Hit(event.node, before if before_step else often)
 
 
-@_rule("BB102", "step-every-micro-batch", "error", "step and clear only when a window is complete", Shape.EACH)
+@_rule("BB102", "step-every-micro-batch", "error", "step and clear only when a window is complete", "each")
 def _step_each(loop: TrainingLoop) -> Iterator[Hit]:
-    if loop.is_announced:
-        why = (
-            f"the optimizer steps with every micro-batch, though a window of {loop.steps_text} is announced: "
-            "nothing is accumulated"
-        )
-    else:
-        why = (
-            f"the optimizer steps with every micro-batch, with gradients divided by {loop.steps}: "
-            "without accelerator.accumulate nothing is accumulated"
-        )
-    yield Hit(loop.steps_inside[0].step.node, why)
+    announced = f"though a window of {loop.steps_text} is announced: nothing is accumulated"
+    divided = f"with gradients divided by {loop.steps}: without accelerator.accumulate nothing is accumulated"
+    why = announced if loop.is_announced else divided
+    yield Hit(loop.steps_inside[0].step.node, f"the optimizer steps with every micro-batch, {why}")
 
 
 @_rule(
-    "BB103",
-    "leftover-dropped",
-    "warning",
-    "step once more for the rest, divided by the number of micro-batches in it",
+    "BB103", "leftover-dropped", "warning", "step once more for the rest, divided by the number of micro-batches in it"
 )
 def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
-    by_lightning = any(event.via is Via.LIGHTNING for event in loop.backwards) or loop.module.is_manual_lightning
+    by_lightning = loop.backwards[0].via == "lightning" or "automatic_optimization" in loop.module.words
     if loop.has_framework or not loop.steps_inside or (loop.is_function and not by_lightning):
         return
-    for leftover in loop.leftovers:
-        left = rounds_in(leftover.backwards) if leftover.end.is_exhausted else 0
-        if not 0 < left < loop.steps:
-            continue
-        following = loop.windows[leftover.following] if leftover.following < len(loop.windows) else None
-        if following is not None and not (following.is_inside and _is_dropped(loop, leftover.backwards, following)):
-            return
-        yield Hit(loop.steps_inside[0].place(), _dropped(loop, leftover.backwards[0], left, following))
+    lefts = [(rounds_in(leftover.backwards), leftover) for leftover in loop.leftovers if leftover.end.is_exhausted]
+    left, leftover = next(((left, each) for left, each in lefts if 0 < left < loop.steps), (0, None))
+    at = loop.first_round
+    if leftover is None or at is None:
         return
-
-
-def _is_dropped(loop: TrainingLoop, left: list[Event], following: Window) -> bool:
-    """Tell whether a leftover is no part of a whole window in the next pass."""
-    carried = following.size == loop.steps and loop.passes > 1 and left[0] in following.backwards
-    return not carried or bool(loop.zeroed)
-
-
-def _dropped(loop: TrainingLoop, first: Event, left: int, following: Window | None) -> str:
-    at = next(each for each in first.rounds if each.loop is loop.node)
+    following, first = leftover.following, leftover.backwards[0]
     leaks = following is not None and first in following.backwards
+    if following is not None:
+        is_carried = following.size == loop.steps and loop.passes > 1 and leaks and not loop.zeroed
+        if is_carried or not following.is_inside:
+            return
     leak = " and leak into the next epoch's first window" if leaks else ""
-    if at.is_known and at.total:
-        return f"the last {left} of {at.total} micro-batches are never stepped{leak}"
-    return f"micro-batches left over after the last full window of {loop.steps_text} are never stepped{leak}"
+    known = f"the last {left} of {at.total} micro-batches"
+    unknown = f"micro-batches left over after the last full window of {loop.steps_text}"
+    which = known if at.is_known and at.total else unknown
+    yield Hit(loop.steps_inside[0].place(), f"{which} are never stepped{leak}")
 
 
 @_rule(
@@ -135,7 +118,7 @@ def _dropped(loop: TrainingLoop, first: Event, left: int, following: Window | No
     "divide by the number of micro-batches that are really in the window",
 )
 def _leftover_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
-    if loop.has_framework or loop.kind == "endless" or _rescales(loop):
+    if loop.has_framework or loop.kind == "endless" or loop.everywhere("rescale"):
         return
     full = max((rounds_in(window.reached) for window in loop.whole), default=loop.steps)
     if not any(_is_mean(window, full) for window in loop.windows):
@@ -144,97 +127,70 @@ def _leftover_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
         weight = weight_of(window.reached)
         short = 0 < rounds_in(window.reached) < full and loop.is_same_pass(previous, window)
         if short and weight is not None and weight < 0.999:  # noqa: PLR2004
-            text = loop.steps_text
-            yield Hit(
-                window.place(),
-                f"a short last window is divided by {text} too, as if it were full: its gradient is too small",
-            )
+            text = f"a short last window is divided by {loop.steps_text} too, as if it were full"
+            yield Hit(window.place(), f"{text}: its gradient is too small")
             return
 
 
 def _is_mean(window: Window, size: int) -> bool:
     """Tell whether the weights of a window of that size add up to one."""
-    weight = weight_of(window.reached)
-    if rounds_in(window.reached) != size or len(window.reached) != size or weight is None:
-        return False
+    one_each = rounds_in(window.reached) == len(window.reached) == size > 1
     means = all(event.loss.reduction in {"mean", "?"} for event in window.reached)
-    return means and size > 1 and math.isclose(weight, 1.0)
-
-
-def _is_judged(loop: TrainingLoop) -> bool:
-    """Tell whether a window's weights are those of means, one for each micro-batch."""
-    one_each = bool(loop.whole) and len(loop.whole[0].backwards) == loop.whole[0].size
-    return one_each and all(event.loss.reduction in {"mean", "?"} for event in loop.backwards)
-
-
-def _rescales(loop: TrainingLoop) -> list[Event]:
-    return loop.everywhere(Kind.RESCALE)
+    return one_each and means and math.isclose(weight_of(window.reached) or 0, 1.0)
 
 
 @_rule("BB105", "off-by-one-modulo", "error", "ask for (i + 1) % steps == 0, and count a round before asking")
 def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
-    n, spans, inside = loop.steps, loop.spans, loop.steps_inside
+    n, inside = loop.steps, loop.steps_inside
     if loop.has_framework or len(inside) < 2 or n < 2 or loop.kind in {"pieces", "batched"}:  # noqa: PLR2004
         return
-    if spans[0] == n or spans[1] != n or spans[0] not in {1, n - 1, n + 1}:
-        return
-    if spans[0] == n - 1:
-        why = (
-            "the step comes before the backward of its window's last micro-batch, which goes into the next window: "
-            "the first one is one too short"
-        )
-    else:
-        first = "the first window holds one micro-batch" if spans[0] == 1 else "the first window is one too long"
-        why = f"the step comes with the first micro-batch of each {loop.steps_text}, not with the last: {first}"
-    yield Hit(inside[0].place(), why)
+    first, second = (rounds_in(window.reached) for window in loop.windows[:2])
+    why = f"the step comes with the first micro-batch of each {loop.steps_text}, not with the last: the first window "
+    reasons = {
+        n + 1: f"{why}is one too long",
+        1: f"{why}holds one micro-batch",
+        n - 1: "the step comes before the backward of its window's last micro-batch, which goes into the next window: "
+        "the first one is one too short",
+    }
+    if second == n != first and first in reasons:
+        yield Hit(inside[0].place(), reasons[first])
 
 
-@_rule(
-    "BB106",
-    "never-zeroed",
-    "error",
-    "call optimizer.zero_grad() after each step",
-    Shape.PLAIN,
-    Shape.ACCUMULATING,
-)
+@_rule("BB106", "never-zeroed", "error", "call optimizer.zero_grad() after each step", "plain", "accumulating")
 def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
-    if loop.has_framework or loop.of(Kind.HANDED) or not loop.windows:
+    inside = loop.steps_inside
+    if loop.has_framework or loop.of("handed") or not loop.windows or (loop.is_cleared and not inside):
         return
-    if loop.shape is Shape.PLAIN and (loop.is_function or len(loop.steps_inside) < 2):  # noqa: PLR2004
+    if loop.shape == "plain" and (loop.is_function or len(inside) < 2):  # noqa: PLR2004
         return
-    zeros = loop.of(Kind.ZERO)
+    zeros = loop.of("zero")
     cleared = {event.subject for event in zeros}
-    if loop.is_cleared and not loop.steps_inside:
-        return
-    steps = {window.step.subject: window.step for window in reversed(loop.steps_inside or loop.windows)}
+    steps = {window.step.subject: window.step for window in reversed(inside or loop.windows)}
     for subject, step in steps.items():
         # Clearing something else than another optimizer may clear this one's gradients too.
         if cleared <= steps.keys() - {subject}:
             often = "only outside the loop" if loop.is_cleared and not cleared else "never"
             yield Hit(step.node, f"gradients are {often} cleared: every step also takes those of all steps before")
-    after = [each.step for each in loop.windows if not each.is_inside and loop.steps_inside]
-    only_inside = all(event in loop.within for event in loop.everywhere(Kind.ZERO))
-    if zeros and after and only_inside and loop.passes > 1 and loop.shape is Shape.ACCUMULATING:
-        yield Hit(
-            after[0].node,
-            "the leftover's gradients are not cleared after their step: the next epoch's first window holds them too",
-        )
+    after = [each.step for each in loop.windows if not each.is_inside and inside]
+    if zeros == loop.everywhere("zero") and zeros and after and loop.passes > 1 and loop.shape == "accumulating":
+        text = "the leftover's gradients are not cleared after their step: the next epoch's first window holds them too"
+        yield Hit(after[0].node, text)
 
 
 # BB2: the weights.
 @_rule("BB201", "loss-not-scaled", "error", "divide each loss by the number of micro-batches in its window")
 def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
-    if not _is_judged(loop) or loop.has_framework or loop.divides or _rescales(loop):
+    window = loop.whole[0] if loop.whole else None
+    means = all(event.loss.reduction in {"mean", "?"} for event in loop.backwards)
+    if window is None or len(window.backwards) != window.size or not means:
         return
-    window = loop.whole[0]
-    unknown = any(each.value is None for each in window.backwards[0].loss.divisions)
-    if window.weight is not None and math.isclose(window.weight, window.size) and not unknown:
+    first, weight = window.backwards[0], weight_of(window.backwards)
+    divided = loop.has_framework or loop.divides or loop.everywhere("rescale")
+    unknown = any(each.value is None for each in first.loss.divisions)
+    if weight is not None and math.isclose(weight, window.size) and not unknown and not divided:
         text = loop.steps_text
-        yield Hit(
-            window.backwards[0].node,
-            f"{text} losses are added up and none is divided: "
-            f"the gradient is {text} times that of the big batch's mean",
-        )
+        why = f"the gradient is {text} times that of the big batch's mean"
+        yield Hit(first.node, f"{text} losses are added up and none is divided: {why}")
 
 
 @_rule(
@@ -242,29 +198,32 @@ def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
     "loss-scaled-twice",
     "warning",
     "divide once, or leave it to the framework; a factor that is meant: # noqa: BB202",
-    *Shape,
+    "unknown",
+    "engine",
+    "plain",
+    "each",
+    "accumulating",
 )
 def _scaled_twice(loop: TrainingLoop) -> Iterator[Hit]:
-    for event in loop.backwards[:1]:
-        written = [each for each in event.loss.divisions if loop.is_of_steps(each)]
-        framework = next((each for each in written if _divides_too(loop, event, each)), None)
-        if framework is not None:
-            name = _NAMES.get(event.via, "the framework")
-            yield Hit(framework.node, f"{name} divides by the number of steps as well: divided twice")
-        elif len(written) > 1 and loop.shape is Shape.ACCUMULATING:
+    event = loop.backwards[0]
+    written = [each for each in event.loss.divisions if loop.is_of_steps(each)]
+    framework = next((each for each in written if _divides_too(loop, event, each)), None)
+    rescaled = loop.everywhere("rescale")
+    if framework is not None:
+        name = _NAMES.get(event.via, "the framework")
+        yield Hit(framework.node, f"{name} divides by the number of steps as well: divided twice")
+    elif written and loop.shape == "accumulating":
+        if len(written) > 1:
             yield Hit(written[1].node, f"the loss is divided by {loop.steps_text} a second time")
-        elif written and loop.shape is Shape.ACCUMULATING:
-            for later in _rescales(loop)[:1]:
-                if isinstance(later.factor, NUMBERS) and math.isclose(later.factor, written[0].value or 0):
-                    yield Hit(later.node, f"loss and gradients are both divided by {loop.steps_text}")
+        elif rescaled and isinstance(factor := rescaled[0].factor, NUMBERS) and factor == written[0].value:
+            yield Hit(rescaled[0].node, f"loss and gradients are both divided by {loop.steps_text}")
 
 
 def _divides_too(loop: TrainingLoop, event: Event, division: Division) -> bool:
     """Tell whether the framework divides by the number of steps that the script divides by."""
-    word = _WORDS.get(event.via)
-    if event.via is Via.LIGHTNING and word and division.text.endswith(word):
+    if event.via == "lightning" and division.text.endswith("accumulate_grad_batches"):
         return True
-    accumulates = event.via is Via.ACCELERATE and loop.has_framework and event.divides is not False
+    accumulates = event.via == "accelerator" and loop.has_framework and event.divides is not False
     return bool(event.divides) or (accumulates and announces_steps(division.text))
 
 
@@ -276,36 +235,35 @@ def _divides_too(loop: TrainingLoop, event: Event, division: Division) -> bool:
 )
 def _masked_mean(loop: TrainingLoop) -> Iterator[Hit]:
     event = loop.backwards[0]
-    if event.loss.masked is None or event.loss.reduction != "mean" or _rescales(loop):
+    if event.loss.masked is None or event.loss.reduction != "mean" or loop.everywhere("rescale"):
         return
     full = {loop.steps, *(window.size for window in loop.whole[:1])}
-    written = [each for each in event.loss.divisions if each.value in full or announces_steps(each.text)]
-    by_framework = loop.has_framework and event.via in {Via.ACCELERATE, Via.LIGHTNING} and event.divides is not False
+    written = [each.node for each in event.loss.divisions if each.value in full or announces_steps(each.text)]
+    by_framework = loop.has_framework and event.via in {"accelerator", "lightning"} and event.divides is not False
     if written or by_framework:
         yield Hit(
-            written[-1].node if written else event.node,
+            written[-1] if written else event.node,
             "each micro-batch's mean is over its own number of targets, and all weigh the same: "
             "the big batch's mean weighs them by that number",
         )
 
 
 # BB3: what belongs between the last backward and the step.
-def _too_early(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
-    """Yield what happens before the last backward of a window."""
+def _too_early(loop: TrainingLoop, kind: Kind) -> list[Event]:
+    """Return what happens in the loop before the last backward of a window."""
     order = {event: place for place, event in enumerate(loop.events)}
-    for window in loop.windows:
-        if window.size > 1:
-            last = order[window.backwards[-1]]
-            yield from (event for event in window.noted[kind] if order[event] < last)
+    ends = [(window, order[window.backwards[-1]]) for window in loop.windows if window.size > 1]
+    early = [event for window, last in ends for event in window.noted(kind) if order[event] < last]
+    return [event for event in early if event in loop.within]
 
 
-def _after_step(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
-    """Yield what happens between a step and the next backward."""
-    previous: Event | None = None
+def _after_step(loop: TrainingLoop, kind: Kind, known: list[Event]) -> Iterator[Event]:
+    """Yield what happens between a step and the next backward, other than what is known."""
+    has_stepped, nodes = False, {event.node for event in known}
     for event in loop.events:
-        if event.kind in {Kind.STEP, Kind.BACKWARD}:
-            previous = event
-        elif event.kind is kind and previous is not None and previous.kind is Kind.STEP:
+        if event.kind in {"step", "backward"}:
+            has_stepped = event.kind == "step"
+        elif event.kind == kind and has_stepped and event.node not in nodes:
             yield event
 
 
@@ -314,20 +272,17 @@ def _after_step(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
     "clip-in-wrong-place",
     "error",
     "clip once, after the window's last backward and before the step",
-    Shape.PLAIN,
-    Shape.ACCUMULATING,
+    "plain",
+    "accumulating",
 )
 def _clip(loop: TrainingLoop) -> Iterator[Hit]:
-    often = [event for event in _too_early(loop, Kind.CLIP) if event in loop.within]
+    often = _too_early(loop, "clip")
     for event in often:
         yield Hit(event.node, "partial sums are clipped with every micro-batch, not the window's gradient once")
-    nodes = {event.node for event in often}
-    for event in _after_step(loop, Kind.CLIP):
-        if event.node not in nodes:
-            first = next(each for each in loop.events if each.node is event.node)
-            early = first in loop.events[: loop.events.index(loop.backwards[0])]
-            why = "before backward has added to it" if early else "after the step that used it"
-            yield Hit(event.node, f"the gradient is clipped {why}")
+    before = {event.node for event in loop.events[: loop.events.index(loop.backwards[0])]}
+    for event in _after_step(loop, "clip", often):
+        why = "before backward has added to it" if event.node in before else "after the step that used it"
+        yield Hit(event.node, f"the gradient is clipped {why}")
 
 
 @_rule(
@@ -335,53 +290,47 @@ def _clip(loop: TrainingLoop) -> Iterator[Hit]:
     "unscale-in-wrong-place",
     "error",
     "call scaler.unscale_(optimizer) once per window, right before clipping",
-    Shape.PLAIN,
-    Shape.ACCUMULATING,
+    "plain",
+    "accumulating",
 )
 def _unscale(loop: TrainingLoop) -> Iterator[Hit]:
-    often = [event for event in _too_early(loop, Kind.UNSCALE) if event in loop.within]
+    often = _too_early(loop, "unscale")
     for event in often:
         yield Hit(event.node, "gradients are unscaled with every micro-batch: what is added later is still scaled")
-    for event in _after_step(loop, Kind.UNSCALE):
-        if event.node not in {each.node for each in often}:
-            yield Hit(event.node, "gradients are unscaled after the step that used them")
-    if any(event.via is Via.SCALER for event in loop.backwards) and not loop.everywhere(Kind.HANDED):
-        for event in _clipped_while_scaled(loop):
-            yield Hit(event.node, "gradients are clipped while they are still multiplied by the scaler's scale")
-
-
-def _clipped_while_scaled(loop: TrainingLoop) -> Iterator[Event]:
+    for event in _after_step(loop, "unscale", often):
+        yield Hit(event.node, "gradients are unscaled after the step that used them")
+    scaled = any(event.via == "scaler" for event in loop.backwards) and not loop.everywhere("handed")
     unscaled = False
-    for event in loop.events:
-        if event.kind in {Kind.UNSCALE, Kind.STEP}:
-            unscaled = event.kind is Kind.UNSCALE
-        elif event.kind is Kind.CLIP and not unscaled and event.subject.rpartition(".")[2] in _TORCH_CLIPS:
-            yield event
+    for event in loop.events if scaled else ():
+        if event.kind in {"unscale", "step"}:
+            unscaled = event.kind == "unscale"
+        elif event.kind == "clip" and not unscaled and event.subject.rpartition(".")[2] in _TORCH_CLIPS:
+            yield Hit(event.node, "gradients are clipped while they are still multiplied by the scaler's scale")
 
 
 @_rule("BB303", "scaler-per-micro-batch", "error", "call scaler.step and scaler.update once per window")
 def _scaler(loop: TrainingLoop) -> Iterator[Hit]:
-    for event in _repeated(loop, Kind.UPDATE):
+    for event in _repeated(loop, "update"):
         yield Hit(event.node, "the scaler is updated with every micro-batch: its scale may change in mid-window")
 
 
 @_rule("BB304", "scheduler-per-micro-batch", "warning", "step the scheduler after each optimizer step")
 def _scheduler(loop: TrainingLoop) -> Iterator[Hit]:
-    for event in _repeated(loop, Kind.SCHEDULER):
+    for event in _repeated(loop, "scheduler"):
         yield Hit(event.node, f"the schedule advances {loop.steps_text} times per update")
 
 
-def _repeated(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
-    """Yield what happens more than once per window."""
+def _repeated(loop: TrainingLoop, kind: Kind) -> list[Event]:
+    """Return the first of what happens more than once per window."""
     if loop.has_framework or loop.zeroed:
-        found = loop.of(kind)
-        if found and len(found) > 1.5 * max(len(loop.steps_inside), 1) and loop.steps_inside:
-            yield found[0]
-        return
+        found, steps = loop.of(kind), len(loop.steps_inside)
+        return found[:1] if steps and len(found) > 1.5 * steps else []
     for window in loop.windows:
-        if window.size > 1 and len({loop.round_of(event) for event in window.noted[kind]}) > 1:
-            yield window.noted[kind][0]
-            return
+        found = window.noted(kind)
+        rounds = {at.number if at else None for at in (event.round_of(loop.node) for event in found)}
+        if window.size > 1 and len(rounds) > 1:
+            return found[:1]
+    return []
 
 
 # BB4: several devices.
@@ -393,11 +342,8 @@ def _repeated(loop: TrainingLoop, kind: Kind) -> Iterator[Event]:
 )
 def _without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
     if not loop.has_framework and not loop.module.words & _NO_SYNC and _is_distributed(loop.module):
-        yield Hit(
-            loop.backwards[0].node,
-            f"ranks exchange gradients with every micro-batch; one exchange per window of {loop.steps_text} "
-            "gives the same",
-        )
+        once = f"one exchange per window of {loop.steps_text} gives the same"
+        yield Hit(loop.backwards[0].node, f"ranks exchange gradients with every micro-batch; {once}")
 
 
 @lru_cache(maxsize=8)  # asked for each loop of a file
@@ -405,12 +351,10 @@ def _is_distributed(module: Module) -> bool:
     """Tell whether a model is wrapped for data-parallel training with one process per device."""
     for call in module.calls:
         name = called_name(call)
-        if module.full_name(name).rpartition(".")[2] in {"DistributedDataParallel", "DDP"}:
+        strategies = [getattr(word.value, "value", "") for word in call.keywords if word.arg == "strategy"]
+        by_name = name in {"Fabric", "Trainer"} and any(str(each).startswith("ddp") for each in strategies)
+        if by_name or module.full_name(name).rpartition(".")[2] in {"DistributedDataParallel", "DDP"}:
             return True
-        if name in {"Fabric", "Trainer"}:
-            strategy = next((word.value for word in call.keywords if word.arg == "strategy"), None)
-            if isinstance(strategy, ast.Constant) and str(strategy.value).startswith("ddp"):
-                return True
     return False
 
 
@@ -418,18 +362,14 @@ def _is_distributed(module: Module) -> bool:
 def _around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
     forwards: dict[tuple[int, ...], list[Event]] = {}
     for event in loop.inside:
-        rounds = event.place
-        if event.kind is Kind.FORWARD:
-            forwards.setdefault(rounds, []).append(event)
+        if event.kind == "forward":
+            forwards.setdefault(event.place, []).append(event)
         block = next((each for each in event.contexts if each.context == "no_sync"), None)
-        if event.kind is not Kind.BACKWARD or block is None:
-            continue
-        own = [each for each in forwards.get(rounds, ()) if not block.text or each.subject == block.text]
-        if own and not any(each.made is block.made for forward in own for each in forward.contexts):
-            yield Hit(
-                block.made or event.node,
-                "forward runs outside no_sync, backward inside: DDP decides in forward whether it will synchronise",
-            )
+        if event.kind == "backward" and block is not None:
+            own = [each for each in forwards.get(event.place, ()) if not block.text or each.subject == block.text]
+            if own and not any(each.made is block.made for forward in own for each in forward.contexts):
+                why = "DDP decides in forward whether it will synchronise"
+                yield Hit(block.made or event.node, f"forward runs outside no_sync, backward inside: {why}")
 
 
 # BB5 and BB6: the loss besides backward, and layers that see the micro-batch.
@@ -438,16 +378,18 @@ def _around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
     "running-loss-keeps-graph",
     "error",
     "add loss.detach(), and read it once per window or epoch",
-    *Shape,
+    "unknown",
+    "engine",
+    "plain",
+    "each",
+    "accumulating",
 )
 def _keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
-    origins = [event.loss.origins for event in loop.backwards]
-    everything = frozenset().union(*origins)
-    for event in loop.of(Kind.KEEP):
-        if any(each.context in {"no_grad", "inference_mode"} for each in event.contexts):
-            continue
+    everything = frozenset().union(*(event.loss.origins for event in loop.backwards))
+    for event in loop.of("keep"):
+        without = any(each.context in {"no_grad", "inference_mode"} for each in event.contexts)
         # A loss that is made of several terms is no sum that outlives it.
-        if not {id(event.node), event.subject} & everything and event.loss.live & everything:
+        if not without and not {id(event.node), event.subject} & everything and event.loss.live & everything:
             yield Hit(event.node, f"{event.subject or 'it'} keeps the graph of every loss that is added to it")
 
 
@@ -458,13 +400,36 @@ def _keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
     "use bigbatch.BigStep, GroupNorm or LayerNorm, or freeze the layers",
 )
 def _batch_norm(loop: TrainingLoop) -> Iterator[Hit]:
-    if loop.has_framework and not (loop.is_announced or loop.divides):
-        return  # nobody said that there is more than one micro-batch to a window
-    models = frozenset(event.subject for event in loop.of(Kind.FORWARD))
-    call = brings_batch_norm(loop.module, models)
+    # Under a framework, somebody must say that there is more than one micro-batch to a window.
+    is_certain = not loop.has_framework or loop.is_announced or loop.divides
+    models = frozenset(event.subject for event in loop.of("forward"))
+    call = _brings_batch_norm(loop.module, models) if is_certain else None
     if call is not None:
-        yield Hit(
-            call,
-            "BatchNorm normalises by each micro-batch's statistics, not by the big batch's: "
-            "accumulation is an approximation here",
-        )
+        why = "accumulation is an approximation here"
+        yield Hit(call, f"BatchNorm normalises by each micro-batch's statistics, not by the big batch's: {why}")
+
+
+@lru_cache(maxsize=8)  # asked for each loop of a file
+def _brings_batch_norm(module: Module, models: frozenset[str]) -> ast.Call | None:
+    """Return the first layer or network with BatchNorm; None where it is replaced, frozen or in evaluation mode."""
+    modes = {dotted(call.func) for call in module.calls if isinstance(call.func, ast.Attribute)}
+    evaluated = {mode[: -len(".eval")] for mode in modes if mode.endswith(".eval")}
+    evaluated = {name for name in evaluated if f"{name}.train" not in modes}
+    # `if isinstance(module, nn.BatchNorm2d): module.eval()`
+    tests = [node.test for node in module.nodes if isinstance(node, ast.If)]
+    is_frozen = any("BatchNorm" in word for word in module.words) and any("BatchNorm" in ast.unparse(t) for t in tests)
+    if (models and models <= evaluated) or module.words & _REPLACED or is_frozen:
+        return None
+    assigned = [
+        node for node in module.nodes if isinstance(node, ast.Assign) and evaluated & {*map(dotted, node.targets)}
+    ]
+    frozen = {each for node in assigned for each in walk(node.value)}
+    return next((call for call in module.calls if call not in frozen and _has_batch_norm(module, call)), None)
+
+
+def _has_batch_norm(module: Module, call: ast.Call) -> bool:
+    name = module.full_name(dotted(call.func)).rpartition(".")[2]
+    if name == "create_model" and call.args and isinstance(call.args[0], ast.Constant):
+        name = str(call.args[0].value)
+    custom = any(word.arg == "norm_layer" for word in call.keywords)
+    return not custom and bool(BATCH_NORMS.search(name) or NORMED_NETWORKS.search(name))

@@ -1,117 +1,266 @@
-"""What a call does: a function of the file runs, a known function of torch or a framework has its effect."""
+"""Known calls that train, and those that make things: optimizers, scalers, loaders, iterators."""
 
 import ast
-import re
+import itertools
+from dataclasses import replace
 
-from bigbatch_lint.reading.names import Role, announces_steps, dotted
-from bigbatch_lint.running.builders import build
-from bigbatch_lint.running.call import UNKNOWN, Call
-from bigbatch_lint.running.machine import Machine
-from bigbatch_lint.running.tensor_calls import of_tensor
-from bigbatch_lint.running.trace import Event, Kind
-from bigbatch_lint.running.training_calls import of_training
-from bigbatch_lint.running.values import Class, Environment, Function, Instance, Items, Loss, Opaque, new_loss
+from bigbatch_lint.reading.names import announces_steps, role_made_by
+from bigbatch_lint.running.machine import Call, Machine, Table, batch
+from bigbatch_lint.running.values import NUMBERS, Function, Items, Kind, Loss, Opaque, Via, as_loss, new_loss
 
-_READERS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
-_RESCALES = re.compile(r"^_*((re)?scale|normali[sz]e|div(ide)?)_(\w+_)?grad", re.IGNORECASE)
-_OWN_METHODS = re.compile(r"zero|clear|reset|grad|optim|step|clip|update", re.IGNORECASE)
-_MODULES = {"Module", "LightningModule", "PreTrainedModel", "Sequential"}
+CALLS = Table()
+_ENDLESS = {"endless", "infinite", "repeat", "forever", "loop_forever"}
+_LONGEST_LIST = 64
+_VIA: dict[str | None, Via] = {
+    "scaler": "scaler", "accelerator": "accelerator", "fabric": "fabric", "engine": "engine"
+}  # fmt: skip
 
 
-def call(machine: Machine, node: ast.Call, env: Environment) -> object:
-    """Return what a call returns, after its effect."""
-    text = dotted(node.func)
-    receiver, function = _function(machine, node, text, env)
-    args = [machine.evaluate(each, env) for each in node.args]
-    words = {word.arg or "**": machine.evaluate(word.value, env) for word in node.keywords} if node.keywords else {}
-    if isinstance(function, Instance):
-        method = machine.module.method(function.cls.node, "__call__")
-        function = Function(method, function.cls.env, function) if method is not None else function
-    if isinstance(function, Function):
-        return machine.call_function(function, args, words)
-    if isinstance(function, Class):
-        return instance(machine, function, args, words)
-    full = machine.module.full_name(text) if text else ""
-    name = full.rpartition(".")[2] or (node.func.attr if isinstance(node.func, ast.Attribute) else text)
-    on = dotted(node.func.value) if isinstance(node.func, ast.Attribute) else ""
-    this = Call(node, name, full, on, receiver, args, words, env)
-    for handle in (of_training, build):
-        found = handle(machine, this)
-        if found is not UNKNOWN:
-            return found
-    if function is None and isinstance(node.func, ast.Attribute) and text:
-        function = machine.unknown(text)
-    found = _of_thing(machine, this, function, text)
-    found = of_tensor(machine, this) if found is UNKNOWN else found
-    return _of_elsewhere(machine, this) if found is UNKNOWN else found
+# Calls that train: backward, step, clear, clip, scale, and what frameworks have for them.
+def _is_prepared(call: Call) -> bool | None:
+    """Tell whether a framework has wrapped the receiver; None where its making was not seen."""
+    seen = isinstance(call.receiver, Opaque) and (call.receiver.is_prepared or call.receiver.made is not None)
+    return call.receiver.is_prepared if seen and isinstance(call.receiver, Opaque) else None
 
 
-def _function(machine: Machine, node: ast.Call, text: str, env: Environment) -> tuple[object, object]:
-    """Return what a method is called on, and the function, as far as the file has them."""
-    if not isinstance(node.func, ast.Attribute):
-        return None, machine.evaluate(node.func, env)
-    receiver = machine.evaluate(node.func.value, env)
-    bound = env.find(text) if text else None
-    if bound is None and isinstance(receiver, Instance):
-        if node.func.attr in receiver.attributes:
-            return receiver, receiver.attributes[node.func.attr]
-        method = machine.module.method(receiver.cls.node, node.func.attr)
-        return receiver, Function(method, receiver.cls.env, receiver) if method is not None else None
-    return receiver, bound
+@CALLS.on("backward manual_backward")
+def _backward(machine: Machine, call: Call) -> object:
+    first = call.args[0] if call.args else None
+    loss, via = as_loss(first), _VIA.get(call.role, "torch")
+    divides: bool | None = False
+    maker = call.receiver if isinstance(call.receiver, Opaque) and call.receiver.made is not None else None
+    if call.name == "manual_backward" or call.full.startswith("torch."):
+        via = "torch"
+    elif call.role == "accelerator":
+        divides = None if maker is None else maker.steps not in {None, 1}
+    elif call.role == "fabric":
+        loss = replace(loss, weight=None) if len(call.args) > 1 else loss
+    elif call.role is None and (isinstance(call.receiver, Loss) or not isinstance(first, Loss)):
+        loss = as_loss(call.receiver)
+        via = "scaler" if loss.is_scaled else "torch"
+        loss = replace(loss, weight=None) if call.args or "gradient" in call.words else loss
+    else:
+        divides = True if call.role == "engine" and maker and "scale_wrt_gas" not in call.words else None
+        via = "engine"
+    steps = getattr(call.receiver, "steps", None)
+    machine.emit("backward", call.node, loss=loss, via=via, divides=divides, steps=steps)
+    return Opaque()
 
 
-def instance(machine: Machine, cls: Class, args: list[object], words: dict[str, object]) -> object:
-    """Return an object of a class of the file; models, optimizers and datasets stay opaque."""
-    bases = machine.module.bases(cls.node)
-    name = cls.node.name
-    if bases & _MODULES:
-        is_loss = name.lower().endswith(("loss", "criterion"))
-        return Opaque(name, Role.CRITERION if is_loss else Role.MODEL, made=cls.node)
-    if any(base.endswith("Optimizer") for base in bases):
-        return Opaque(name, Role.OPTIMIZER, made=cls.node)
-    if any("Dataset" in base for base in bases):
-        return Items(None, lambda _: Opaque(is_setting=False), "dataset")
-    made = Instance(cls)
-    method = machine.module.method(cls.node, "__init__")
-    if method is not None:
-        machine.call_function(Function(method, cls.env, made), args, words)
-    return made
-
-
-def _of_thing(machine: Machine, this: Call, function: object, text: str) -> object:
-    """Call a scaler, a model or a criterion."""
-    if not isinstance(function, Opaque):
-        return UNKNOWN
-    if function.role is Role.SCALER and this.args and isinstance(this.args[0], Loss):
-        machine.emit(Event(Kind.BACKWARD, this.node, loss=this.args[0]))
-        asked = next((this.words[word] for word in ("update_grad", "need_update") if word in this.words), True)
-        if machine.truth(asked, this.node):
-            subject = dotted(this.node.args[1]) if len(this.node.args) > 1 else ""
-            machine.emit(Event(Kind.STEP, this.node, subject=subject))
+@CALLS.on("step")
+def _step(machine: Machine, call: Call) -> object:
+    if call.role == "scheduler":
+        if not call.args:
+            machine.emit("scheduler", call.node, subject=call.on, is_prepared=_is_prepared(call))
         return Opaque()
-    if function.role is Role.MODEL:
-        machine.emit(Event(Kind.FORWARD, this.node, subject=text or function.text))
-        return new_loss(id(this.node))
-    if function.role is Role.CRITERION:
-        return new_loss(id(this.node), reduction=function.reduction or "?", masked=function.masked)
-    return UNKNOWN
+    if call.role == "scaler":
+        machine.emit("step", call.node, via="scaler", subject=call.written(0))
+        return Opaque(is_setting=False)
+    if call.role not in {"optimizer", "engine"} or not isinstance(call.receiver, Opaque):
+        return NotImplemented
+    if call.args and isinstance(call.args[0], Function):
+        machine.call_function(call.args[0], (), {})
+    made = call.receiver.made
+    told = isinstance(made, ast.Call) and any(announces_steps(word.arg or "") for word in made.keywords)
+    via = "engine" if told else _VIA.get(call.role, "torch")
+    closure = bool(call.args)
+    machine.emit("step", call.node, via=via, subject=call.on, is_prepared=_is_prepared(call), has_closure=closure)
+    return Opaque(is_setting=False)
 
 
-def _of_elsewhere(machine: Machine, this: Call) -> object:
-    """Call code of another file: it may do what it likes with what it is given."""
-    given = [each for each in (*this.args, *this.words.values()) if isinstance(each, Opaque)]
-    if not this.name.lower().startswith(_READERS):
-        for each in given:
-            if each.role in {Role.OPTIMIZER, Role.SCALER}:
-                machine.emit(Event(Kind.HANDED, this.node, subject=each.text))
-    models = [each.text for each in given if each.role is Role.MODEL]
-    if given and _RESCALES.search(this.name):
-        machine.emit(Event(Kind.RESCALE, this.node))
-    elif models:
-        machine.emit(Event(Kind.FORWARD, this.node, subject=models[0]))
-    if this.on == "self" and _OWN_METHODS.search(this.name):
-        machine.emit(Event(Kind.HANDED, this.node, subject="self"))
-    hidden = this.on == "self" and not this.name.endswith(("model", "net", "criterion", "loss_fn"))
-    told = any(announces_steps(dotted(each)) for each in this.node.args) or any(map(announces_steps, this.words))
-    loss = new_loss(id(this.node))
-    return loss.unknown_weight() if hidden or told else loss
+@CALLS.on(
+    "zero_grad clear_grad clear_grads zero_gradients clear_gradients zero_ _foreach_zero_ unscale_ unscale_gradients "
+    "update"
+)
+def _on_gradients(machine: Machine, call: Call) -> object:
+    if call.role != {"zero_": "gradient", "update": "scaler"}.get(call.name, call.role):
+        return NotImplemented
+    kind: Kind = "update" if call.name == "update" else "unscale" if call.name.startswith("unscale") else "zero"
+    machine.emit(kind, call.node, subject=call.on, is_prepared=_is_prepared(call))
+    return Opaque()
+
+
+@CALLS.on("scale scale_loss")
+def _scale(_: Machine, call: Call) -> object:
+    if call.name == "scale" and call.role != "scaler":
+        return NotImplemented
+    return replace(as_loss(call.first), is_scaled=call.name == "scale")
+
+
+@CALLS.on("div_ mul_ _foreach_div_ _foreach_mul_")
+def _rescale(machine: Machine, call: Call) -> object:
+    if call.role != "gradient" and not call.name.startswith("_foreach"):
+        return NotImplemented
+    factor = call.args[-1] if call.args else None
+    if "mul" in call.name:
+        factor = 1 / factor if isinstance(factor, NUMBERS) and factor else None
+    machine.emit("rescale", call.node, factor=factor)
+    return Opaque()
+
+
+@CALLS.on("no_sync no_backward_sync accumulate no_grad inference_mode nullcontext")
+def _context(machine: Machine, call: Call) -> object:
+    if call.name == "accumulate" and call.role not in {"accelerator", None}:
+        return NotImplemented
+    subject = call.on if call.name == "no_sync" and call.role != "accelerator" else call.written(0)
+    off = "enabled" in call.words and machine.truth(call.words["enabled"], call.node) is False
+    kind = "nullcontext" if off else call.name.replace("no_backward_sync", "no_sync")
+    return Opaque(subject, "context", made=call.node, context=kind)
+
+
+@CALLS.on("prepare setup setup_module setup_optimizers gather gather_for_metrics all_gather all_reduce reduce")
+def _of_framework(_: Machine, call: Call) -> object:
+    if call.role not in {"accelerator", "fabric"}:
+        return NotImplemented
+    if call.name.startswith(("prepare", "setup")):
+        given = tuple(replace(each, is_prepared=True) if isinstance(each, Opaque) else each for each in call.args)
+        return given[0] if len(given) == 1 else given
+    return call.first.detached() if isinstance(call.first, Loss) else NotImplemented
+
+
+@CALLS.on("optimizers lr_schedulers")
+def _of_lightning(_: Machine, call: Call) -> object:
+    return Opaque(f"{call.on}.{call.name}()", "optimizer" if call.name == "optimizers" else "scheduler")
+
+
+# Calls that make things.
+def make(machine: Machine, call: Call) -> object:
+    """Return what a function makes by its name and its words; NotImplemented if they do not say."""
+    if any(call.words.get(word) is True for word in _ENDLESS):
+        return Items(None, batch, "endless")
+    if call.name.endswith("Loss") and call.name[:1].isupper():
+        reduction, masked = reduction_of(machine, call)
+        return Opaque(call.name, "criterion", made=call.node, reduction=reduction, masked=masked)
+    role = role_made_by(call.name)
+    return NotImplemented if role is None else Opaque(call.name, role, made=call.node, steps=call.words.get("steps"))
+
+
+def reduction_of(machine: Machine, call: Call) -> tuple[str, ast.AST | None]:
+    """Return a loss's `reduction`, a mean unless it says otherwise; and the call if its mean leaves out targets."""
+    said = call.words.get("reduction")
+    reduction = said if isinstance(said, str) else "mean"
+    masks = call.name.lower().replace("_", "") in {"crossentropy", "crossentropyloss", "nllloss"}
+    ignores = "ignore_index" in call.words or machine.module.ignores_targets
+    return reduction, call.node if reduction == "mean" and masks and ignores else None
+
+
+@CALLS.on("Accelerator GradientAccumulationPlugin")
+def _accelerator(_: Machine, call: Call) -> object:
+    if call.name == "GradientAccumulationPlugin":
+        return Opaque(call.name, "context", made=call.node, steps=call.words.get("num_steps", call.first))
+    steps, plugin = call.words.get("gradient_accumulation_steps"), call.words.get("gradient_accumulation_plugin")
+    unseen = any(word == "**" or word.startswith(("deepspeed", "megatron")) for word in call.words)
+    steps = plugin.steps if isinstance(plugin, Opaque) else steps
+    return Opaque(call.name, "accelerator", made=None if unseen else call.node, steps=steps)
+
+
+@CALLS.on("initialize")
+def _deepspeed(_: Machine, call: Call) -> object:
+    engine = Opaque("deepspeed", "engine", made=call.node)
+    return (engine, engine, Opaque(), Opaque()) if "deepspeed" in call.full else NotImplemented
+
+
+@CALLS.on("compile")
+def _compiled(_: Machine, call: Call) -> object:
+    return call.first if isinstance(call.first, Opaque) else NotImplemented
+
+
+@CALLS.on("randn rand zeros ones randint empty")
+def _data(_: Machine, call: Call) -> object:
+    shapes = [each for each in (*call.args, call.words.get("size")) if isinstance(each, tuple)]
+    size = shapes[0] if call.name == "randint" and shapes else call.first
+    size = size[0] if isinstance(size, tuple) and size else size
+    if isinstance(size, int):
+        return Items(size, lambda _: Opaque(is_setting=False), "dataset", is_known=True)
+    return new_loss(id(call.node))
+
+
+@CALLS.on("TensorDataset")
+def _dataset(_: Machine, call: Call) -> object:
+    return call.first if isinstance(call.first, Items) else Items(None, batch, "dataset")
+
+
+@CALLS.on("DataLoader")
+def _loader(machine: Machine, call: Call) -> object:
+    data, size, drops = call.argument(0, "dataset"), call.argument(1, "batch_size"), call.words.get("drop_last", False)
+    known = isinstance(data, Items) and data.is_known and isinstance(drops, bool)
+    if known and isinstance(data, Items) and data.length and isinstance(size, int) and size > 0:
+        return Items(data.length // size if drops else -(-data.length // size), batch, is_known=True)
+    return Items(machine.length, batch)
+
+
+@CALLS.on("dict")
+def _dict(_: Machine, call: Call) -> object:
+    return NotImplemented if call.args else dict(call.words)
+
+
+@CALLS.on("range trange")
+def _range(machine: Machine, call: Call) -> object:
+    bounds = [each for each in call.args if isinstance(each, int)]
+    if not call.args or len(bounds) < len(call.args) or 0 in bounds[2:]:
+        return Items(machine.length, lambda k: k, "range")
+    rounds = range(*bounds[:3])
+    return Items(len(rounds), lambda k: rounds.start + k * rounds.step, "range", is_known=True)
+
+
+def _items(machine: Machine, call: Call, position: int = 0) -> Items:
+    node = call.node.args[position] if len(call.node.args) > position else call.node
+    return machine.items_of(call.args[position] if len(call.args) > position else None, node)
+
+
+@CALLS.on("enumerate")
+def _enumerate(machine: Machine, call: Call) -> object:
+    start, items = call.argument(1, "start") or 0, _items(machine, call)
+    number = (lambda k: start + k) if isinstance(start, int) else (lambda _: Opaque(is_setting=False))
+    return Items(items.length, lambda k: (number(k), items.item(k)), items.kind, items.is_known)
+
+
+@CALLS.on("zip")
+def _zip(machine: Machine, call: Call) -> object:
+    parts = [_items(machine, call, position) for position in range(len(call.args))]
+    known = [each for each in parts if each.length is not None]
+    sure = [each for each in known if each.kind != "loader"] or known
+    shortest = min(sure, key=lambda each: each.length or 0, default=Items(None, batch, "endless"))
+    kind = next((each.kind for each in known if each.kind != "range"), "range" if known else "endless")
+    return Items(shortest.length, lambda k: tuple(each.item(k) for each in parts), kind, shortest.is_known)
+
+
+@CALLS.on("tqdm track progress_bar iter list notebook_tqdm log_every prefetch tuple reversed sorted")
+def _same_items(machine: Machine, call: Call) -> object:
+    if not call.args:
+        return [] if call.name in {"list", "tuple"} else NotImplemented
+    is_list = isinstance(call.args[0], (list, tuple)) and call.name != "iter"
+    return call.args[0] if is_list else _items(machine, call)
+
+
+@CALLS.on("cycle repeat count")
+def _endless(_: Machine, call: Call) -> object:
+    if isinstance(call.receiver, Loss):
+        return NotImplemented
+    if call.name == "count":
+        start, step = call.argument(0, "start") or 0, call.argument(1, "step") or 1
+        if not (isinstance(start, int) and isinstance(step, int)):
+            return Items(None, lambda _: Opaque(is_setting=False), "endless")
+        return Items(None, lambda k: start + k * step, "endless")
+    if isinstance(call.first, (list, tuple)) and call.first:
+        again = list(itertools.islice(call.first, _LONGEST_LIST))
+        return Items(None, lambda k: again[k % len(again)], "endless")
+    return Items(None, batch, "endless")
+
+
+@CALLS.on("islice batched chunked grouper ichunked")
+def _groups(machine: Machine, call: Call) -> object:
+    if len(call.args) < 2:  # noqa: PLR2004
+        return NotImplemented
+    if call.name == "islice":
+        return Items(call.args[-1] if isinstance(call.args[-1], int) else machine.steps, batch, "pieces")
+    size = call.args[1] if isinstance(call.args[1], int) and call.args[1] > 0 else machine.steps
+    whole = (call.args[0].length if isinstance(call.args[0], Items) else None) or machine.length
+    return Items(-(-whole // size), lambda k: Items(min(size, whole - k * size), batch, "pieces"), "batched")
+
+
+@CALLS.on("chunk split tensor_split sliced array_split")
+def _pieces(machine: Machine, call: Call) -> object:
+    given = [each for each in call.args if isinstance(each, int) and each <= _LONGEST_LIST]
+    count = given[0] if given and call.name in {"chunk", "tensor_split", "array_split"} else machine.steps
+    return Items(count, lambda k: new_loss(("piece", id(call), k)), "pieces")

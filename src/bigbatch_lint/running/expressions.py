@@ -3,15 +3,15 @@
 import ast
 import math
 import operator
+import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from bigbatch_lint.reading.module import Module
-from bigbatch_lint.reading.names import LENGTHS, Role, announces_steps, children, dotted, is_mask_key, last_part
-from bigbatch_lint.running.calls import call
-from bigbatch_lint.running.machine import Machine
-from bigbatch_lint.running.trace import Round
+from bigbatch_lint.reading.names import LENGTHS, announces_steps, children, dotted, is_mask_key, last_part
+from bigbatch_lint.running.calls import CALLS, make
+from bigbatch_lint.running.machine import Call, Machine, computed
+from bigbatch_lint.running.tensor_calls import TENSOR_CALLS
 from bigbatch_lint.running.values import (
     NUMBERS,
     PLAIN,
@@ -22,45 +22,38 @@ from bigbatch_lint.running.values import (
     Instance,
     Items,
     Loss,
-    Nothing,
     Opaque,
+    Round,
     new_loss,
 )
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[object, object], object]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.RShift: operator.rshift,
-}
+_ARITHMETIC: dict[type[ast.operator], Callable[..., object]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor, ast.RShift: operator.rshift,
+}  # fmt: skip
 _COMPARISONS: dict[type[ast.cmpop], Callable[..., object]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.Gt: operator.gt,
-    ast.LtE: operator.le,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
-_LARGEST = 10**12  # numbers beyond are no counters
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.Gt: operator.gt, ast.LtE: operator.le,
+    ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
+}  # fmt: skip
 _LISTED = 16  # items of a comprehension that are computed one by one
+_LONGEST_LIST = 64
+_READERS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
+_RESCALES = re.compile(r"^_*((re)?scale|normali[sz]e|div(ide)?)_(\w+_)?grad", re.IGNORECASE)
+_OWN_METHODS = re.compile(r"zero|clear|reset|grad|optim|step|clip|update", re.IGNORECASE)
+_MODULES = {"Module", "LightningModule", "PreTrainedModel", "Sequential"}
 
 
 class Expressions(Machine):
     """The part of the interpreter that computes values."""
 
+    assign: Callable[[ast.AST, object, Environment, ast.expr | None], None]
+
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
         super().__init__(module, length, settings=settings)
         self._kinds: dict[type[ast.AST], Callable[..., object]] = {
             ast.Constant: lambda node, _: node.value if isinstance(node.value, PLAIN) else Opaque(),
-            ast.Name: self._name,
+            ast.Name: lambda node, env: self.unknown(node.id) if (at := env.find(node.id)) is None else at,
             ast.NamedExpr: self._walrus,
             ast.Await: lambda node, env: self.evaluate(node.value, env),
             ast.Starred: lambda node, env: self.evaluate(node.value, env),
@@ -78,7 +71,7 @@ class Expressions(Machine):
             ast.GeneratorExp: self._comprehension,
             ast.SetComp: self._comprehension,
             ast.BinOp: self._binary,
-            ast.Call: partial(call, self),
+            ast.Call: self._call,
         }
 
     def evaluate(self, node: ast.expr | None, env: Environment) -> object:
@@ -93,20 +86,16 @@ class Expressions(Machine):
                 self.evaluate(child, env)
         return Opaque(is_setting=not self.varies(node))
 
-    def _name(self, node: ast.Name, env: Environment) -> object:
-        bound = env.find(node.id)
-        return bound if bound is not None else self.unknown(node.id)
-
     def _walrus(self, node: ast.NamedExpr, env: Environment) -> object:
-        value = self.evaluate(node.value, env)
-        env[node.target.id] = value
+        value = env[node.target.id] = self.evaluate(node.value, env)
         return value
 
     def _dict(self, node: ast.Dict, env: Environment) -> object:
-        found: dict[object, object] = {}
-        for number, (key, value) in enumerate(zip(node.keys, node.values, strict=True)):
-            found[key.value if isinstance(key, ast.Constant) else number] = self.evaluate(value, env)
-        return found
+        pairs = enumerate(zip(node.keys, node.values, strict=True))
+        return {
+            key.value if isinstance(key, ast.Constant) else number: self.evaluate(value, env)
+            for number, (key, value) in pairs
+        }
 
     # Attributes and items.
     def _attribute(self, node: ast.Attribute, env: Environment) -> object:
@@ -117,19 +106,16 @@ class Expressions(Machine):
         if node.attr in {"sync_gradients", "is_gradient_accumulation_boundary"}:
             return self.is_synchronizing()
         if node.attr == "is_last_batch":
-            return bool(self.rounds) and self.is_last(self.rounds[-1])
+            return bool(self.rounds) and self.rounds[-1].is_last()
         base = self.evaluate(node.value, env)
         if node.attr == "grad":
-            return Opaque(text, Role.GRADIENT)
-        return self._attribute_of(base, node, text)
-
-    def _attribute_of(self, base: object, node: ast.Attribute, text: str) -> object:
+            return Opaque(text, "gradient")
         if isinstance(base, Instance):
             return self._member(base, node.attr, text)
         if isinstance(base, dict) and node.attr in base:
             return base[node.attr]
         if isinstance(base, Loss):
-            return self._tensor_attribute(base, node, text)
+            return self._tensor_attribute(base, node)
         if isinstance(base, Opaque) and base.role is not None and node.attr in {"data", "module"}:
             return base
         found = self.unknown(text or node.attr)
@@ -138,27 +124,23 @@ class Expressions(Machine):
         return found
 
     def _member(self, base: Instance, name: str, text: str) -> object:
-        if name in base.attributes:
-            return base.attributes[name]
         method = self.module.method(base.cls.node, name)
-        if method is None:
-            return self.unknown(text or name)
+        if name in base.attributes or method is None:
+            return base.attributes[name] if name in base.attributes else self.unknown(text or name)
         bound = Function(method, base.cls.env, base)
-        if any(last_part(dotted(each)) in {"property", "cached_property"} for each in method.decorator_list):
-            return self.call_function(bound, (), {})
-        return bound
+        is_property = any(last_part(dotted(each)).endswith("property") for each in method.decorator_list)
+        return self.call_function(bound, (), {}) if is_property else bound
 
-    def _tensor_attribute(self, base: Loss, node: ast.Attribute, text: str) -> object:
+    def _tensor_attribute(self, base: Loss, node: ast.Attribute) -> object:
         if isinstance(self.unknown(node.attr), int):
             return self.steps
         if node.attr == "shape":
-            return Opaque(text, is_setting=False)
+            return Opaque(is_setting=False)
         if node.attr == "data":
             return base.detached()
         part = base.part(node.attr)
-        if node.attr == "loss":
-            return replace(part, reduction="mean", masked=node if self.module.pads_models else None)
-        return part
+        masked = node if self.module.pads_models else None
+        return replace(part, reduction="mean", masked=masked) if node.attr == "loss" else part
 
     def _subscript(self, node: ast.Subscript, env: Environment) -> object:
         text = dotted(node)
@@ -166,13 +148,10 @@ class Expressions(Machine):
         if bound is not None:
             return bound
         base, index = self.evaluate(node.value, env), self.evaluate(node.slice, env)
-        if text and is_mask_key(text) and not isinstance(base, (dict, Instance)):
-            return Opaque(text, Role.MASK)
-        return self._item(base, index, node, text)
-
-    def _item(self, base: object, index: object, node: ast.Subscript, text: str) -> object:
         if isinstance(base, dict) and isinstance(index, PLAIN):
             return base.get(index, Opaque(text))
+        if is_mask_key(text) and not isinstance(base, Instance):
+            return Opaque(text, "mask")
         if isinstance(base, (tuple, list)) and isinstance(index, int):
             return base[index] if -len(base) <= index < len(base) else Opaque(text)
         if isinstance(base, Items):
@@ -180,7 +159,7 @@ class Expressions(Machine):
         if isinstance(base, Opaque) and base.role is not None:
             return base
         if isinstance(base, Loss):
-            masked = isinstance(index, Opaque) and index.role is Role.MASK
+            masked = isinstance(index, Opaque) and index.role == "mask"
             return replace(base, masked=node) if masked else base.part(self.module.text(node.slice))
         return self.unknown(text) if text else Opaque(is_setting=not self.varies(node))
 
@@ -190,9 +169,7 @@ class Expressions(Machine):
         if isinstance(node.op, ast.Not):
             answer = self.truth(value, node.operand)
             return Opaque(is_setting=False) if answer is None else not answer
-        if isinstance(value, NUMBERS):
-            return -value if isinstance(node.op, ast.USub) else value
-        return value
+        return -value if isinstance(value, NUMBERS) and isinstance(node.op, ast.USub) else value
 
     def _and_or(self, node: ast.BoolOp, env: Environment) -> object:
         """Return what decides; a part that nobody can know leaves the whole unknown, unless another part decides."""
@@ -201,10 +178,9 @@ class Expressions(Machine):
         for part in node.values:
             value = self.evaluate(part, env)
             answer = self.truth(value, part)
-            if answer is None:
-                unknown = True
-            elif answer is decides:
+            if answer is decides:
                 return value if isinstance(value, PLAIN) else decides
+            unknown = unknown or answer is None
         return Opaque(is_setting=False) if unknown else not decides
 
     def _if_else(self, node: ast.IfExp, env: Environment) -> object:
@@ -218,164 +194,211 @@ class Expressions(Machine):
             right = self.evaluate(comparator, env)
             result = self._comparison(node, op, left, right)
             if result is not True:
-                return result
+                break
             left = right
         return result
 
-    def _comparison(  # noqa: PLR0911 - one kind of question after the other
-        self, node: ast.Compare, op: ast.cmpop, left: object, right: object
-    ) -> object:
+    def _comparison(self, node: ast.Compare, op: ast.cmpop, left: object, right: object) -> object:
         if isinstance(left, PLAIN) and isinstance(right, PLAIN) and type(op) in _COMPARISONS:
-            try:
-                return bool(_COMPARISONS[type(op)](left, right))
-            except TypeError:
-                return Opaque(is_setting=False)
+            return computed(_COMPARISONS[type(op)], left, right)
         if isinstance(op, (ast.Is, ast.IsNot)) and (left is None or right is None):
             return self._is_something(left if right is None else right) is isinstance(op, ast.IsNot)
         if isinstance(op, (ast.In, ast.NotIn)) and isinstance(left, PLAIN) and isinstance(right, (list, tuple, dict)):
             return (left in right) is isinstance(op, ast.In)
-        if isinstance(op, (ast.NotEq, ast.Gt, ast.GtE)) and self._is_about_padding(node):
-            return Opaque(self.module.text(node), Role.MASK)
-        last = self._is_last_round(node, op, left, right)
-        if last is not None:
-            return last
+        text = self.module.text(node)
+        if isinstance(op, (ast.NotEq, ast.Gt, ast.GtE)) and re.search("-100|ignore_index|pad", text, re.IGNORECASE):
+            return Opaque(text, "mask")
+        micro = self._round_compared(node, left, right) if LENGTHS.search(text) else None
+        if micro is not None and isinstance(op, (ast.Eq, ast.GtE, ast.Lt, ast.NotEq)):
+            return micro.is_last() is isinstance(op, (ast.Eq, ast.GtE))
         if isinstance(left, Opaque) and left.is_remainder:
             return Opaque(is_setting=False, is_remainder=isinstance(op, ast.Eq))
-        varies = self.varies(node) or isinstance(left, Loss) or isinstance(right, Loss)
-        return Opaque(self.module.text(node), is_setting=not varies)
+        return Opaque(text, is_setting=not (self.varies(node) or isinstance(left, Loss) or isinstance(right, Loss)))
 
     def _is_something(self, value: object) -> bool:
-        if isinstance(value, Nothing):
-            return False
-        known = isinstance(value, Opaque) and (value.made is not None or value.role is Role.GRADIENT)
-        return known or isinstance(value, (Loss, Items, Function, Instance, Class)) or self.setting()
+        if isinstance(value, Opaque):
+            is_seen = value.made is not None or value.role == "gradient"
+            return value.role != "nothing" and (is_seen or self.setting())
+        return isinstance(value, (Loss, Items, Function, Instance, Class)) or self.setting()
 
-    def _is_about_padding(self, node: ast.Compare) -> bool:
-        text = self.module.text(node)
-        return "-100" in text or "ignore_index" in text or "pad" in text.lower()
+    def _round_compared(self, node: ast.Compare, left: object, right: object) -> Round | None:
+        """Return the round whose own number is compared with a length, whatever that is called: `i + 1 == total`."""
+        micro, first = self.micro_round(), isinstance(left, int)
+        number, total, side = (left, right, node.left) if first else (right, left, node.comparators[0])
+        own = isinstance(number, int) and isinstance(total, Opaque) and total.is_setting and self.varies(side)
+        return micro if own and micro is not None and micro.total else None
 
-    def _is_last_round(self, node: ast.Compare, op: ast.cmpop, left: object, right: object) -> bool | None:
-        """Answer `i + 1 == total` for the loop's own number, whatever its length is called."""
-        micro: Round | None = next((each for each in reversed(self.rounds) if each.is_micro), None)
-        if micro is None or not micro.total or not isinstance(op, (ast.Eq, ast.GtE, ast.Lt, ast.NotEq)):
-            return None
-        number, other = (left, right) if isinstance(left, int) else (right, left)
-        side = node.left if isinstance(left, int) else node.comparators[0]
-        if not (isinstance(number, int) and isinstance(other, Opaque) and other.is_setting and self.varies(side)):
-            return None
-        if not LENGTHS.search(self.module.text(node)):
-            return None
-        return self.is_last(micro) is isinstance(op, (ast.Eq, ast.GtE))
-
-    # Comprehensions.
     def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, env: Environment) -> object:
-        head = node.generators[0]
-        items = self.items_of(self.evaluate(head.iter, env), head.iter)
-        inner = Environment(env)
-        whole = node.elt in self.module.trains or (items.length is not None and items.length <= _LISTED)
-        found = []
-        trains = node.elt in self.module.trains
-        self.passages[node] = passage = self.passages.get(node, 0) + 1
-        for number in range(min(1 if items.length is None else items.length, 64 if whole else 1)):
-            if trains:
-                self.rounds.append(Round(node, number, passage, is_micro=True, total=items.length, kind=items.kind))
+        head, inner, found = node.generators[0], Environment(env), []
+        items, trains = self.items_of(self.evaluate(head.iter, env), head.iter), node.elt in self.module.trains
+        length = 1 if items.length is None else items.length
+        passage = self.passages[node] = self.passages.get(node, 0) + 1
+        for number in range(min(length, _LONGEST_LIST) if trains or length <= _LISTED else 1):
+            self.rounds += [Round(node, number, passage, is_micro=True, total=items.length, kind=items.kind)] * trains
             self.assign(head.target, items.item(number), inner, None)
             if all(self.truth(self.evaluate(each, inner), each) is not False for each in head.ifs):
                 found.append(self.evaluate(node.elt, inner))
-            if trains:
-                self.rounds.pop()
-        if whole and items.length is not None and items.length <= 64:  # noqa: PLR2004
+            del self.rounds[len(self.rounds) - trains :]
+        if items.length is not None and items.length <= (_LONGEST_LIST if trains else _LISTED):
             return found
         value = found[0] if found else Opaque()
         return Items(items.length, lambda _: value, items.kind)
-
-    def assign(self, target: ast.AST, value: object, env: Environment, source: ast.expr | None) -> None:
-        """Bind a target to a value."""
-        raise NotImplementedError
 
     # Arithmetic.
     def _binary(self, node: ast.BinOp, env: Environment) -> object:
         left, right = self.evaluate(node.left, env), self.evaluate(node.right, env)
         return self.combine(node, node.op, (left, node.left), (right, node.right))
 
-    def combine(  # noqa: PLR0911 - one kind of values after the other
+    def combine(
         self, node: ast.AST, op: ast.operator, first: tuple[object, ast.expr], second: tuple[object, ast.expr]
     ) -> object:
         """Return what an operator makes of two values, each given with its expression."""
         left, right = first[0], second[0]
-        if isinstance(left, PLAIN) and isinstance(right, PLAIN):
-            return _computed(op, left, right)
-        if isinstance(left, (list, tuple)) and type(left) is type(right) and isinstance(op, ast.Add):
-            return _computed(op, left, right)
+        is_sum = isinstance(left, (str, list, tuple)) and type(left) is type(right) and isinstance(op, ast.Add)
+        if is_sum or (isinstance(left, NUMBERS) and isinstance(right, NUMBERS) and type(op) in _ARITHMETIC):
+            return computed(_ARITHMETIC[type(op)], left, right)
         if isinstance(op, (ast.Div, ast.FloorDiv)) and _is_divisible(left, second):
-            return self.divided(left, node, second)
-        if isinstance(op, ast.Mult) and (isinstance(left, Loss) or isinstance(right, Loss)):
-            return self._product(node, first, second)
-        if isinstance(left, Loss) or isinstance(right, Loss):
-            return _sum_of(node, [each for each in (left, right) if isinstance(each, Loss)])
+            return self._quotient(left, node, second)
+        losses = [each for each in (left, right) if isinstance(each, Loss)]
+        if losses and isinstance(op, ast.Mult):
+            other = second if isinstance(left, Loss) else first
+            return replace(_sum_of(node, losses), weight=None) if losses[1:] else self._product(losses[0], node, other)
+        if losses:
+            return _sum_of(node, losses)
         rest = isinstance(op, ast.Mod) and isinstance(right, int) and isinstance(left, Opaque) and left.role is None
         if rest and self.rounds:
             return Opaque(is_setting=False, is_remainder=True)
-        return Opaque(self.module.text(node) if isinstance(node, ast.BinOp) else "", is_setting=not self.varies(node))
+        return Opaque(is_setting=not self.varies(node))
 
-    def divided(self, left: object, node: ast.AST, divisor: tuple[object, ast.expr]) -> Loss:
-        """Return a loss divided by something."""
+    def _quotient(self, left: object, node: ast.AST, divisor: tuple[object, ast.expr]) -> Loss:
         loss = left if isinstance(left, Loss) else new_loss(getattr(left, "text", ""))
         value, expression = divisor
-        if isinstance(value, Opaque) and value.role is Role.COUNT:
+        if isinstance(value, Opaque) and value.role == "count":
             return replace(loss, reduction="mean", masked=node)
-        number = float(value) if isinstance(value, NUMBERS) else None
         terms = isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Add)
-        constant = isinstance(expression, ast.Constant)
-        return loss.divided(Division(number, self.module.text(expression), node, is_weight=terms and constant))
+        is_weight = terms and isinstance(expression, ast.Constant)
+        number = float(value) if isinstance(value, NUMBERS) else None
+        return loss.divided(Division(number, self.module.text(expression), node, is_weight))
 
-    def _product(self, node: ast.AST, first: tuple[object, ast.expr], second: tuple[object, ast.expr]) -> object:
-        loss, other = (first, second) if isinstance(first[0], Loss) else (second, first)
-        if not isinstance(loss[0], Loss):
-            return Opaque()
-        if isinstance(other[0], Loss):
-            both = _sum_of(node, [loss[0], other[0]])
-            return replace(both, weight=None, reduction="?")
-        if isinstance(other[0], NUMBERS) and not isinstance(other[0], bool):
-            return self._scaled(loss[0], node, other[0], other[1])
-        if isinstance(other[0], Opaque) and other[0].role is Role.MASK:
-            return loss[0]
-        return replace(loss[0], weight=None, masked=None)
-
-    def _scaled(self, loss: Loss, node: ast.AST, factor: float, expression: ast.expr) -> Loss:
+    def _product(self, loss: Loss, node: ast.AST, factor: tuple[object, ast.expr]) -> Loss:
         """Return a loss times a number: one over the steps is a division, and a division may be undone."""
-        undone = [each for each in loss.divisions if factor and each.value and math.isclose(each.value, factor)]
-        if undone:
-            left = tuple(each for each in loss.divisions if each not in undone)
-            return replace(loss, weight=None if loss.weight is None else loss.weight * factor, divisions=left)
-        if 0 < factor < 1 and not isinstance(expression, ast.Constant):
-            return loss.divided(Division(1 / factor, self.module.text(expression), node))
-        if 0 < factor < 1 and math.isclose(1 / factor, self.steps):
-            return loss.divided(Division(1 / factor, f"× {factor}", node, is_weight=True))
-        return loss if isinstance(expression, ast.Constant) else loss.unknown_weight()
+        value, expression = factor
+        if isinstance(value, Opaque) and value.role == "mask":
+            return loss
+        if not isinstance(value, NUMBERS) or isinstance(value, bool):
+            return replace(loss, weight=None, masked=None)
+        left = tuple(each for each in loss.divisions if not math.isclose(each.value or 0, value))
+        if value and len(left) < len(loss.divisions):
+            return replace(loss, weight=None if loss.weight is None else loss.weight * value, divisions=left)
+        written = isinstance(expression, ast.Constant)
+        if 0 < value < 1 and (not written or math.isclose(1 / value, self.steps)):
+            text = f"× {value}" if written else self.module.text(expression)
+            return loss.divided(Division(1 / value, text, node, is_weight=written))
+        return loss if written else replace(loss, weight=None)
 
+    # Calls.
+    def _call(self, node: ast.Call, env: Environment) -> object:
+        text = dotted(node.func)
+        receiver, function = self._callee(node, text, env)
+        args = [self.evaluate(each, env) for each in node.args]
+        words = {word.arg or "**": self.evaluate(word.value, env) for word in node.keywords}
+        if isinstance(function, Instance):
+            method = self.module.method(function.cls.node, "__call__")
+            function = Function(method, function.cls.env, function) if method is not None else function
+        if isinstance(function, Function):
+            return self.call_function(function, args, words)
+        if isinstance(function, Class):
+            return self._instance(function, args, words)
+        is_method = isinstance(node.func, ast.Attribute)
+        full = self.module.full_name(text) if text else ""
+        name = full.rpartition(".")[2] or (node.func.attr if isinstance(node.func, ast.Attribute) else text)
+        on = dotted(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        call = Call(node, name, full, on, receiver, args, words, env)
+        if "clip_grad" in name:
+            self.emit("clip", node, subject=on)
+            return Opaque(is_setting=False)
+        thing = self.unknown(text) if function is None and is_method and text else function
+        for handle in (CALLS.handle, make, lambda _, call: self._of_thing(call, thing, text), TENSOR_CALLS.handle):
+            found = handle(self, call)
+            if found is not NotImplemented:
+                return found
+        return self._of_elsewhere(call)
 
-def _computed(op: ast.operator, left: object, right: object) -> object:
-    """Return what Python computes, unless that is an error or too large to be a counter."""
-    compute = _ARITHMETIC.get(type(op))
-    try:
-        found = compute(left, right) if compute is not None else Opaque(is_setting=False)
-    except (TypeError, ValueError, ArithmeticError):
-        return Opaque(is_setting=False)
-    huge = isinstance(found, NUMBERS) and not -_LARGEST < found < _LARGEST
-    return Opaque(is_setting=False) if huge or (isinstance(found, str) and len(found) > 1000) else found  # noqa: PLR2004
+    def _callee(self, node: ast.Call, text: str, env: Environment) -> tuple[object, object]:
+        """Return what a method is called on, and the function, as far as the file has them."""
+        if not isinstance(node.func, ast.Attribute):
+            return None, self.evaluate(node.func, env)
+        receiver = self.evaluate(node.func.value, env)
+        bound = env.find(text) if text else None
+        if bound is None and isinstance(receiver, Instance):
+            method = self.module.method(receiver.cls.node, node.func.attr)
+            own = Function(method, receiver.cls.env, receiver) if method is not None else None
+            return receiver, receiver.attributes.get(node.func.attr, own)
+        return receiver, bound
+
+    def _instance(self, cls: Class, args: list[object], words: dict[str, object]) -> object:
+        """Return an object of a class of the file; models, optimizers and datasets stay opaque."""
+        bases, name = self.module.bases(cls.node), cls.node.name
+        if bases & _MODULES:
+            is_loss = name.lower().endswith(("loss", "criterion"))
+            return Opaque(name, "criterion" if is_loss else "model", made=cls.node)
+        if any(base.endswith("Optimizer") for base in bases):
+            return Opaque(name, "optimizer", made=cls.node)
+        if any("Dataset" in base for base in bases):
+            return Items(None, lambda _: Opaque(is_setting=False), "dataset")
+        return self.construct(cls, args, words)
+
+    def construct(self, cls: Class, args: list[object], words: dict[str, object]) -> Instance:
+        """Return an object of a class of the file, after its `__init__`."""
+        made = Instance(cls)
+        method = self.module.method(cls.node, "__init__")
+        if method is not None:
+            self.call_function(Function(method, cls.env, made), args, words)
+        return made
+
+    def _of_thing(self, call: Call, thing: object, text: str) -> object:
+        """Call a scaler, a model or a criterion."""
+        if not isinstance(thing, Opaque):
+            return NotImplemented
+        if thing.role == "scaler" and call.args and isinstance(call.args[0], Loss):
+            self.emit("backward", call.node, loss=call.args[0])
+            asked = next((call.words[word] for word in ("update_grad", "need_update") if word in call.words), True)
+            if self.truth(asked, call.node):
+                self.emit("step", call.node, subject=call.written(1))
+            return Opaque()
+        if thing.role == "model":
+            self.emit("forward", call.node, subject=text or thing.text)
+        if thing.role in {"model", "criterion"}:
+            return new_loss(id(call.node), reduction=thing.reduction, masked=thing.masked)
+        return NotImplemented
+
+    def _of_elsewhere(self, call: Call) -> object:
+        """Call code of another file: it may do what it likes with what it is given."""
+        given = [each for each in (*call.args, *call.words.values()) if isinstance(each, Opaque)]
+        for each in given:
+            if each.role in {"optimizer", "scaler"} and not call.name.lower().startswith(_READERS):
+                self.emit("handed", call.node, subject=each.text)
+        models = [each.text for each in given if each.role == "model"]
+        if given and _RESCALES.search(call.name):
+            self.emit("rescale", call.node)
+        elif models:
+            self.emit("forward", call.node, subject=models[0])
+        if call.on == "self" and _OWN_METHODS.search(call.name):
+            self.emit("handed", call.node, subject="self")
+        hidden = call.on == "self" and not call.name.endswith(("model", "net", "criterion", "loss_fn"))
+        told = any(announces_steps(dotted(each)) for each in call.node.args) or any(map(announces_steps, call.words))
+        loss = new_loss(id(call.node))
+        return replace(loss, weight=None) if hidden or told else loss
 
 
 def _is_divisible(value: object, divisor: tuple[object, ast.expr]) -> bool:
     """Tell whether a division is one of a loss, also where only the divisor says so."""
-    if isinstance(value, Loss):
-        return True
-    number = isinstance(divisor[0], int) and announces_steps(dotted(divisor[1]))
-    return number and isinstance(value, Opaque) and value.role is None
+    announced = isinstance(divisor[0], int) and announces_steps(dotted(divisor[1]))
+    return isinstance(value, Loss) or (announced and isinstance(value, Opaque) and value.role is None)
 
 
 def _sum_of(node: ast.AST, parts: list[Loss]) -> Loss:
-    """Return the sum of tensors: divided as often as that part which was divided least."""
+    """Return the sum of tensors: divided as often as that part which was divided most."""
     made = {id(node)} if len(parts) > 1 and all(part.live for part in parts) else set()
     most = max(parts, key=lambda part: len(part.divisions))
     least = min(parts, key=lambda part: len(part.divisions))

@@ -1,14 +1,13 @@
 """Runs statements and functions: the skeleton of a script, on concrete numbers and opaque tensors."""
 
 import ast
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from bigbatch_lint.reading.module import FUNCTIONS, LONGEST_WINDOW, Module
-from bigbatch_lint.reading.names import Role, called_name, counts_steps, dotted, is_loss, last_part, walk
+from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, walk
 from bigbatch_lint.running.expressions import Expressions
 from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole, batch
-from bigbatch_lint.running.trace import Event, Kind, Round
 from bigbatch_lint.running.values import (
     NUMBERS,
     PLAIN,
@@ -19,6 +18,7 @@ from bigbatch_lint.running.values import (
     Items,
     Loss,
     Opaque,
+    Round,
     new_loss,
 )
 
@@ -27,7 +27,6 @@ _WHILE = 11  # rounds of a loop without a length, at least
 _DEEPEST = 6  # calls of functions in one another
 _PARTS = set("p param params opt optimizer optim name group param_group module sched scheduler".split())
 _CUTTERS = ("chunk", "window", "batched", "micro", "split", "group")
-_ENDINGS = {ast.Break: BreakLoop, ast.Continue: ContinueLoop}
 
 
 class Interpreter(Expressions):
@@ -39,7 +38,7 @@ class Interpreter(Expressions):
         self._statements: dict[type[ast.AST], Callable[..., object]] = {
             ast.Expr: self._expression,
             ast.Assign: self._assignment,
-            ast.AnnAssign: self._annotated,
+            ast.AnnAssign: self._assignment,
             ast.AugAssign: self._augmented,
             ast.If: self._if,
             ast.For: self._for,
@@ -47,10 +46,10 @@ class Interpreter(Expressions):
             ast.While: self._while,
             ast.With: self._with,
             ast.AsyncWith: self._with,
-            ast.Try: self._try,
+            ast.Try: lambda node, env: self.run([*node.body, *node.orelse, *node.finalbody], env),
             ast.Match: self._match,
-            ast.Return: self._return,
-            ast.Raise: self._raise,
+            ast.Return: self._leave,
+            ast.Raise: self._leave,
             ast.Break: self._leave,
             ast.Continue: self._leave,
             ast.Global: lambda node, _: self.globals.update(node.names),
@@ -58,7 +57,7 @@ class Interpreter(Expressions):
             ast.Assert: self._assert,
             ast.FunctionDef: self._define,
             ast.AsyncFunctionDef: self._define,
-            ast.ClassDef: self._define_class,
+            ast.ClassDef: self._define,
         }
 
     def run(self, body: Sequence[ast.stmt], env: Environment) -> None:
@@ -74,32 +73,23 @@ class Interpreter(Expressions):
     def define(self, body: Sequence[ast.stmt], env: Environment) -> None:
         """Bind the functions and classes of a body ahead of time."""
         for statement in body:
-            if isinstance(statement, FUNCTIONS):
+            if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
                 self._define(statement, env)
-            elif isinstance(statement, ast.ClassDef):
-                self._define_class(statement, env)
 
-    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef, env: Environment) -> None:
-        env[node.name] = Function(node, env)
-
-    def _define_class(self, node: ast.ClassDef, env: Environment) -> None:
-        env[node.name] = Class(node, env)
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, env: Environment) -> None:
+        env[node.name] = Class(node, env) if isinstance(node, ast.ClassDef) else Function(node, env)
 
     # Plain statements.
     def _expression(self, node: ast.Expr, env: Environment) -> None:
         value = self.evaluate(node.value, env)
         entered = isinstance(node.value, ast.Call) and called_name(node.value) == "enter_context"
-        if entered and isinstance(value, Opaque) and value.role is Role.CONTEXT:
+        if entered and isinstance(value, Opaque) and value.role == "context":
             self.contexts.append(value)
 
-    def _assignment(self, node: ast.Assign, env: Environment) -> None:
+    def _assignment(self, node: ast.Assign | ast.AnnAssign, env: Environment) -> None:
         value = self.evaluate(node.value, env)
-        for target in node.targets:
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target] if node.value else []:
             self.assign(target, value, env, node.value)
-
-    def _annotated(self, node: ast.AnnAssign, env: Environment) -> None:
-        if node.value is not None:
-            self.assign(node.target, self.evaluate(node.value, env), env, node.value)
 
     def assign(self, target: ast.AST, value: object, env: Environment, source: ast.expr | None) -> None:
         """Bind a target to a value."""
@@ -112,104 +102,90 @@ class Interpreter(Expressions):
             return
         text = dotted(target)
         value = self._kept_sum(target, text, value, source)
-        if isinstance(target, ast.Attribute) and self._assign_attribute(target, text, value, env, source):
+        if isinstance(target, ast.Attribute) and target.attr == "grad":
+            zeros = isinstance(source, ast.Call) and called_name(source).startswith("zeros")
+            cleared = zeros or isinstance(source, ast.Constant)
+            divides = isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div)
+            factor = self.evaluate(source.right, env) if divides and isinstance(source, ast.BinOp) else None
+            self.emit("zero" if cleared else "rescale", target, subject=dotted(target.value), factor=factor)
             return
-        if isinstance(target, ast.Subscript):
-            holder = self.evaluate(target.value, env)
-            if isinstance(holder, dict) and isinstance(target.slice, ast.Constant):
-                holder[target.slice.value] = value
-        if text:
-            self._learn_steps(text, value)
-            scope = env.holder(text) if text in self.globals else None
-            (scope if scope is not None else env)[text] = self.named(text, value)
+        holder = self.evaluate(target.value, env) if isinstance(target, (ast.Attribute, ast.Subscript)) else None
+        if isinstance(holder, dict) and isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+            holder[target.slice.value] = value
+        if isinstance(holder, Instance) and isinstance(target, ast.Attribute):
+            holder.attributes[target.attr] = self.named(text, value)
+        elif text:
+            self._learn_steps(last_part(text), value)
+            env.bind(text, self.named(text, value), outside=text in self.globals)
 
-    def _learn_steps(self, text: str, value: object) -> None:
+    def _learn_steps(self, name: str, value: object) -> None:
         """Take a computed number for the length of a window, where the file has no other."""
-        name = last_part(text)
         moduli = self.module.moduli
         meant = self.module.is_guess and (name in moduli if moduli else counts_steps(name))
-        if meant and type(value) is int and 1 < value <= LONGEST_WINDOW:
+        if meant and isinstance(value, int) and 1 < value <= LONGEST_WINDOW:
             self.length = max(1, self.length * value // self.steps)
             self.steps = value
 
     def _part(self, value: object, number: int, count: int, name: str) -> object:
-        """Return one item of what is unpacked."""
+        """Return one item of what is unpacked; what is kept of one tensor keeps none of the others."""
+        if isinstance(value, Loss):
+            origins = frozenset((each, number, count) for each in value.origins)
+            return replace(value, origins=origins, live=origins if value.live else value.live)
         if isinstance(value, (tuple, list)):
             found = value[number] if number < len(value) else Opaque()
-        elif isinstance(value, Loss):
-            found = value.item(number, count)
         else:
-            found = self.unknown(name) if name else Opaque(is_setting=False)
-            found = Opaque(is_setting=False) if isinstance(found, int) else found
-        if isinstance(found, Opaque) and found.role is None and found.is_setting:
+            found = self.unknown(name)
+        if isinstance(found, Opaque) and found.role is None:
             return replace(found, is_setting=False)
-        return found
-
-    def _assign_attribute(
-        self, target: ast.Attribute, text: str, value: object, env: Environment, source: ast.expr | None
-    ) -> bool:
-        """Bind an attribute of an object of the file, or note what happens to a gradient."""
-        if target.attr == "grad":
-            zeros = isinstance(source, ast.Call) and last_part(dotted(source.func)).startswith("zeros")
-            kind = Kind.ZERO if zeros or isinstance(source, ast.Constant) else Kind.RESCALE
-            divides = isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div)
-            factor = self.evaluate(source.right, env) if divides and isinstance(source, ast.BinOp) else None
-            self.emit(Event(kind, target, subject=dotted(target.value), factor=factor))
-            return True
-        holder = self.evaluate(target.value, env)
-        if isinstance(holder, Instance):
-            holder.attributes[target.attr] = self.named(text, value)
-            return True
-        return False
+        return Opaque(is_setting=False) if isinstance(found, int) and not isinstance(value, (tuple, list)) else found
 
     def _augmented(self, node: ast.AugAssign, env: Environment) -> None:
         value, text = self.evaluate(node.value, env), dotted(node.target)
         before = self.evaluate(node.target, env)
-        if isinstance(before, Opaque) and before.role is Role.GRADIENT:
-            factor: object = value
-            if not isinstance(node.op, ast.Div):
-                factor = 1 / value if isinstance(value, NUMBERS) and value else None
-            self.emit(Event(Kind.RESCALE, node, factor=factor))
+        if isinstance(before, Opaque) and before.role == "gradient":
+            inverse = 1 / value if isinstance(value, NUMBERS) and value else None
+            self.emit("rescale", node, factor=value if isinstance(node.op, ast.Div) else inverse)
             return
         if isinstance(node.op, ast.Add) and isinstance(value, Loss) and value.live:
             value = self._keep(node, text or self.module.text(node.target), value)
         after = self.combine(node, node.op, (before, node.target), (value, node.value))
-        if isinstance(node.target, ast.Attribute):
-            holder = self.evaluate(node.target.value, env)
-            if isinstance(holder, Instance):
-                holder.attributes[node.target.attr] = after
-                return
-        if text:
-            scope = env.holder(text) if text in self.globals else None
-            (scope if scope is not None else env)[text] = after
+        holder = self.evaluate(node.target.value, env) if isinstance(node.target, ast.Attribute) else None
+        if isinstance(holder, Instance) and isinstance(node.target, ast.Attribute):
+            holder.attributes[node.target.attr] = after
+        elif text:
+            env.bind(text, after, outside=text in self.globals)
 
     def _kept_sum(self, target: ast.AST, text: str, value: object, source: ast.expr | None) -> object:
-        """Note `total = total + loss`, which keeps the graph of every loss."""
-        if not (isinstance(value, Loss) and value.live and isinstance(source, (ast.BinOp, ast.IfExp)) and text):
-            return value
-        for part in [source.body, source.orelse] if isinstance(source, ast.IfExp) else [source]:
-            names = {dotted(each) for each in walk(part)} - {""}
-            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add) and text in names and names != {text}:
-                return self._keep(target, text, value)
+        """Record `total = total + loss`, which keeps the graph of every loss."""
+        if isinstance(value, Loss) and value.live and text:
+            for part in [source.body, source.orelse] if isinstance(source, ast.IfExp) else [source]:
+                is_sum = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add)
+                names = {dotted(each) for each in walk(part)} - {""} if is_sum and part is not None else set()
+                if text in names and len(names) > 1:
+                    return self._keep(target, text, value)
         return value
 
     def _keep(self, node: ast.AST, text: str, loss: Loss) -> Loss:
-        self.emit(Event(Kind.KEEP, node, loss=loss, subject=text))
-        return replace(loss, origins=loss.origins | {id(node)}, live=loss.live | {id(node)})
+        self.emit("keep", node, loss=loss, subject=text)
+        return loss.part(id(node))
 
     # Conditions.
     def _if(self, node: ast.If, env: Environment) -> None:
         value = self.evaluate(node.test, env)
         answer = self.truth(value, node.test)
-        if self.rounds and (answer is None or (isinstance(value, Opaque) and value.is_remainder)) and _trains(node):
-            self.emit(Event(Kind.HANDED, node))
+        unsure = answer is None or (isinstance(value, Opaque) and value.is_remainder)
+        if self.rounds and unsure and _decides_on_update(node):
+            self.emit("handed", node)
         if answer and any(isinstance(each, ast.Raise) for each in node.body) and _asks_for_remainder(node.test):
             raise WindowsAreWhole
         # What nobody can know is left out, with all that depends on it.
-        computed = isinstance(value, bool) or self.varies(node.test)
-        self.guards.append(node if self.rounds and computed else None)
+        is_computed = isinstance(value, bool) or self.varies(node.test)
+        self._guarded(node if self.rounds and is_computed else None, node.body if answer else node.orelse, env)
+
+    def _guarded(self, guard: ast.If | None, body: Sequence[ast.stmt], env: Environment) -> None:
+        self.guards.append(guard)
         try:
-            self.run(node.body if answer else node.orelse, env)
+            self.run(body, env)
         finally:
             self.guards.pop()
 
@@ -220,29 +196,22 @@ class Interpreter(Expressions):
     def _match(self, node: ast.Match, env: Environment) -> None:
         subject = self.evaluate(node.subject, env)
         for case in node.cases:
-            fits: bool | None = self._fits(case.pattern, subject, env)
-            if fits and case.guard is not None:
-                fits = self.truth(self.evaluate(case.guard, env), case.guard)
-            if fits:
-                self.guards.append(None)
-                try:
-                    self.run(case.body, env)
-                finally:
-                    self.guards.pop()
+            fits = self._fits(case.pattern, subject, env)
+            if fits and (case.guard is None or self.truth(self.evaluate(case.guard, env), case.guard)):
+                self._guarded(None, case.body, env)
                 return
 
     def _fits(self, pattern: ast.pattern, subject: object, env: Environment) -> bool:
         """Tell whether a value fits a pattern; an unknown one fits what catches everything."""
         if isinstance(pattern, ast.MatchAs):
             fits = pattern.pattern is None or self._fits(pattern.pattern, subject, env)
-            if fits and pattern.name:
-                env[pattern.name] = subject
+            env.update({pattern.name: subject} if fits and pattern.name else {})
             return fits
         if isinstance(pattern, ast.MatchOr):
             return any(self._fits(each, subject, env) for each in pattern.patterns)
-        if isinstance(pattern, ast.MatchSequence):
-            same = isinstance(subject, (tuple, list)) and len(subject) == len(pattern.patterns)
-            pairs = zip(pattern.patterns, subject, strict=True) if same and isinstance(subject, (tuple, list)) else ()
+        if isinstance(pattern, ast.MatchSequence) and isinstance(subject, (tuple, list)):
+            pairs = list(zip(pattern.patterns, subject))  # noqa: B905 - the lengths are compared
+            same = len(subject) == len(pattern.patterns)
             return same and all(self._fits(each, value, env) for each, value in pairs)
         if isinstance(pattern, (ast.MatchValue, ast.MatchSingleton)):
             value = self.evaluate(pattern.value, env) if isinstance(pattern, ast.MatchValue) else pattern.value
@@ -255,80 +224,75 @@ class Interpreter(Expressions):
         rounds, is_micro = self._rounds(node, items)
         total = None if items.kind == "endless" or len(rounds) > (items.length or 0) else items.length
 
-        def around(number: int) -> Round:
-            return Round(node, number, self.passages[node], is_micro, total, items.kind, items.is_known)
+        def begin(number: int) -> bool:
+            self.assign(node.target, items.item(number), env, None)
+            return True
 
-        self._loop(node, rounds, around, lambda at: self.assign(node.target, items.item(at.number), env, None), env)
+        like = Round(node, is_micro=is_micro, total=total, kind=items.kind, is_known=items.is_known)
+        self._loop(node, like, rounds, begin, env)
         self.run(node.orelse, env)
 
     def _rounds(self, node: ast.For | ast.AsyncFor, items: Items) -> tuple[Sequence[int], bool]:
         """Return which rounds of a loop are run, and whether each is a micro-batch."""
-        length = items.length
+        length, holds_loop = items.length, node in self.module.holds_loop
         if items.kind == "range" and length == self.steps and self._counts_otherwise(node.iter):
             length = self.length
-        if node not in self.module.trains:
-            return range(min(1 if length is None else length, 1 if items.kind == "loader" else 3)), False
-        if self._holds_loop(node) and items.kind in {"loader", "endless", "range", "list", "batched"}:
-            return range(min(_EPOCHS if length is None else length, 3 if items.kind == "batched" else _EPOCHS)), False
         target = node.target.id if isinstance(node.target, ast.Name) else ""
-        if is_loss(target) and not self._holds_loop(node):
-            return range(min(2 if length is None else length, 2)), False
+        few = None
+        if node not in self.module.trains:
+            few = 1 if items.kind == "loader" or length is None else 3
+        elif holds_loop and items.kind != "pieces":
+            few = 3 if items.kind == "batched" else _EPOCHS
+        elif is_loss(target) and not holds_loop:
+            few = 2
+        if few is not None:
+            return range(few if length is None else min(length, few)), False
         if length is None:
             return range(2 * self.steps + 1), target not in _PARTS
-        again = node in self.passages and items.kind != "pieces"
-        return self._whole_windows(length, 1 if again else 2), target not in _PARTS
-
-    def _whole_windows(self, length: int, windows: int) -> Sequence[int]:
-        """Return the rounds of a loop; middle windows of a long one, or in a later epoch, are skipped."""
-        end = length // self.steps * self.steps
+        # Middle windows of a long loop, or in a later epoch, are skipped.
+        windows = 1 if node in self.passages and items.kind != "pieces" else 2
         if windows > 1 and length <= 4 * self.steps:
-            return range(length)
+            return range(length), target not in _PARTS
+        end = length // self.steps * self.steps
         first = min(windows * self.steps, end)
-        return [*range(first), *range(max(end - (windows - 1) * self.steps, first), length)]
+        rounds = [*range(first), *range(max(end - (windows - 1) * self.steps, first), length)]
+        return rounds, target not in _PARTS
 
     def _counts_otherwise(self, head: ast.expr) -> bool:
         """Tell whether a number of micro-steps is not the window's: another name decides on the update."""
         names = [last_part(dotted(each)) for each in head.args] if isinstance(head, ast.Call) else []
         return bool(self.module.moduli) and any(counts_steps(each) and each not in self.module.moduli for each in names)
 
-    def _holds_loop(self, node: ast.AST) -> bool:
-        return node in self.module.holds_loop
-
     def _while(self, node: ast.While, env: Environment) -> None:
-        trains, holds = node in self.module.trains, self._holds_loop(node)
-        most = (_EPOCHS if holds else max(2 * self.steps + self.steps // 2 + 1, _WHILE)) if trains else 1
-        exhausted = False
+        trains, holds = node in self.module.trains, node in self.module.holds_loop
+        windows = max(2 * self.steps + self.steps // 2 + 1, _WHILE)
 
-        def begin(_: Round) -> None:
-            nonlocal exhausted
+        def begin(_: int) -> bool:
             value = self.evaluate(node.test, env)
-            if trains and not isinstance(value, Opaque) and self.truth(value, node.test) is False:
-                exhausted = True
-                raise BreakLoop
+            return not trains or isinstance(value, Opaque) or self.truth(value, node.test) is not False
 
-        def around(number: int) -> Round:
-            return Round(node, number, self.passages[node], trains and not holds, None, "while")
-
-        self._loop(node, range(most), around, begin, env)
-        if trains and not holds and self.events and self.events[-1].node is node:
-            self.events[-1].is_exhausted = exhausted
+        like = Round(node, is_micro=trains and not holds, kind="while")
+        self._loop(node, like, range(1 if not trains else _EPOCHS if holds else windows), begin, env)
 
     def _loop(
         self,
         node: ast.For | ast.AsyncFor | ast.While,
+        like: Round,
         rounds: Sequence[int],
-        around: Callable[[int], Round],
-        begin: Callable[[Round], None],
+        begin: Callable[[int], bool],
         env: Environment,
     ) -> None:
+        """Run the rounds of a loop; `begin` binds its target, or asks its condition and tells whether to go on."""
         self.assigned.append(self._targets(node))
-        self.passages[node] = self.passages.get(node, 0) + 1
-        depth, broken, is_micro = len(self.contexts), False, around(0).is_micro
+        like.passage = self.passages[node] = self.passages.get(node, 0) + 1
+        depth, is_exhausted = len(self.contexts), like.total is not None
         try:
             for number in rounds:
-                self.rounds.append(around(number))
+                self.rounds.append(replace(like, number=number))
                 try:
-                    begin(self.rounds[-1])
+                    if not begin(number):
+                        is_exhausted = True
+                        break
                     self.run(node.body, env)
                 except ContinueLoop:
                     pass
@@ -336,20 +300,18 @@ class Interpreter(Expressions):
                     self.rounds.pop()
                     del self.contexts[depth:]
         except BreakLoop:
-            broken = True
+            is_exhausted = False
         finally:
             self.assigned.pop()
-        if is_micro:
-            exhausted = not broken and around(0).total is not None
-            self.emit(Event(Kind.END, node, is_exhausted=exhausted))
+        if like.is_micro:
+            self.emit("end", node, is_exhausted=is_exhausted)
 
     def _targets(self, node: ast.AST) -> set[str]:
         """Return the names that a loop binds anew."""
-        found = self._known_targets.get(node)
-        if found is None:
-            found = {text for each in walk(node) for target in _targets_of(each) for text in _names_in(target)}
-            self._known_targets[node] = found
-        return found
+        if node not in self._known_targets:
+            targets = [target for each in walk(node) for target in _targets_of(each)]
+            self._known_targets[node] = {dotted(each) for target in targets for each in walk(target)} - {""}
+        return self._known_targets[node]
 
     # Blocks.
     def _with(self, node: ast.With | ast.AsyncWith, env: Environment) -> None:
@@ -358,37 +320,33 @@ class Interpreter(Expressions):
             value = self.evaluate(item.context_expr, env)
             if item.optional_vars is not None:
                 self.assign(item.optional_vars, value, env, item.context_expr)
-            if isinstance(value, Opaque) and value.role is Role.CONTEXT:
+            if isinstance(value, Opaque) and value.role == "context":
                 self.contexts.append(replace(value, made=node))
         try:
             self.run(node.body, env)
         finally:
             del self.contexts[depth:]
 
-    def _try(self, node: ast.Try, env: Environment) -> None:
-        self.run([*node.body, *node.orelse, *node.finalbody], env)
-
-    def _return(self, node: ast.Return, env: Environment) -> None:
-        raise ReturnValue(self.evaluate(node.value, env))
-
-    def _raise(self, _: ast.Raise, __: Environment) -> None:
-        raise ReturnValue(None)
-
-    def _leave(self, node: ast.Break | ast.Continue, _: Environment) -> None:
-        raise _ENDINGS[type(node)]
+    def _leave(self, node: ast.Return | ast.Raise | ast.Break | ast.Continue, env: Environment) -> None:
+        if isinstance(node, (ast.Break, ast.Continue)):
+            raise BreakLoop if isinstance(node, ast.Break) else ContinueLoop
+        raise ReturnValue(self.evaluate(node.value, env) if isinstance(node, ast.Return) else None)
 
     # Functions.
     def call_function(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> object:
         """Run a function of the file; a generator becomes something to loop over."""
         node = function.node
         if self.depth >= _DEEPEST:
-            return new_loss(id(node)).unknown_weight()
+            return replace(new_loss(id(node)), weight=None)
         self.entered.add(node)
         env = self._arguments(function, args, words)
         if isinstance(node, ast.Lambda):
             return self.evaluate(node.body, env)
         if node in self.module.generators:
-            return self._generated(node)
+            endless = any(isinstance(n, ast.While) and getattr(n.test, "value", False) for n in walk(node))
+            if any(word in node.name for word in _CUTTERS):
+                return Items(3, lambda _: Items(self.steps, batch, "pieces"), "list")
+            return Items(None if endless else self.length, batch, "endless" if endless else "loader")
         self.depth += 1
         guards, self.guards = self.guards, list(self.guards)
         try:
@@ -408,28 +366,17 @@ class Interpreter(Expressions):
         if function.owner is not None and named:
             env[named.pop(0)] = function.owner
         for name in (*named, *(each.arg for each in given.kwonlyargs)):
-            env[name] = self._default(name, defaults.get(name), env)
-        for name, value in (*zip(named, args, strict=False), *words.items()):
+            default, value = defaults.get(name), self.unknown(name)
+            plain = isinstance(default, ast.Constant) and not isinstance(default.value, (bool, type(None)))
+            is_open = isinstance(value, Opaque) and value.role is None
+            env[name] = self.evaluate(default, env) if plain and is_open else value
+        for name, value in (*zip(named, args), *words.items()):  # noqa: B905 - `*args` takes the rest
             if name in env and not (isinstance(value, Opaque) and value.role is None and not value.text):
                 env[name] = value
         return env
 
-    def _default(self, name: str, default: ast.expr | None, env: Environment) -> object:
-        value = self.unknown(name)
-        plain = isinstance(default, ast.Constant) and not isinstance(default.value, (bool, type(None)))
-        if plain and isinstance(value, Opaque) and value.role is None:
-            return self.evaluate(default, env)
-        return value
 
-    def _generated(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Items:
-        endless = any(isinstance(n, ast.While) and getattr(n.test, "value", False) for n in walk(node))
-        if any(word in node.name for word in _CUTTERS):
-            return Items(3, lambda _: Items(self.steps, batch, "pieces"), "list")
-        return Items(None if endless else self.length, batch, "endless" if endless else "loader")
-
-
-def _trains(node: ast.If) -> bool:
-    """Tell whether a condition decides on a step or a clear."""
+def _decides_on_update(node: ast.If) -> bool:
     calls = [each for statement in node.body for each in walk(statement) if isinstance(each, ast.Call)]
     return any(called_name(each) in {"step", "zero_grad"} for each in calls)
 
@@ -443,10 +390,3 @@ def _targets_of(node: ast.AST) -> list[ast.expr]:
         return node.targets
     single = (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)
     return [node.target] if isinstance(node, single) else []
-
-
-def _names_in(target: ast.expr) -> Iterator[str]:
-    for each in walk(target):
-        text = dotted(each)
-        if text:
-            yield text

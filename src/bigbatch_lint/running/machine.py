@@ -1,16 +1,32 @@
-"""The state of one run of a file's skeleton: what is bound, what is around, what has happened."""
+"""The state of one run of a file's skeleton: what is bound, what is around, what has happened; and one call in it."""
 
 import ast
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import ENDLESS, PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of
-from bigbatch_lint.running.trace import Event, Kind, Round
-from bigbatch_lint.running.values import Class, Environment, Function, Instance, Items, Loss, Nothing, Opaque, new_loss
+from bigbatch_lint.running.values import (
+    NUMBERS,
+    Class,
+    Environment,
+    Event,
+    Function,
+    Instance,
+    Items,
+    Kind,
+    Loss,
+    Opaque,
+    Round,
+    new_loss,
+)
 
 _BUDGET = 150_000  # statements
-_HELD_BACK = {Kind.STEP, Kind.ZERO, Kind.SCHEDULER}  # by Accelerate, until its window is full
+_LARGEST = 10**12  # numbers beyond are no counters
+_LONGEST = 1000  # texts and lists beyond are not kept
+_HELD_BACK = {"step", "zero", "scheduler"}  # by Accelerate, until its window is full
+_TOOLS = {"optimizer", "scheduler", "scaler", "model", "criterion", "mask"}
 
 
 class BreakLoop(Exception):
@@ -24,7 +40,7 @@ class ContinueLoop(Exception):
 class ReturnValue(Exception):
     """`return`, or the end of a run that raises."""
 
-    def __init__(self, value: object) -> None:
+    def __init__(self, value: object = None) -> None:
         super().__init__()
         self.value = value
 
@@ -40,6 +56,9 @@ class OutOfBudget(Exception):
 class Machine:
     """Names, loops and events; evaluating and calling is for the classes that build on it."""
 
+    evaluate: Callable[[ast.expr | None, Environment], object]
+    call_function: Callable[[Function, Sequence[object], Mapping[str, object]], object]
+
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
         self.module = module
         self.length = length  # of a loader that says nothing about it
@@ -48,7 +67,7 @@ class Machine:
         self.asked = False  # whether anything depended on settings
         self.entered: set[ast.AST] = set()
         self.globals: set[str] = set()
-        self.assigned: list[set[str]] = []
+        self.assigned: list[set[str]] = []  # what each loop around binds anew
         self.budget = _BUDGET
         self.begin()
 
@@ -61,40 +80,26 @@ class Machine:
         self.depth = 0
         self.passages: dict[ast.AST, int] = {}
 
-    # What other parts do.
-    def evaluate(self, node: ast.expr | None, env: Environment) -> object:
-        """Compute an expression."""
-        raise NotImplementedError
-
-    def call_function(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> object:
-        """Run a function of the file."""
-        raise NotImplementedError
-
-    # Events.
-    def emit(self, event: Event) -> None:
-        """Note what happens, with what is around it."""
-        held = event.kind in _HELD_BACK and event.is_prepared is not False
+    def emit(self, kind: Kind, node: ast.AST, **notes: Any) -> None:
+        """Record what happens, with what is around it."""
+        held = kind in _HELD_BACK and notes.get("is_prepared") is not False
         if held and any(each.context == "accumulate" for each in self.contexts) and not self.is_synchronizing():
             return
-        event.rounds = tuple(self.rounds)
-        event.guard = next((guard for guard in reversed(self.guards) if guard is not None), None)
-        event.contexts = tuple(self.contexts)
-        self.events.append(event)
+        guard = next((guard for guard in reversed(self.guards) if guard is not None), None)
+        self.events.append(Event(kind, node, tuple(self.rounds), guard, tuple(self.contexts), **notes))
+
+    def micro_round(self) -> Round | None:
+        """Return the round of the innermost loop over micro-batches."""
+        return next((each for each in reversed(self.rounds) if each.is_micro), None)
 
     def is_synchronizing(self) -> bool:
         """Tell whether a framework's window is full, or its loader at the end."""
-        micro = next((each for each in reversed(self.rounds) if each.is_micro), None)
-        return micro is None or (micro.number + 1) % self.steps == 0 or self.is_last(micro)
+        micro = self.micro_round()
+        return micro is None or (micro.number + 1) % self.steps == 0 or micro.is_last()
 
-    @staticmethod
-    def is_last(at: Round) -> bool:
-        """Tell whether a round is the last of its loop."""
-        return at.total is not None and at.number + 1 == at.total
-
-    # Names.
     def unknown(self, text: str) -> object:
         """Return what a name stands for that nothing is bound to."""
-        if counts_steps(text) or (self.module.moduli and last_part(text) in self.module.moduli):
+        if counts_steps(text) or last_part(text) in self.module.moduli:
             return self.steps
         role = role_of(text)
         return new_loss(text) if role is None and is_loss(text) else Opaque(text, role)
@@ -102,25 +107,20 @@ class Machine:
     def named(self, text: str, value: object) -> object:
         """Return a value that got a name: the name may say what it is for."""
         role = role_of(text)
+        if isinstance(value, Opaque) and value.role is not None:
+            return value if value.role in {"context", "gradient", "nothing"} else replace(value, text=text)
+        if isinstance(value, Opaque) and role is not None:
+            return replace(value, text=text, role=role, made=value.made if value.is_setting else None)
         if isinstance(value, Opaque):
-            if value.role in {Role.CONTEXT, Role.GRADIENT}:
-                return value
-            if value.role is not None:
-                return replace(value, text=text)
-            if role is not None:
-                return replace(value, text=text, role=role, made=value.made if value.is_setting else None)
             return new_loss((text, id(value))) if is_loss(text) else value
-        if isinstance(value, Loss) and value.reduction == "?" and not value.divisions and value.weight == 1.0:
-            tools = {Role.OPTIMIZER, Role.SCHEDULER, Role.SCALER, Role.MODEL, Role.CRITERION, Role.MASK}
-            return Opaque(text, role) if role in tools else value
-        return value
+        is_plain = isinstance(value, Loss) and (value.reduction, value.divisions, value.weight) == ("?", (), 1.0)
+        return Opaque(text, role) if is_plain and role in _TOOLS else value
 
     def varies(self, node: ast.AST) -> bool:
         """Tell whether an expression may change from round to round."""
         names, calls = self.module.mentions(node)
         return calls or any(not names.isdisjoint(each) for each in self.assigned)
 
-    # Questions.
     def setting(self) -> bool:
         """Answer a question about a setting: all are on, or all are off."""
         self.asked = True
@@ -128,24 +128,17 @@ class Machine:
 
     def truth(self, value: object, node: ast.AST) -> bool | None:
         """Return whether a value is true; None if nobody can know."""
-        if isinstance(value, Opaque):
-            return self._truth_of(value, node)
-        if isinstance(value, (Loss, Nothing)):
-            return None if isinstance(value, Loss) else False
-        if isinstance(value, (Items, Function, Instance, Class)):
-            return True
-        return bool(value)
-
-    def _truth_of(self, value: Opaque, node: ast.AST) -> bool | None:
+        if isinstance(value, Loss):
+            return None
+        if not isinstance(value, Opaque):
+            return isinstance(value, (Items, Function, Instance, Class)) or bool(value)
+        if value.role is not None:
+            decided = {"nothing": False, "mask": None, "count": None}
+            return decided[value.role] if value.role in decided else value.made is not None or self.setting()
         if value.is_remainder:
             return False
-        if value.role in {Role.MASK, Role.COUNT}:
-            return None
-        if value.role is not None:
-            return True if value.made is not None else self.setting()
         return self.setting() if value.is_setting and not self.varies(node) else None
 
-    # Loops.
     def items_of(self, value: object, node: ast.expr) -> Items:
         """Return what a loop goes over."""
         if isinstance(value, Items):
@@ -156,19 +149,78 @@ class Machine:
                 len(listed), lambda k: listed[k] if k < len(listed) else Opaque(is_setting=False), "list", is_known=True
             )
         text = self.module.text(node)
-        return self._unknown_items(value, node, text)
-
-    def _unknown_items(self, value: object, node: ast.expr, text: str) -> Items:
-
-        name = last_part(dotted(node))
-        if ENDLESS.search(text):
-            return Items(None, lambda k: new_loss(("batch", k)), "endless", text)
         item: Callable[[int], object] = (lambda k: new_loss((text, k))) if isinstance(value, Loss) else batch
-        if PIECES.search(name) and dotted(node):
-            return Items(self.steps, item, "pieces", text)
-        return Items(self.length, item, "loader", text)
+        if ENDLESS.search(text):
+            return Items(None, item, "endless")
+        cut = PIECES.search(last_part(dotted(node)))
+        return Items(self.steps, item, "pieces") if cut else Items(self.length, item)
 
 
 def batch(_: int = 0) -> Opaque:
     """Return one item of a loader."""
     return Opaque("batch", is_setting=False, made=ast.Pass())
+
+
+def computed(function: Callable[..., object], *values: object) -> object:
+    """Return what Python computes; something unknown where that is an error, or too large to be a counter."""
+    try:
+        found = function(*values)
+    except (TypeError, ValueError, ArithmeticError):
+        return Opaque(is_setting=False)
+    is_small = -_LARGEST < found < _LARGEST if isinstance(found, NUMBERS) else True
+    is_short = len(found) <= _LONGEST if isinstance(found, (str, list, tuple)) else True
+    return found if is_small and is_short else Opaque(is_setting=False)
+
+
+@dataclass(eq=False)
+class Call:
+    """A call whose arguments are computed."""
+
+    node: ast.Call
+    name: str  # `step` of `self.optimizer.step`
+    full: str  # `torch.nn.functional.cross_entropy`
+    on: str  # the text of what a method is called on
+    receiver: object
+    args: list[object]
+    words: dict[str, object]
+    env: Environment
+
+    @property
+    def first(self) -> object:
+        """Return the first argument."""
+        return self.args[0] if self.args else next(iter(self.words.values()), None)
+
+    @property
+    def role(self) -> Role | None:
+        """Return what the receiver is for."""
+        return self.receiver.role if isinstance(self.receiver, Opaque) else None
+
+    def argument(self, position: int, word: str) -> object:
+        """Return an argument given by position or by name."""
+        return self.words.get(word, self.args[position] if len(self.args) > position else None)
+
+    def written(self, position: int) -> str:
+        """Return the name that is written as an argument."""
+        return dotted(self.node.args[position]) if len(self.node.args) > position else ""
+
+
+Handler = Callable[[Machine, Call], object]
+_Any = TypeVar("_Any", bound=Handler)
+
+
+class Table(dict[str, Handler]):
+    """What calls do, by their last name; a handler that cannot tell returns NotImplemented."""
+
+    def on(self, names: str) -> Callable[[_Any], _Any]:
+        """Register a function for calls of these names."""
+
+        def register(handler: _Any) -> _Any:
+            self.update(dict.fromkeys(names.split(), handler))
+            return handler
+
+        return register
+
+    def handle(self, machine: Machine, call: Call) -> object:
+        """Return what a call returns, after its effect."""
+        handler = self.get(call.name)
+        return NotImplemented if handler is None else handler(machine, call)

@@ -1,14 +1,22 @@
-"""What the interpreter computes with, besides Python's own numbers, texts, tuples, lists and dicts."""
+"""What the interpreter computes with, besides Python's own numbers, texts, tuples, lists and dicts; what it records."""
 
 import ast
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
 
 from bigbatch_lint.reading.names import Role
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 NUMBERS = (int, float)
 PLAIN = (int, float, str, bool, type(None))
+# "update" is of a GradScaler, "rescale" of gradients; "keep" holds on to a loss; "handed" gives an optimizer or scaler
+# to code of another file; "end" is of a pass through a loop over micro-batches.
+Kind = Literal[
+    "backward", "step", "zero", "clip", "unscale", "update", "scheduler", "rescale", "keep", "forward", "handed", "end"
+]
+Via = Literal["torch", "scaler", "accelerator", "fabric", "engine", "lightning", "trainer"]  # who is asked
 
 
 @dataclass(eq=False, slots=True)
@@ -20,7 +28,7 @@ class Opaque:
     is_setting: bool = True  # the same in every round of the loop
     made: ast.AST | None = None  # the call that made it, where that was seen
     context: str = ""  # of a `with`: no_sync, accumulate, no_grad, inference_mode, nullcontext
-    reduction: str = ""  # of a criterion
+    reduction: str = "?"  # of a criterion
     masked: ast.AST | None = None
     steps: object = None  # of an Accelerator: how many micro-batches it was made for
     is_prepared: bool = False
@@ -51,22 +59,12 @@ class Loss:
 
     def divided(self, division: Division) -> "Loss":
         """Return the loss after a division."""
-        known = self.weight is not None and division.value
-        weight = self.weight / division.value if known and self.weight is not None and division.value else None
+        weight = self.weight / division.value if self.weight is not None and division.value else None
         return replace(self, weight=weight, divisions=(*self.divisions, division))
 
-    def unknown_weight(self) -> "Loss":
-        """Return the loss after a factor that nobody can compute."""
-        return replace(self, weight=None)
-
     def part(self, origin: Hashable) -> "Loss":
-        """Return a part of the tensor: an item, an attribute."""
+        """Return a part of the tensor: an item, an attribute; or the tensor, kept under another name."""
         return replace(self, origins=self.origins | {origin}, live=self.live | {origin} if self.live else self.live)
-
-    def item(self, number: int, count: int) -> "Loss":
-        """Return one of several tensors that came together: what is kept of one keeps none of the others."""
-        origins = frozenset((each, number, count) for each in self.origins)
-        return replace(self, origins=origins, live=origins if self.live else self.live)
 
     def detached(self) -> "Loss":
         """Return the loss without its graph."""
@@ -79,14 +77,18 @@ def new_loss(origin: Hashable, *, reduction: str = "?", masked: ast.AST | None =
     return Loss(origins, reduction=reduction, masked=masked, live=origins)
 
 
+def as_loss(value: object) -> Loss:
+    """Return a value as the tensor that it must be where it is given."""
+    return value if isinstance(value, Loss) else new_loss(getattr(value, "text", "") or id(value))
+
+
 @dataclass(eq=False)
 class Items:
     """Something to loop over."""
 
     length: int | None  # None: endless
     item: Callable[[int], object]
-    kind: str = "loader"  # loader, range, list, pieces, endless, dataset
-    text: str = ""
+    kind: str = "loader"  # loader, range, list, pieces, batched, endless, dataset
     is_known: bool = False  # the file itself says how long it is
     taken: int = 0  # by next()
 
@@ -94,31 +96,6 @@ class Items:
         """Return the next item, starting anew at the end."""
         self.taken += 1
         return self.item((self.taken - 1) % self.length if self.length else self.taken - 1)
-
-
-@dataclass(eq=False)
-class Class:
-    """A class of the file."""
-
-    node: ast.ClassDef
-    env: "Environment"
-
-
-@dataclass(eq=False)
-class Instance:
-    """An object of a class of the file."""
-
-    cls: Class
-    attributes: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class Function:
-    """A function of the file; a method is bound to its object."""
-
-    node: FunctionNode
-    env: "Environment"
-    owner: Instance | None = None
 
 
 class Environment(dict[str, object]):
@@ -137,16 +114,80 @@ class Environment(dict[str, object]):
             scope = scope.outer
         return None
 
-    def holder(self, name: str) -> "Environment | None":
-        """Return the innermost scope that binds a name."""
+    def bind(self, name: str, value: object, *, outside: bool) -> None:
+        """Bind a name here, or where it is already bound outside, as `global` and `nonlocal` say."""
         scope: Environment | None = self
-        while scope is not None and name not in scope:
+        while outside and scope is not None and name not in scope:
             scope = scope.outer
-        return scope
+        (self if scope is None else scope)[name] = value
 
 
-class Nothing:
-    """The None that `next(batches, None)` returns at the end; a plain None in a file is often a setting."""
+@dataclass(eq=False)
+class Class:
+    """A class of the file."""
+
+    node: ast.ClassDef
+    env: Environment
 
 
-NOTHING = Nothing()
+@dataclass(eq=False)
+class Instance:
+    """An object of a class of the file."""
+
+    cls: Class
+    attributes: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Function:
+    """A function of the file; a method is bound to its object."""
+
+    node: FunctionNode
+    env: Environment
+    owner: Instance | None = None
+
+
+@dataclass(eq=False)
+class Round:
+    """One round of one pass through a loop."""
+
+    loop: ast.AST
+    number: int = 0
+    passage: int = 1  # how often the loop was entered
+    is_micro: bool = False  # the loop goes over micro-batches
+    total: int | None = None
+    kind: str = "loader"
+    is_known: bool = False  # the file itself says how many rounds there are
+
+    def is_last(self) -> bool:
+        """Tell whether it is the last one of its loop."""
+        return self.total is not None and self.number + 1 == self.total
+
+
+@dataclass(eq=False)
+class Event:
+    """One thing that happened, with what was around it."""
+
+    kind: Kind
+    node: ast.AST
+    rounds: tuple[Round, ...] = ()
+    guard: ast.If | None = None  # the innermost `if` whose answer changes with the round
+    contexts: tuple[Opaque, ...] = ()
+    subject: str = ""
+    loss: Loss = field(default_factory=Loss)
+    via: Via = "torch"
+    divides: bool | None = False  # whether a framework divides the loss; None: nobody knows
+    steps: object = None  # by how many the framework divides, where the file says so
+    is_prepared: bool | None = None  # whether the object went through `prepare`; None: nobody knows
+    factor: object = None  # by which gradients are divided
+    has_closure: bool = False
+    is_exhausted: bool = False  # of an end: the loop ended by itself
+
+    @cached_property
+    def place(self) -> tuple[int, ...]:
+        """Return what tells its rounds from all others."""
+        return tuple(map(id, self.rounds))
+
+    def round_of(self, loop: ast.AST) -> Round | None:
+        """Return the round of a loop in which it happened."""
+        return next((each for each in self.rounds if each.loop is loop), None)
