@@ -71,12 +71,12 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "memory": lambda: torch.OutOfMemoryError("out of memory"),
     "runtime": lambda: RuntimeError("device-side assert triggered"),
 }
-COUNTING: dict[str, tuple[type, str, Callable[[Once, Callable[..., Any]], Callable[..., Any]]]] = {
-    "before the count": (Ledger, "enter", before),
-    "after the count": (Ledger, "enter", after),
-    "after all of it": (Window, "add", after),
-    "before the step": (Window, "close", before),
-    "in the step": (Agreement, "big_loss", before),
+COUNTING: dict[str, tuple[type, tuple[str, ...], Callable[[Once, Callable[..., Any]], Callable[..., Any]]]] = {
+    "before the count": (Ledger, ("enter", "enter_alike"), before),
+    "after the count": (Ledger, ("enter", "enter_alike"), after),
+    "after all of it": (Window, ("add",), after),
+    "before the step": (Window, ("close",), before),
+    "in the step": (Agreement, ("big_loss",), before),
 }
 
 
@@ -87,13 +87,15 @@ def test_a_failure_after_a_backward_breaks_the_window(
     where: str, error: str, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that tries the micro-batch again must not count it twice."""
-    owner, name, around = COUNTING[where]
+    owner, names, around = COUNTING[where]
     place = 2 if "step" in where else place
     training = Training(steps=3, case=PLAIN)
     for batch in BATCHES[:place]:
         training.backward(batch)
     fault = ERRORS[error]()
-    monkeypatch.setattr(owner, name, around(Once(fault), getattr(owner, name)))
+    once = Once(fault)
+    for name in names:
+        monkeypatch.setattr(owner, name, around(once, getattr(owner, name)))
     with pytest.raises(type(fault)):
         training.backward(BATCHES[place])
     calls: list[Callable[[], object]] = [lambda: training.backward(BATCHES[place]), training.accumulator.flush]

@@ -420,7 +420,7 @@ class Accumulator:
     def _open(self) -> Loop:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
-        self._resumed, self._loop = False, Loop()
+        self._resumed, self._loop = False, Loop(asked=times_asked())
         self._team.begin_loop()
         return self._loop
 
@@ -432,7 +432,8 @@ class Accumulator:
         if not loop.spent:
             self._refuse_backward_by_hand()
         self._loop, loop.last, loop.totals, loop.spent = loop, last, totals, False
-        loop.asked, self._questions.anywhere = times_asked(), asked_anywhere[0]
+        if self._questions.anywhere != asked_anywhere[0]:
+            loop.asked, self._questions.anywhere = times_asked(), asked_anywhere[0]
         self._stepper.by_hand = False
         if not self._team.is_alone:
             self._prepare()

@@ -183,6 +183,8 @@ def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRSchedul
 
 def loss(value: object) -> None:
     """Refuse what backward could not use, before anything is touched."""
+    if type(value) is Tensor and value.requires_grad and not value.dim() and value.is_floating_point():
+        return
     if not isinstance(value, Tensor):
         fix = "the loss before .item(), which has a graph" if isinstance(value, int | float) else ""
         if hasattr(value, "loss") or (isinstance(value, Mapping) and "loss" in value):

@@ -198,45 +198,56 @@ class Over(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""
-        announce = self._listener.announce
-        loop = self.loop = self._listener.opening()
+        listener, loader = self._listener, self._loader
+        loop, announce, source = self._begin(), listener.announce, None
         try:
-            for batch, last, totals in self._in_turn(loop):
+            source = None if isinstance(loader, Over) else self._source()
+            for batch, last, totals in self._in_turn(loop, source):
                 try:
                     announce(loop, last, totals)
                 except BaseException:  # it is not given out: an iterator would not give it again
-                    for source in self._listener.kept:
-                        if source.iterator is self._loader and not loop.repeated:
-                            source.held.appendleft(batch)
+                    if source is not None and source.iterator is loader and not loop.repeated:
+                        source.held.appendleft(batch)
                     raise
                 yield batch
-            self._listener.exhausted(loop)  # nothing comes after it: an error would not tell of its update
+            listener.exhausted(loop)  # nothing comes after it: an error would not tell of its update
         except BaseException:  # also GeneratorExit, of `break`
-            self._listener.left(loop)
+            listener.left(loop)
             raise
+        finally:
+            if source is not None and not (source.iterator is loader and source.held):
+                listener.kept.remove(source)
 
-    def _in_turn(self, loop: Loop) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
-        if isinstance(self._loader, Over):  # the inner one knows for both
-            for batch in self._loader:
-                loop.repeated = self._loader.loop.repeated
-                yield batch, self._loader.loop.last, None
-            return
+    def _begin(self) -> Loop:
+        self.loop = self._listener.opening()
+        return self.loop
+
+    def _source(self) -> Source[Batch]:
+        """Return what was read ahead of this loader before, where a loop was left, or begin."""
         kept = self._listener.kept
         source = next((each for each in kept if each.iterator is self._loader), None)
         if source is None:
-            must_know = self._listener.must_know or self._counts is not None
-            source = Source(self._loader, must_know=must_know)
+            source = Source(self._loader, must_know=self._listener.must_know or self._counts is not None)
             kept.append(source)
-        try:
-            if self._counts is not None:
-                yield from self._window_ahead(source, self._counts)
-            elif self._listener.most is not None:
-                yield from self._in_company(source, self._listener.most, loop)
-            else:
-                yield from source
-        finally:
-            if source.iterator is not self._loader or not source.held:
-                kept.remove(source)
+        return source
+
+    def _in_turn(
+        self, loop: Loop, source: Source[Batch] | None
+    ) -> Iterator[tuple[Batch, bool, tuple[Count, ...] | None]]:
+        if source is None:
+            return self._of_inner(loop)
+        if self._counts is not None:
+            return self._window_ahead(source, self._counts)
+        if self._listener.most is not None:
+            return self._in_company(source, self._listener.most, loop)
+        return iter(source)
+
+    def _of_inner(self, loop: Loop) -> Iterator[tuple[Batch, bool, None]]:
+        """Go through the batches of another `over`, which knows the last one for both."""
+        inner: Any = self._loader
+        for batch in inner:
+            loop.repeated = inner.loop.repeated
+            yield batch, inner.loop.last, None
 
     def _in_company(
         self, source: Source[Batch], most: Callable[[int], int], loop: Loop

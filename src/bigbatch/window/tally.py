@@ -125,16 +125,6 @@ class Ledger:
 
     def weigh(self, terms: list[Term]) -> Weights:
         """Return the weights of the next micro-batch, or raise; nothing is entered yet."""
-        if len(terms) == 1 and terms[0].kind == self.kind == "mean" and len(self.reference) == 1 and self.factors:
-            term = terms[0]  # the usual case, on the shortest way
-            if (
-                term.factors == self.factors[0]
-                and (term.name,) == self.names
-                and not isinstance(term.count, Tensor)
-                and self.provisional is not None
-                and not self.zeros
-            ):
-                return Weights(term.count / self.provisional)
         data = over_data(terms)
         zero = self.zeros or not terms
         keep_factors(self.factors, data, zero=zero)
@@ -164,6 +154,29 @@ class Ledger:
                 terms, [(term.node, float(term.kind == "sum")) for term in terms if term.node is not None]
             )
         return Weights(1.0, once)
+
+    def weigh_alike(self, terms: list[Term]) -> float:
+        """Return the weight of a loss that is a plain mean, as those before it; 0 where it may be something else."""
+        term = terms[0] if len(terms) == 1 else None
+        if (
+            term is None
+            or self.kind != "mean"
+            or term.kind != "mean"
+            or not (self.whole or term.chosen)
+            or self.factors != [term.factors]
+            or self.names != (term.name,)
+            or self.zeros
+            or not isinstance(self.provisional, float)
+            or not isinstance(term.count, float)
+        ):
+            return 0.0
+        return term.count / self.provisional
+
+    def enter_alike(self, value: float, count: Count) -> None:
+        """Enter a loss that was weighed so."""
+        self.micro_batches += 1
+        self.total += count
+        self.loss += value * count
 
     @property
     def count(self) -> Count | tuple[Count, ...]:

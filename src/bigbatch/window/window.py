@@ -15,7 +15,7 @@ from bigbatch.distributed.fingerprint import rates_in_one
 from bigbatch.distributed.statement import Agreement, Row, Statement, fingerprint
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.loss import refusals
-from bigbatch.loss.count import Count, Term, finite, wide
+from bigbatch.loss.count import LOW_PRECISION, Count, Term, finite, wide
 from bigbatch.update import Update
 from bigbatch.window.all_at_once import is_hollow, refuse_hollow, weigh_together
 from bigbatch.window.backward import run_backward
@@ -77,6 +77,7 @@ class Window:
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.passed_by = 0  # passes that added nothing, for company
         self.recording = False  # whether what is launched is captured, and nothing computed yet
+        self._alike: torch.dtype | None = None  # of a window of plain means, all on the host
         self._awaited = False  # whether a loss was weighed whose backward did not come yet
         self._around: ExitStack | None = None  # what is to hold during that
         self.state = OPEN
@@ -108,6 +109,10 @@ class Window:
         So it does at its end: the caller, who knows that all is done, opens it again.
         """
         ledger, dtype = self._ledger, loss.dtype
+        weight = ledger.weigh_alike(terms) if dtype is self._alike and only_own else 0.0
+        if weight and loss.is_cpu:
+            self._add_alike(loss, weight, terms[0].count)
+            return
         first, in_common = not ledger.micro_batches, ledger.in_common
         if not first or not self.untouched:  # gradients were looked at when the window was opened
             self.check()
@@ -129,6 +134,21 @@ class Window:
         if first or dtype != self._loss_dtype:
             self._loss_dtype = dtype if dtype == torch.float64 else torch.float32
         ledger.enter(terms, weights, loss, factors)
+        is_plain = only_own and self._shown and self._team.is_alone and self._stepper.scaler is None
+        self._alike = dtype if is_plain and dtype not in LOW_PRECISION and self.residual == 1.0 else None
+
+    def _add_alike(self, loss: Tensor, weight: float, count: Count) -> None:
+        """Add one more of the micro-batches of a plain loop, on the shortest way: small models feel it."""
+        if self.state is not OPEN:
+            self.check()
+        self._gradients.check()
+        known = self._stepper.start
+        same = known is not None and known[0] == (weight, loss.dtype, loss.device)
+        self.state = BROKEN
+        start = known[1] if same and known is not None else self._starts.of(weight, loss, first=False)
+        run_backward(loss, start, self._gradients.leaves)
+        self._gradients.remember()
+        self._ledger.enter_alike(loss.item(), count)
 
     def weigh(self, loss: Tensor, terms: list[Term], times: float) -> None:
         """Have the next backward of a loss, whoever runs it, add one micro-batch's gradient: that of the loss x times.
