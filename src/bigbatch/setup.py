@@ -1,6 +1,7 @@
 """What to train: the one object that `bigbatch train FILE.py` and its siblings ask a file for."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from bigbatch.batch.split import balanced
 from bigbatch.default_loss import own_loss, takes
 from bigbatch.distributed.discovery import refuse_tensor_parallelism
 from bigbatch.distributed.fsdp_internals import sharded
-from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.errors import BigBatchError, ConfigurationError, LossError
 
 LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 _CALLS = {"loss_fn": "model, batch", "collate": "samples", "evaluate": "model", "counts": "batch"}
@@ -135,6 +136,21 @@ class Setup:
             fix = "return outputs.loss" if hasattr(value, "loss") else "return loss  # no .item(), no float(): a tensor"
             raise LossError("The loss must be a tensor.", found=type(value).__name__, fix=fix)
         return value
+
+
+class UserCodeError(Exception):
+    """A user's own code raised; the cause is its exception, the text says what was being called."""
+
+
+@contextmanager
+def calling(what: str, when: str = "") -> Iterator[None]:
+    """Name the call into a user's file that an exception came out of; those of the library say what is wrong."""
+    try:
+        yield
+    except BigBatchError:
+        raise
+    except (Exception, SystemExit) as error:  # a file that calls sys.exit() must not end the command unexplained
+        raise UserCodeError(f"{what} failed {when}".rstrip()) from error
 
 
 class _Parts(IterableDataset[list[Any]]):

@@ -13,9 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from bigbatch import across
 from bigbatch.cli.setup_file import read_setup
 from bigbatch.errors import BatchError, BatchNormError, ConfigurationError, LossError
-from bigbatch.recipes.training import expected_updates, train_setup
-from bigbatch.recipes.user_code import UserCodeError
-from bigbatch.setup import Setup
+from bigbatch.recipes.setup_run import expected_updates, train_setup
+from bigbatch.setup import Setup, UserCodeError
 from tests.support.messages import approve
 from tests.support.setups import loss_of, make
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from bigbatch.cli.failures import usage_errors_as_text
 from bigbatch.cli.plan import plan
+from bigbatch.cli.terminal import usage_errors_as_text
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
 from bigbatch_lint.cli import main as run_lint
@@ -37,6 +37,7 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,  # plain help, readable in any terminal
     pretty_exceptions_enable=False,
 )

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli.failures import FAILED, running, write_page
-from bigbatch.cli.terminal import escaped, next_step, paragraph, print_json, progress, results
+from bigbatch.cli import terminal
 
 if TYPE_CHECKING:
     from bigbatch.planner.plan_report import Plan
@@ -25,10 +24,8 @@ def plan(
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of the file's own.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="PAGE", help="Write a page with plots, too; needs matplotlib.")
-    ] = None,
+    as_json: terminal.AsJson = False,
+    html: terminal.Html = None,
 ) -> None:
     """Find the micro-batch size for your own file.
 
@@ -37,66 +34,56 @@ def plan(
 
     FILE.py: a file whose function setup() returns a bigbatch.Setup.
     """
-    with running(as_json=as_json, page=html):
+    with terminal.running(as_json=as_json, page=html):
         found = _planned(file, memory, batch_size)
     if as_json:
-        print_json({"file": str(file), **dataclasses.asdict(found)})
+        terminal.print_json({"file": str(file), **dataclasses.asdict(found)})
     else:
         _print(found, file)
     if html is not None:
         from bigbatch.report.plan_page import plan_page
 
         command, why = _next(found, Path(file.name))  # a page may be read elsewhere
-        write_page(plan_page(found, name=file.name, next_step=(f"bigbatch {command}", why)), html)
+        terminal.write_page(plan_page(found, name=file.name, next_step=(f"bigbatch {command}", why)), html)
     if found.size is None:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(terminal.FAILED)
 
 
 def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
     """Plan the first batch of the file's data, under a progress bar."""
-    from bigbatch.cli.setup_file import first_batch, read_setup, refuse_launcher, short_of
+    from bigbatch.cli.setup_file import first_batch, read_setup, refuse_launcher, with_short_data
     from bigbatch.memory.search import PROBES
     from bigbatch.planner.measure import make_plan
-    from bigbatch.recipes.user_code import calling
+    from bigbatch.setup import calling
 
     refuse_launcher("plan")
     setup = read_setup(file, "plan")
     batch, asked = first_batch(setup, batch_size)
-    with progress() as bar:
-        task = bar.add_task(escaped(file.name), total=PROBES)
+    with terminal.progress() as bar:
+        task = bar.add_task(terminal.escaped(file.name), total=PROBES)
 
         def on_probe(size: int) -> None:
             bar.update(task, advance=1, description=f"{size:,} samples at once")
 
-        model, available = setup.model, _fraction(memory) or memory
         with calling("loss_fn"):
             found = make_plan(
-                model, setup.loss_fn, batch, optimizer=setup.optimizer, memory=available, on_probe=on_probe
+                setup.model, setup.loss_fn, batch, optimizer=setup.optimizer, memory=memory, on_probe=on_probe
             )
-    return dataclasses.replace(found, notes=(*short_of(found.batch_size, asked), *found.notes))
-
-
-def _fraction(memory: str | None) -> float | None:
-    """Read `--memory 0.8`, which has no unit since it is a fraction."""
-    try:
-        number = float(memory or "")
-    except ValueError:
-        return None
-    return number if 0 < number <= 1 and "." in str(memory) else None
+    return dataclasses.replace(found, notes=with_short_data(found.notes, found.batch_size, asked))
 
 
 def _print(found: "Plan", file: Path) -> None:
     from bigbatch.planner.plan_report import table
 
-    console = results()
-    paragraph(console, f"{file.name}: {found.headline()}")
+    console = terminal.results()
+    terminal.paragraph(console, f"{file.name}: {found.headline()}")
     console.print()
     for line in table(found.rows, found.size):
         console.print(line, markup=False, soft_wrap=True)
     console.print()
     for sentence in (*found.advice, *found.notes):
-        paragraph(console, sentence)
-    next_step(console, *_next(found, file))
+        terminal.paragraph(console, sentence)
+    terminal.next_step(console, *_next(found, file))
 
 
 def _next(found: "Plan", file: Path) -> tuple[str, str]:

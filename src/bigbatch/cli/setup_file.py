@@ -14,8 +14,7 @@ from bigbatch.cli.terminal import typed
 from bigbatch.default_loss import takes
 from bigbatch.distributed.discovery import started
 from bigbatch.errors import ConfigurationError
-from bigbatch.recipes.user_code import calling
-from bigbatch.setup import Setup
+from bigbatch.setup import Setup, calling
 
 MODULE = "bigbatch_setup_file"
 EXAMPLE = """\
@@ -80,10 +79,10 @@ def first_batch(setup: Setup, size: int | None) -> tuple[Any, int]:
         return next(iter(whole.micro_batches())), whole.batch_size
 
 
-def short_of(found: int, asked: int) -> tuple[str, ...]:
-    """Return a note where the data has fewer samples than a batch was to have."""
+def with_short_data(notes: tuple[str, ...], found: int, asked: int) -> tuple[str, ...]:
+    """Put a note before others where the data has fewer samples than a batch was to have."""
     note = f"The file's data has {found:,} samples in all: no batch of {asked:,} can be made."
-    return (note,) if found < asked else ()
+    return (note, *notes) if found < asked else notes
 
 
 def _run(path: Path) -> ModuleType:

@@ -3,21 +3,23 @@
 import dataclasses
 import math
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli.failures import FAILED, fail, running
-from bigbatch.cli.terminal import escaped, hidden, next_step, paragraph, print_json, progress, results
+from bigbatch.cli import terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bigbatch.recipes.training import Training
+    from bigbatch.recipes.arms import ArmResult, Comparison, Spread
+    from bigbatch.recipes.setup_run import Training
 
 DEFAULT_SEEDS = 5
 _HUGE = 1e6
+_TABLE_WIDTH = 66
 
 
 def train(  # noqa: PLR0917 - typer calls it, by name
@@ -31,7 +33,7 @@ def train(  # noqa: PLR0917 - typer calls it, by name
         typer.Option(min=1, metavar="N", help=f"Recipes: how many seeds to average. [default: {DEFAULT_SEEDS}]"),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Files: the random seed. [default: 0]")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    as_json: terminal.AsJson = False,
 ) -> None:
     """Train an example of the teaching pages, or your own file.
 
@@ -45,36 +47,38 @@ def train(  # noqa: PLR0917 - typer calls it, by name
     FILE.py: your own, a file whose function setup() returns a bigbatch.Setup.
     """
     if clip is not None and not (math.isfinite(clip) and clip > 0):
-        fail(f"--clip {clip:g}: the largest norm of a gradient is a positive number", "--clip 1.0 is the usual one")
+        terminal.fail(f"--clip {clip:g}: the largest norm of a gradient is a positive number", "--clip 1.0 is usual")
     from bigbatch.recipes.experiment import RECIPES
 
     # A file is told from a recipe by its looks, so that a missing file is not called a missing recipe.
     path = Path(what)
     is_file = what not in RECIPES and (path.suffix != "" or path.name != what or path.exists())
-    with running(as_json=as_json and is_file):
+    with terminal.running(as_json=as_json and is_file):
         from bigbatch.cli.setup_file import refuse_launcher
 
         refuse_launcher("train")
         if is_file:
             if seeds is not None:
-                fail("--seeds is for recipes; a file is trained once", f"bigbatch train {what} --seed {seeds}")
+                terminal.fail("--seeds is for recipes; a file is trained once", f"bigbatch train {what} --seed {seeds}")
             training = _train_file(path, clip, epochs, seed or 0, as_json)
         else:
             if seed is not None:
-                fail("--seed is for files; a recipe runs seeds 0, 1, 2, ...", f"bigbatch train {what} --seeds 5")
+                terminal.fail("--seed is for files; a recipe runs seeds 0, 1, ...", f"bigbatch train {what} --seeds 5")
             _train_recipe(what, clip, epochs, seeds or DEFAULT_SEEDS, as_json)
             return
     if as_json:
-        print_json({"file": str(path), "seed": seed or 0, **dataclasses.asdict(training)})
+        terminal.print_json({"file": str(path), "seed": seed or 0, **dataclasses.asdict(training)})
     broken = [n for n, epoch in enumerate(training.epochs, 1) if not math.isfinite(epoch.loss or 0.0)]
     if broken:
         advice = "Try a smaller learning rate, clip_norm=1.0, or skip_nonfinite=True if single batches are to blame."
-        fail(f"the loss is not finite since epoch {broken[0]}", advice, FAILED)
+        terminal.fail(f"the loss is not finite since epoch {broken[0]}", advice, terminal.FAILED)
+
+
+# A recipe.
 
 
 def _train_recipe(name: str, clip: float | None, epochs: int | None, seeds: int, as_json: bool) -> None:
     """Compare the arms under a progress bar, then report."""
-    from bigbatch.cli.comparison_report import print_comparison
     from bigbatch.cli.setup_file import suggest
     from bigbatch.recipes.arms import compare, findings
     from bigbatch.recipes.experiment import RECIPES
@@ -82,9 +86,9 @@ def _train_recipe(name: str, clip: float | None, epochs: int | None, seeds: int,
     if name not in RECIPES:
         near = suggest([*RECIPES, *(path.name for path in Path().glob("*.py"))], name, "train")
         known = f"The recipes are {', '.join(RECIPES)}; your own training goes by its file: `bigbatch train FILE.py`."
-        fail(f"no recipe is called {name!r}", near or known)
+        terminal.fail(f"no recipe is called {name!r}", near or known)
     recipe = RECIPES[name]
-    with progress() as bar:
+    with terminal.progress() as bar:
         task = bar.add_task(recipe.name, total=seeds * len(recipe.arms()) * (epochs or recipe.epochs))
 
         def on_epoch(seed: int, arm: str) -> None:
@@ -92,9 +96,86 @@ def _train_recipe(name: str, clip: float | None, epochs: int | None, seeds: int,
 
         comparison = compare(recipe, seeds=seeds, epochs=epochs, clip_norm=clip, on_epoch=on_epoch)
     if as_json:
-        print_json({**dataclasses.asdict(comparison), "findings": findings(comparison)})
+        terminal.print_json({**dataclasses.asdict(comparison), "findings": findings(comparison)})
     else:
-        print_comparison(comparison, results(), clipped=clip is not None)
+        _print_comparison(comparison, terminal.results(), clipped=clip is not None)
+
+
+def _print_comparison(comparison: "Comparison", console: "Console", *, clipped: bool) -> None:
+    """Print the table, what was found, and what to try next."""
+    from rich.table import Table
+
+    from bigbatch.recipes.arms import findings
+
+    clip = f", clipped at {comparison.clip_norm:g}" if comparison.clip_norm is not None else ""
+    terminal.paragraph(
+        console,
+        f"{comparison.origin}: {comparison.title}{clip}.\n"
+        f"Seeds: {comparison.seeds}, epochs: {comparison.epochs}; the same first weights and order of samples in all "
+        f"arms; loss and accuracy on {comparison.validation:,} other samples; {comparison.dtype}, one CPU thread, "
+        f"torch {comparison.torch}.\n",
+    )
+    is_narrow = console.width < _TABLE_WIDTH
+    rows = _rows(comparison, " " if is_narrow else "\n")
+    if is_narrow:  # one arm after the other
+        for arm in comparison.arms:
+            lines = [f"  {label}: {value(arm)}" for label, value in rows.items()]
+            console.print("\n".join([arm.name, *lines, ""]), markup=False)
+    else:
+        # Arms are columns, since five of them fit where nine measurements would not.
+        table = Table("", box=None, pad_edge=False, padding=(0, 1))
+        for arm in comparison.arms:
+            kind, _, rest = arm.name.partition(" ")
+            table.add_column(f"{kind}\n" + rest.replace(", ", "\n"), justify="right", no_wrap=True)
+        for label, value in rows.items():
+            table.add_row(label, *(value(arm) for arm in comparison.arms))
+        console.print(table)
+        console.print()
+    around = "±: standard deviation over seeds. " if comparison.seeds > 1 else ""
+    terminal.paragraph(
+        console,
+        f"textbook: the loop as the teaching pages print it. {around}Time: the fastest epoch's. Memory: tensors alive "
+        "at once in an update, its micro-batches among them, weights and data set not. Distance: of the final weights, "
+        f"relative, from those of the true batch of {comparison.batch} at the same rate; worst seed.",
+    )
+    for sentence in findings(comparison):
+        terminal.paragraph(console, f"\n{sentence}")
+    console.print()
+    if comparison.recipe != "textbook":
+        terminal.next_step(console, "train FILE.py", "yours: a function setup() that returns a bigbatch.Setup")
+    elif clipped:
+        terminal.next_step(console, "train adamw", "the teaching pages' second example")
+    else:
+        terminal.next_step(console, "train --clip 1.0", "the teaching pages' bonus: clip the accumulated gradient")
+
+
+def _rows(comparison: "Comparison", between: str) -> dict[str, Callable[["ArmResult"], str]]:
+    """Return how to fill each row; `between` stands between a mean and its spread."""
+    from bigbatch.recipes.arms import relative
+
+    def spread(value: "Spread", factor: float, digits: int) -> str:
+        around = "" if value.std is None else f"{between}± {factor * value.std:.{digits}f}"
+        return f"{factor * value.mean:.{digits}f}{around}"
+
+    true, batch = comparison.arms[3], comparison.batch
+    rows: dict[str, Callable[[ArmResult], str]] = {
+        "learning rate": lambda arm: f"{arm.learning_rate:g}",
+        "updates": lambda arm: f"{arm.updates:,}",
+        "updates clipped": lambda arm: "" if arm.clipped is None else f"{arm.clipped.updates.mean:.4g}",
+        "samples used": lambda arm: f"{arm.samples_used:,}",
+        "loss": lambda arm: spread(arm.loss, 1, 3),
+        "accuracy %, epoch 1": lambda arm: spread(arm.accuracy_first, 100, 1),
+        f"accuracy %, epoch {comparison.epochs}": lambda arm: spread(arm.accuracy_last, 100, 1),
+        "ms per update": lambda arm: f"{arm.ms_per_update:.2f}",
+        "peak memory, KiB": lambda arm: f"{arm.peak_bytes / 1024:.1f}",
+        f"distance from true {batch}": lambda arm: "itself" if arm is true else relative(arm.distance),
+    }
+    if comparison.clip_norm is None:
+        del rows["updates clipped"]
+    return rows
+
+
+# A file.
 
 
 def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, as_json: bool) -> "Training":
@@ -102,29 +183,31 @@ def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, a
     import torch
 
     from bigbatch.cli.setup_file import read_setup
-    from bigbatch.recipes.training import expected_updates, train_setup
+    from bigbatch.recipes.setup_run import expected_updates, train_setup
 
     torch.manual_seed(seed)
-    console = results()
+    console = terminal.results()
     setup = read_setup(path, "train")
     setup = dataclasses.replace(setup, epochs=epochs or setup.epochs, clip_norm=clip or setup.clip_norm)
-    with progress() as bar:
-        task = bar.add_task(escaped(path.name), total=expected_updates(setup))
+    with terminal.progress() as bar:
+        task = bar.add_task(terminal.escaped(path.name), total=expected_updates(setup))
 
         def on_update(epoch: int) -> None:
             bar.update(task, advance=1, description=f"epoch {epoch} of {setup.epochs}")
 
         def on_epoch(training: "Training") -> None:
-            if not as_json:
-                with hidden(bar):
-                    if len(training.epochs) == 1:
-                        paragraph(console, f"{path.name}: {_sizes(training)}, seed {seed}\n")
-                    _print_epoch(training, console)
+            if as_json:
+                return
+            bar.stop()  # stdout and stderr may be one terminal
+            if len(training.epochs) == 1:
+                terminal.paragraph(console, f"{path.name}: {_sizes(training)}, seed {seed}\n")
+            _print_epoch(training, console)
+            bar.start()
 
         training = train_setup(setup, on_update=on_update, on_epoch=on_epoch)
     if not as_json:
         _print_end(training, console)
-        next_step(console, f"train {shlex.quote(str(path))} --seed {seed + 1}", "how much of this is luck?")
+        terminal.next_step(console, f"train {shlex.quote(str(path))} --seed {seed + 1}", "how much of this is luck?")
     return training
 
 
@@ -140,22 +223,19 @@ def _sizes(training: "Training") -> str:
 
 def _print_epoch(training: "Training", console: "Console") -> None:
     """Print the last epoch, under headings where they are new: what a later one will bring is not known before."""
-
-    def print_row(cells: list[str]) -> None:
-        widths = [max(len(name), 8 if place > 1 else 0) for place, name in enumerate(headings)]
-        row = "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-        console.print(row, markup=False, soft_wrap=True)
-
-    epochs = training.epochs
-    names = list(dict.fromkeys(name for epoch in epochs for name in epoch.metrics))
-    headings = ["epoch", "updates", "loss", *names, "ms/update"]
-    if len(epochs) == 1 or not set(names) <= {name for epoch in epochs[:-1] for name in epoch.metrics}:
-        print_row(headings)
-    epoch = epochs[-1]
-    loss = "unknown" if epoch.loss is None else _number(epoch.loss)
-    metrics = [_number(epoch.metrics[name]) if name in epoch.metrics else "" for name in names]
-    time = f"{1e3 * epoch.seconds / max(epoch.updates, 1):.2f}"
-    print_row([str(len(epochs)), f"{epoch.updates:,}", loss, *metrics, time])
+    *before, epoch = training.epochs
+    told = {name for each in before for name in each.metrics}
+    names = list(dict.fromkeys(name for each in training.epochs for name in each.metrics))
+    cells = {
+        "epoch": str(len(training.epochs)),
+        "updates": f"{epoch.updates:,}",
+        "loss": "unknown" if epoch.loss is None else _number(epoch.loss),
+        **{name: _number(epoch.metrics[name]) if name in epoch.metrics else "" for name in names},
+        "ms/update": f"{1e3 * epoch.seconds / max(epoch.updates, 1):.2f}",
+    }
+    widths = [max(len(name), 8 if place > 1 else 0) for place, name in enumerate(cells)]
+    for row in ([] if before and told >= set(names) else [cells.keys()]) + [cells.values()]:
+        console.print("  ".join(map(str.rjust, row, widths)), markup=False, soft_wrap=True)
 
 
 def _number(value: float) -> str:
@@ -165,15 +245,15 @@ def _number(value: float) -> str:
 
 def _print_end(training: "Training", console: "Console") -> None:
     """Print, below all epochs, what it cost."""
-    console.print()
-    updates = sum(epoch.updates for epoch in training.epochs)
-    skipped = sum(epoch.skipped for epoch in training.epochs)
+    updates, skipped = (sum(getattr(each, name) for each in training.epochs) for name in ("updates", "skipped"))
+    said = []
     if training.clip_norm is not None:
         clipped = sum(epoch.clipped or 0 for epoch in training.epochs)
-        norm = f"{training.clip_norm:g}"
-        paragraph(console, f"{clipped:,} of {updates:,} updates had a gradient to clip, of a norm above {norm}.")
+        what = f"{clipped:,} of {updates:,} updates had a gradient to clip"
+        said.append(f"{what}, of a norm above {training.clip_norm:g}.")
     if skipped:
-        what = "batch" if skipped == 1 else "batches"
-        paragraph(console, f"{skipped:,} {what} made no update: nothing was counted, or a gradient was not finite.")
+        what = f"{skipped:,} batch{'es' * (skipped > 1)} made no update"
+        said.append(f"{what}: nothing was counted, or a gradient was not finite.")
     if training.peak_bytes is not None:
-        paragraph(console, f"Peak of CUDA memory: {training.peak_bytes / 2**20:,.0f} MiB.")
+        said.append(f"Peak of CUDA memory: {training.peak_bytes / 2**20:,.0f} MiB.")
+    terminal.paragraph(console, "\n".join(["", *said]))

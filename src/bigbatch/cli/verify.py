@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli.failures import FAILED, running, write_page
-from bigbatch.cli.terminal import escaped, next_step, paragraph, print_json, progress, results
+from bigbatch.cli import terminal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,10 +30,8 @@ def verify(  # noqa: PLR0917 - each is an option of the command
         list[str] | None,
         typer.Option(metavar="KIND", help="A kind of cause that is no failure, such as randomness; may be repeated."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="PAGE", help="Write a page with plots, too; needs matplotlib.")
-    ] = None,
+    as_json: terminal.AsJson = False,
+    html: terminal.Html = None,
 ) -> None:
     """Prove that your file's accumulated gradient is the big batch's, or find out why it is not.
 
@@ -44,28 +41,28 @@ def verify(  # noqa: PLR0917 - each is an option of the command
 
     FILE.py: a file whose function setup() returns a bigbatch.Setup.
     """
-    with running(as_json=as_json, page=html):
+    with terminal.running(as_json=as_json, page=html):
         from bigbatch.verification.result import refuse_unknown
 
         refuse_unknown(allow or ())
         found = _verified(file, batch_size, micro_batch_size)
     if as_json:
-        print_json({"file": str(file), **found.to_dict()})
+        terminal.print_json({"file": str(file), **found.to_dict()})
     else:
         _print(found, file)
     if html is not None:
         from bigbatch.report.verify_page import verify_page
 
-        write_page(verify_page(found, name=file.name), html)
+        terminal.write_page(verify_page(found, name=file.name), html)
     if not found.accepted(allow or ()):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(terminal.FAILED)
 
 
 def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) -> "Verification":
     """Verify the first batch of the file's data, under a progress bar."""
-    from bigbatch.cli.setup_file import MODULE, first_batch, read_setup, short_of
+    from bigbatch.cli.setup_file import MODULE, first_batch, read_setup, with_short_data
     from bigbatch.options import Options
-    from bigbatch.recipes.user_code import calling
+    from bigbatch.setup import calling
     from bigbatch.verification.api import run_verification
 
     setup = read_setup(file, "verify")
@@ -73,8 +70,8 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
     batch, asked = first_batch(setup, batch_size)
     if not setup.model.training:  # as `bigbatch train` has it
         setup.model.train()
-    with progress() as bar:
-        task = bar.add_task(escaped(file.name), total=None)
+    with terminal.progress() as bar:
+        task = bar.add_task(terminal.escaped(file.name), total=None)
         with calling("loss_fn" if train_window is None else "loss_fn or train_window"):
             found = run_verification(
                 setup.model,
@@ -85,14 +82,14 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
                 options=Options(batch_norm=setup.batch_norm, gradient_dtype=setup.gradient_dtype),
                 on_run=lambda what: bar.update(task, advance=1, description=what),
             )
-    return dataclasses.replace(found, notes=(*short_of(found.samples, asked), *found.notes))
+    return dataclasses.replace(found, notes=with_short_data(found.notes, found.samples, asked))
 
 
 def _print(found: "Verification", file: Path) -> None:
     from bigbatch.verification.result import cause_text, headline
 
-    console = results()
-    paragraph(console, f"{file.name}: {headline(found)}")
+    console = terminal.results()
+    terminal.paragraph(console, f"{file.name}: {headline(found)}")
     console.print()
     if found.differences:
         console.print(_table(found, console.width))
@@ -101,12 +98,12 @@ def _print(found: "Verification", file: Path) -> None:
             console.print(f"and {left:,} more, each nearer to the big batch's", soft_wrap=True)
         rounding = "what the big batch loses by itself, in another order (float64), and in {} against float64"
         text = rounding.format(found.dtype) if found.in_float64 else f"the big batch against itself, in {found.dtype}"
-        paragraph(console, f"Differences are relative. rounding: {text}.")
+        terminal.paragraph(console, f"Differences are relative. rounding: {text}.")
     for text in (*(cause_text(found, place) for place in range(len(found.causes))), *found.notes):
         console.print()
-        paragraph(console, text)
+        terminal.paragraph(console, text)
     console.print()
-    next_step(console, *_next(found, shlex.quote(str(file))))
+    terminal.next_step(console, *_next(found, shlex.quote(str(file))))
 
 
 def _next(found: "Verification", name: str) -> tuple[str, str]:
@@ -126,14 +123,14 @@ def _next(found: "Verification", name: str) -> tuple[str, str]:
 
 
 def _table(found: "Verification", width: int) -> "Table":
-    """The worst parameters; of a name that does not fit, its end is shown, which tells it from its neighbours."""
+    """The worst parameters; of a name that does not fit, its end is shown, which tells it from its neighbors."""
     from rich.table import Table
 
     from bigbatch.verification.result import header, row
 
     head = header(found.dtype)
     rows = [row(each) for each in sorted(found.differences, key=lambda each: -each.excess)[:_ROWS]]
-    others = sum(max(len(cell) for cell in column) + 2 for column in list(zip(head, *rows, strict=True))[1:])
+    others = sum(max(map(len, column)) + 2 for column in list(zip(head, *rows, strict=True))[1:])
     room = max(_SHORTEST, width - others)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for place, name in enumerate(head):

@@ -71,8 +71,8 @@ def _read_text(text: str) -> tuple[float | None, int]:
     if found is None:
         raise _refused(text, "it is not a number with a unit")
     number, unit = float(found[1]), found[2]
-    if unit == "%" and 0 < number <= _PERCENT:
-        return number / _PERCENT, 0
+    if (unit == "%" and 0 < number <= _PERCENT) or (not unit and "." in found[1] and 0 < number <= 1):
+        return (number / _PERCENT if unit else number), 0
     if not unit:
         raise _refused(text, f"{found[1]} of what? It has no unit")
     if unit.lower() not in _UNITS:

@@ -12,8 +12,7 @@ from bigbatch.big_step import BigStep
 from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError, LossError
 from bigbatch.lockstep.threads import current
 from bigbatch.options import Options
-from bigbatch.recipes.user_code import UserCodeError, calling
-from bigbatch.setup import Setup
+from bigbatch.setup import Setup, UserCodeError, calling
 from bigbatch.update import Update
 from bigbatch.window.awake_norms import batch_norms, is_awake
 
