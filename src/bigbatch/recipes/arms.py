@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
 from statistics import fmean, stdev
@@ -95,18 +95,17 @@ class Tally:
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Count from now on."""
+        model.register_forward_pre_hook(self._count_samples)
+        optimizer.register_step_post_hook(self._count_update)
 
-        def count_samples(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-            if torch.is_grad_enabled():
-                if all(parameter.grad is None for parameter in module.parameters()):
-                    self._pending = 0  # gradients that were cleared without a step: their samples are lost, not late
-                self._pending += len(inputs[0])
+    def _count_samples(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if torch.is_grad_enabled():
+            if all(parameter.grad is None for parameter in module.parameters()):
+                self._pending = 0  # gradients that were cleared without a step: their samples are lost, not late
+            self._pending += len(inputs[0])
 
-        def count_update(*_: object) -> None:
-            self.updates, self.samples_used, self._pending = self.updates + 1, self.samples_used + self._pending, 0
-
-        model.register_forward_pre_hook(count_samples)
-        optimizer.register_step_post_hook(count_update)
+    def _count_update(self, *_: object) -> None:
+        self.updates, self.samples_used, self._pending = self.updates + 1, self.samples_used + self._pending, 0
 
 
 @dataclass
@@ -145,27 +144,17 @@ def compare(
             for arm in recipe.arms():
                 runs[arm.name].append(_train(recipe, task, arm, clip_norm, partial(on_epoch, seed, arm.name)))
         task = Task.of(recipe, 0, 1)
-        peaks = {arm.name: _peak(recipe, task, arm, clip_norm) for arm in shown}
+        peaks = [_peak(recipe, task, arm, clip_norm) for arm in shown]
     finally:
         torch.set_num_threads(threads)
-    return Comparison(
-        recipe=recipe.name,
-        origin=recipe.origin,
-        title=recipe.title,
-        claim=recipe.claim,
-        seeds=seeds,
-        epochs=epochs,
-        samples=recipe.samples,
-        validation=recipe.validation,
-        micro_batch=recipe.micro_batch,
-        steps=recipe.steps,
-        clip_norm=clip_norm,
-        dtype=str(task.inputs.dtype).removeprefix("torch."),
-        torch=torch.__version__,
-        arms=tuple(
-            _result(arm, runs[arm.name], runs[arm.reference or arm.name], clip_norm, peaks[arm.name]) for arm in shown
-        ),
+    results = (
+        _result(arm, runs[arm.name], runs[arm.reference or arm.name], clip_norm, peak)
+        for arm, peak in zip(shown, peaks, strict=True)
     )
+    given: dict[str, Any] = {each.name: getattr(recipe, each.name, None) for each in fields(Comparison)}
+    dtype = str(task.inputs.dtype).removeprefix("torch.")
+    given |= {"recipe": recipe.name, "seeds": seeds, "epochs": epochs, "clip_norm": clip_norm, "arms": tuple(results)}
+    return Comparison(**{**given, "dtype": dtype, "torch": torch.__version__})
 
 
 def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[], None]) -> _Run:
@@ -210,11 +199,12 @@ def _result(arm: Arm, runs: list[_Run], references: list[_Run], clip_norm: float
     """Return one column: means over seeds; the time of the fastest epoch, which others disturbed least."""
     per_epoch = min(seconds for run in runs for seconds in run.seconds)
     tally = runs[0].tally  # the same for every seed: the sizes do not depend on it
-    norms = [torch.stack(run.norms) for run in runs if run.norms]
     clipped = None
     if clip_norm is not None:
+        norms = [torch.stack(run.norms) for run in runs if run.norms]
         updates = Spread.of([float((of_a_seed > clip_norm).sum()) for of_a_seed in norms])
         clipped = Clipped(updates, max(float(of_a_seed.max()) for of_a_seed in norms))
+    pairs = [(run.weights, true.weights) for run, true in zip(runs, references, strict=True)]
     return ArmResult(
         name=arm.name,
         micro_batch=arm.micro_batch,
@@ -230,75 +220,52 @@ def _result(arm: Arm, runs: list[_Run], references: list[_Run], clip_norm: float
         ms_per_update=1e3 * per_epoch * len(runs[0].seconds) / tally.updates,
         ms_per_epoch=1e3 * per_epoch,
         peak_bytes=peak,
-        distance=max(
-            float((run.weights - true.weights).norm() / true.weights.norm())
-            for run, true in zip(runs, references, strict=True)
-        ),
+        distance=max(float((one - true).norm() / true.norm()) for one, true in pairs),
     )
 
 
 def findings(comparison: Comparison) -> tuple[str, ...]:
     """Say what the textbook loop lost, what the old rate costs, what clipping did, what was claimed and measured."""
-    clipping = (_clipping(comparison),) if comparison.clip_norm is not None else ()
-    return _lost(comparison), _slower(comparison), *clipping, _claimed(comparison)
+    small, textbook, ours, true, rescaled = comparison.arms
+    micro, samples, steps = comparison.micro_batch, comparison.samples, comparison.steps
+    lost = "lost nothing here, where all windows are full"
+    if left_out := (ours.samples_used - textbook.samples_used) // comparison.epochs:
+        lost = (
+            f"left {left_out:,} of {samples:,} samples out of every epoch, since {-(-samples // micro)} micro-batches "
+            f"are not a multiple of {steps}: {textbook.updates:,} updates where the true batch makes {true.updates:,}"
+        )
+    elif last := samples % micro:
+        lost = (
+            f"used every sample, but its last micro-batch has {last} of them instead of {micro} and weighs as much, so "
+            f"each of these counts {micro / last:g} times"
+        )
+    distances = f"{relative(textbook.distance)} from the true batch's, bigbatch's {relative(ours.distance)}"
+    said = [f"The textbook loop {lost}; its final weights are {distances}."]
+    learns = "learns slower, since" if ours.loss.mean > small.loss.mean else "did not learn slower here, though"
+    said.append(
+        f"At the same rate of {ours.learning_rate:g}, accumulating {learns} it makes {ours.updates:,} updates where "
+        f"batch {micro} makes {small.updates:,}: {ours.accuracy_first.mean:.1%} against "
+        f"{small.accuracy_first.mean:.1%} after the first epoch and a loss of {ours.loss.mean:.3f} against "
+        f"{small.loss.mean:.3f} after the last; at {rescaled.learning_rate:g}, which scale_lr gives for a batch "
+        f"{steps} times the size, it has {rescaled.accuracy_first.mean:.1%} and {rescaled.loss.mean:.3f}."
+    )
+    if small.clipped is not None and ours.clipped is not None:
+        said.append(
+            f"Clipping at {comparison.clip_norm:g} changed {small.clipped.updates.mean:.4g} of {small.updates:,} "
+            f"updates in {small.name} and {ours.clipped.updates.mean:.4g} of {ours.updates:,} accumulated ones, as "
+            f"means over seeds; the largest norm of a gradient was {small.clipped.largest_norm:.2g} in {small.name} "
+            f"and {ours.clipped.largest_norm:.2g} accumulated."
+        )
+    claim = f"claim {comparison.claim}" if comparison.claim else "give no figures for this example"
+    said.append(
+        f"The teaching pages that this is from {claim}; measured: {small.accuracy_last.mean:.1%} before and "
+        f"{textbook.accuracy_last.mean:.1%} after, in {small.ms_per_epoch:.1f} ms an epoch before and "
+        f"{textbook.ms_per_epoch:.1f} ms after, where the true batch of {comparison.batch} takes "
+        f"{true.ms_per_epoch:.1f} ms."
+    )
+    return tuple(said)
 
 
 def relative(distance: float) -> str:
     """Write a relative distance: 0.45, 2e-16."""
     return f"{distance:.0e}" if 0 < distance < 1e-3 else f"{distance:.2g}"  # noqa: PLR2004
-
-
-def _lost(comparison: Comparison) -> str:
-    _, textbook, ours, true, _ = comparison.arms
-    micro, samples = comparison.micro_batch, comparison.samples
-    left_out = (ours.samples_used - textbook.samples_used) // comparison.epochs
-    last = samples % micro or micro
-    what = "The textbook loop lost nothing here, where all windows are full"
-    if left_out:
-        what = (
-            f"The textbook loop left {left_out:,} of {samples:,} samples out of every epoch, since "
-            f"{-(-samples // micro)} micro-batches are not a multiple of {comparison.steps}: "
-            f"{textbook.updates:,} updates where the true batch makes {true.updates:,}"
-        )
-    elif last < micro:
-        what = (
-            f"The textbook loop used every sample, but its last micro-batch has {last} of them instead of {micro} "
-            f"and weighs as much, so each of these counts {micro / last:g} times"
-        )
-    distances = f"{relative(textbook.distance)} from the true batch's, bigbatch's {relative(ours.distance)}"
-    return f"{what}; its final weights are {distances}."
-
-
-def _slower(comparison: Comparison) -> str:
-    small, _, ours, _, rescaled = comparison.arms
-    learns = "learns slower, since" if ours.loss.mean > small.loss.mean else "did not learn slower here, though"
-    return (
-        f"At the same rate of {ours.learning_rate:g}, accumulating {learns} it makes {ours.updates:,} updates where "
-        f"batch {small.micro_batch} makes {small.updates:,}: {ours.accuracy_first.mean:.1%} against "
-        f"{small.accuracy_first.mean:.1%} after the first epoch and a loss of {ours.loss.mean:.3f} against "
-        f"{small.loss.mean:.3f} after the last; at {rescaled.learning_rate:g}, which scale_lr gives for a batch "
-        f"{comparison.steps} times the size, it has {rescaled.accuracy_first.mean:.1%} and {rescaled.loss.mean:.3f}."
-    )
-
-
-def _clipping(comparison: Comparison) -> str:
-    small, ours = comparison.arms[0], comparison.arms[2]
-    if small.clipped is None or ours.clipped is None:
-        return ""
-    return (
-        f"Clipping at {comparison.clip_norm:g} changed {small.clipped.updates.mean:.4g} of {small.updates:,} updates "
-        f"in {small.name} and {ours.clipped.updates.mean:.4g} of {ours.updates:,} accumulated ones, as means over "
-        f"seeds; the largest norm of a gradient was {small.clipped.largest_norm:.2g} in {small.name} and "
-        f"{ours.clipped.largest_norm:.2g} accumulated."
-    )
-
-
-def _claimed(comparison: Comparison) -> str:
-    small, textbook, _, true, _ = comparison.arms
-    what = f"claim {comparison.claim}" if comparison.claim else "give no figures for this example"
-    return (
-        f"The teaching pages that this is from {what}; measured: {small.accuracy_last.mean:.1%} before and "
-        f"{textbook.accuracy_last.mean:.1%} after, in {small.ms_per_epoch:.1f} ms an epoch before and "
-        f"{textbook.ms_per_epoch:.1f} ms after, where the true batch of {comparison.batch} takes "
-        f"{true.ms_per_epoch:.1f} ms."
-    )
