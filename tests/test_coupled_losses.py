@@ -389,7 +389,7 @@ def test_recomputing_is_refused_where_micro_batches_meet_inside_the_model() -> N
         options=Options(activations="recompute"),
     )
     before = weights(model)
-    with pytest.raises(ConfigurationError, match=r'(?s)across.mean .*where micro-batches meet.*activations="offload"'):
+    with pytest.raises(ConfigurationError, match=r'(?s)across.mean .*inside.*"keep".*"offload"'):
         step(batch_of("moe", 7))
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 

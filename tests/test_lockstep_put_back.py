@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from bigbatch import BigStep, Options
-from bigbatch.lockstep.own_parameters import OwnParameters
+from bigbatch.lockstep.round import OwnParameters
 from tests.support.reference import TOLERANCE, distance, sgd, trained
 from tests.support.samples import rows, seeded
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bigbatch.lockstep import one_core
+from bigbatch.lockstep import thread_state as one_core
 from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, current

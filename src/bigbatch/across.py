@@ -19,19 +19,16 @@ import builtins
 import math
 import os
 import sys
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
-from bigbatch.lockstep.barrier import meet_in_forward
-from bigbatch.lockstep.collectives import gathered, summed
-from bigbatch.lockstep.threads import current, refuse_other_threads
+from bigbatch.lockstep.collectives import gathered, meet_in_forward, summed
+from bigbatch.lockstep.threads import current
 from bigbatch.loss.count import LOW_PRECISION, counted
 from bigbatch.state.scope import refuse_alone
-
-Value = TypeVar("Value", bound=Tensor | None)
 
 __all__ = ["gather", "mean", "offset", "once", "sum"]
 
@@ -47,7 +44,7 @@ def gather(x: Tensor) -> Tensor:
         msg = "across.gather takes rows, one per sample; found a 0-d tensor. To add one up:  across.sum(x)"
         raise LossError(msg)
     worker = current()
-    return gathered(worker, x, _called_from()) if worker is not None else _alone(x, "gather")
+    return gathered(worker, x, _called_from()) if worker is not None else refuse_alone(x, "gather")
 
 
 def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
@@ -56,7 +53,7 @@ def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
     worker = current()
     if x.dtype == torch.bool:
         x = x.long()  # how many are true
-    return summed(worker, x, "sum", _called_from()) if worker is not None else _alone(x, "sum")
+    return summed(worker, x, "sum", _called_from()) if worker is not None else refuse_alone(x, "sum")
 
 
 def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
@@ -67,7 +64,7 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
     _refuse_no_tensor(x, "mean")
     worker = current()
     if worker is None:
-        return _alone(x, "mean")
+        return refuse_alone(x, "mean")
     if count is None:
         sizes = worker.round.sizes
         total = float(worker.round.all_samples)
@@ -91,7 +88,7 @@ def offset() -> int:
     """Return how many samples come before this micro-batch's, on all ranks: where its rows begin in `gather`."""
     worker = current()
     if worker is None:
-        _alone(None, "offset")
+        refuse_alone(None, "offset")
         return 0
     sizes = worker.round.sizes
     return worker.round.samples_before + builtins.sum(sizes[: worker.number])
@@ -108,16 +105,10 @@ def once(term: Tensor) -> Tensor:
         raise LossError(msg)
     worker = current()
     if worker is None:
-        return counted(_alone(term, "once"), "once")
+        return counted(refuse_alone(term, "once"), "once")
     if worker.size > 1:
         _refuse_unlike(worker, term, _called_from())
     return counted(term, "once")
-
-
-def _alone(x: Value, name: str) -> Value:
-    """Answer for a batch that nobody has cut, or raise where there are other micro-batches that cannot be asked."""
-    refuse_other_threads(name)
-    return refuse_alone(x, name)
 
 
 def _refuse_no_tensor(x: object, name: str) -> None:

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, across
-from bigbatch.lockstep.cannot_recompute import CannotRecompute
+from bigbatch.lockstep.model_state import CannotRecompute
 from tests.support.reference import distance, sgd, trained, weights
 
 Loss = Callable[[Any, Tensor], Tensor]
@@ -352,13 +352,13 @@ REFUSED: dict[str, tuple[type[Adapted], Loss, str]] = {
     "weights": (Adapted, by_weights_of_a_call, r"was changed between"),
     "a mode": (Adapted, by_a_mode, r"Adapted\.training was changed"),
     "a hook": (Adapted, by_steering_hook, "was changed between"),
-    "frozen parameters": (Adapted, by_frozen_parameters, "requires a gradient,? was changed"),
+    "frozen parameters": (Adapted, by_frozen_parameters, r"Linear\.weight was changed"),
     "a buffer that is filled": (Adapted, by_a_filled_buffer, r"Adapted\.shift was changed"),
-    "parameters that are moved": (Adapted, by_moved_parameters, "a parameter, .* was changed"),
+    "parameters that are moved": (Adapted, by_moved_parameters, r"Adapted\.log_scale was changed"),
     "a global": (Scaled, around(lambda _: there, 0, 1.0), "returned other values"),
     "an input that it changes": (Changing, lambda model, x: by_parameter(model, x * 1), "changes the model's input"),
-    "a buffer that moves later": (Later, by_two_calls, "changes a buffer for some micro-batches"),
-    "its own parameters": (Averaging, by_two_calls, "changes its own parameters"),
+    "a buffer that moves later": (Later, by_two_calls, r"Later\.shift was changed"),
+    "its own parameters": (Averaging, by_two_calls, "changes a parameter"),
     "something hidden": (Wrapped, by_hidden, r"an object that no one can look into \(Hidden\)"),
     "what it puts aside": (Adapted, by_aside, "something from the inside"),
     "what a hook puts aside": (Adapted, by_reading_hook, "was changed between|something from the inside"),
@@ -770,7 +770,7 @@ def draw_beside() -> float:
 def test_another_thread_that_draws_while_a_model_runs() -> None:
     """The second run cannot draw the same, so it is refused; a model without noise is none the worse for it."""
     model = Drawing(NUMBERS["torch"], draw_beside)
-    with pytest.raises(CannotRecompute, match=r"(?s)random numbers.*another thread.*torch\.Generator\(\)"):
+    with pytest.raises(CannotRecompute, match="other values"):
         step_of(model, lambda model, x: across.once(spread(model(x))))(rows(0))
     calm = Drawing(lambda: 1.0, draw_beside)
     step_of(calm, lambda model, x: across.once(spread(model(x))))(rows(0))

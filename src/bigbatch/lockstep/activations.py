@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from bigbatch.errors import OutOfMemory, UnreadableLoss
-from bigbatch.lockstep.cannot_recompute import CannotRecompute
+from bigbatch.lockstep.model_state import CannotRecompute
 from bigbatch.memory.budget import host_available, human, resident
 
 _FILLED = 0.9  # of the room on a device: more is not filled with activations that wait

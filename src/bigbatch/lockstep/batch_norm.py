@@ -22,14 +22,14 @@ from torch.nn import functional as F
 from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import BatchNormError
-from bigbatch.lockstep.barrier import meet_in_forward, refuse_inner_derivative
-from bigbatch.lockstep.constants import Constants
-from bigbatch.lockstep.norm_kernels import Moments, Pooled, below, dense, moments, normalised, sums_of
+from bigbatch.lockstep.collectives import meet_in_forward, refuse_inner_derivative
+from bigbatch.lockstep.norm_kernels import Constants, Moments, Pooled, below, dense, moments, normalised, sums_of
 from bigbatch.lockstep.offload_remake import Recipe
-from bigbatch.lockstep.offload_store import Offload
 from bigbatch.lockstep.round import Norms
 from bigbatch.lockstep.threads import Worker, current
 from bigbatch.state.patch import Swap, swapped
+
+_TRAINING = 5  # its place among the arguments of torch.batch_norm
 
 
 def norms_of(models: Sequence[nn.Module]) -> Norms:
@@ -64,28 +64,29 @@ def _met(  # noqa: PLR0917 - torch's own signature
 ) -> Tensor:
     """Take the place of `F.batch_norm`."""
     worker = current() if training else None
-    calls = worker.visits.get("BatchNorm", 0) + 1 if worker is not None else 0
-    rests = worker is not None and worker.round.mode == "resting" and running_mean is not None
-    if worker is None or rests or not _meets(worker):
-        if worker is not None and rests and _meets(worker):
+    if worker is None:
+        plain: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        return plain
+    calls = worker.visits.get("BatchNorm", 0) + 1
+    rests = worker.round.mode == "resting" and running_mean is not None
+    if rests or not _meets(worker):
+        if rests and _meets(worker):
             meet_in_forward(worker, "BatchNorm", None, lambda _: None)  # for nothing, but the others have their turn
-        training = training and not rests
-        found: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        if worker is not None:
-            worker.visits["BatchNorm"] = calls  # a function mode has torch come by here once more
-        return found
+        plain = swap.plain(input, running_mean, running_var, weight, bias, not rests, momentum, eps)
+        worker.visits["BatchNorm"] = calls  # a function mode has torch come by here once more
+        return plain
     worker.visits["BatchNorm"] = calls
-    norms = worker.round.norms or {}
-    name, module = norms.get(id(running_mean if running_mean is not None else weight), ("", None))
+    name, module = (worker.round.norms or {}).get(id(weight if running_mean is None else running_mean), ("", None))
     running = None
     if running_mean is not None and running_var is not None:
         running = _Running.of(running_mean, running_var, momentum, module)
     found, pooled = _BatchNorm.apply(input, weight, bias, eps, running, worker, name)  # type: ignore[no-untyped-call]
     recipes = worker.round.offload.recipes if worker.round.offload is not None else None
     if recipes is not None and found.requires_grad and recipes.in_force:
-        now = partial(normalised, weight=_detached(weight), bias=_detached(bias), pooled=pooled)
+        own_weight, own_bias = (None if each is None else each.detach() for each in (weight, bias))
+        now = partial(normalised, weight=own_weight, bias=own_bias, pooled=pooled)
         recipes.add(found, Recipe(recipes.store(dense(input.detach())), now))
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def _meets(worker: Worker) -> bool:
@@ -100,29 +101,18 @@ def _refusing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         worker = current()
         training = named["training"] if "training" in named else arguments[_TRAINING]
         if worker is not None and training and _meets(worker):
-            raise BatchNormError(_ESCAPED)
+            raise BatchNormError(
+                "a BatchNorm in training mode calls torch.batch_norm, which micro-batches cannot meet at.",
+                fix="torch.nn.functional.batch_norm, called by that name, or nn.BatchNorm; a frozen layer; or "
+                'Options(batch_norm="micro"), which accepts the difference',
+            )
         return plain(*arguments, **named)
 
     return below
 
 
-_TRAINING = 5  # its place among the arguments of torch.batch_norm
-_ESCAPED = (
-    "a BatchNorm in training mode calls torch.batch_norm, which micro-batches cannot meet at: it would have normalised "
-    "by the micro-batch.\n"
-    "Write the layer with torch.nn.functional.batch_norm, called by that name, or nn.BatchNorm; freeze it; or accept "
-    'the difference:  BigStep(..., options=Options(batch_norm="micro"))'
-)
 swap = Swap(F, "batch_norm", lambda _: _met)
 _swap_below = Swap(torch, "batch_norm", _refusing)
-
-
-_FOREIGN = (
-    "a BatchNorm layer in training mode belongs to a model that this BigStep was not given, so its running statistics "
-    "could not be put back if a step failed.\n"
-    "Give all models that train or track:  BigStep([model, teacher], optimizer, loss_fn); or put it into evaluation "
-    "mode:  teacher.eval()"
-)
 
 
 class _Running(NamedTuple):
@@ -138,17 +128,17 @@ class _Running(NamedTuple):
     def of(cls, mean: Tensor, variance: Tensor, momentum: float, module: nn.Module | None) -> "_Running":
         """Take what a layer was called with."""
         if module is None:
-            raise BatchNormError(_FOREIGN)
+            raise BatchNormError(
+                "a BatchNorm in training mode belongs to a model that this BigStep was not given, so its running "
+                "statistics could not be put back if a step failed.",
+                fix="BigStep([model, teacher], optimizer, loss_fn), or evaluation mode: teacher.eval()",
+            )
         counter = getattr(module, "num_batches_tracked", None)
         known = counter if isinstance(counter, Tensor) else None
         return cls(mean, variance, momentum, known, 0 if known is None else known._version)  # noqa: SLF001 - torch's own
 
 
-class _Local(NamedTuple):
-    """What a micro-batch comes to a meeting with."""
-
-    moments: Moments
-    running: _Running | None
+_Local = tuple[Moments, _Running | None]  # what a micro-batch comes with
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -166,7 +156,7 @@ class _BatchNorm(torch.autograd.Function):
         x = dense(x)
         gradient = " with gradient" if any(ctx.needs_input_grad) else ""
         ctx.title = f"BatchNorm {name!r} over {x.shape[1]} channels{gradient}"
-        local = _Local(moments(x), running)
+        local = moments(x), running
         offload = worker.round.offload
         # Not where a checkpoint takes what is saved: it can be asked once.
         ctx.offload = offload if offload is not None and offload.recipes.in_force and gradient else None
@@ -183,36 +173,32 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_inner_derivative(ctx.worker, ctx.title)
         x, weight, mean, inverse_std = ctx.saved_tensors
-        above = dense(gradients[0])
+        above, offload = dense(gradients[0]), ctx.offload
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         pooled = Pooled(mean, inverse_std, ctx.number)
-        sums = sums_of(above, x, weight, pooled)
+        *sums, of_weight, of_bias = sums_of(above, x, weight, pooled)
         of_x = None
         if needs_x:
-            name = f"the backward of {ctx.title}"
-            ranks: Ranks | None = ctx.worker.round.ranks
-            offload: Offload | None = ctx.offload
             beside = x.numel() * x.element_size()
             with offload.waiting(ctx.worker, above, beside) if offload is not None else nullcontext() as without:
                 if without:
                     del x  # it comes back
-                total = ctx.worker.meet(name, (sums.above, sums.above_x), partial(_added, ranks=ranks))
+                combine = partial(_added, ranks=ctx.worker.round.ranks)
+                total = ctx.worker.meet(f"the backward of {ctx.title}", sums, combine)
             if without:
                 x = ctx.saved_tensors[0]
             of_x = below(above, x, weight, pooled, total, ctx.worker.round.constants)
-        own_weight = sums.weight if weight is not None and needs_weight else None
-        own_bias = sums.bias if needs_bias else None
-        return of_x, own_weight, own_bias, None, None, None, None
+        own = of_weight if weight is not None and needs_weight else None
+        return of_x, own, of_bias if needs_bias else None, None, None, None, None
 
 
 def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     """Make one of all micro-batches' statistics, and take them into the running ones, once."""
-    every = [part.moments for part in parts]
+    every = [part for part, _ in parts]
     number = sum(part.number for part in every)
     ranks, constants = worker.round.ranks, worker.round.constants
     if number <= 1 and worker.size > 1 and ranks is None:
-        msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
-        raise ValueError(msg)
+        _refuse_few(number)
     used = [part for part in every if part.number]
     if not used and ranks is not None:  # others have values, and wait
         used = [every[0]._replace(number=1)]
@@ -221,63 +207,54 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     means = torch.stack([part.mean for part in used]).double()
     spreads = torch.stack([part.spread for part in used]).double()
     variances = torch.where(spreads == 0, 0, spreads.square().reciprocal()) if means.is_cuda else spreads
-    shares = _shares(constants, tuple(part.number for part in used), means.device)
-    mean = (shares * means).sum(0)
-    variance = (shares * (variances + (means - mean).square())).sum(0)
+    mean, variance = _mixed(constants, [part.number for part in used], means, variances)
     if ranks is not None:
-        number, mean, variance = _pool_ranks(ranks, constants, number, mean, variance)
-    dtype = every[0].mean.dtype
-    first = parts[0].running
+        numbers = rank_collectives.numbers(ranks, number, mean.device)
+        number = sum(numbers)
+        if number <= 1:
+            _refuse_few(number)
+        mean, variance = _mixed(
+            constants, numbers, *rank_collectives.each(ranks, torch.stack([mean, variance])).unbind(1)
+        )
+    first, last = parts[0][1], parts[-1][1]
     if first is not None:
-        last = parts[-1].running or first
         worker.round.moved_statistics.update((id(first.mean), id(first.variance)))
-        _update(first, mean, variance * (number / max(number - 1, 1)), counted=last.version - first.version)
-        if last.counter is not first.counter and last.counter is not None and first.counter is not None:
-            last.counter.copy_(first.counter)  # each has put another in its place
+        _update(first, last or first, mean, variance * (number / max(number - 1, 1)))
+    dtype = every[0].mean.dtype
     return Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
 
 
-def _pool_ranks(
-    ranks: Ranks, constants: Constants, number: int, mean: Tensor, variance: Tensor
-) -> tuple[int, Tensor, Tensor]:
-    """Make one of all ranks' statistics."""
-    numbers = rank_collectives.numbers(ranks, number, mean.device)
-    if sum(numbers) <= 1:
-        msg = f"BatchNorm needs more than one value per channel to train on; all ranks together have {sum(numbers)}"
-        raise ValueError(msg)
-    every = rank_collectives.each(ranks, torch.stack([mean, variance]))
-    shares = _shares(constants, tuple(numbers), mean.device)
-    pooled = (shares * every[:, 0]).sum(0)
-    return sum(numbers), pooled, (shares * (every[:, 1] + (every[:, 0] - pooled).square())).sum(0)
+def _refuse_few(number: int) -> None:
+    msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
+    raise ValueError(msg)
 
 
-def _shares(constants: Constants, numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return which share of the values each micro-batch has; copied to the device once, without waiting for it."""
+def _mixed(constants: Constants, numbers: list[int], means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of all from those of parts; shares are copied to the device once, without waiting."""
 
     def make() -> Tensor:
-        total = sum(numbers)
-        shares = torch.tensor([[number / total] for number in numbers], dtype=torch.float64, device="cpu")
-        return shares.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else shares
+        shares = torch.tensor([[number / sum(numbers)] for number in numbers], dtype=torch.float64, device="cpu")
+        return shares.pin_memory().to(means.device, non_blocking=True) if means.is_cuda else shares
 
-    return constants.get(("shares", numbers), device, make)
+    shares = constants.get(("shares", *numbers), means.device, make)
+    mean = (shares * means).sum(0)
+    return mean, (shares * (variances + (means - mean).square())).sum(0)
 
 
-def _update(running: _Running, mean: Tensor, variance: Tensor, *, counted: int) -> None:
-    """Take a batch's statistics into the running ones; micro-batches after the first have `counted` themselves."""
+def _update(first: _Running, last: _Running, mean: Tensor, variance: Tensor) -> None:
+    """Take a batch's statistics into the running ones; together, micro-batches count as one batch."""
     with torch.no_grad():
-        running.mean.mul_(1 - running.momentum).add_(mean.to(running.mean.dtype), alpha=running.momentum)
-        running.variance.mul_(1 - running.momentum).add_(variance.to(running.variance.dtype), alpha=running.momentum)
-        if running.counter is not None and counted:
-            running.counter.sub_(counted)  # together they are one batch
+        first.mean.mul_(1 - first.momentum).add_(mean.to(first.mean.dtype), alpha=first.momentum)
+        first.variance.mul_(1 - first.momentum).add_(variance.to(first.variance.dtype), alpha=first.momentum)
+        if first.counter is not None and last.version != first.version:
+            first.counter.sub_(last.version - first.version)
+        if last.counter is not first.counter and last.counter is not None and first.counter is not None:
+            last.counter.copy_(first.counter)  # each has put another in its place
 
 
-def _added(values: list[tuple[Tensor, Tensor]], ranks: Ranks | None) -> tuple[Tensor, Tensor]:
+def _added(values: list[list[Tensor]], ranks: Ranks | None) -> tuple[Tensor, Tensor]:
     """Add up all at once: a few kernels for a meeting, instead of some for each micro-batch."""
     first, second = (torch.stack(column).sum(0) for column in zip(*values, strict=True))
     if ranks is not None:
         first, second = rank_collectives.summed(ranks, torch.stack([first, second])).unbind()
     return first, second
-
-
-def _detached(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.detach()

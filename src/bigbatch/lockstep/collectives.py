@@ -1,42 +1,61 @@
-"""Values of all micro-batches, with exact gradients: what one shares, the losses of all may depend on.
+"""Values of all micro-batches, with exact gradients, and the barrier at which they wait for each other.
 
-A gathered or summed value goes into every micro-batch's loss, so its gradient is the sum of theirs: backward is a
-meeting, too.
+What one shares, the losses of all may depend on: a gathered or summed value goes into every micro-batch's loss, so its
+gradient is the sum of theirs, and backward is a barrier, too.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
-from bigbatch.lockstep.barrier import meet_in_forward, refuse_inner_derivative
+from bigbatch.errors import LossError
+from bigbatch.lockstep.model_state import CannotRecompute
 from bigbatch.lockstep.threads import Worker
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.loss.graph import remember_shared, shared_by_all
 
-
-def gathered(worker: Worker, x: Tensor, place: str) -> Tensor:
-    """Return the rows of all micro-batches, in their order; `place` is where they were asked for."""
-    name = f"across.gather of {_named(x, x.shape[1:])}{place}"
-    found: Tensor = _Gather.apply(x, worker, name)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-    return _remembered(found)
+Result = TypeVar("Result")
 
 
-def summed(worker: Worker, x: Tensor, kind: str, place: str) -> Tensor:
-    """Return the sum of all micro-batches' tensors, which have one shape; `kind` and `place`: who asked, and where."""
-    name = f"across.{kind} of {_named(x, x.shape)}{place}"
-    found: Tensor = _Sum.apply(x, worker, name)  # type: ignore[no-untyped-call]
-    return _remembered(found)
-
-
-def _remembered(found: Tensor) -> Tensor:
-    if not found.requires_grad:  # no graph tells whose it is
-        remember_shared(found)
+def meet_in_forward(
+    worker: Worker,
+    name: str,
+    value: Any,
+    combine: Callable[[list[Any]], Result],
+    fold: Callable[[Any, Any], Any] | None = None,
+) -> Result:
+    """Meet, and go on with this micro-batch's own random numbers; also in a forward that runs again in backward."""
+    if worker.round.is_recomputing:
+        raise CannotRecompute(f"the model runs again one micro-batch at a time, and has {name} inside")
+    streams = worker.round.streams
+    if streams is None:
+        return worker.meet(name, value, combine, fold)
+    mine = streams.state()
+    found = worker.meet(name, value, combine, fold)
+    streams.go_on(mine)
     return found
+
+
+def refuse_inner_derivative(worker: Worker, title: str) -> None:
+    """Raise in the backward of a barrier unless it is the window's own, taken once.
+
+    A derivative that loss_fn takes itself would add up those of all micro-batches' own losses. A gradient of a gradient
+    would be this micro-batch's alone.
+    """
+    if torch.is_grad_enabled():
+        msg = f"{title} cannot be differentiated twice (create_graph=True): it would see this micro-batch alone."
+        raise RuntimeError(msg)
+    if (worker.size > 1 or worker.round.ranks is not None) and not worker.round.is_backward:
+        raise LossError(
+            f"a derivative inside of the loss goes through {title}: it would add up those of all micro-batches.",
+            fix="BatchNorm in evaluation mode (model.eval()), and a derivative before bigbatch.across; or one "
+            "micro-batch",
+        )
 
 
 def refuse_changed(shared: list[tuple[Tensor, str]]) -> None:
@@ -50,57 +69,66 @@ def refuse_changed(shared: list[tuple[Tensor, str]]) -> None:
             raise RuntimeError(msg)
 
 
-def add(one: Tensor, other: Tensor) -> Tensor:
-    """Add in float32 at least; the sum of many values of low precision would be rounded every time."""
-    if other.dtype in LOW_PRECISION:
-        other = other.float()
-    return one.to(other.dtype) + other
+def gathered(worker: Worker, x: Tensor, place: str) -> Tensor:
+    """Return the rows of all micro-batches, in their order; `place` is where they were asked for."""
+    return _shared(worker, x, f"across.gather of {_named(x, 'rows', *x.shape[1:])}{place}", rows=True)
 
 
-class _Gather(torch.autograd.Function):
+def summed(worker: Worker, x: Tensor, kind: str, place: str) -> Tensor:
+    """Return the sum of all micro-batches' tensors, which have one shape; `kind` and `place`: who asked, and where."""
+    return _shared(worker, x, f"across.{kind} of {_named(x, *x.shape)}{place}", rows=False)
+
+
+def _shared(worker: Worker, x: Tensor, name: str, *, rows: bool) -> Tensor:
+    found: Tensor = _Shared.apply(x, worker, name, rows)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+    if not found.requires_grad:  # no graph tells whose it is
+        remember_shared(found)
+    return found
+
+
+class _Shared(torch.autograd.Function):
+    """The rows of all micro-batches, or the sum of their tensors."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, worker: Worker, name: str, rows: bool) -> Tensor:  # noqa: FBT001
         ranks = worker.round.ranks
-        together, starts = meet_in_forward(worker, name, x.detach(), partial(_concatenated, ranks=ranks, title=name))
+        ctx.rows = None
+        if rows:
+            combine = partial(_concatenated, ranks=ranks, title=name)
+            together, starts = meet_in_forward(worker, name, x.detach(), combine)
+            ctx.rows = starts[worker.number], x.shape[0]
+        else:
+            together = meet_in_forward(worker, name, x.detach(), partial(_over_ranks, ranks=ranks, title=name), _add)
         worker.round.shared.append((together, name))
         # By its number, too: backward must come to the same one of several that look alike.
-        ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
-        ctx.rows, ctx.asked = (starts[worker.number], x.shape[0]), name
-        # One copy for all: each gets a view of its own, which its own graph begins at.
-        return together.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_inner_derivative(ctx.worker, ctx.title)
-        refuse_changed([(ctx.together, ctx.title)])
-        over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
-        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
-        start, rows = ctx.rows
-        return total.narrow(0, start, rows).to(gradients[0].dtype), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, worker: Worker, name: str) -> Tensor:
-        together = meet_in_forward(worker, name, x.detach(), _over_ranks(worker, name), add)
-        worker.round.shared.append((together, name))
-        # By its number, too: backward must come to the same one of several that look alike.
-        ctx.worker, ctx.title, ctx.together = worker, f"{name}, meeting {worker.meetings}", together
-        ctx.asked = name
-        if worker.size == 1 and worker.round.ranks is None:
+        ctx.worker, ctx.asked, ctx.title, ctx.together = worker, name, f"{name}, meeting {worker.meetings}", together
+        if not rows and worker.size == 1 and ranks is None:
             return x.clone()
+        # One copy for all: each gets a view of its own, which its own graph begins at.
         return together.to(x.dtype) if together.dtype != x.dtype else together.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_inner_derivative(ctx.worker, ctx.title)
         refuse_changed([(ctx.together, ctx.title)])
-        over_ranks = _over_ranks(ctx.worker, f"the backward of {ctx.asked}")
-        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], over_ranks, add)
+        # The title for ranks has no number: one with a single micro-batch has fewer meetings.
+        combine = partial(_over_ranks, ranks=ctx.worker.round.ranks, title=f"the backward of {ctx.asked}")
+        total = ctx.worker.meet(f"the backward of {ctx.title}", gradients[0], combine, _add)
+        if ctx.rows is not None:
+            return total.narrow(0, *ctx.rows).to(gradients[0].dtype), None, None, None
         own = total.to(gradients[0].dtype)
         if ctx.worker.round.offload is not None and own is total:
             own = total.clone()  # its memory may go while this micro-batch waits, and others have the same
-        return own, None, None
+        return own, None, None, None
+
+
+shared_by_all(_Shared)
+
+
+def _add(one: Tensor, other: Tensor) -> Tensor:
+    """Add in float32 at least; the sum of many values of low precision would be rounded every time."""
+    other = _wide(other)
+    return one.to(other.dtype) + other
 
 
 def _concatenated(pieces: list[Tensor], ranks: Ranks | None, title: str) -> tuple[Tensor, list[int]]:
@@ -114,29 +142,18 @@ def _concatenated(pieces: list[Tensor], ranks: Ranks | None, title: str) -> tupl
     return every, [mine + start for start in starts]
 
 
-def _over_ranks(worker: Worker, title: str) -> Callable[[list[Tensor]], Tensor]:
-    """Return what makes one tensor of those that micro-batches have added up, and other ranks theirs.
+def _over_ranks(values: list[Tensor], ranks: Ranks | None, title: str) -> Tensor:
+    """Return what micro-batches have added up, and other ranks theirs.
 
-    A title has no number: a rank with one micro-batch has fewer meetings.
+    A rank with one micro-batch has added nothing, and must send the same type.
     """
-    ranks = worker.round.ranks
-    return _only if ranks is None else lambda values: rank_collectives.summed(ranks, _wide(values[0]), title)
+    return values[0] if ranks is None else rank_collectives.summed(ranks, _wide(values[0]), title)
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Return a sum as those of several micro-batches are: a rank that has one alone must send the same."""
     return x.float() if x.dtype in LOW_PRECISION else x
 
 
-def _only(values: list[Tensor]) -> Tensor:
-    return values[0]
-
-
-def _named(x: Tensor, sizes: torch.Size) -> str:
-    shape = ", ".join(("rows", *map(str, sizes))) if len(sizes) < x.dim() else ", ".join(map(str, sizes))
+def _named(x: Tensor, *sizes: object) -> str:
     gradient = " with gradient" if x.requires_grad and torch.is_grad_enabled() else ""
-    return f"[{shape}] {str(x.dtype).removeprefix('torch.')}{gradient}"
-
-
-shared_by_all(_Gather)
-shared_by_all(_Sum)
+    return f"[{', '.join(map(str, sizes))}] {str(x.dtype).removeprefix('torch.')}{gradient}"

@@ -1,194 +1,154 @@
-"""What a run of a model finds in its modules, so that a second run finds the same and leaves no trace.
+"""What the modules of a model hold while it runs twice: a second run must find the same, and leave no trace.
 
 Buffers that a run moves (a spectral norm's vector, a running center) and numbers that it counts are put back for the
-second run. Whatever else is another thing by then was set for one call, as an adapter or a condition that `loss_fn`
-chooses, and is refused: attributes are compared by identity, one level deep.
+second run. All else must stay: what `loss_fn` sets for one call, as an adapter or a condition, is refused. Attributes
+are compared by identity, one level deep.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as Statistics
 
-from bigbatch.lockstep.cannot_recompute import CannotRecompute
+from bigbatch.errors import ConfigurationError, LossError
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_REGISTERED = ("_parameters", "_buffers", "_modules", *_HOOKS)
+_TABLES = ("_parameters", "_buffers", "_modules", *_HOOKS)  # of a module
 _SIMPLE = (bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, type(None))
-_MANY = 256  # of what a dict holds: one with more is a table
+_MANY = 256  # of what a dict holds: one with more is a vocabulary
 _NOTHING = object()
+_OR_KEEP = 'Options(activations="keep"), or "offload"'
+Place = tuple[int, Any]  # the number of a dict, and a key in it
 
 
-class Place(NamedTuple):
-    """Where a module holds something: the number of a dict, and a key in it."""
+class CannotRecompute(LossError, ConfigurationError):
+    """A model whose activations were to be recomputed would give another gradient, or none."""
 
-    holder: int
-    key: Any
+    def __init__(self, problem: str, fix: str = "") -> None:
+        """Say what stands against it."""
+        fix = f"{fix}; or {_OR_KEEP}" if fix else _OR_KEEP
+        super().__init__(f"activations cannot be recomputed: {problem}.", fix=fix)
 
 
-class Attributes:
-    """What the modules of a model hold at one time."""
+class ModelState:
+    """What the modules of a model hold in one window, but for what its own runs write."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Take note."""
-        self.model = model
-        self.holders: list[dict[Any, Any]] = []
-        self._names: list[str] = []
-        self._inner: dict[Place, int] = {}  # the numbers of dicts that are attributes
-        self.of_buffers: set[int] = set()
-        self.of_statistics: set[int] = set()  # of norms, which move without a new version
+        """Take note, before a first run."""
+        self._holders: list[dict[Any, Any]] = []
+        self._names: list[str] = []  # of the holders, as a person would say
+        self._buffers: dict[int, nn.Module] = {}  # holders that are tables of buffers, and whose
         for module in model.modules():
-            self._look_into(module)
-        self.contents: Sequence[dict[Any, Any]] = [each.copy() for each in self.holders]
-        self._lengths = [*map(len, self.holders)]
-        self.parameters = tuple(model.parameters())
-        self.tensors = [
-            (Place(number, key), value)
-            for number, content in enumerate(self.contents)
+            name = type(module).__name__
+            self._add(vars(module), name)
+            for key, value in list(vars(module).items()):
+                if key in _TABLES and isinstance(value, dict):
+                    if key == "_buffers":
+                        self._buffers[len(self._holders)] = module
+                    self._add(value, name)
+                elif (
+                    type(value) is dict and len(value) <= _MANY and all(isinstance(v, _SIMPLE) for v in value.values())
+                ):
+                    self._add(value, f"{name}.{key}")
+        self._contents = [each.copy() for each in self._holders]
+        self._tensors = [
+            ((number, key), value)
+            for number, content in enumerate(self._contents)
             for key, value in content.items()
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if isinstance(value, Tensor)
         ]
+        self._versions = self._versions_now()
+        self._written: set[Place] = set()  # by a run itself
+        self._moving: set[Place] = set()  # buffers that a run writes into; those of norms move without a new version
 
-    def _look_into(self, module: nn.Module) -> None:
-        own, name, number = vars(module), type(module).__name__, len(self.holders)
-        self._hold(own, name)
-        for kind in [each for each in _REGISTERED if isinstance(own.get(each), dict)]:
-            if kind == "_buffers":
-                self.of_buffers.add(len(self.holders))
-                if isinstance(module, Statistics) and module.training:
-                    self.of_statistics.add(len(self.holders))
-            self._hold(own[kind], name)
-        for key, value in own.items():
-            if type(value) is dict and key not in _REGISTERED and 0 < len(value) <= _MANY:
-                self._inner[Place(number, key)] = len(self.holders)
-                self._hold(value, f"{name}.{key}")
-
-    def _hold(self, holder: dict[Any, Any], name: str) -> None:
-        self.holders.append(holder)
+    def _add(self, holder: dict[Any, Any], name: str) -> None:
+        self._holders.append(holder)
         self._names.append(name)
 
-    def are_current(self) -> bool:
-        """Whether all of it is the same now. Asked at every call, so it takes no detour."""
-        if [*map(len, self.holders)] != self._lengths:
-            return False
-        now, before = (chain.from_iterable(map(dict.values, each)) for each in (self.holders, self.contents))
-        return all(map(is_, now, before))
-
-    def changed(self) -> list[Place]:
-        """Return where something else is held now."""
-        if self.are_current():
-            return []
-        return [
-            Place(number, key)
-            for number, (holder, content) in enumerate(zip(self.holders, self.contents, strict=True))
-            for key in {**content, **holder}
-            if not _alike(holder.get(key, _NOTHING), content.get(key, _NOTHING))
-        ]
-
-    def without(self, places: Sequence[Place]) -> "Attributes":
-        """Return the same without some places, so that what was there may go."""
-        found = object.__new__(Attributes)
-        vars(found).update(vars(self))
-        holders, contents = list(self.holders), list(self.contents)
-        for place in places:
-            contents[place.holder] = {k: v for k, v in contents[place.holder].items() if k != place.key}
-            if place in self._inner:
-                holders[self._inner[place]], contents[self._inner[place]] = {}, {}
-        found.holders, found.contents, found.tensors = holders, contents, []
-        return found
-
-    def put_back(self) -> None:
-        """Have modules hold what they held."""
-        for number in {place.holder for place in self.changed()}:
-            self.holders[number].clear()
-            self.holders[number].update(self.contents[number])
-
-    def name_of(self, place: Place) -> str:
-        """Name a place as a person would."""
-        return f"{self._names[place.holder]}.{place.key}"
-
-
-class FoundState:
-    """What one run finds in its model."""
-
-    def __init__(self, attributes: Attributes, moving: frozenset[Place]) -> None:
-        """Copy the buffers that runs of this model write into; `attributes` are those of now."""
-        self._attributes = attributes
-        self._tensors = attributes.tensors
-        self._copies = {place: tensor.detach().clone() for place, tensor in self._tensors if place in moving}
-        self._versions, self._own_versions = self._versions_now(), self._parameters_now()
-        self._written: frozenset[Place] = frozenset()
-        self._before: dict[Place, Any] = {}
-
-    def moved(self) -> frozenset[Place]:
-        """Return where the run has written into buffers."""
-        statistics = self._attributes.of_statistics
-        versions = zip(self._tensors, self._versions, self._versions_now(), strict=True)
-        return frozenset(place for (place, _), one, other in versions if place.holder in statistics or one != other)
-
-    def settle(self) -> None:
-        """The run is over: keep what a second run needs, or raise where that is not there."""
-        if self._own_versions != self._parameters_now():
-            raise CannotRecompute.changes("its own parameters")
-        attributes = self._attributes
-        for place in self.moved():
-            if place not in self._copies:
-                name = attributes.name_of(place)
-                raise CannotRecompute.changes(f"a buffer for some micro-batches, and not for the first, {name},")
-        self._written = frozenset(attributes.changed())
-        for place in self._written:
-            value = attributes.contents[place.holder].get(place.key, _NOTHING)
-            # Not the activations that a run before has put aside: they would be held until backward.
-            if isinstance(value, _SIMPLE) or (place.holder in attributes.of_buffers and value is not _NOTHING):
-                self._before[place] = value
-        self._before.update(self._copies)
-        self._tensors = [each for each in self._tensors if each[0] not in self._before and each[0] not in self._written]
+    def learn(self) -> None:
+        """A first run is over: see what runs of this model write. All else is to stay as it is now."""
+        self._written = set(self._changed())
+        for (place, tensor), one, other in zip(self._tensors, self._versions, self._versions_now(), strict=True):
+            if one != other and isinstance(tensor, nn.Parameter):
+                raise CannotRecompute(f"the model changes a parameter, {self._name_of(place)}, when it runs")
+            norm = self._buffers.get(place[0])
+            if one != other or (isinstance(norm, Statistics) and norm.training):
+                self._moving.add(place)
+        for number, key in self._written:  # and not held: they may be activations that were put aside
+            self._contents[number].pop(key, None)
+        self._tensors = [each for each in self._tensors if each[0] not in self._written | self._moving]
         self._versions = self._versions_now()
-        if self._written:
-            self._attributes = attributes.without([*self._written])
+
+    def refuse_changed(self) -> None:
+        """Raise where modules hold something else than after the first run, or it was written into."""
+        places = self._changed()
+        if self._versions != (now := self._versions_now()):
+            pairs = zip(self._tensors, self._versions, now, strict=True)
+            places += [place for (place, _), one, other in pairs if one != other]
+        if places:
+            raise CannotRecompute(
+                f"{self._name_of(places[0])} was changed between two runs of the model, as where loss_fn sets it for "
+                "one call",
+                "model(x, condition), an argument of the call",
+            )
+
+    def found(self) -> dict[Place, Any]:
+        """Return what a run that begins now finds where runs write: buffers and numbers."""
+        now = {place: self._holders[place[0]].get(place[1], _NOTHING) for place in self._written | self._moving}
+        return {
+            place: value.detach().clone() if place in self._moving else value
+            for place, value in now.items()
+            # Not the activations that a run before has put aside: they would be held until backward.
+            if isinstance(value, _SIMPLE) or (place[0] in self._buffers and value is not _NOTHING)
+        }
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Inside, a second run finds what the first one found; afterwards modules hold what they hold now."""
-        self._refuse_changed()
-        if not self._written and not self._before:
-            yield  # a run that changes nothing has changed nothing the second time
-            return
-        now = Attributes(self._attributes.model)
+    def again(self, found: dict[Place, Any]) -> Iterator[None]:
+        """Inside, a run finds what another one has found; afterwards modules hold what they hold now."""
+        self.refuse_changed()
+        places = self._written | self._moving
+        now = {place: self._holders[place[0]].get(place[1], _NOTHING) for place in places}
         try:
-            for place, value in self._before.items():
-                # A copy of a copy: backward may need what the run has read, and may be asked for again.
-                again = value.clone() if place in self._copies else value
-                self._attributes.holders[place.holder][place.key] = again
+            # A copy of a copy: backward may need what the run has read, and may be asked for again.
+            self._put({place: value.clone() if place in self._moving else value for place, value in found.items()})
             yield
         finally:
-            now.put_back()
+            self._put(now)
 
-    def _refuse_changed(self) -> None:
-        for place in self._attributes.changed():
-            if place not in self._written and place not in self._copies:
-                raise CannotRecompute.between(self._attributes.name_of(place))
-        if self._versions != self._versions_now():
-            pairs = zip(self._tensors, self._versions, self._versions_now(), strict=True)
-            place = next(place for (place, _), one, other in pairs if one != other)
-            raise CannotRecompute.between(self._attributes.name_of(place))
-        if self._own_versions != self._parameters_now():
-            raise CannotRecompute.between("a parameter, or whether it requires a gradient,")
+    def _put(self, values: dict[Place, Any]) -> None:
+        for (number, key), value in values.items():
+            if value is _NOTHING:
+                self._holders[number].pop(key, None)
+            else:
+                self._holders[number][key] = value
 
-    def _versions_now(self) -> list[int]:
-        return [_version(tensor) for _, tensor in self._tensors]
+    def _changed(self) -> list[Place]:
+        """Return where something else is held than was, but for what runs write. Asked at every call: no detours."""
+        now, before = (chain.from_iterable(map(dict.values, each)) for each in (self._holders, self._contents))
+        if [*map(len, self._holders)] == [*map(len, self._contents)] and all(map(is_, now, before)):
+            return []
+        return [
+            (number, key)
+            for number, (holder, content) in enumerate(zip(self._holders, self._contents, strict=True))
+            for key in {**content, **holder}
+            if (number, key) not in self._written and not _alike(holder.get(key, _NOTHING), content.get(key, _NOTHING))
+        ]
 
-    def _parameters_now(self) -> list[tuple[int, bool]]:
-        return [(_version(each), each.requires_grad) for each in self._attributes.parameters]
+    def _versions_now(self) -> list[tuple[int, bool]]:
+        return [(version_of(tensor), tensor.requires_grad) for _, tensor in self._tensors]
+
+    def _name_of(self, place: Place) -> str:
+        return f"{self._names[place[0]]}.{place[1]}"
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's own counter
+def version_of(tensor: Tensor) -> int:
+    """Return torch's own count of changes in place, where a tensor has one."""
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def _alike(one: Any, other: Any) -> bool:

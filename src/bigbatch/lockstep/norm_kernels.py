@@ -1,11 +1,41 @@
 """The arithmetic of BatchNorm in pieces, between which micro-batches meet: torch's own kernels where there are some."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from bigbatch.lockstep.constants import Constants
+from bigbatch.execute.graph_record import NotCapturable
+
+_MOST = 512
+
+
+class Constants:
+    """Small tensors that the sizes of a window give: made on a device once, and kept for the windows to come.
+
+    A captured window reads them where they are, so it holds on to them.
+    """
+
+    def __init__(self) -> None:
+        """Have none yet."""
+        self._made: dict[tuple[object, ...], Tensor] = {}
+
+    def get(self, key: tuple[object, ...], device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that was made before, or make it; `key` names its numbers."""
+        place = (*key, device)
+        if place not in self._made:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                # It would be filled by the replays of one graph alone.
+                raise NotCapturable("its micro-batches met with other numbers of values than in the window before")
+            while len(self._made) >= _MOST:
+                self._made.pop(next(iter(self._made)))
+            self._made[place] = make()
+        return self._made[place]
+
+    def all(self) -> list[Tensor]:
+        """Return all that there are."""
+        return list(self._made.values())
 
 
 class Moments(NamedTuple):
@@ -22,15 +52,6 @@ class Pooled(NamedTuple):
     mean: Tensor
     inverse_std: Tensor
     number: int
-
-
-class Sums(NamedTuple):
-    """What a micro-batch's gradient sums to, by channel."""
-
-    above: Tensor
-    above_x: Tensor  # times x - mean
-    weight: Tensor
-    bias: Tensor
 
 
 def moments(x: Tensor) -> Moments:
@@ -56,31 +77,26 @@ def normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, pooled: Po
     return result.to(x.dtype)
 
 
-def sums_of(above: Tensor, x: Tensor, weight: Tensor | None, pooled: Pooled) -> Sums:
-    """Return what all micro-batches' gradients depend on of one."""
-    mean, inverse_std, _ = pooled
+def sums_of(above: Tensor, x: Tensor, weight: Tensor | None, pooled: Pooled) -> tuple[Tensor, ...]:
+    """Return what one gradient sums to by channel, plain and times x - mean, and those of weight and bias."""
     if x.is_cuda and x.numel():
         flags = (True, weight is not None, True)
-        return Sums(*torch.batch_norm_backward_reduce(above, x, mean, inverse_std, weight, *flags))
+        return torch.batch_norm_backward_reduce(above, x, pooled.mean, pooled.inverse_std, weight, *flags)
     dims, wide = _but_channels(x), _wide(above)
-    total, with_x = wide.sum(dims), (wide * (_wide(x) - _column(mean, x))).sum(dims)
+    total, with_x = wide.sum(dims), (wide * (_wide(x) - _column(pooled.mean, x))).sum(dims)
     kind = total.dtype if weight is None else weight.dtype
-    return Sums(total, with_x, (with_x * inverse_std).to(kind), total.to(kind))
+    return total, with_x, (with_x * pooled.inverse_std).to(kind), total.to(kind)
 
 
 def below(  # noqa: PLR0917 - as torch's kernel
-    above: Tensor,
-    x: Tensor,
-    weight: Tensor | None,
-    pooled: Pooled,
-    total: tuple[Tensor, Tensor],
-    constants: Constants,
+    above: Tensor, x: Tensor, weight: Tensor | None, pooled: Pooled, total: tuple[Tensor, Tensor], constants: Constants
 ) -> Tensor:
     """Return the gradient of one micro-batch's values; `total`: the sums of all, plain and times x - mean."""
     mean, inverse_std, number = pooled
     if x.is_cuda and x.numel():
-        number_there = _counted(constants, number, x.device)
-        return torch.batch_norm_backward_elemt(above, x, mean, inverse_std, weight, *total, number_there)
+        make = lambda: torch.full((1,), number, dtype=torch.int32, device=x.device)  # noqa: E731
+        there = constants.get(("number", number), x.device, make)
+        return torch.batch_norm_backward_elemt(above, x, mean, inverse_std, weight, *total, there)
     scale = inverse_std if weight is None else inverse_std * weight.to(mean.dtype)
     slope = total[1] / number * inverse_std.square()
     centred = _wide(x) - _column(mean, x)
@@ -93,10 +109,6 @@ def dense(x: Tensor) -> Tensor:
     if x.is_contiguous() or (x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)):  # noqa: PLR2004
         return x
     return x.contiguous()
-
-
-def _counted(constants: Constants, number: int, device: torch.device) -> Tensor:
-    return constants.get(("number", number), device, lambda: torch.full((1,), number, dtype=torch.int32, device=device))
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
 """A model that runs twice: first for its values alone, and again in backward, as in GradCache.
 
 The first run saves nothing, and one node of the graph stands for all of it. The second run draws the same random
-numbers and finds the same buffers. In the first windows, and on a host always, it must give the same values: a model
-that hangs on anything else, as on a global that `loss_fn` sets, is refused. So is a loss that uses something from the
+numbers and finds the same state. In the first windows, and on a host always, it must give the same values: a model that
+depends on anything else, as on a global that `loss_fn` sets, is refused. So is a loss that uses something from the
 inside of the model: it comes to an operation that has saved nothing.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +18,14 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from bigbatch.batch.tree import PLAIN, apart, leaves, mapped
-from bigbatch.lockstep.cannot_recompute import CannotRecompute, MeetsInside
-from bigbatch.lockstep.model_state import Attributes, FoundState, Place
-from bigbatch.lockstep.round import Round
+from bigbatch.lockstep.model_state import CannotRecompute, ModelState, version_of
+from bigbatch.lockstep.thread_state import Autocast, under
 from bigbatch.lockstep.threads import Worker, current
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.state.rng import Draws
 
 _SAME = 1e-2  # of the largest value, and less in high precision: kernels that add in no fixed order differ by far less
-_KINDS = ("cpu", "cuda")
-Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class _Alias(NamedTuple):
-    """A result that shares its memory with another one, or with an input."""
-
-    witness: Tensor  # without its memory: it knows whether that was changed in place
-    version: int
 
 
 @dataclass
@@ -46,9 +36,8 @@ class Recompute:
     parameters: frozenset[int]  # the ids of the optimizers'
     comparing: bool  # whether values of both runs are compared on a device, too, which waits for it
     calls: int = 0  # how many were recomputed, or would have been but for the first micro-batch's
-    aliases: list[_Alias] = field(default_factory=list)
-    _moving: dict[int, frozenset[Place]] = field(default_factory=dict)  # buffers that models write into
-    _attributes: dict[int, Attributes] = field(default_factory=dict)  # of models, the latest
+    _aliases: list[tuple[Tensor, int]] = field(default_factory=list)  # results that share memory, and their versions
+    _states: dict[int, ModelState] = field(default_factory=dict)  # of models
 
     @contextmanager
     def of(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -63,31 +52,29 @@ class Recompute:
     def call(self, model: nn.Module, plain: Callable[..., Any], worker: Worker, given: Arguments) -> Any:
         """Call a model for the micro-batch at hand."""
         self.calls += 1
-        found = FoundState(self._attributes_of(model), self._moving.get(id(model), frozenset()))
-        if not worker.number:
+        state = self._states.get(id(model))
+        if state is not None:
+            state.refuse_changed()
+        if state is None or not worker.number:
             # Its backward comes first, while no other holds anything: there is nothing to save.
+            state = state or ModelState(model)
             with _alone(worker):
                 result = plain(*given[0], **given[1])
-            self._moving[id(model)] = self._moving.get(id(model), frozenset()) | found.moved()
+            if id(model) not in self._states:
+                self._states[id(model)] = state
+                state.learn()
             return result
-        call = _Call(model, plain, given, found, worker)
+        call = _Call(model, plain, given, state, worker)
         with saved_tensors_hooks(_save_nothing, _refuse):
             result = call.run(given)
         call.draws.settle()
-        found.settle()
         return self._standing_for(call, result)
 
     def refuse_changed(self) -> None:
         """Forward is over: raise where a result was changed in place that shares its memory."""
-        if any(alias.witness._version != alias.version for alias in self.aliases):  # noqa: SLF001
-            raise CannotRecompute.because("results that are views of each other, or of an input, were changed in place")
-        self.aliases.clear()
-
-    def _attributes_of(self, model: nn.Module) -> Attributes:
-        latest = self._attributes.get(id(model))
-        if latest is None or not latest.are_current():
-            latest = self._attributes[id(model)] = Attributes(model)
-        return latest
+        if any(witness._version != version for witness, version in self._aliases):  # noqa: SLF001
+            raise CannotRecompute("results that are views of each other, or of an input, were changed in place")
+        self._aliases.clear()
 
     def _standing_for(self, call: "_Call", result: Any) -> Any:
         """Return the results of a first run with one node for all of it, in place of a graph that has saved nothing."""
@@ -100,73 +87,66 @@ class Recompute:
         if not call.wanted:
             return result
         with_gradient = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
-        handle = next((p for p in call.model.parameters() if p.requires_grad and self._is_handle(p)), None)
+        # A parameter's own hooks would be called for nothing.
+        able = (p for p in call.model.parameters() if p.requires_grad and not getattr(p, "_backward_hooks", None))
+        handle = next((p for p in able if id(p) in self.parameters), None)
         if handle is None and not with_gradient:
-            raise CannotRecompute.because("no parameter of the model can stand for all of them")
+            raise CannotRecompute("no parameter of the model can stand for all of them")
         values = [results[place].detach() for place in call.wanted]
         # On a host nothing has to be waited for, so there they are always compared.
         if self.comparing or all(value.device.type == "cpu" for value in values):
             call.values = [value.clone() for value in values]
         made = _Again.apply(call, self.own, values, handle, *with_gradient)  # type: ignore[no-untyped-call]
-        self.aliases.extend(_aliases(made, call.inputs.values()))
+        together = Counter(_memory(each) for each in (*made, *call.inputs.values()))
+        for each in made:
+            if together[_memory(each)] > 1:  # what is done to one in place is done to all, and none of them knows
+                witness = each.detach()
+                witness.data = torch.empty(0, dtype=each.dtype, device=each.device)  # its version alone
+                self._aliases.append((witness, each._version))  # noqa: SLF001
         of = dict(zip(call.wanted, made, strict=True))
         return mapped(result, lambda place, leaf: of[same[place]] if place in same else leaf)
-
-    def _is_handle(self, parameter: Tensor) -> bool:
-        """Whether a parameter can have the run in its graph: its own hooks would be called for nothing there."""
-        return id(parameter) in self.parameters and not getattr(parameter, "_backward_hooks", None)
 
 
 class _Call:
     """One call of a model by one micro-batch."""
 
     def __init__(
-        self, model: nn.Module, plain: Callable[..., Any], given: Arguments, found: FoundState, worker: Worker
+        self, model: nn.Module, plain: Callable[..., Any], given: Arguments, state: ModelState, worker: Worker
     ) -> None:
         """Take note of what it begins with."""
         assert worker.round.streams is not None  # noqa: S101 - several run
-        self.model, self._plain = model, plain
+        self.model, self._plain, self._state, self.worker = model, plain, state, worker
         self.arguments = apart(given)  # in structures of their own: the user's may be filled anew
         self.inputs = _tensors(given)
-        self._versions = self._versions_now()
-        self._found, self.draws, self._worker = found, Draws(worker.round.streams), worker
-        self._autocast = _autocast()
+        self._versions = [*map(version_of, self.inputs.values())]
+        self._found = state.found()
+        self.draws, self._autocasts = Draws(worker.round.streams), Autocast.here()
         self.wanted: Sequence[str] = ()  # where its results that have a gradient are
         self.values: Sequence[Tensor] = ()  # what they were, where that is to be compared
 
     def run(self, given: Arguments) -> Any:
         """Run the model, now; perhaps with other tensors of the same values."""
-        with _alone(self._worker):
+        with _alone(self.worker):
             found = self._plain(*given[0], **given[1])
-        if self._versions != self._versions_now():
-            raise CannotRecompute.because("the model, or the loss after it, changes the model's input in place")
+        if self._versions != [*map(version_of, self.inputs.values())]:
+            raise CannotRecompute("the model, or the loss after it, changes the model's input in place")
         return found
 
     def again(self, given: Arguments) -> list[Tensor]:
         """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
-        with torch.enable_grad(), _under(self._autocast), self._found.again(), self.draws.again():
+        with torch.enable_grad(), under(self._autocasts), self._state.again(self._found), self.draws.again():
             found = dict(leaves(self.run(given)))
-        if self.draws.differed:
-            raise CannotRecompute.because(
-                "the second run did not draw the random numbers of the first: another thread has drawn some",
-                "torch.Generator() in that thread",
-            )
-        missing = [place for place in self.wanted if not isinstance(found.get(place), Tensor)]
-        if missing:
-            raise CannotRecompute.because(f"the model returned {missing[0]} the first time, and not the second")
-        results: list[Tensor] = [found[place] for place in self.wanted]
+        results: list[Tensor] = [found.get(place, torch.empty(0)) for place in self.wanted]
         if self.values:
-            low = any(enabled for _, enabled, _ in self._autocast)
+            low = any(each.enabled for each in self._autocasts)
             low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
-            _refuse_other_values(self.values, results, low=low)
+            if not all(_is_same(*pair, low=low) for pair in zip(self.values, results, strict=True)):
+                raise CannotRecompute(
+                    "the model returned other values when it was run again in backward with the same input. It depends "
+                    "on something outside of it that has changed in between, such as a global that loss_fn sets",
+                    "model(x, condition), an argument of the call",
+                )
         return results
-
-    def is_over(self) -> bool:
-        """Whether all forwards of the window are."""
-        return self._worker.round.is_backward
-
-    def _versions_now(self) -> list[int]:
-        return [-1 if each.is_inference() else each._version for each in self.inputs.values()]  # noqa: SLF001
 
 
 class _Again(torch.autograd.Function):
@@ -183,8 +163,8 @@ class _Again(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        if not call.is_over():
-            raise CannotRecompute.because("loss_fn takes a derivative of its own through the model")
+        if not call.worker.round.is_backward:
+            raise CannotRecompute("loss_fn takes a derivative of its own through the model")
         inputs = [tensor for tensor in call.inputs.values() if tensor.requires_grad]
         fresh = [tensor.detach().requires_grad_() for tensor in inputs]
         of = {id(tensor): new for tensor, new in zip(inputs, fresh, strict=True)}
@@ -224,16 +204,6 @@ class _Forward:
 
 def _itself(plain: Callable[..., Any]) -> Callable[..., Any]:
     return plain
-
-
-def refuse_meeting_while_recomputing(round_: Round, name: str) -> None:
-    """Raise where micro-batches meet inside of a model that is to be recomputed one at a time."""
-    if round_.is_recomputing:
-        msg = (
-            f'activations="recompute" runs the model again one micro-batch at a time, and this model has {name} '
-            "inside, where micro-batches meet: all of them would have to be kept at once."
-        )
-        raise MeetsInside(msg, fix='Options(activations="offload"), which keeps them in host memory, or "keep"')
 
 
 def _children(model: nn.Module) -> Iterator[nn.Module]:
@@ -280,7 +250,7 @@ def _save_nothing(_: Tensor) -> None:
 
 
 def _refuse(_: None) -> Tensor:
-    raise CannotRecompute.because("the loss uses something from the inside of the model", "return it from forward")
+    raise CannotRecompute("the loss uses something from the inside of the model", "return it from forward")
 
 
 def _tensors(tree: Any) -> dict[str, Tensor]:
@@ -290,19 +260,8 @@ def _tensors(tree: Any) -> dict[str, Tensor]:
         if isinstance(leaf, Tensor):
             found[place] = leaf
         elif leaf is not None and not isinstance(leaf, (*PLAIN, torch.dtype, torch.device, list, tuple)):
-            kind = type(leaf).__name__
-            raise CannotRecompute.because(f"it takes or returns an object that no one can look into ({kind})")
+            raise CannotRecompute(f"it takes or returns an object that no one can look into ({type(leaf).__name__})")
     return found
-
-
-def _aliases(results: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[_Alias]:
-    """Yield the results that share memory: what is done to one in place is done to all, and none of them knows."""
-    together = Counter(_memory(each) for each in (*results, *inputs))
-    for each in results:
-        if together[_memory(each)] > 1:
-            witness = each.detach()
-            witness.data = torch.empty(0, dtype=each.dtype, device=each.device)
-            yield _Alias(witness, each._version)  # noqa: SLF001
 
 
 def _memory(tensor: Tensor) -> int:
@@ -313,44 +272,10 @@ def _memory(tensor: Tensor) -> int:
     return found
 
 
-def _refuse_other_values(first: Iterable[Tensor], second: Iterable[Tensor], *, low: bool) -> None:
-    """Raise where two runs gave other values; `low`: the precision on the way is, so they may be further apart."""
-    for one, other in zip(first, second, strict=True):
-        exact = one.is_floating_point() or one.is_complex()
-        same = _SAME if low or not exact else min(_SAME, torch.finfo(one.dtype).eps ** 0.5)
-        if one.shape != other.shape or _distance(one, other.detach()) > same:
-            raise CannotRecompute.because(
-                "the model returned other values when it was run again in backward with the same input. It depends on "
-                "something outside of it that has changed in between, such as a global that loss_fn sets",
-                "model(x, condition), an argument of the call",
-            )
-
-
-def _distance(first: Tensor, second: Tensor) -> float:
-    """Return how far two results are apart, as a part of the largest value; not finite values agree with all."""
-    if not first.numel():
-        return 0.0
-    finite = first.isfinite()
-    difference = (first - second).abs().masked_fill(~finite, 0.0).nan_to_num(nan=torch.inf)
-    return float(difference.max() / first.abs().masked_fill(~finite, 0.0).max().clamp(min=1e-30))
-
-
-def _autocast() -> Autocast:
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS)
-
-
-@contextmanager
-def _under(autocast: Autocast) -> Iterator[None]:
-    """Put an autocast in force, and nothing else."""
-    before = _autocast()
-    try:
-        _set_autocast(autocast)
-        yield
-    finally:
-        _set_autocast(before)
-
-
-def _set_autocast(states: Autocast) -> None:
-    for kind, enabled, dtype in states:
-        torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
+def _is_same(first: Tensor, second: Tensor, *, low: bool) -> bool:
+    """Whether two runs gave the same values; `low`: precision is, so they may be further apart."""
+    if first.shape != second.shape or not first.numel():
+        return first.shape == second.shape
+    slack = _SAME if low else min(_SAME, torch.finfo(first.dtype).eps ** 0.5)
+    largest = float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(first, second.detach(), rtol=0.0, atol=slack * largest, equal_nan=True)

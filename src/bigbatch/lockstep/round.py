@@ -1,18 +1,54 @@
 """What the workers of one window share while they run in lock-step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor, nn
 
 from bigbatch.distributed.ranks import Ranks
-from bigbatch.lockstep.constants import Constants
+from bigbatch.errors import LossError
+from bigbatch.lockstep.norm_kernels import Constants
 from bigbatch.lockstep.offload_store import Offload
-from bigbatch.lockstep.own_parameters import OwnParameters
 from bigbatch.state.rng import Streams
 
 Norms = dict[int, tuple[str, nn.Module]]  # a layer and its name, by the id of its running mean or its weight
+
+
+class OwnParameters:
+    """Which parameters some models have, and in which memory.
+
+    Micro-batches take turns in the midst of a `functional_call` or of an exchange of `p.data`. So such calls end in
+    another order than they began, and leave other parameters behind.
+    """
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """Note them."""
+        self._places = [
+            (module._parameters, name, parameter, parameter.data)  # noqa: SLF001 - where functional_call puts others
+            for model in models
+            for module in model.modules()
+            for name, parameter in module._parameters.items()  # noqa: SLF001
+            if parameter is not None and type(parameter.data) is Tensor  # others may have no memory of their own
+        ]
+
+    def refuse_others(self) -> None:
+        """Raise where the models have other parameters now."""
+        for table, name, parameter, data in self._places:
+            if table.get(name) is not parameter or parameter.data_ptr() != data.data_ptr():
+                raise LossError(
+                    f"a parameter '{name}' is another one after the forwards of a window than before: micro-batches "
+                    "take turns in the midst of torch.func.functional_call or an exchange of p.data.",
+                    fix="other weights with BatchNorm in evaluation mode, or a model of their own: "
+                    "BigStep([model, teacher], optimizer, loss_fn)",
+                )
+
+    def restore(self) -> None:
+        """Put all of them back."""
+        for table, name, parameter, data in self._places:
+            if table.get(name) is not parameter or parameter.data_ptr() != data.data_ptr():
+                table[name] = parameter
+                parameter.data = data
 
 
 @dataclass

@@ -18,12 +18,11 @@ from bigbatch.execute.micro_step import Runner
 from bigbatch.lockstep.activations import Activations, Mode
 from bigbatch.lockstep.batch_norm import batch_norm_met, norms_of
 from bigbatch.lockstep.collectives import refuse_changed
-from bigbatch.lockstep.constants import Constants
+from bigbatch.lockstep.norm_kernels import Constants
 from bigbatch.lockstep.offload_remake import activations_known
 from bigbatch.lockstep.offload_store import Offload
-from bigbatch.lockstep.own_parameters import OwnParameters
 from bigbatch.lockstep.recompute import Recompute
-from bigbatch.lockstep.round import Round
+from bigbatch.lockstep.round import OwnParameters, Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker, current
 from bigbatch.loss import refusals

@@ -1,14 +1,20 @@
-"""What a thread of torch does not inherit, carried from the caller's into a worker's.
+"""What a worker's thread has of the caller's: torch's state of a thread, and the processor.
 
 Grad mode, autocast, saved-tensor hooks, function and dispatch modes, the current device and stream all belong to one
 thread. A micro-batch must run on its worker as it would have run on the thread that called the step.
+
+On a device, threads that take turns only launch work. Where each has a processor of its own, every turn begins on one
+that sleeps: launching a ResNet's kernels from sixteen threads took half as long again. So all stay on one processor.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context, copy_context
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +23,37 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _KINDS = ("cpu", "cuda")
+_STAT = Path("/proc/thread-self/stat")
+_PROCESSOR = 36  # its place behind the name in brackets, which may hold spaces
 _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast of one kind of device."""
+
+    kind: str
+    enabled: bool
+    dtype: torch.dtype
+    caching: bool  # whether it keeps its copies of weights
+
+    @classmethod
+    def here(cls) -> tuple["Autocast", ...]:
+        """Return those of this thread."""
+        caching = torch.is_autocast_cache_enabled()
+        return tuple(cls(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), caching) for k in _KINDS)
+
+
+@contextmanager
+def under(autocasts: Iterable[Autocast]) -> Iterator[None]:
+    """Put these into force."""
+    with ExitStack() as stack:
+        for each in autocasts:
+            if each.enabled or torch.is_autocast_enabled(each.kind):
+                stack.enter_context(
+                    torch.autocast(each.kind, each.dtype, enabled=each.enabled, cache_enabled=each.caching)
+                )
+        yield
 
 
 @dataclass(frozen=True)
@@ -26,8 +62,7 @@ class Carried:
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    caching: bool  # whether autocast keeps its copies of weights
+    autocasts: tuple[Autocast, ...]
     hooks: tuple[_Hooks, ...]  # for saved tensors, outermost first
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
@@ -40,8 +75,7 @@ class Carried:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _KINDS),
-            caching=torch.is_autocast_cache_enabled(),
+            autocasts=Autocast.here(),
             hooks=_saved_tensor_hooks(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
@@ -58,9 +92,7 @@ class Carried:
                 stack.enter_context(torch.cuda.stream(self.stream))
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, enabled, dtype in self.autocast:
-                if enabled:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.caching))
+            stack.enter_context(under(self.autocasts))
             for pack, unpack in self.hooks:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             for mode in (*self.dispatch_modes, *self.function_modes):
@@ -81,3 +113,47 @@ def _saved_tensor_hooks() -> tuple[_Hooks, ...]:
     for pack, unpack in found:
         autograd._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001
     return tuple(found)
+
+
+def this_processor() -> int | None:
+    """Return where this thread runs now; None where the system does not tell.
+
+    Asked for every window: a crew that stayed where it was for 64 windows took 3 to 9 % longer.
+    """
+    _start_engine()
+    try:
+        return int(_STAT.read_text().rpartition(")")[2].split()[_PROCESSOR])
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@contextmanager
+def staying_on(processor: int | None) -> Iterator[None]:
+    """Keep this thread on a processor inside, where that is possible."""
+    if processor is None or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        with suppress(OSError):  # the system has other plans
+            os.sched_setaffinity(0, {processor})
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setaffinity(0, before)
+
+
+def wait_when_woken() -> None:
+    """Have this thread, when it is woken, wait until whoever runs there sleeps: one switch a turn instead of three.
+
+    Linux would rather let the one that was woken run at once, only to find that Python's lock is still held.
+    """
+    if hasattr(os, "sched_setscheduler") and hasattr(os, "SCHED_BATCH"):
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+@cache
+def _start_engine() -> None:
+    """Have torch start its own threads for backward, here: they would stay where the thread that starts them must."""
+    torch.ones((), requires_grad=True, device="cpu").backward()

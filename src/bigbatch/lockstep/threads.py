@@ -1,9 +1,8 @@
-"""Several tasks in lock-step: one runs at a time, in a fixed order, until all have come to the same meeting.
+"""Several tasks in lock-step: one runs at a time, in a fixed order, until all have come to the same barrier.
 
 Each task has a thread of its own, so that it can stop anywhere, in the midst of a model's forward or of a backward, and
-go on when the others have come as far. No two ever run at once: a baton goes around. So nothing depends on chance, and
-no task can wait for one that does not come: when the baton has gone around, either all wait at the same meeting, or all
-are done, or it is an error that says where each of them is.
+go on when the others have come as far. A baton goes around, so no two ever run at once and nothing depends on chance.
+When it has gone around, either all wait at the same barrier, or all are done, or an error says where each of them is.
 
 Threads stay for the next window: a library's handles for matrix products and convolutions belong to a thread, and
 making them takes longer than many a window.
@@ -13,12 +12,12 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
-from bigbatch.errors import ConfigurationError, LossError, PathsDiffer
-from bigbatch.lockstep.one_core import staying_on, this_processor, wait_when_woken
+from bigbatch.errors import ConfigurationError, PathsDiffer
 from bigbatch.lockstep.round import Round
-from bigbatch.lockstep.thread_state import Carried
+from bigbatch.lockstep.thread_state import Carried, staying_on, this_processor, wait_when_woken
 from bigbatch.state import scope
 
 Result = TypeVar("Result")
@@ -74,41 +73,22 @@ def current() -> Worker | None:
     return found
 
 
-def refuse_other_threads(name: str) -> None:
-    """Raise on a thread that a task's own code has started: it is nobody's worker."""
-    thread = threading.current_thread()
-    if any(isinstance(each, _Seat) and each.is_busy_since_before(thread) for each in threading.enumerate()):
-        msg = (
-            f"across.{name} was called on a thread that has begun while micro-batches run in lock-step, and other "
-            "micro-batches cannot be met there: it would have answered for this one alone.\n"
-            "Call it on the thread that loss_fn is called on, before or after threads of your own."
-        )
-        raise LossError(msg)
-
-
 class Crew:
     """Threads that run tasks in lock-step, as many as there are tasks."""
 
     def __init__(self) -> None:
         """Have no threads yet."""
         self._seats: list[_Seat] = []
-        self._latest: weakref.ref[_Turns] | None = None
         weakref.finalize(self, _dismiss, self._seats)
 
     def run(self, tasks: Sequence[Callable[[], Result]], carried: Carried, round_: Round) -> list[Result]:
         """Run all tasks; returns their results. The error of one ends all, and comes out as it was raised."""
-        latest = self._latest() if self._latest is not None else None
-        if latest is not None and latest.runs:
-            msg = "a window in lock-step cannot be run inside of another with the same threads"
-            raise RuntimeError(msg)
         if not all(seat.is_alive() for seat in self._seats):
             _dismiss(self._seats)  # those that are left: in a process that was forked, none
         while len(self._seats) < len(tasks):
             _start_thread(self._seats, len(tasks))
         processor = this_processor() if carried.stream is not None and len(tasks) > 1 else None
-        turns = _Turns(tasks, self._seats[: len(tasks)], carried, round_, processor)
-        self._latest = weakref.ref(turns)
-        return turns.run()
+        return _Turns(tasks, self._seats[: len(tasks)], carried, round_, processor).run()
 
 
 def _dismiss(seats: "list[_Seat]") -> None:
@@ -119,38 +99,27 @@ def _dismiss(seats: "list[_Seat]") -> None:
 
 
 def _start_thread(seats: "list[_Seat]", tasks: int) -> None:
-    """Start one more, in a seat that is known before: an interrupt in here must not leave a thread that nobody ends."""
-    number = len(seats)
-    seats.append(_Seat(f"bigbatch-{number}"))
+    seats.append(_Seat(len(seats)))  # before it starts: an interrupt must not leave a thread that nobody ends
     try:
-        seats[number].start()
+        seats[-1].start()
     except RuntimeError as error:
-        del seats[number:]
-        msg = (
-            f"micro-batches in lock-step have a thread each, and of {tasks:,} the system would start {number:,}: "
-            f"{error}.\n"
-            "Take fewer micro-batches, larger ones:  BigStep(..., micro_batch_size=...); or allow this process more "
-            "threads (ulimit -u, or the limit on pids of its container)."
-        )
-        raise ConfigurationError(msg) from error
+        seats.pop()
+        raise ConfigurationError(
+            f"micro-batches in lock-step have a thread each, and the system started {len(seats):,} of {tasks:,}: "
+            f"{error}.",
+            fix="fewer, larger micro-batches:  BigStep(..., micro_batch_size=...); or a higher limit (ulimit -u)",
+        ) from error
 
 
 class _Seat(threading.Thread):
     """A thread that waits for work. It knows no crew, so that a crew that nobody holds can go."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(name=name, daemon=True)
+    def __init__(self, number: int) -> None:
+        super().__init__(name=f"bigbatch-{number}", daemon=True)
         self.go = threading.Lock()  # released by whoever passes the baton
         self.go.acquire()
         self.job: Callable[[], None] | None = None
         self.ended = False
-        self.others: frozenset[threading.Thread] | None = None  # those that were there when its window began
-
-    def is_busy_since_before(self, thread: threading.Thread) -> bool:
-        """Whether this one serves a window in which another thread has been started."""
-        # One that Python has not started is first seen when it is asked.
-        known = not isinstance(thread, threading._DummyThread)  # noqa: SLF001 - no public name
-        return known and self.others is not None and thread not in self.others
 
     def wake(self) -> None:
         """Let the thread look whether it is its turn; once more does no harm."""
@@ -174,30 +143,24 @@ class _Turns:
     def __init__(
         self,
         tasks: Sequence[Callable[[], Any]],
-        seats: "list[_Seat]",
+        seats: list[_Seat],
         carried: Carried,
         round_: Round,
         processor: int | None,
     ) -> None:
-        self._tasks, self._seats, self._carried = list(tasks), seats, carried
-        self.at: list[str | None] = [None] * len(tasks)  # the meeting that each waits at
+        self._tasks, self._seats, self._carried, self._processor = list(tasks), seats, carried, processor
+        self.at: list[str | None] = [None] * len(tasks)  # the barrier that each waits at
         self.round = round_
         self._values: list[Any] = []
         self._done = [False] * len(tasks)
         self._results: list[Any] = [None] * len(tasks)
         self._combined: Any = None
         self._failure: BaseException | None = None
-        self._alike = True  # whether all that have come are at the same meeting
-        self._over = self._begun = False
-        self._processor = processor
+        self._alike = True  # whether all that have come are at the same barrier
+        self._over = False
         self._turn = -1  # whose it is to run
         self._finished = threading.Lock()
         self._finished.acquire()
-
-    @property
-    def runs(self) -> bool:
-        """Whether a task may run."""
-        return self._turn >= 0 and not self._over
 
     def run(self) -> list[Any]:
         self._wait()
@@ -212,20 +175,35 @@ class _Turns:
         return results
 
     def _wait(self) -> None:
-        """Wait for the last task. An interrupt, as by Ctrl-C, ends each at its next meeting, and then comes out."""
+        """Wait for the last task. An interrupt, as by Ctrl-C, ends each at its next barrier, and then comes out."""
         try:  # around all of it: nothing has begun before this line, and all is over after it
             while not self._over:
                 if self._turn < 0:
-                    others = frozenset(threading.enumerate())
                     for number, seat in enumerate(self._seats):
-                        seat.job, seat.others = self._job(number), others
-                    self._hand_to(0)
-                elif not self._begun:
-                    self._seats[0].wake()  # an interrupt came between its turn and its waking
+                        seat.job = partial(self._work, number)
+                    self._turn = 0
+                self._seats[self._turn].wake()  # also where an interrupt came between a turn and its waking
                 self._finished.acquire()
         except BaseException as interrupt:  # noqa: BLE001 - raised again when no task runs any more
             self._failure = self._failure or interrupt
             self._wait()
+
+    def _work(self, number: int) -> None:
+        if self._turn != number or self._done[number]:
+            return  # woken for nothing
+        self._seats[number].job = None
+        try:
+            scope.become(Worker(self, number))
+            if self._failure is None:
+                with staying_on(self._processor), self._carried.there():
+                    self._results[number] = self._carried.context.copy().run(self._tasks[number])
+        except Abandoned:
+            pass
+        except BaseException as error:  # noqa: BLE001 - it comes out of `run`
+            self._failure = self._failure or error
+        finally:
+            scope.become(None)
+        self._end(number)
 
     def meet(
         self,
@@ -268,67 +246,35 @@ class _Turns:
         self.at = [None] * len(self._seats)
         self._combined = combine(values)
 
-    def _paths_differ(self) -> PathsDiffer:
-        places: dict[str, list[int]] = {}
-        for number, at in enumerate(self.at):
-            places.setdefault(at or "its end", []).append(number)
-        listed = "\n".join(f"    {_numbered(numbers)} at {at}" for at, numbers in places.items())
-        msg = (
-            "the micro-batches of this window took different paths, and cannot meet:\n"
-            f"{listed}\n"
-            "All must run the same operations across micro-batches in the same order, also in backward. Look for an "
-            "`if` on the data or on a random number, a layer that is skipped for some, a value that only some "
-            "micro-batches' losses use, or tensors of different shapes."
-        )
-        return PathsDiffer(msg)
-
-    def _job(self, number: int) -> Callable[[], None]:
-        def job() -> None:
-            if self._turn != number or self._done[number]:
-                return  # woken for nothing
-            self._begun = True
-            self._seats[number].job = None
-            try:
-                scope.become(Worker(self, number))
-                with staying_on(self._processor):
-                    if self._failure is None:
-                        with self._carried.there():
-                            self._results[number] = self._carried.context.copy().run(self._tasks[number])
-            except Abandoned:
-                pass
-            except BaseException as error:  # noqa: BLE001 - it comes out of `run`
-                if self._failure is None:
-                    self._failure = error
-            finally:
-                scope.become(None)
-            self._seats[number].others = None
-            self._end(number)
-
-        return job
-
     def _end(self, number: int) -> None:
         """A task is over: the baton goes to the next, and from the last one to whoever still waits."""
         self._done[number] = True
-        seats = len(self._seats)
-        if self._failure is None:
-            if number + 1 < seats:
-                self._hand_to(number + 1)
-                return
-            if not all(self._done):
-                self._failure = self._paths_differ()
-        left = next((i for i in range(seats) if not self._done[i]), None)
-        if left is None:
+        if self._failure is None and number + 1 < len(self._seats):
+            self._hand_to(number + 1)
+            return
+        left = [i for i, done in enumerate(self._done) if not done]
+        if left:
+            self._failure = self._failure or self._paths_differ()
+            self._hand_to(left[0])
+        else:
             self._over = True
             self._finished.release()
-        else:
-            self._hand_to(left)
 
     def _hand_to(self, number: int) -> None:
         self._turn = number
         self._seats[number].wake()
 
-
-def _numbered(numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return f"micro-batch {numbers[0]} is"
-    return f"micro-batches {', '.join(map(str, numbers))} are"
+    def _paths_differ(self) -> PathsDiffer:
+        places: dict[str, list[int]] = {}
+        for number, at in enumerate(self.at):
+            places.setdefault(at or "its end", []).append(number)
+        listed = "\n".join(
+            f"    micro-batch{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))} "
+            f"{'are' if len(numbers) > 1 else 'is'} at {at}"
+            for at, numbers in places.items()
+        )
+        return PathsDiffer(
+            f"the micro-batches of this window took different paths, and cannot meet:\n{listed}\n"
+            "All must run the same operations across micro-batches in the same order, also in backward. Look for an "
+            "`if` on the data or on a random number, a layer that some skip, or tensors of different shapes."
+        )
