@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bigbatch import Accumulator, BigStep, Options
 from bigbatch.errors import LossError
+from bigbatch.loss.origin import Surroundings
 from bigbatch.loss.readings import Reader
-from bigbatch.loss.trail import Surroundings
 from tests.losses import READABLE, sizes
 from tests.support.reference import distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss, join, rows, seeded

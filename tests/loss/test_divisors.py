@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from bigbatch import BigStep, Options
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 from bigbatch.loss import divisors, readings
+from bigbatch.loss.origin import Surroundings
 from bigbatch.loss.readings import Reader
-from bigbatch.loss.trail import Surroundings
 from tests.support.reference import sgd, trained
 
 Batch = dict[str, Tensor]

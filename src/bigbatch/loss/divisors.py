@@ -26,8 +26,8 @@ from bigbatch.loss.graph import (
     shape,
     signed,
 )
-from bigbatch.loss.operations import NLL, POINTWISE_LOSSES, PURE_POINTWISE, VIEWS
-from bigbatch.loss.trail import Trail
+from bigbatch.loss.origin import Trail
+from bigbatch.loss.rules import NLL, POINTWISE_LOSSES, PURE_POINTWISE, VIEWS
 
 _SEQUENCES = 3  # dimensions of a model's output
 _HABITS = frozenset({1, 2})  # `0.5 * x.sum()` is half of it, and seldom a mean over two; so may `/ 2` be

@@ -1,9 +1,17 @@
 """What a value is made of: of parameters alone, of values of all micro-batches, or of this micro-batch's data."""
 
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any, TypeAlias
 
+import torch
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from bigbatch.loss import refusals
+from bigbatch.loss.count import Arrival
 from bigbatch.loss.graph import (
     Edge,
     Shape,
@@ -12,6 +20,7 @@ from bigbatch.loss.graph import (
     is_leaf,
     is_parameter,
     is_shared_by_all,
+    is_shared_value,
     operation,
     python_number,
     saved_number,
@@ -19,9 +28,51 @@ from bigbatch.loss.graph import (
     shape,
     variable,
 )
-from bigbatch.loss.operations import MATRICES, PURE_POINTWISE, REDUCTIONS, VIEWS
-from bigbatch.loss.rules import MATMULS
-from bigbatch.loss.trail import Trail
+from bigbatch.loss.rules import MATMULS, MATRICES, PURE_POINTWISE, REDUCTIONS, VIEWS
+
+# How a kind of graph was read where it could be read in one way only: that holds where it might be two.
+Precedents: TypeAlias = dict[tuple[Hashable, ...], Any]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the reader knows beside the graph: whose parameters these are, and which tensors are the model's."""
+
+    own: frozenset[int] = frozenset()  # ids of the optimizers' parameters: a plain tensor may be one
+    is_weight: Callable[[Tensor], bool] = lambda _: False  # a frozen weight has no place in the graph
+    micro_batch_norm: bool = False  # the user accepts BatchNorm over micro-batches
+    time_first: bool = False  # a layer takes (time, batch, ...), so that samples may lie second
+    # A tensor that divides a sum is taken for its count, and what is set against samples for theirs: it is checked.
+    divisors: bool = False
+
+
+@dataclass
+class Trail:
+    """The nodes that a reading has looked at, in order, and the saved tensors that were found to be frozen weights."""
+
+    known: Surroundings = field(default_factory=Surroundings)
+    precedents: Precedents = field(default_factory=dict)
+    nodes: dict[Node, None] = field(default_factory=dict)
+    weights: list[tuple[Node, str]] = field(default_factory=list)
+    unbound: set[Node] = field(default_factory=set)  # unbinds along the samples
+    passing: bool = False  # what was found holds for this graph alone: it is not to be remembered
+
+    def passed(self, node: Node) -> None:
+        """Take note of a node."""
+        self.nodes[node] = None
+
+    def add(self, other: "Trail") -> None:
+        """Take over what was looked at on a trail of its own."""
+        self.nodes.update(other.nodes)
+        self.weights.extend(other.weights)
+
+    def kind(self, *about: Hashable) -> tuple[Hashable, ...]:
+        """Return the key of a precedent: of what, in graphs that are of one kind so far."""
+        return (*about, *map(type, self.nodes))
+
+    def is_as_before(self, about: Hashable, answer: object) -> bool:
+        """Tell whether graphs of this kind have had the same answer; the first one settles it."""
+        return bool(self.precedents.setdefault(self.kind(about), answer) == answer)
 
 
 class Origin(Enum):
@@ -159,3 +210,96 @@ def by_number(node: Node, name: str) -> bool:
     if name not in {"Mul", "Div", "Pow"}:
         return False
     return any(saved_number(node, which) is not None for which in ("other", "self", "exponent"))
+
+
+# Frozen weights have no place in the graph, so they are known by their memory.
+
+_COMPARED = 32  # numbers of a copy that are compared each time
+_READ_EVERY = 16  # on a device, the result of comparisons is read once in as many
+
+
+class FrozenWeights:
+    """Answers whether a tensor is a parameter or buffer of the models, perhaps cast by autocast.
+
+    Asked for every micro-batch, so what was found is kept: by weak reference, since memory that a weight has left
+    may be given to a batch.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], beside: Callable[[], Iterable[Tensor]] = tuple) -> None:
+        """Take note of the models; their tensors are looked up when asked for, and those that they have `beside`."""
+        self._models, self._beside = models, beside
+        self._at: dict[int, weakref.ref[Tensor]] = {}
+        self._casts: dict[tuple[torch.Size, torch.dtype], weakref.ref[Tensor]] = {}
+        self._compared, self._same, self._arrival = 0, torch.tensor(data=True), Arrival()  # on a device
+
+    def __call__(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is one of the models' own, or the same in every micro-batch as they are."""
+        return (
+            is_shared_value(tensor)
+            or self._is_known(tensor)
+            or self._is_known_cast(tensor)
+            or self._is_own(tensor)
+            or self._is_cast(tensor)
+        )
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        address = _address(tensor)
+        known = self._at.get(address)
+        own = known() if known is not None else None
+        return own is not None and _address(own) == address
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Look through the models: a weight may have been moved or loaded anew."""
+        self._at = {_address(own): weakref.ref(own) for own in self._tensors()}
+        return _address(tensor) in self._at
+
+    def _is_known_cast(self, tensor: Tensor) -> bool:
+        """Tell a new copy of a weight that was compared before, by some of its numbers (read later on a device)."""
+        known = self._casts.get((tensor.shape, tensor.dtype))
+        own = known() if known is not None else None
+        if own is None:
+            return False
+        if tensor.is_cpu:
+            return torch.equal(_some(own).to(tensor.dtype), _some(tensor))
+        if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+            return True
+        self._same = (_some(own).to(tensor.dtype) == _some(tensor)).all() & self._same.to(tensor.device)
+        if self._compared % _READ_EVERY == 0:
+            if self._compared and not self._arrival.read():
+                raise refusals.other_weight(tuple(tensor.shape))
+            self._arrival.start(self._same)
+        self._compared += 1
+        return True
+
+    def _is_cast(self, tensor: Tensor) -> bool:
+        """Autocast copies a frozen weight; the copy is compared with it once, which waits for the device."""
+        for own in self._own():
+            if own.dtype != tensor.dtype and own.shape in {tensor.shape, tensor.shape[::-1]}:
+                same = own if own.shape == tensor.shape else own.t()
+                if torch.equal(same.to(tensor.dtype), tensor):
+                    self._casts[tensor.shape, tensor.dtype] = weakref.ref(own)
+                    return True
+        return False
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._own()
+        yield from self._beside()
+
+    def _own(self) -> Iterator[Tensor]:
+        for model in self._models:
+            yield from model.parameters()
+            yield from model.buffers()
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Take a few numbers, the same of a matrix and of its transpose."""
+    return tensor.diagonal()[:_COMPARED] if tensor.dim() > 1 else tensor.reshape(-1)[:_COMPARED]
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        storage = tensor.untyped_storage()
+        # One that was freed, as by FSDP after a forward, has no address; what held it is the same, and has one.
+        return storage.data_ptr() or -int(storage._cdata)  # noqa: SLF001 - no public name
+    except (RuntimeError, NotImplementedError):  # a wrapper without storage of its own
+        return -id(tensor)

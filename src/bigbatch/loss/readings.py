@@ -28,12 +28,11 @@ from bigbatch.loss.graph import (
     saved_tensor,
     unseen,
 )
-from bigbatch.loss.operations import NLL, PURE_POINTWISE
+from bigbatch.loss.origin import Precedents, Surroundings, Trail
 from bigbatch.loss.reductions import targets
-from bigbatch.loss.rules import MATMULS
+from bigbatch.loss.rules import MATMULS, NLL, PURE_POINTWISE
 from bigbatch.loss.selections import results, rows_index
 from bigbatch.loss.terms import read
-from bigbatch.loss.trail import Precedents, Surroundings, Trail
 
 _KINDS, _SHAPES = 32, 512  # how many kinds of graphs are remembered, and of each how many shapes
 _BY_TENSOR = frozenset("Index IndexSelect IndexPut MaskedSelect IndexAdd IndexCopy".split())  # read by their indices

@@ -25,11 +25,10 @@ from bigbatch.loss.graph import (
     signed,
 )
 from bigbatch.loss.layout import PICKED, Axis, Dim, Layout, Part
-from bigbatch.loss.operations import NLL, POINTWISE_LOSSES, ROW_LOSSES, VIEWS, rule_of
-from bigbatch.loss.origin import Origin, is_made_of
-from bigbatch.loss.rules import MEAN, SUM, Rule, size_of, unreduced
+from bigbatch.loss.origin import Origin, Trail, is_made_of
+from bigbatch.loss.rules import MEAN, NLL, POINTWISE_LOSSES, ROW_LOSSES, SUM, VIEWS, Rule, size_of, unreduced
 from bigbatch.loss.samples import Samples
-from bigbatch.loss.trail import Trail
+from bigbatch.loss.selections import rule_of
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
 

@@ -16,6 +16,53 @@ Rule: TypeAlias = Callable[[Node, int, Layout], Inputs]
 
 NONE, MEAN, SUM = range(3)  # how torch writes a fused loss's reduction
 
+POINTWISE_LOSSES = frozenset(
+    "MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss".split()
+)
+ROW_LOSSES = frozenset("MultiMarginLoss MultilabelMarginLoss".split())
+NLL = frozenset("NllLoss NllLoss2D".split())
+
+# Pure functions of their inputs alone: nothing but parameters below them means a regulariser.
+PURE_POINTWISE = frozenset(
+    "Add Sub Rsub Mul Div Pow Exp Exp2 Expm1 Log Log2 Log10 Log1P Sqrt Rsqrt Neg Abs Sgn Sign Sin Cos Tan Asin "
+    "Acos Atan Atan2 Sinh Cosh Tanh Asinh Acosh Atanh Sigmoid LogSigmoid Softplus Relu LeakyRelu Elu Celu Gelu "
+    "Silu Mish Hardtanh Hardswish Hardsigmoid Hardshrink Softshrink Threshold PreluKernel Clamp ClampMin ClampMax "
+    "Lerp Addcmul Addcdiv Maximum Minimum Fmax Fmin Erf Erfc Erfinv Reciprocal ToCopy Clone Alias Logaddexp "
+    "Logaddexp2 Hypot Sinc Logit Digamma Lgamma Polygamma Xlogy SpecialXlog1Py SpecialEntr SpecialErfcx "
+    "SpecialNdtri SpecialLogNdtr NanToNum Round Floor Ceil Trunc Frac Fmod Remainder Expand Complex Polar Angle Conj "
+    "Copysign Tril Triu".split()
+)
+# Pointwise, with an input that the graph does not show: a mask, a condition, noise.
+MASKED_POINTWISE = frozenset("Where MaskedFill NativeDropout FusedDropout RreluWithNoise".split())
+REDUCTIONS = frozenset(
+    "Sum Mean Prod Var Std VarMean StdMean Logsumexp Amax Amin Max Min Median Nanmedian Norm LinalgVectorNorm "
+    "Nansum Kthvalue Mode Aminmax".split()
+)
+ALONG = frozenset(
+    "Softmax LogSoftmax SafeSoftmax Cumsum Cumprod Logcumsumexp Cummax Cummin Sort Topk Glu "
+    "Scatter ScatterReduce IndexFill".split()
+)
+# Of rows, by an index that is in no graph.
+POOLING = frozenset("IndexAdd ScatterAdd ScatterReduce IndexCopy IndexPut".split())
+VIEWS = frozenset("View UnsafeView ReshapeAlias".split())
+SPATIAL = frozenset(
+    "AvgPool2D AvgPool3D MaxPool2DWithIndices MaxPool3DWithIndices AdaptiveAvgPool2D AdaptiveAvgPool3D "
+    "AdaptiveMaxPool2D AdaptiveMaxPool3D UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleLinear1D "
+    "UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D ReflectionPad1D ReflectionPad2D ReplicationPad1D "
+    "ReplicationPad2D ReflectionPad3D ReplicationPad3D UpsampleNearestExact1D UpsampleNearestExact2D "
+    "UpsampleNearestExact3D UpsampleBilinear2DAa UpsampleBicubic2DAa FractionalMaxPool2D "
+    "PixelShuffle PixelUnshuffle Im2Col Col2Im GridSampler2D".split()
+)
+FOURIER = frozenset("FftR2C FftC2C FftC2R".split())
+MATRICES = frozenset(
+    "LinalgCholeskyEx LinalgInvEx LinalgDet LinalgSlogdet LinalgSvd LinalgEigh LinalgEig LinalgQr LinalgSolveEx "
+    "LinalgSolveTriangular LinalgMatrixExp LinalgLu LinalgHouseholderProduct CholeskySolve CholeskyInverse".split()
+)
+ATTENTION = frozenset(
+    "ScaledDotProductFlashAttention ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention "
+    "ScaledDotProductCudnnAttention".split()
+)
+
 MATMULS: dict[str, tuple[int, int]] = {  # which inputs are the left and the right factor
     "Mm": (0, 1),
     "Addmm": (1, 2),
@@ -254,3 +301,10 @@ def batch_norm(node: Node, _output: int, layout: Layout) -> Inputs:
         # instance_norm is a batch_norm of one batch with all samples' channels side by side
         layout = (((sizes[0], name if sizes[0] > 1 else PICKED),), layout[1], *mixed(sizes[2:], name))
     return [(first, layout), *((edge, mixed(size_of(edge), name)) for edge in rest)]
+
+
+NORMS: dict[str, Rule] = {
+    **dict.fromkeys(("NativeLayerNorm", "FusedRmsNorm"), layer_norm),
+    "NativeGroupNorm": group_norm,
+    **dict.fromkeys(("NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"), batch_norm),
+}

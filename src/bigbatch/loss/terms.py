@@ -26,10 +26,9 @@ from bigbatch.loss.graph import (
     saved,
     saved_number,
 )
-from bigbatch.loss.origin import Origin, is_made_of
+from bigbatch.loss.origin import Origin, Trail, is_made_of
 from bigbatch.loss.reductions import FUSED, LINEAR, Sum, label_smoothing, read_fused, read_reduction
 from bigbatch.loss.selections import results
-from bigbatch.loss.trail import Trail
 
 _ROOT = 0.5
 _ZERO = "zero"  # what a term is called that a factor of zero leaves out

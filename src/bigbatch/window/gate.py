@@ -19,9 +19,8 @@ from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Term
 from bigbatch.loss.graph import edges, operation, saved_tensor
-from bigbatch.loss.own_tensors import FrozenWeights
+from bigbatch.loss.origin import FrozenWeights, Surroundings
 from bigbatch.loss.readings import Reader
-from bigbatch.loss.trail import Surroundings
 from bigbatch.state.scope import NeedsLockStep
 from bigbatch.window.awake_norms import batch_norms, escaped, foreign, is_awake, refuse_awake, refuse_compiled
 from bigbatch.window.gradients import all_parameters, sparing
