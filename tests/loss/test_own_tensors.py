@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from bigbatch.loss.origin import FrozenWeights
 from torch import Tensor, nn
 
 from bigbatch import Accumulator
 from bigbatch.errors import LossError, UnreadableLoss
+from bigbatch.loss.origin import FrozenWeights
 from tests.support.reference import distance, sgd, trained
 from tests.support.samples import CLASSES, generator, labels, normal, seeded
 
