@@ -64,7 +64,7 @@ def test_a_loop_in_the_file_is_put_to_the_proof(tmp_path: Path) -> None:
     assert result.exit_code == 1
     text = " ".join(result.stdout.split())
     assert "Not exact: the gradient of 16 samples in 4 micro-batches" in text
-    assert "1. wrong-scale at loss The gradient is 4 times the big batch's" in text
+    assert "1. wrong-scale The gradient is 4 times the big batch's" in text
     assert "(again, after the remedy above)" in text
 
 

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Options, errors, verify
-from bigbatch.verification.causes.remedies import REMEDIES
-from bigbatch.verification.result import KINDS, Cause, Difference, Verification
+from bigbatch.verification.result import KINDS, REMEDIES, Cause, Difference, Verification
 from tests.bombs import OUT_OF_MEMORY
 from tests.support import defects
 from tests.support.defects import Batch, by_samples, mean, network, samples

@@ -236,28 +236,6 @@ def test_a_loop_that_clips_by_value_is_compared_before_that() -> None:
         assert found.notes == ("The loop clips its gradient; what was compared is the gradient before that.",)
 
 
-@pytest.mark.parametrize("unscaled", [True, False])
-def test_clipping_what_is_still_scaled_is_told(unscaled: bool) -> None:
-    """The gradient is the big batch's all the same, but the limit is another one."""
-
-    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
-        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
-        for batch in micro_batches:
-            scaler.scale(mean(model, batch) * len(batch[1]) / UNEVEN).backward()
-        if unscaled:
-            scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        scaler.step(optimizer)
-        scaler.update()
-
-    torch.manual_seed(0)
-    found = verify(network(), mean, samples(UNEVEN), 4, train_window=train_window)
-    assert found.exact
-    told = [note for note in found.notes if note.startswith("What it clips is 65536 times the gradient that it steps")]
-    assert len(told) == (not unscaled)
-    assert all("scaler.unscale_(optimizer)" in note for note in told)
-
-
 def test_a_loop_finds_no_hooks_on_its_parameters() -> None:
     """Training may take another path where there are some, and the proof would be of that one."""
     seen: list[Any] = []

@@ -30,7 +30,6 @@ def of_another(_model: nn.Module, micro_batches: list[Batch]) -> None:
 CASES: dict[str, tuple[Callable[[], object], type[Exception]]] = {
     "no model": (lambda: Verify(3, mean, samples(), 4), errors.ConfigurationError),
     "a criterion": (lambda: Verify(network(), nn.CrossEntropyLoss(), samples(), 4), errors.ConfigurationError),
-    "a loss of one argument": (lambda: Verify(network(), lambda batch: batch, samples(), 4), errors.ConfigurationError),
     "a loop that is none": (lambda: Verify(network(), mean, samples(), 4, train_window=3), errors.ConfigurationError),
     "options that are none": (lambda: Verify(network(), mean, samples(), 4, options={}), errors.ConfigurationError),
     "no size": (lambda: verify(network(), mean, samples(), 0), errors.ConfigurationError),
@@ -50,10 +49,6 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception]]] = {
     "a loop without": (lambda: Verify(network(), mean, samples(), 4, train_window=lambda *_: None), errors.LossError),
     "a loop that clears": (lambda: verify(network(), mean, samples(), 4, train_window=cleared), errors.LossError),
     "a loop of another": (lambda: verify(network(), mean, samples(), 4, train_window=of_another), errors.LossError),
-    "an old kind": (
-        lambda: verify(network(), mean, samples(), 4).raise_if_wrong(allow={"buffers-written"}),
-        errors.ConfigurationError,
-    ),
     "a kind that is none": (
         lambda: verify(network(), mean, samples(), 4).raise_if_wrong(allow={"dropout"}),
         errors.ConfigurationError,

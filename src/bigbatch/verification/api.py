@@ -1,26 +1,31 @@
 """The public function: check what was passed, compare both sides on as many samples as fit, and find causes."""
 
-import inspect
+import math
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
 from bigbatch.batch.split import balanced
+from bigbatch.batch.tree import mapped
+from bigbatch.big_step import BigStep
 from bigbatch.default_loss import own_loss
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import asked_aside
+from bigbatch.state.snapshot import untouched
 from bigbatch.verification.comparison import Verifier, name_of
 from bigbatch.verification.loop_recorder import TrainWindow
-from bigbatch.verification.model_copy import ModelUnderTest
+from bigbatch.verification.model_copy import ModelCopy, ModelUnderTest
 from bigbatch.verification.result import Verification
-from bigbatch.verification.runner import BigStepStrategy, Runner, Samples, UserLoop, loader_sizes
+from bigbatch.verification.runner import Accumulated, LossFunction, Runner, Samples, Strategy, cloned, loader_sizes
+from bigbatch.verification.tolerance import read_gradients
 
 _LEAST = 2  # samples: two micro-batches of one
 
@@ -76,98 +81,98 @@ def run_verification(
     """Verify, and call `on_run` with what each run is of before it is made."""
     models = arguments.models(model)
     _check_functions(loss_fn, train_window, options)
-    options = options or Options()
+    options, loss_fn = options or Options(), loss_fn or own_loss
     whole = Batch.of(batch, collate=options.collate)
     _check_size(micro_batch_size, whole.size)
-    under_test = ModelUnderTest(model, models)
+    under_test = ModelUnderTest(model)
     if not under_test.own.parameters:
         raise ConfigurationError("no parameter of the model requires a gradient: there is nothing to verify.")
-    asked = _Asked(under_test, loss_fn or own_loss, whole, micro_batch_size, train_window, options, on_run)
-    with under_test.guarded(), torch.enable_grad(), asked_aside():
-        return asked.verification()
 
-
-@dataclass(frozen=True)
-class _Asked:
-    """What is to be verified."""
-
-    model: ModelUnderTest
-    loss_fn: Callable[[Any, Any], Any]
-    whole: Batch
-    size: int
-    train_window: TrainWindow | None
-    options: Options
-    on_run: Callable[[str], None]
-
-    def verification(self) -> Verification:
-        """Compare on all samples, or, out of memory, on half of them, and so on; at last without float64."""
-        samples, wide = self.whole.size, True
-        while True:
-            try:
-                return self._on(samples, wide=wide).verification()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                let_go(error, told=True)
-                if samples <= _LEAST and not wide:
-                    problem = f"out of memory with two samples; {missing(error)}. The model is unchanged."
-                    fix = "a smaller model of the same kind, or the CPU:  verify(model.cpu(), ...)"
-                    raise OutOfMemory(problem, fix=fix) from error
-            samples, wide = (samples // 2, wide) if samples > _LEAST else (self.whole.size, False)
-
-    def _on(self, samples: int, *, wide: bool) -> Verifier:
-        total, part = self.whole.size, self.whole
-        at_once = self.size
-        if samples < total:
-            part, at_once = self.whole.only(range(samples)), min(self.size, samples // 2)
-        device = next(iter(self.model.own.parameters.values())).device
-        cut = balanced if self.train_window is None else loader_sizes
-        strategy = (
-            BigStepStrategy(at_once, self.options)
-            if self.train_window is None
-            else UserLoop(self.train_window, self.model.parameter_ids)
+    def verifier(samples: int, *, wide: bool) -> Verifier:
+        at_once = micro_batch_size if samples == whole.size else min(micro_batch_size, samples // 2)
+        part = whole if samples == whole.size else whole.only(range(samples))
+        cut = balanced if train_window is None else loader_sizes
+        device = next(iter(under_test.own.parameters.values())).device
+        strategy = Strategy(
+            "BigStep" if train_window is None else "train_window",
+            at_once,
+            options,
+            accumulate_with_big_step,
+            train_window,
         )
-        runner = Runner(
-            self.model, self.loss_fn, Samples(part, tuple(cut(samples, at_once)), device), strategy, self.on_run
-        )
-        notes = []
+        found = Runner(under_test, loss_fn, Samples(part, tuple(cut(samples, at_once)), device), strategy, on_run)
         if not wide:
-            notes.append(
-                f"Not even two samples fit into memory in float64, so it was judged in {name_of(self.model.own.dtype)} "
+            found.notes.append(
+                f"Not even two samples fit into memory in float64, so it was judged in {name_of(under_test.own.dtype)} "
                 "alone, where small mistakes may hide in rounding."
             )
-        if samples < total:
-            smaller = f", in micro-batches of {at_once:,} instead of {self.size:,}" if at_once < self.size else ""
-            notes.append(
-                f"The whole batch of {total:,} did not fit into memory: the first {samples:,} samples were "
-                f"compared{smaller}."
+        if samples < whole.size:
+            less = f", in micro-batches of {at_once:,} instead of {micro_batch_size:,}"
+            found.notes.append(
+                f"The whole batch of {whole.size:,} did not fit into memory: the first {samples:,} samples were "
+                f"compared{less if at_once < micro_batch_size else ''}."
             )
-        return Verifier(runner, total, wide, notes)
+        return Verifier(found, whole.size, wide)
+
+    with untouched(models), torch.enable_grad(), asked_aside():
+        return _on_as_many_as_fit(verifier, whole.size)
 
 
-def _takes_two(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind(None, None)
-    except ValueError:  # some built-in functions have no signature
-        return True
-    except TypeError:
-        return False
-    return True
+def _on_as_many_as_fit(verifier: Callable[..., Verifier], total: int) -> Verification:
+    """Compare on all samples, or, out of memory, on half of them, and so on; at last without float64."""
+    samples, wide = total, True
+    while True:
+        try:
+            return verifier(samples, wide=wide).verification()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            let_go(error, told=True)
+            if samples <= _LEAST and not wide:
+                problem = f"out of memory with two samples; {missing(error)}. The model is unchanged."
+                fix = "a smaller model of the same kind, or the CPU:  verify(model.cpu(), ...)"
+                raise OutOfMemory(problem, fix=fix) from error
+        samples, wide = (samples // 2, wide) if samples > _LEAST else (total, False)
 
 
-def _check_functions(loss_fn: Any, train_window: Any, options: object) -> None:
-    a_loss = "lambda model, batch: criterion(model(batch[0]), batch[1])"
+def accumulate_with_big_step(
+    strategy: Strategy, model: ModelCopy, loss_fn: LossFunction, samples: Samples, dtype: torch.dtype | None
+) -> Accumulated:
+    """Make one update with a rate of 0, and read what the optimizer steps with; what BigStep raises comes out."""
+    found: dict[str, Tensor | None] = dict.fromkeys(model.parameters)  # nothing counted: no step
+    sizes: list[int] = []
+
+    def sized(network: Any, micro_batch: Any) -> Any:
+        sizes.append(Batch.of(micro_batch, shared=samples.batch.shared).size)
+        return loss_fn(network, micro_batch)
+
+    def cast(tree: Any) -> Any:
+        return mapped(tree, lambda _, leaf: cloned(leaf, dtype))
+
+    options, collate, batch = strategy.options, strategy.options.collate, samples.batch.whole
+    if collate is not None:
+        options = replace(options, collate=lambda some: cast(collate(some)))
+    optimizer = torch.optim.SGD(model.parameters.values(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: found.update(read_gradients(model.parameters)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what BigStep cannot see is compared here
+        function = sized if options.lengths else loss_fn
+        step = BigStep(model.model, optimizer, function, micro_batch_size=strategy.size, options=options)
+        update = step(cast(batch) if collate is None else batch)
+    loss = float(update.loss) if update.loss_is_exact else math.nan
+    return Accumulated(found, loss, tuple(sizes[-update.micro_batches :]))
+
+
+def _check_functions(loss_fn: object, train_window: object, options: object) -> None:
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, nn.Module)):
+        fix = "lambda model, batch: criterion(model(batch[0]), batch[1])"
         raise ConfigurationError(
-            "loss_fn must be a function of a model and a batch.", found=type(loss_fn).__name__, fix=a_loss
+            "loss_fn must be a function of a model and a batch.", found=type(loss_fn).__name__, fix=fix
         )
-    if loss_fn is not None and not _takes_two(loss_fn):
-        raise ConfigurationError("loss_fn cannot be called with a model and a batch.", fix=a_loss)
-    if train_window is not None and not (callable(train_window) and _takes_two(train_window)):
+    if train_window is not None and not callable(train_window):
         problem = "train_window must be a function of a model and one window's micro-batches, a list."
-        raise ConfigurationError(
-            problem, found=type(train_window).__name__, fix="def train_window(model, micro_batches): ..."
-        )
+        fix = "def train_window(model, micro_batches): ..."
+        raise ConfigurationError(problem, found=type(train_window).__name__, fix=fix)
     if options is not None and not isinstance(options, Options):
         raise ConfigurationError("options must be Options.", found=repr(options), fix="Options(check=False)")
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.rng import Randomness
-from bigbatch.state.snapshot import devices_of, untouched
+from bigbatch.state.snapshot import devices_of
 
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 USE_ARGUMENT = "the model that is passed in:  loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])"
@@ -24,23 +24,22 @@ class ModelCopy:
 
     model: Any  # as loss_fn takes it: one module or a sequence
     models: tuple[nn.Module, ...]
+    modules: dict[str, nn.Module]  # the name of a single model is empty; of several, names begin with its number
     parameters: dict[str, nn.Parameter]  # those that are trained
 
     @classmethod
     def of(cls, model: Any) -> "ModelCopy":
-        """Wrap one module or a sequence; of several, names begin with the model's number."""
+        """Wrap one module or a sequence."""
         models = tuple(model) if isinstance(model, list | tuple) else (model,)
+        modules: dict[str, nn.Module] = {}
         trained: dict[int, tuple[str, nn.Parameter]] = {}
-        for prefix, each in _prefixed(models):
-            for name, p in each.named_parameters():
+        for number, each in enumerate(models):
+            prefix = f"[{number}]" if len(models) > 1 else ""
+            modules |= dict(each.named_modules(prefix=prefix))
+            for name, p in each.named_parameters(prefix=prefix):
                 if p.requires_grad:
-                    trained.setdefault(id(p), (_joined(prefix, name), p))
-        return cls(model, models, dict(trained.values()))
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """All modules by name; the name of a single model is empty."""
-        return {_joined(prefix, n): m for prefix, each in _prefixed(self.models) for n, m in each.named_modules()}
+                    trained.setdefault(id(p), (name, p))
+        return cls(model, models, modules, dict(trained.values()))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,29 +53,11 @@ class ModelCopy:
 class ModelUnderTest:
     """The model that was passed in."""
 
-    def __init__(self, model: Any, models: tuple[nn.Module, ...]) -> None:
+    def __init__(self, model: Any) -> None:
         """Keep the model as it is."""
         self.own = ModelCopy.of(model)
-        self.devices = devices_of(models)
-        self.parameter_ids = frozenset(id(p) for each in models for p in each.parameters())
-        self._modules = list(dict.fromkeys(module for each in models for module in each.modules()))
-        self._guards: list[int] = []
-
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Raise wherever the model itself is run inside; gradients, buffers and random generators are restored."""
-        own = set(map(id, self._modules))
-
-        def refuse(module: nn.Module, _: object) -> None:
-            if id(module) in own:
-                raise_used_itself()
-
-        with untouched(self.own.models), ExitStack() as stack:
-            for module in self._modules:
-                handle = module.register_forward_pre_hook(refuse, prepend=True)
-                self._guards.append(handle.id)
-                stack.callback(handle.remove)
-            yield
+        self.devices = devices_of(self.own.models)
+        self.parameter_ids = frozenset(id(p) for p in _all_parameters(self.own))
 
     def refuse_reached(self) -> None:
         """Raise where a run on a copy left gradients in the model itself."""
@@ -96,7 +77,7 @@ class ModelUnderTest:
             randomness.restore()
 
     def _copied(self) -> Any:
-        kept = (value for module in self._modules for value in vars(module).values() if isinstance(value, Tensor))
+        kept = (v for module in self.own.modules.values() for v in vars(module).values() if isinstance(v, Tensor))
         memo: dict[int, Any] = {id(each): each.detach().clone() for each in kept if not each.is_leaf}
         try:
             found = copy.deepcopy(self.own.model, memo)
@@ -110,11 +91,12 @@ class ModelUnderTest:
             )
             fix = "a model without files, locks, generators and handles in its attributes, which copy.deepcopy can copy"
             raise ConfigurationError(problem, fix=fix) from error
-        for module in _all_modules(found):
-            for guard in self._guards:
-                module._forward_pre_hooks.pop(guard, None)  # noqa: SLF001 - a copied hook has no handle
-        for p, twin in zip(_all_parameters(self.own.models), _all_parameters(ModelCopy.of(found).models), strict=True):
-            _copy_hooks(p, twin)
+        for p, twin in zip(_all_parameters(self.own), _all_parameters(ModelCopy.of(found)), strict=True):
+            before, after = ((getattr(p, name, None) or {}) for name in _HOOKS)  # which copies of tensors lose
+            for hook in before.values():
+                twin.register_hook(hook)
+            for hook in after.values():
+                twin.register_post_accumulate_grad_hook(hook)
         return found
 
 
@@ -129,27 +111,5 @@ def has_gradient_hooks(p: nn.Parameter) -> bool:
     return any(getattr(p, name, None) for name in _HOOKS)
 
 
-def _copy_hooks(p: nn.Parameter, twin: nn.Parameter) -> None:
-    """Register the gradient hooks of a parameter, which copies of tensors lose."""
-    before, after = ((getattr(p, name, None) or {}) for name in _HOOKS)
-    for hook in before.values():
-        twin.register_hook(hook)
-    for hook in after.values():
-        twin.register_post_accumulate_grad_hook(hook)
-
-
-def _all_parameters(models: tuple[nn.Module, ...]) -> list[nn.Parameter]:
-    return list(dict.fromkeys(p for each in models for p in each.parameters()))
-
-
-def _all_modules(model: Any) -> list[nn.Module]:
-    return list(dict.fromkeys(module for each in ModelCopy.of(model).models for module in each.modules()))
-
-
-def _prefixed(models: tuple[nn.Module, ...]) -> Iterator[tuple[str, nn.Module]]:
-    for number, model in enumerate(models):
-        yield (f"[{number}]" if len(models) > 1 else ""), model
-
-
-def _joined(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix and name else prefix or name
+def _all_parameters(model: ModelCopy) -> list[nn.Parameter]:
+    return list(dict.fromkeys(p for each in model.models for p in each.parameters()))

@@ -1,4 +1,4 @@
-"""What a verification came to: the difference of each parameter, the verdict and the causes, and all of it as text."""
+"""What a verification came to: differences, verdict, causes and what to type against them, and all of it as text."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -8,35 +8,49 @@ from typing import Any
 from bigbatch.errors import ConfigurationError, GradientsDiffer
 from bigbatch.verification.tolerance import EXACT
 
-KINDS = (
-    "batch-norm",
-    "randomness",
-    "wrong-scale",
-    "wrong-count",
-    "coupled-samples",
-    "dropped-micro-batch",
-    "stepped-inside",
-    "state",
-    "clipping",
-    "precision",
-    "nondeterminism",
-    "unknown",
-)
-_BEFORE = {
-    "buffers-written": "state",
-    "shared-state": "state",
-    "nonlinear-in-a-mean": "coupled-samples",
-    "counted-per-micro-batch": "wrong-count",
-    "missing-term": "wrong-count",
-    "unused-parameters": "wrong-count",
-    "low-precision-sums": "precision",
-    "not-divided": "wrong-scale",
-    "divided-twice": "wrong-scale",
-    "zeroed-inside": "dropped-micro-batch",
-    "clipped-inside": "clipping",
+_ACROSS = "across.gather(x), across.mean(x), across.sum(x)  (docs/coupled.md)"
+_WITHIN = "Or attend, pool and normalize within a sample: over dim=1 and on, not dim=0."
+_DRAWN = "Nothing to repair: another split draws other numbers, and the gradients are equal in distribution. Accept it:"
+_WEIGHT = "Weight each micro-batch by what its loss was averaged over, of the total of the window:"
+_COUNTS = "; count is mask.sum() under a mask, weight[labels].sum() under class weights"
+REMEDIES = {  # of each kind, what to type in a `loss_fn` for BigStep and in a loop; one text where they are the same
+    "batch-norm": (
+        'Normalize by it:  Options(batch_norm="exact"); or freeze:  model.get_submodule({first!r}).eval()',
+        "Use BigStep(model, optimizer, loss_fn), which normalizes by the big batch; or GroupNorm, or LayerNorm.",
+    ),
+    "randomness": (f"{_DRAWN}  verify(...).raise_if_wrong(allow={{{{'randomness'}}}})",),
+    "wrong-scale": (
+        "Return the loss as it is, and leave the weights to BigStep:  return loss, or counted(loss, n)",
+        f"{_WEIGHT}  (loss * count / total).backward(). If it is clipping by hand, use torch.nn.utils instead.",
+    ),
+    "wrong-count": (
+        "Say what the loss was averaged over:  return counted(loss, {count}){counts}",
+        f"{_WEIGHT}  (loss * {{count}} / total).backward(){{counts}}; or accumulator.backward(loss), which reads it.",
+    ),
+    "coupled-samples": (
+        f"Use the other samples, inside BigStep:  {_ACROSS}. {_WITHIN}",
+        f"No loop over micro-batches can be exact here. Use BigStep, and in there  {_ACROSS}. {_WITHIN}",
+    ),
+    "dropped-micro-batch": (
+        "Leave gradients alone in loss_fn and in hooks.",
+        "Clear gradients after optimizer.step() alone, and step after the last micro-batch, too; or  accumulator.over.",
+    ),
+    "stepped-inside": ("Step once in a window:  if (i + 1) % {steps} == 0: optimizer.step(); optimizer.zero_grad()",),
+    "state": ("Write it after the update, not in forward; or have forward read a copy that only the update changes.",),
+    "clipping": (
+        "Pass clip_norm to BigStep, which clips the big batch's gradient.",
+        "Clip once in a window, after the last backward and right before optimizer.step().",
+    ),
+    "precision": (
+        "Add up in float32:  Options(gradient_dtype=torch.float32)",
+        "Add up in float32, as Accumulator and BigStep do, or train float32 weights under autocast.",
+    ),
+    "nondeterminism": ("Try torch.use_deterministic_algorithms(True), and draw from torch's default generators.",),
+    "unknown": ("",),
 }
+KINDS = tuple(REMEDIES)
 _FACTOR = 8  # times the measured rounding: two roundings of one number are hardly ever further apart
-_ROWS = 10
+_ROWS, _NAMES = 10, 2  # that are shown
 _BY = {
     "BigStep": ", as BigStep accumulates them,",
     "train_window": ", as your train_window accumulates them,",
@@ -100,6 +114,15 @@ class Cause:
     """The evidence, in a sentence."""
     remedy: str
     """What to type."""
+
+
+def cause(
+    kind: str, where: str, found: str, *, loop: bool, remedy: str = "", count: str = "", steps: int = 0, first: str = ""
+) -> Cause:
+    """Make a cause; its remedy is that of its kind, unless one is passed."""
+    counts = "" if count else _COUNTS
+    said = REMEDIES[kind][-1 if loop else 0].format(count=count or "count", counts=counts, steps=steps, first=first)
+    return Cause(kind, where, f"{found[:1].upper()}{found[1:]}.", remedy or said)
 
 
 @dataclass(frozen=True)
@@ -175,8 +198,8 @@ def refuse_unknown(kinds: Collection[str]) -> None:
     """Raise for what is no set of kinds: a slip would accept nothing, silently."""
     unknown = [kinds] if isinstance(kinds, str) else sorted(set(kinds) - set(KINDS))
     if unknown:
-        instead = repr(_BEFORE[unknown[0]]) if unknown[0] in _BEFORE else f"some of these: {', '.join(KINDS)}"
-        raise ConfigurationError("allow must be a set of kinds of causes.", found=repr(unknown[0]), fix=instead)
+        problem, fix = "allow must be a set of kinds of causes.", f"some of these: {', '.join(KINDS)}"
+        raise ConfigurationError(problem, found=repr(unknown[0]), fix=fix)
 
 
 def headline(found: Verification) -> str:
@@ -221,6 +244,11 @@ def row(each: Difference) -> tuple[str, ...]:
 def number(value: float) -> str:
     """Write a relative difference with two digits."""
     return "-" if math.isnan(value) else "0" if value == 0 else f"{value:.1e}" if value < 0.01 else f"{value:.2g}"  # noqa: PLR2004
+
+
+def listed(names: Sequence[str]) -> str:
+    """Name the first two, and say how many more there are."""
+    return ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES:,} more" if len(names) > _NAMES else "")
 
 
 def _table(differences: Sequence[Difference], dtype: str) -> list[str]:

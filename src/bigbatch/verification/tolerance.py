@@ -12,11 +12,9 @@ from torch import Tensor, nn
 Gradients: TypeAlias = Mapping[str, Tensor | None]  # in float64; None where a parameter got none
 
 EXACT = 1e-12  # relative, in float64: what counts as equal whatever the rounding
-NOT_ROUNDING = 0.05  # relative, in any dtype
-_NOT_ROUNDING_IN_FLOAT64 = 1e-6
+_PRECISE = 1e-10  # relative: a model whose rounding is larger computes some of it in less than float64
 _LOOSE = 1e-9
 _FACTOR = 16  # times the measured rounding, in experiments whose own rounding is not measured
-_OTHER_ORDER = 30  # times the rounding of a factor: another order of the samples costs no more, if it is rounding
 # A gradient that is zero but for rounding, as of a bias before a softmax, has no size of its own to be relative to.
 _SMALL = 1e-2  # of the typical size of an element
 
@@ -69,34 +67,51 @@ def overall(differences: Mapping[str, float]) -> float:
     return math.sqrt(math.fsum(each**2 for each in differences.values()) / max(len(differences), 1))
 
 
+def largest(differences: Mapping[str, float]) -> float:
+    """Return the largest difference of a parameter."""
+    return max(differences.values(), default=0.0)
+
+
 def _norm(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient))
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """What rounding explains, measured for each parameter."""
+class Comparison:
+    """A window's gradients, the big batch's, and how far they differ."""
 
-    floors: Mapping[str, float]
-    is_precise: bool  # the model computes all in the dtype that it runs in
-    largest: float  # what no rounding exceeds
+    found: Gradients
+    truth: Gradients
+    differences: Mapping[str, float]
 
     @classmethod
-    def measured(cls, scaled: Mapping[str, float], moved: Mapping[str, float], *, precise: bool) -> "Tolerance":
-        """Read it from the big batch with its loss scaled, and with its samples in another order as well."""
-        # With dropout, or where neighbors matter, another order of the samples is more than rounding.
-        counts = overall(moved) <= max(_LOOSE, _OTHER_ORDER * overall(scaled))
-        floors = {name: max(each, moved[name]) if counts else each for name, each in scaled.items()}
-        finite = {name: each for name, each in floors.items() if math.isfinite(each)}
-        typical = median(finite.values()) if finite else 0.0  # by chance two roundings of a parameter may be the same
-        largest = _NOT_ROUNDING_IN_FLOAT64 if precise else NOT_ROUNDING
-        return cls({name: max(finite.get(name, typical), typical) for name in floors}, precise, largest)
+    def of(cls, found: Gradients, truth: Gradients) -> "Comparison":
+        """Measure the differences."""
+        return cls(found, truth, relative(found, truth))
 
     @property
-    def nonlinear(self) -> float:
-        """How far a factor of the loss moves the gradient, where that is more than rounding; else 0."""
-        most = max(self.floors.values(), default=0.0)
-        return most if most > self.largest else 0.0
+    def overall(self) -> float:
+        """One figure for all parameters."""
+        return overall(self.differences)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What rounding explains, for each parameter."""
+
+    floors: Mapping[str, float]
+
+    @classmethod
+    def of(cls, measured: Mapping[str, float], most: float) -> "Tolerance":
+        """Even out what was measured: by chance two roundings of a parameter may be the same."""
+        finite = {name: min(each, most) for name, each in measured.items() if math.isfinite(each)}
+        typical = median(finite.values()) if finite else 0.0
+        return cls({name: max(finite.get(name, typical), typical) for name in measured})
+
+    @property
+    def is_precise(self) -> bool:
+        """Whether all of the model computes in float64."""
+        return overall(self.floors) <= _PRECISE
 
     @property
     def loose(self) -> float:
