@@ -154,7 +154,6 @@ def test_what_waits_by_hand() -> None:
     found.saved = {size: 100 * size for size in (64, 48, 4)}
     assert found.beside(4) == 12_000
     found.norms = ["norm"]
-    assert found.whole(4) == 12_800
     assert [found.beside(size) for size in (64, 48, 4)] == [None, 1600 + 1600, 6000 + 500]
 
 

@@ -56,15 +56,12 @@ class Coupling:
         """Run a forward, and note where it asks for other samples and, once, what autograd saves beside `given`."""
         asked, before, returned = list[int](), times_asked(), list[Any]()
 
-        def begin(*_: Any) -> None:
-            asked.append(times_asked())
-
         def end(*_: Any) -> None:
             self.inside = self.inside or times_asked() != asked.pop()
 
         with ExitStack() as stack:
             for model in self._models:
-                stack.callback(model.register_forward_pre_hook(begin).remove)
+                stack.callback(model.register_forward_pre_hook(lambda *_: asked.append(times_asked())).remove)
                 stack.callback(model.register_forward_hook(end, always_call=True).remove)
             stack.enter_context(swapped(*_single))
             if self.is_new(size):
@@ -85,10 +82,6 @@ class Coupling:
         waiting = min(others, _MOST * size) if self.norms else others
         return int(self.saved[size] / size * waiting + self._samples * others / self._batch_size)
 
-    def whole(self, size: int) -> int:
-        """Return the activations of the whole batch, as a micro-batch of a size shows them, and the samples."""
-        return int(self.saved[size] / size * self._batch_size) + (self._samples if self.has_host else 0)
-
     def notes(self, found: Plan) -> tuple[str, ...]:
         """Say where activations wait while micro-batches run in lock-step, and whether there is room."""
         if not self.inside or found.size is None:
@@ -97,9 +90,10 @@ class Coupling:
         if self.norms:
             said = f"BatchNorm ('{self.norms[0]}'{' and others' * (len(self.norms) > 1)}) couples the samples:"
         if found.steps == 1 or found.size not in self.saved:
-            said += " BigStep takes all at once where that fits, and otherwise runs micro-batches in lock-step;"
-            return (f"{said} an Accumulator refuses it.",)
-        there, whole, beside = host_available(), self.whole(found.size), self.beside(found.size)
+            what = "BigStep takes all at once where that fits, and otherwise runs micro-batches in lock-step"
+            return (f"{said} {what}; an Accumulator refuses it.",)
+        there, beside = host_available(), self.beside(found.size)
+        whole = int(self.saved[found.size] / found.size * self._batch_size) + (self._samples if self.has_host else 0)
         room = f"of {human(there)} that are free" if whole <= there else "more than is free: a step would be refused"
         said += f" micro-batches run in lock-step, and the activations of the whole batch, about {human(whole)},"
         if beside is None:

@@ -86,15 +86,17 @@ def make_plan(
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "no parameters"
         raise ConfigurationError("plan needs the model on one device.", found=found, fix="model.to('cuda')")
+    (device,) = devices
     whole = Batch.of(batch)
     coupling = Coupling(models, _tensors(batch), whole.size)
-    work = _Work(model, models, optimizers, loss_fn or own_loss, whole, next(iter(devices)), coupling)
+    task = _Task(model, models, loss_fn or own_loss, whole, optimizers, device, coupling)
     randomness = Randomness(devices)  # a trace, too, runs the user's code, and that of optimizers
     try:
         with _without_reduction(models):
-            budget = bytes_of(memory, work.device)
-            bench = _Measuring(work, budget) if memory is None or _is_here(memory, work.device) else _Tracing(work)
-            return _planned(work, bench, budget, on_probe)
+            budget = bytes_of(memory, device)
+            fraction, asked = (1.0, 0) if memory is None else read(memory)
+            is_here = fraction is not None or (device.type == "cuda" and asked <= room(device).reachable)
+            return _planned(task, _Measuring(task, budget) if is_here else _Tracing(task), budget, on_probe)
     finally:
         randomness.restore()
 
@@ -113,25 +115,15 @@ def _without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
             vars(wrapper).update(settings)
 
 
-def _is_here(memory: float | str, device: torch.device) -> bool:
-    """Tell whether the memory asked for is that of the model's own device."""
-    fraction, asked = read(memory)
-    return fraction is not None or (device.type == "cuda" and asked <= room(device).reachable)
-
-
-def _tensors(samples: Any) -> list[Tensor]:
-    return [leaf for _, leaf in leaves(samples) if isinstance(leaf, Tensor)]
-
-
 @dataclass(frozen=True)
-class _Work:
+class _Task:
     """What is planned for."""
 
     model: Any
     models: Sequence[nn.Module]
-    optimizers: Sequence[Optimizer]
     loss_fn: Callable[[Any, Any], Any]
     batch: Batch
+    optimizers: Sequence[Optimizer]
     device: torch.device
     coupling: Coupling
 
@@ -140,39 +132,44 @@ class _Work:
         return self.coupling.call(size, lambda: self.loss_fn(self.model, samples), _tensors(samples), device)
 
 
+def _tensors(samples: Any) -> list[Tensor]:
+    return [leaf for _, leaf in leaves(samples) if isinstance(leaf, Tensor)]
+
+
 class _Measuring:
     """Tries sizes on the model's own device."""
 
     margin, measured = MARGIN, True
 
-    def __init__(self, work: _Work, budget: int) -> None:
-        on_cuda = work.device.type == "cuda"
-        self._work, work.coupling.has_host = work, on_cuda
-        self.name = torch.cuda.get_device_name(work.device) if on_cuda else "this machine's CPU"
+    def __init__(self, task: _Task, budget: int) -> None:
+        on_cuda = task.device.type == "cuda"
+        self._task, task.coupling.has_host = task, on_cuda
+        self.name = torch.cuda.get_device_name(task.device) if on_cuda else "this machine's CPU"
         self.notes = [] if on_cuda else ["Peaks are the whole process's: what else it holds counts, too."]
         # Gradients are there whether an optimizer is given or not; one without state stands in for it.
-        trained = [p for module in work.models for p in module.parameters() if p.requires_grad]
-        optimizers = work.optimizers or (torch.optim.SGD(trained, lr=0.0),)
-        limit = min(budget, room(work.device).reachable)
-        self._stage = Stage(work.models, optimizers, torch.float32, work.device, limit)
-        self._mover, self._admission = Mover(work.device), Admission(work.models, optimizers, "exact", "")
-        self.held, self._step = _held(trained, optimizers, work.device)
+        trained = [p for module in task.models for p in module.parameters() if p.requires_grad]
+        optimizers = task.optimizers or (torch.optim.SGD(trained, lr=0.0),)
+        limit = min(budget, room(task.device).reachable)
+        self._stage = Stage(task.models, optimizers, torch.float32, task.device, limit)
+        self._mover, self._admission = Mover(task.device), Admission(task.models, optimizers, "exact", "")
+        self.held, self._step = _held(trained, optimizers, task.device)
 
     def probe(self, size: int) -> Probe:
         seen = self._stage.rehearse(size, lambda: self._run(size))
-        if seen.peak_bytes is not None:
-            # The step of the optimizer comes after, when activations are gone: a phase of its own.
-            seen = replace(seen, peak_bytes=max(seen.peak_bytes, self.held + self._step))
-        return seen
+        if seen.peak_bytes is None:
+            return seen
+        # The step of the optimizer comes after, when activations are gone: a phase of its own.
+        return replace(seen, peak_bytes=max(seen.peak_bytes, self.held + self._step))
 
     def _run(self, size: int) -> None:
-        is_readable = not self._work.coupling.is_new(size)
-        samples = self._mover.moved(self._work.batch.take(slice(0, size)))
-        returned = self._work.loss(samples, size, self._work.device)
+        coupling = self._task.coupling
+        is_readable = not coupling.is_new(size)
+        samples = self._mover.moved(self._task.batch.take(slice(0, size)))
+        returned = self._task.loss(samples, size, self._task.device)
         loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
         with speaking_of("BigStep"):
             arguments.loss(loss)
-        if is_readable and not self._work.coupling.asked and not any(note.startswith(REFUSED) for note in self.notes):
+        if is_readable and not coupling.asked and not any(note.startswith(REFUSED) for note in self.notes):
             try:
                 with _disable_current_modes():  # as in a window
                     self._admission.read(loss)
@@ -186,23 +183,22 @@ class _Tracing:
 
     name, margin, measured, held = "a GPU", TRACED_MARGIN, False, 0
 
-    def __init__(self, work: _Work) -> None:
-        self._work = work
+    def __init__(self, task: _Task) -> None:
+        self._task = task
         here = "this machine has no GPU"
-        if work.device.type != "cpu":
-            here = f"{work.device} has {human(room(work.device).reachable)}"
+        if task.device.type != "cpu":
+            here = f"{task.device} has {human(room(task.device).reachable)}"
         self.notes = [
             f"Predicted by tracing, since {here}; {TRACED_MARGIN:.0%} are left free for what a trace does not see.",
             "Times are not known: on the device itself, a smaller size may be as fast.",
         ]
 
     def probe(self, size: int) -> Probe:
-        def loss_fn(_: Any, samples: Any) -> Any:
-            return self._work.loss(samples, size, torch.device("cpu"))
-
+        task, on_cpu = self._task, torch.device("cpu")
         while True:
-            traced = predict(self._work.model, loss_fn, self._work.batch.take(slice(0, size)), self._work.optimizers)
-            if not self._work.coupling.is_new(size):  # else it has just shown that it asks for other samples
+            samples = task.batch.take(slice(0, size))
+            traced = predict(task.model, lambda _, given: task.loss(given, size, on_cpu), samples, task.optimizers)
+            if not task.coupling.is_new(size):  # else it has just shown that it asks for other samples
                 self.held = traced.resident
                 return Probe(size, traced.peak)
 
@@ -221,11 +217,11 @@ def _held(trained: Sequence[Tensor], optimizers: Sequence[Optimizer], device: to
     return there + sum(p.nbytes for p in gradients) + wider(gradients) + to_come, while_stepping
 
 
-def _planned(work: _Work, bench: _Measuring | _Tracing, budget: int, on_probe: Callable[[int], None]) -> Plan:
+def _planned(task: _Task, bench: _Measuring | _Tracing, budget: int, on_probe: Callable[[int], None]) -> Plan:
     """Choose a size, and say why."""
     seen: dict[int, Probe] = {}
     choice: Choice | None = None
-    coupling, total, limit = work.coupling, work.batch.size, int(budget * (1 - bench.margin))
+    coupling, total, limit = task.coupling, task.batch.size, int(budget * (1 - bench.margin))
 
     def probe(size: int) -> Probe:
         if size not in seen:
@@ -234,8 +230,9 @@ def _planned(work: _Work, bench: _Measuring | _Tracing, budget: int, on_probe: C
         return seen[size]
 
     def with_others(size: int) -> Probe:
-        found, beside = probe(size), coupling.beside(size)
-        return found if found.peak_bytes is None else replace(found, peak_bytes=found.peak_bytes + (beside or 0))
+        found = probe(size)
+        alone = found.peak_bytes
+        return found if alone is None else replace(found, peak_bytes=alone + (coupling.beside(size) or 0))
 
     # A plan that finds no size says so: that is its answer, not an error. Of sizes beside which others do not fit,
     # one that fits alone is told.
@@ -247,11 +244,11 @@ def _planned(work: _Work, bench: _Measuring | _Tracing, budget: int, on_probe: C
     if choice and choice.fits_whole and coupling.inside:
         # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
         choice = replace(choice, size=total, probes=tuple(replace(p, seconds=None) for p in choice.probes))
+    waits = choice is not None and choice.steps > 1
 
     def row(found: Probe) -> Row:
-        told, beside = None if choice is None else choice.predicted(found.size), coupling.beside(found.size)
-        if choice is None or choice.steps == 1:  # none waits for another
-            beside = None
+        told = None if choice is None else choice.predicted(found.size)
+        beside = coupling.beside(found.size) if waits else None
         return Row(
             size=found.size,
             steps=-(-total // found.size),
@@ -262,6 +259,7 @@ def _planned(work: _Work, bench: _Measuring | _Tracing, budget: int, on_probe: C
             waiting_bytes=beside,
         )
 
+    told = advice(choice, bench.held) if choice else advice_when_nothing_fits(bench.held, seen[1].peak_bytes, limit)
     found = Plan(
         batch_size=total,
         size=choice.size if choice else None,
@@ -272,9 +270,7 @@ def _planned(work: _Work, bench: _Measuring | _Tracing, budget: int, on_probe: C
         device=bench.name,
         measured=bench.measured,
         rows=tuple(row(seen[size]) for size in sorted(seen)),
-        advice=advice(choice, bench.held)
-        if choice
-        else advice_when_nothing_fits(bench.held, seen[1].peak_bytes, limit),
+        advice=told,
         notes=tuple(bench.notes),
     )
     return replace(found, notes=(*found.notes, *coupling.notes(found)))

@@ -113,16 +113,11 @@ def advice_when_nothing_fits(resident: int, one: int | None, limit: int) -> tupl
     """Say what is too large, by how much, and what makes it smaller."""
     found = f"Weights, gradients, optimizer state and all else that this process holds take {human(resident)}"
     if resident > limit:
-        more = f"{human(resident - limit)} more than the {human(limit)} there are to use"
-        remedy = (
-            "Train fewer weights (LoRA), take an optimizer with less state (SGD has none, Adafactor little), hold "
-            "weights in bfloat16, or shard them over several devices (FSDP)."
-        )
-        return f"{found}, {more}: no size of micro-batch changes that.", remedy
-    missing = "" if one is None else f" and is {human(one - limit)} short"
-    left = f"one sample does not fit into the {human(limit - resident)} left{missing}"
-    remedy = (
-        "Use activation checkpointing (torch.utils.checkpoint around each block), shorter sequences or smaller "
-        "images, or torch.autocast(device, dtype=torch.bfloat16)."
-    )
-    return f"{found} of {human(limit)}; {left}.", remedy
+        what = f"{human(resident - limit)} more than the {human(limit)} there are to use: no micro-batch changes that"
+        remedy = "Train fewer weights (LoRA), take an optimizer with less state (SGD has none, Adafactor little), hold "
+        remedy += "weights in bfloat16, or shard them over several devices (FSDP)."
+        return f"{found}, {what}.", remedy
+    short = "" if one is None else f" and is {human(one - limit)} short"
+    remedy = "Use activation checkpointing (torch.utils.checkpoint around each block), shorter sequences or smaller "
+    remedy += "images, or torch.autocast(device, dtype=torch.bfloat16)."
+    return f"{found} of {human(limit)}; one sample does not fit into the {human(limit - resident)} left{short}.", remedy

@@ -95,9 +95,8 @@ def predict(
                 del loss
                 live.begin("step")
                 live.step()
-    step = live.above
-    where = where if samples + max(forward, backward) >= step else "the optimizer's step"
-    return Prediction(weights, gradients, state, samples, forward, backward, step, _WORKSPACES[target], where)
+    where = where if samples + max(forward, backward) >= live.above else "the optimizer's step"
+    return Prediction(weights, gradients, state, samples, forward, backward, live.above, _WORKSPACES[target], where)
 
 
 def optimizer_bytes(optimizers: Sequence[Optimizer], target: Target) -> tuple[int, int]:
