@@ -15,22 +15,21 @@ from benchmarks.noise_truth import Regression, holds, loss_of, measured
 from bigbatch import Accumulator, BigStep, GradientNoise, Options
 from bigbatch.errors import ConfigurationError, StateError
 from bigbatch.noise.estimate import LEAST, Estimate, Norms, correlation_time, estimate, student
-from bigbatch.noise.monitor import _norm
-from bigbatch.noise.noise_report import NoiseReport, Verdict, judge, make_report
+from bigbatch.noise.noise_report import Verdict, judge, make_report
 from tests.losses import READABLE, SEVERAL
 from tests.support.emulated_graphs import emulated
 from tests.support.reference import OptimizerFactory, sgd, trained, windows
-from tests.support.samples import Batch, Loss, mlp, rows
+from tests.support.samples import Batch, Loss, mlp
 from tests.support.strategies import seeds, splits
 from tests.support.training import MASKED, PLAIN, SUMMED, Training, micro_batches
 
 SIZES = (3, 1, 4, 2, 5, 1, 2, 3, 2)
-ONE_COUNT = [
-    case
-    for case in READABLE
-    if case.name
-    in {"mse-mean", "cross_entropy-functional-2-D-ignored-weights-mean", "binary_cross_entropy-mean", "smooth_l1-mean"}
-]
+ONE_COUNT = {
+    "mse-mean",
+    "cross_entropy-functional-2-D-ignored-weights-mean",
+    "binary_cross_entropy-mean",
+    "smooth_l1-mean",
+}
 
 
 def still(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -42,33 +41,16 @@ def gradient_of(case: Loss, model: nn.Module, batch: Batch) -> float:
     """Return |∇loss|² over a batch, by plain torch."""
     model.zero_grad()
     case.loss(model, batch).backward()
-    squared = sum(
-        float((p.grad.coalesce().values() if p.grad.is_sparse else p.grad).square().sum()) for p in _got(model)
-    )
+    gradients: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
     model.zero_grad()
-    return squared
-
-
-def _got(model: nn.Module) -> list[Any]:
-    return [p for p in model.parameters() if p.grad is not None]
+    return sum(float((each.coalesce().values() if each.is_sparse else each).square().sum()) for each in gradients)
 
 
 def truth(case: Loss, model: nn.Module, batches: Sequence[Batch], steps: int) -> list[list[float]]:
     """Return what should be seen of each window: its first micro-batch and all of it, with their counts."""
     assert case.count is not None
-    found = []
-    for window in windows(batches, steps):
-        if len(window) > 1:
-            whole = case.join(window)
-            found.append(
-                [
-                    gradient_of(case, model, window[0]),
-                    float(case.count(window[0])),
-                    gradient_of(case, model, whole),
-                    float(case.count(whole)),
-                ]
-            )
-    return found
+    pairs = [(window[0], case.join(window)) for window in windows(batches, steps) if len(window) > 1]
+    return [[n for part in pair for n in (gradient_of(case, model, part), float(case.count(part)))] for pair in pairs]
 
 
 def rows_of(noise: GradientNoise) -> list[list[float]]:
@@ -87,12 +69,28 @@ def assert_seen(noise: GradientNoise, true: list[list[float]], tolerance: float 
 # What is seen of a window.
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
-@pytest.mark.parametrize("case", ONE_COUNT, ids=str)
-def test_an_accumulator_is_seen_as_it_is(case: Loss, clip_norm: float | None) -> None:
-    """The gradients of the first micro-batch and of the whole window, before clipping, whatever was counted."""
-    training = Training(steps=3, case=case, optimizer=still, clip_norm=clip_norm)
+SITUATIONS: dict[str, dict[str, Any]] = {
+    **{case.name: {"case": case} for case in READABLE if case.name in ONE_COUNT},
+    "clipped": {"clip_norm": 0.05},
+    "scaled": {"scaler": GradScaler("cpu", init_scale=1024.0)},
+    "counted in advance": {"counts": lambda batch: (MASKED.count(batch),) if MASKED.count else ()},
+}
+
+
+@pytest.mark.parametrize("name", [*SITUATIONS, "a hook"])
+def test_an_accumulator_is_seen_as_it_is(name: str) -> None:
+    """The gradients of the first micro-batch and of the whole window, before scaling, clipping and hooks."""
+    situation = {"case": MASKED, **SITUATIONS.get(name, {})}
+    training, case = Training(steps=3, optimizer=still, **situation), situation["case"]
     noise = GradientNoise(training.accumulator, every=1)
+
+    def double() -> None:
+        for p in trained(training.model):
+            if p.grad is not None:
+                p.grad.mul_(2)
+
+    if name == "a hook":
+        training.accumulator.before_step(double)
     batches = case.micro_batches(SIZES)
     training.train(batches)
     assert_seen(noise, truth(case, training.model, batches, 3))
@@ -107,98 +105,40 @@ def test_any_split_is_seen_as_it_is(sizes: list[int], seed: int) -> None:
     batches = micro_batches(sizes, seed=seed)
     training.train(batches)
     true = truth(MASKED, training.model, batches, 2)
-    seen = rows_of(noise)
-    assert len(seen) == len(true)
-    assert all(mine == pytest.approx(theirs, rel=1e-11) for mine, theirs in zip(seen, true, strict=True))
+    assert rows_of(noise) == [pytest.approx(each, rel=1e-11) for each in true]
 
 
-def test_a_loss_scale_is_not_seen() -> None:
-    """It is divided out of both gradients."""
-    training = Training(steps=3, optimizer=still, scaler=GradScaler("cpu", init_scale=1024.0))
-    noise = GradientNoise(training.accumulator, every=1)
-    batches = micro_batches(SIZES)
-    training.train(batches)
-    assert_seen(noise, truth(MASKED, training.model, batches, 3))
-
-
-def test_counts_in_advance_are_seen_as_they_are() -> None:
-    """A loss of one term, whose totals came with `counts=`."""
-    training = Training(steps=3, optimizer=still, counts=lambda batch: (MASKED.count(batch),) if MASKED.count else ())
-    noise = GradientNoise(training.accumulator, every=1)
-    batches = micro_batches(SIZES)
-    training.train(batches)
-    assert_seen(noise, truth(MASKED, training.model, batches, 3))
-
-
-def test_a_hook_that_changes_gradients_is_not_seen() -> None:
-    """The data's noise is measured, not what is made of its gradient."""
-    training = Training(steps=3, optimizer=still)
-    noise = GradientNoise(training.accumulator, every=1)
-
-    def double() -> None:
-        for p in trained(training.model):
-            if p.grad is not None:
-                p.grad.mul_(2)
-
-    training.accumulator.before_step(double)
-    batches = micro_batches(SIZES)
-    training.train(batches)
-    assert_seen(noise, truth(MASKED, training.model, batches, 3))
-
-
-def test_several_optimizers_are_seen_as_one() -> None:
-    """One norm over all of their parameters."""
-    model = PLAIN.model()
-    first, *others = trained(model)
-    accumulator = Accumulator(model, [still([first]), still(others)], steps=3)
-    noise = GradientNoise(accumulator, every=1)
-    batches = PLAIN.micro_batches(SIZES)
-    for batch in accumulator.over(batches):
-        accumulator.backward(PLAIN.loss(model, batch))
-    assert_seen(noise, truth(PLAIN, model, batches, 3))
-
-
-def test_sparse_gradients_are_seen_and_left_alone() -> None:
-    """A sparse gradient is looked at through a copy: the window goes on."""
+def embeddings() -> nn.Module:
+    """A model with sparse gradients."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Flatten(), nn.Linear(12, 1)).double()
-    accumulator = Accumulator(model, still(trained(model)), steps=2)
+    return nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Flatten(), nn.Linear(12, 1)).double()
+
+
+SPARSE = Loss(
+    "sparse",
+    embeddings,
+    lambda n, _: {"x": torch.randint(7, (n, 4)), "y": torch.randn(n, 1, dtype=torch.float64)},
+    lambda model, batch: nn.functional.mse_loss(model(batch["x"]), batch["y"]),
+    count=lambda batch: batch["y"].numel(),
+)
+
+
+@pytest.mark.parametrize("what", ["several optimizers", "sparse", "bf16", "bf16 in its own"])
+def test_gradients_of_any_kind_are_seen(what: str) -> None:
+    """One norm over all optimizers' parameters; sparse gradients through a copy; bf16 to its rounding."""
+    low = what.startswith("bf16")
+    case = SPARSE if what == "sparse" else PLAIN
+    model = case.model().to(torch.bfloat16 if low else torch.float64)
+    first, *others = trained(model)
+    optimizers = [still([first]), still(others)] if what == "several optimizers" else still([first, *others])
+    dtype = None if what == "bf16 in its own" else torch.float32
+    accumulator = Accumulator(model, optimizers, steps=3, gradient_dtype=dtype)
     noise = GradientNoise(accumulator, every=1)
-    tokens, values = torch.randint(7, (10, 4)), torch.randn(10, 1, dtype=torch.float64)
-    case = Loss(
-        "sparse",
-        lambda: model,
-        rows,
-        lambda model, batch: nn.functional.mse_loss(model(batch["x"]), batch["y"]),
-        count=lambda batch: batch["y"].numel(),
-    )
-    batches = [{"x": x, "y": y} for x, y in zip(tokens.split((3, 2, 4, 1)), values.split((3, 2, 4, 1)), strict=True)]
+    batches = case.micro_batches(SIZES)
     for batch in accumulator.over(batches):
-        accumulator.backward(case.loss(model, batch))
-    assert_seen(noise, truth(case, model, batches, 2))
-
-
-@pytest.mark.parametrize("gradient_dtype", [torch.float32, None])
-def test_low_precision_is_seen_to_its_rounding(gradient_dtype: torch.dtype | None) -> None:
-    """bf16 parameters and a bf16 loss, whose weights are kept apart."""
-    model = PLAIN.model().to(torch.bfloat16)
-    accumulator = Accumulator(model, still(trained(model)), steps=3, gradient_dtype=gradient_dtype)
-    noise = GradientNoise(accumulator, every=1)
-    batches = PLAIN.micro_batches(SIZES)
-
-    def low(batch: Batch) -> Batch:
-        return {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
-
-    for batch in accumulator.over(batches):
-        accumulator.backward(PLAIN.loss(model, low(batch)))
-    assert_seen(noise, truth(PLAIN, model.double(), batches, 3), tolerance=0.05)
-
-
-def test_a_norm_of_low_precision_is_not_rounded_to_it() -> None:
-    """It is to be subtracted from another that is nearly as large."""
-    parameter = torch.zeros(1000, dtype=torch.bfloat16, requires_grad=True)
-    parameter.grad = torch.linspace(0.1, 1.0, 1000).bfloat16()
-    assert _norm([parameter]) == pytest.approx(float(parameter.grad.double().norm()), rel=1e-5)
+        given = {key: value.bfloat16() if low and value.is_floating_point() else value for key, value in batch.items()}
+        accumulator.backward(case.loss(model, given))
+    assert_seen(noise, truth(case, model.double(), batches, 3), tolerance=0.05 if low else 1e-12)
 
 
 @pytest.mark.parametrize("replayed", [False, True], ids=["launched", "replayed"])
@@ -229,8 +169,7 @@ def test_being_looked_at_changes_nothing() -> None:
 
 def test_windows_in_between_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """No norm is taken of them."""
-    norms: list[int] = []
-    real = torch._foreach_norm
+    norms, real = list[int](), torch._foreach_norm
 
     def counted_norm(*args: Any) -> Any:
         norms.append(1)
@@ -240,8 +179,7 @@ def test_windows_in_between_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -
     training = Training(steps=2, optimizer=still)
     noise = GradientNoise(training.accumulator, every=3)
     training.train(micro_batches([2] * 16))
-    assert len(rows_of(noise)) == 3  # of windows 1, 4 and 7
-    assert len(norms) == 6
+    assert (len(rows_of(noise)), len(norms)) == (3, 6)  # of windows 1, 4 and 7
 
 
 def test_a_window_that_is_dropped_is_looked_at_in_the_next() -> None:
@@ -256,25 +194,22 @@ def test_a_window_that_is_dropped_is_looked_at_in_the_next() -> None:
     assert_seen(noise, truth(MASKED, training.model, batches[1:3], 2))
 
 
-def test_old_windows_are_forgotten() -> None:
-    """The latest ones are kept."""
+def test_it_forgets_stops_and_begins_anew() -> None:
+    """The latest windows are kept; after `stop` or a `with` no window is looked at; `reset` forgets."""
     training = Training(steps=2, optimizer=still)
-    noise = GradientNoise(training.accumulator, every=1, last=2)
     batches = micro_batches([2] * 8)
-    training.train(batches)
-    assert_seen(noise, truth(MASKED, training.model, batches, 2)[-2:])
-
-
-def test_it_stops_and_begins_anew() -> None:
-    """After `stop` or a `with` no window is looked at; `reset` forgets."""
-    training = Training(steps=2, optimizer=still)
-    with GradientNoise(training.accumulator, every=1) as noise:
-        training.train(micro_batches([2] * 4))
+    with GradientNoise(training.accumulator, every=1, last=2) as noise:
+        training.train(batches)
     training.train(micro_batches([2] * 4))
-    assert len(rows_of(noise)) == 2
+    assert_seen(noise, truth(MASKED, training.model, batches, 2)[-2:])
     noise.reset()
     assert noise.report().verdict == "nothing"
-    GradientNoise(training.accumulator)  # its place is free
+    again = GradientNoise(training.accumulator)  # its place is free, until another measures
+    with pytest.raises(ConfigurationError, match=r"another GradientNoise measures this(.|\n)*noise.stop\(\)"):
+        GradientNoise(training.accumulator)
+    again.stop()
+    again.stop()
+    GradientNoise(training.accumulator)
 
 
 # What tells nothing.
@@ -283,41 +218,30 @@ def test_it_stops_and_begins_anew() -> None:
 def reasons(noise: GradientNoise) -> dict[str, int]:
     """Return why windows were left out, and check that the report says it."""
     report = noise.report()
-    assert report.windows == 0
-    assert report.verdict == "nothing"
-    assert report.interval == (0.0, math.inf)
+    assert (report.windows, report.verdict, report.interval) == (0, "nothing", (0.0, math.inf))
     assert report.scale is report.recommended_batch is report.recommended_steps is None
     assert "The batch size cannot be judged" in str(report)
     return {str(why): number for why, number in report.left_out.items()}
 
 
-def test_one_micro_batch_says_nothing() -> None:
-    """There is no other for it to differ from."""
-    training = Training(steps=1)
+@pytest.mark.parametrize(
+    ("case", "settings", "sizes", "found", "text"),
+    [
+        (PLAIN, {"steps": 1}, (2, 2, 2), {"alone": 3}, "3 windows told nothing: one micro-batch per window"),
+        (SUMMED, {"steps": 2}, (2, 2), {"sum": 1}, "1 window told nothing: the loss is a sum"),
+        (SEVERAL[0], {"steps": 2, "counts": SEVERAL[0].counts}, (2, 3), {"several": 1}, "the loss has several counts"),
+    ],
+    ids=["alone", "sum", "several"],
+)
+def test_windows_that_say_nothing(
+    case: Loss, settings: dict[str, Any], sizes: Sequence[int], found: dict[str, int], text: str
+) -> None:
+    """No other micro-batch, no count, or several of them."""
+    training = Training(case=case, **settings)
     noise = GradientNoise(training.accumulator, every=1)
-    training.train(micro_batches([2] * 3))
-    assert reasons(noise) == {"alone": 3}
-    assert "3 windows told nothing: one micro-batch per window" in str(noise.report())
-
-
-def test_a_sum_says_nothing() -> None:
-    """Nobody knows over how many samples."""
-    training = Training(steps=2, case=SUMMED)
-    noise = GradientNoise(training.accumulator, every=1)
-    training.train(SUMMED.micro_batches([2, 2]))
-    assert reasons(noise) == {"sum": 1}
-    assert "1 window told nothing: the loss is a sum" in str(noise.report())
-    assert "accumulator.backward(mean, count=n)" in str(noise.report())
-
-
-def test_several_counts_say_nothing() -> None:
-    """Terms that were averaged over different things have noise of their own."""
-    case = SEVERAL[0]
-    training = Training(steps=2, case=case, counts=case.counts)
-    noise = GradientNoise(training.accumulator, every=1)
-    training.train(case.micro_batches([2, 3]))
-    assert reasons(noise) == {"several": 1}
-    assert "the loss has several counts" in str(noise.report())
+    training.train(case.micro_batches(sizes))
+    assert reasons(noise) == found
+    assert text in str(noise.report())
 
 
 def test_lock_step_says_nothing() -> None:
@@ -331,28 +255,20 @@ def test_lock_step_says_nothing() -> None:
     assert "micro-batches ran in lock-step" in str(noise.report())
 
 
-def test_a_resumed_window_says_nothing() -> None:
-    """What its first micro-batch was alone is not in a checkpoint."""
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_resumed_window_says_nothing(dropped: bool) -> None:
+    """What its first micro-batch was alone is not in a checkpoint, nor is that of a window that was dropped before."""
     before, after = Training(steps=3), Training(steps=3)
     batches = micro_batches(SIZES)
     before.backward(batches[0])
-    after.accumulator.load_state_dict(before.accumulator.state_dict())
     noise = GradientNoise(after.accumulator, every=1)
+    if dropped:
+        after.backward(batches[3])
+        after.accumulator.discard()
+    after.accumulator.load_state_dict(before.accumulator.state_dict())
     after.train(batches[1:3])
-    assert rows_of(noise) == []
-    again = Training(steps=3)
-    noise = GradientNoise(again.accumulator, every=1)
-    again.accumulator.load_state_dict(before.accumulator.state_dict())
-    again.train(batches[1:3])
     assert reasons(noise) == {"resumed": 1}
     assert "was resumed from a checkpoint" in str(noise.report())
-    dropped = Training(steps=3)
-    noise = GradientNoise(dropped.accumulator, every=1)
-    dropped.backward(batches[3])
-    dropped.accumulator.discard()
-    dropped.accumulator.load_state_dict(before.accumulator.state_dict())
-    dropped.train(batches[1:3])
-    assert reasons(noise) == {"resumed": 1}  # and is not compared with the first of the one that was dropped
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -374,8 +290,6 @@ def test_a_first_micro_batch_without_targets_is_passed_over() -> None:
     batches = micro_batches([2, 3, 4])
     batches[0]["partly"].fill_(-100)
     training.train(batches)
-    assert MASKED.count is not None
-    assert MASKED.count(batches[0]) == 0
     assert_seen(noise, truth(MASKED, training.model, batches[1:], 2))
 
 
@@ -450,15 +364,6 @@ def test_many_windows_find_the_answer() -> None:
     assert report.micro_batch == 16
 
 
-def test_a_naive_mean_of_ratios_would_be_far_off() -> None:
-    """Why numerators and denominators are averaged apart: the comparison can fail."""
-    by = torch.Generator().manual_seed(0)
-    drawn = torch.randn(200, 2, generator=by, dtype=torch.float64) * 0.5 + torch.tensor([2.0, 0.5])
-    apart = estimate([tuple(row) for row in drawn.tolist()])
-    assert apart.scale == pytest.approx(4.0, rel=0.3)
-    assert float((drawn[:, 0] / drawn[:, 1]).mean()) != pytest.approx(4.0, rel=0.3)
-
-
 # Reports.
 
 
@@ -492,47 +397,19 @@ def test_what_is_recommended() -> None:
     larger, right = make_report(seen(1000), {}), make_report(seen(64), {})
     assert larger.recommended_batch == pytest.approx(1000, rel=0.3)
     assert larger.recommended_steps == pytest.approx(125, rel=0.3)
-    assert right.recommended_batch == 64
-    assert right.recommended_steps == 8
+    assert (right.recommended_batch, right.recommended_steps) == (64, 8)
     assert make_report(TOLD[3][0], {}).recommended_batch is None
-
-
-def test_the_model_behind_it() -> None:
-    """At a batch of the noise scale, twice the updates and twice the samples of the least; one for the other."""
-    report = make_report(seen(100, batch=100.0), {})
-    assert report.scale is not None
-    assert report.updates(report.scale) == report.samples(report.scale) == 2.0
-    updates, samples = report.updates(17), report.samples(17)
-    assert updates is not None
-    assert samples is not None
-    assert (updates - 1) * (samples - 1) == pytest.approx(1.0)
-    assert make_report([], {}).updates(8) is make_report([], {}).samples(8) is None
-
-
-def test_an_end_that_is_open_is_said() -> None:
-    """Where the true gradient may be zero, the scale has a lower end only, and no batch is recommended."""
-    report = make_report(seen(1e5, jitter=0.4, seed=1), {})
-    assert math.isinf(report.interval[1])
-    assert report.interval[0] > 0
-    assert report.recommended_batch is None
-    assert "at least" in str(report)
-
-
-def test_a_scale_that_changes_is_said() -> None:
-    """Two halves that contradict each other."""
-    report = make_report([*seen(20), *seen(500)], {})
-    assert report.drift is not None
-    assert report.drift[0] == pytest.approx(20, rel=0.2)
-    assert report.drift[1] == pytest.approx(500, rel=0.3)
-    assert "The scale is changing" in str(report)
-    assert make_report(seen(20, number=128), {}).drift is None
+    open_ended = make_report(seen(1e5, jitter=0.4, seed=1), {})  # the true gradient may be zero
+    assert math.isinf(open_ended.interval[1])
+    assert open_ended.interval[0] > 0
+    assert open_ended.recommended_batch is None
+    assert "at least" in str(open_ended)
 
 
 @pytest.mark.parametrize("norms", [told[0] for told in TOLD] + [seen(0.5), [], seen(1e6)])
 def test_every_report_can_be_said(norms: list[Norms]) -> None:
     """No sentence stumbles, whatever was seen."""
     report = make_report(norms, {"alone": 1, "sum": 200})
-    assert isinstance(report, NoiseReport)
     assert "200 windows told nothing: the loss is a sum" in str(report)
     assert ("1 window told nothing" in str(report)) == (report.windows < 10)  # one of many is not worth a word
     assert "nan" not in str(report)
@@ -575,49 +452,43 @@ def test_looking_more_often_is_advised_where_that_can_be(every: int, *, advised:
         assert ("every=1" in text) is (advised and bool(seen))
 
 
-# Stop and go on; misuse.
+# Misuse.
 
 
-def test_what_was_seen_is_not_kept_over_a_restart() -> None:
-    """Saving and loading say so."""
-    noise = GradientNoise(Training(steps=2, optimizer=still).accumulator)
-    with pytest.raises(StateError, match="after a restart it begins anew"):
-        noise.state_dict()
-    with pytest.raises(StateError, match="after a restart it begins anew"):
-        noise.load_state_dict({})
+def packing() -> BigStep:
+    """A step that sorts samples: a micro-batch is no random part of its batch."""
+    model = mlp()()
+    return BigStep(model, sgd(trained(model)), PLAIN.loss, options=Options(lengths="mask"))
 
 
-def test_what_trains_nothing_is_refused() -> None:
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "an optimizer": (lambda: sgd(trained(mlp()())), r"GradientNoise\(SGD\)(.|\n)*Use: GradientNoise\(accumulator\)"),
+    "packing": (packing, r"sorts samples by length(.|\n)*Options\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_measured_is_refused(name: str) -> None:
     """The optimizer is a likely slip."""
-    with pytest.raises(ConfigurationError, match=r"GradientNoise\(SGD\)(.|\n)*Use: GradientNoise\(accumulator\)"):
-        GradientNoise(sgd(trained(mlp()())))  # type: ignore[arg-type]
+    make, text = REFUSED[name]
+    with pytest.raises(ConfigurationError, match=text):
+        GradientNoise(make())
 
 
 @pytest.mark.parametrize("name", ["every", "last"])
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
+@pytest.mark.parametrize("value", [0, 1.5, True, "8"])
 def test_arguments_are_positive_integers(name: str, value: Any) -> None:
     """Each is named with what was found."""
     with pytest.raises(ConfigurationError, match=rf"{name} must be a positive integer. Got {value!r}"):
         GradientNoise(Training(steps=2).accumulator, **{name: value})
 
 
-def test_one_is_enough() -> None:
-    """A second one on the same training is refused, until the first has stopped."""
-    accumulator = Training(steps=2).accumulator
-    noise = GradientNoise(accumulator)
-    with pytest.raises(ConfigurationError, match=r"another GradientNoise measures this(.|\n)*noise.stop\(\)"):
-        GradientNoise(accumulator)
-    noise.stop()
-    noise.stop()
-    GradientNoise(accumulator)
-
-
-def test_sorted_samples_are_refused() -> None:
-    """A packed micro-batch is no random part of its batch."""
-    model = mlp()()
-    step = BigStep(model, sgd(trained(model)), PLAIN.loss, options=Options(lengths="mask"))
-    with pytest.raises(ConfigurationError, match=r"sorts samples by length(.|\n)*Options\(\)"):
-        GradientNoise(step)
+def test_what_was_seen_is_not_kept_over_a_restart() -> None:
+    """Saving and loading say so."""
+    noise = GradientNoise(Training(steps=2, optimizer=still).accumulator)
+    for name in ("state_dict", "load_state_dict"):
+        with pytest.raises(StateError, match="after a restart it begins anew"):
+            getattr(noise, name)({})
 
 
 # On a GPU.
@@ -670,6 +541,6 @@ def test_a_big_step_is_seen_as_it_is_on_the_gpu(cuda_graph: bool) -> None:
         for part_of in (slice(0, 4), slice(0, 12)):
             model.zero_grad()
             loss(model, (x[part_of].cuda(), y[part_of].cuda())).backward()
-            norms.append(sum(float(p.grad.square().sum()) for p in _got(model)))
+            norms.append(sum(float(p.grad.square().sum()) for p in trained(model) if p.grad is not None))
         assert mine == pytest.approx([norms[0], 4.0, norms[1], 12.0], rel=1e-10)
         model.zero_grad()

@@ -62,16 +62,7 @@ class NoiseReport:
     windows: int  # how many measured windows told something
     left_out: Mapping[Reason, int]  # how many told nothing, and why
     correlation: float  # this many windows count as one independent window; the interval allows for it
-    drift: tuple[float, float] | None  # the scale in both halves of the windows, where they contradict each other
     every: int  # every so-many-th window was measured
-
-    def updates(self, batch: float) -> float | None:
-        """Return the number of updates with this batch, relative to the fewest possible."""
-        return 1 + self.scale / batch if self.scale else None
-
-    def samples(self, batch: float) -> float | None:
-        """Return the number of samples with this batch, relative to the fewest possible."""
-        return 1 + batch / self.scale if self.scale else None
 
     def __str__(self) -> str:
         """Say it in sentences."""
@@ -85,9 +76,6 @@ class NoiseReport:
             batch = f"The batch is {_number(self.batch or 0.0)}, counted in what the loss is averaged over."
             windows = f"({about}, at 95 %), from {self.windows} windows."
             lines = [f"Gradient noise scale: {scale} {windows}", batch, *lines]
-        if self.drift is not None:
-            halves = "{:,.3g} in the first half of these windows, {:,.3g} in the second.".format(*self.drift)
-            lines.append(f"The scale is changing: {halves}")
         for why, number in self.left_out.items():
             if number > _FEW * self.windows:
                 lines.append(f"{number} window{'s' if number > 1 else ''} told nothing: {_REASONS[why]}.")
@@ -119,7 +107,7 @@ def make_report(seen: Sequence[Norms], left_out: Mapping[Reason, int], every: in
         wanted = max(1, round(found.scale))
     steps = max(1, round(wanted / micro_batch)) if wanted and micro_batch else None
     measured = verdict, found.scale, (found.low, found.high), batch, micro_batch, wanted, steps
-    return NoiseReport(*measured, windows, left_out, found.correlation, _drift(parts), every)
+    return NoiseReport(*measured, windows, left_out, found.correlation, every)
 
 
 def judge(found: Estimate, batch: float) -> Verdict:
@@ -130,16 +118,6 @@ def judge(found: Estimate, batch: float) -> Verdict:
         return "smaller"
     near = found.scale is not None and batch / _NEAR <= found.scale <= _NEAR * batch
     return "right" if near and found.high <= _TELLING * found.low else "too noisy"
-
-
-def _drift(parts: Sequence[tuple[float, float]]) -> tuple[float, float] | None:
-    """Compare the two halves, and return both scales where their intervals do not overlap."""
-    half = len(parts) // 2
-    if half < LEAST:
-        return None
-    before, after = estimate(parts[:half]), estimate(parts[-half:])
-    apart = before.high < after.low or after.high < before.low
-    return (before.scale, after.scale) if apart and before.scale is not None and after.scale is not None else None
 
 
 def _number(value: float) -> str:
