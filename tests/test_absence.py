@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, across
 from bigbatch.lockstep import offload_store, pinned_slabs, run
-from bigbatch.lockstep.offload_evict import Held, Holdings
-from bigbatch.lockstep.offload_fetch import Homecoming
+from bigbatch.lockstep.offload_evict import Holdings
+from bigbatch.lockstep.offload_fetch import Held, Homecoming
 from bigbatch.lockstep.round import Round
 from tests.support.reference import distance, sgd, trained, weights
 from tests.test_offloading import (

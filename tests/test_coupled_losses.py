@@ -632,7 +632,7 @@ def test_own_rows_centred_by_the_batch_are_still_own_rows(check: bool) -> None:
 
 def test_a_marked_term_must_be_the_same_in_every_micro_batch() -> None:
     """The error shows the values."""
-    with pytest.raises(LossError, match=r"the same in every micro-batch; found \d.*, \d"):
+    with pytest.raises(LossError, match=r"the same in every micro-batch, and.*Got \d.*, \d"):
         step_once(lambda m, b: across.once(F.mse_loss(centred(m(b[0])), b[1][:, :4])))
 
 

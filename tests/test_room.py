@@ -38,7 +38,7 @@ def test_longer_samples_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("bigbatch.lockstep.activations.host_available", lambda: 1 << 20)
     step(sequences(16))
     before = weights(model)
-    with pytest.raises(OutOfMemory, match=r"(?s)about .* MiB, wait in the host's memory.* there are 1 MiB"):
+    with pytest.raises(OutOfMemory, match=r"(?s)wait in the host's memory.* about .* MiB, and 1 MiB for them"):
         step(sequences(16 * 256))
     assert distance(weights(model), before) == 0
     step(sequences(16))
@@ -49,8 +49,8 @@ def test_what_memory_allows_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("bigbatch.lockstep.activations.resident", lambda: 0)
     where = Activations("auto", torch.device("cpu"))
     with pytest.raises(OutOfMemory, match="1 KiB for them within memory="):
-        where.make_room(lambda: 256.0, 8, "a shape", lambda: "keep", budget=1024, pinned=0)
-    where.make_room(lambda: 128.0, 8, "another", lambda: "keep", budget=1024, pinned=0)
+        where.make_room(lambda: 256.0, 8, "a shape", meets_inside=True, budget=1024, pinned=0)
+    where.make_room(lambda: 128.0, 8, "another", meets_inside=True, budget=1024, pinned=0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=60))
@@ -63,7 +63,7 @@ def test_shapes_are_measured_where_it_matters(asked: list[tuple[int, int]]) -> N
             measured.append(shape)
             return 1 + shape % 4
 
-        found = waiting._bytes_of(str(shape), measure, lambda each, room=room: each <= room)  # type: ignore[misc]
+        found = waiting._bytes_of(str(shape), measure, room)
         assert found >= 1 + shape % 4 or found <= room
         if shape in measured:
             assert found == 1 + shape % 4

@@ -19,8 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from bigbatch import BigStep, Options
 from bigbatch.lockstep import offload_fetch, offload_store, pinned_slabs, run
-from bigbatch.lockstep.offload_evict import Held
-from bigbatch.lockstep.offload_fetch import Homecoming, Out
+from bigbatch.lockstep.offload_fetch import Held, Homecoming, Out
 from tests.support.reference import distance, sgd, trained, weights
 from tests.test_offloading import ACTIVATIONS, Residual, cross_entropy, images
 

@@ -19,14 +19,13 @@ import builtins
 import math
 import os
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bigbatch.errors import LossError
 from bigbatch.lockstep.collectives import gathered, meet_in_forward, summed
-from bigbatch.lockstep.threads import current
+from bigbatch.lockstep.threads import Worker, current
 from bigbatch.loss.count import LOW_PRECISION, counted
 from bigbatch.state.scope import refuse_alone
 
@@ -39,21 +38,18 @@ def gather(x: Tensor) -> Tensor:
     That is the batch's own, unless `Options(lengths=...)` sorts it; `offset` knows where yours begin in either case.
     They are one tensor for all micro-batches: change them in place, and an error says so.
     """
-    _refuse_no_tensor(x, "gather")
+    worker = _asked(x, "gather")
     if not x.dim():
-        msg = "across.gather takes rows, one per sample; found a 0-d tensor. To add one up:  across.sum(x)"
-        raise LossError(msg)
-    worker = current()
-    return gathered(worker, x, _called_from()) if worker is not None else refuse_alone(x, "gather")
+        raise LossError("across.gather takes rows, one per sample.", found="a 0-d tensor", fix="across.sum(x)")
+    return refuse_alone(x, "gather") if worker is None else gathered(worker, x, _called_from())
 
 
 def sum(x: Tensor) -> Tensor:  # noqa: A001 - it is called as across.sum
     """Add up a tensor of one shape over all micro-batches: a sum over the big batch, where x is one over this."""
-    _refuse_no_tensor(x, "sum")
-    worker = current()
+    worker = _asked(x, "sum")
     if x.dtype == torch.bool:
         x = x.long()  # how many are true
-    return summed(worker, x, "sum", _called_from()) if worker is not None else refuse_alone(x, "sum")
+    return refuse_alone(x, "sum") if worker is None else summed(worker, x, "sum", _called_from())
 
 
 def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
@@ -61,27 +57,23 @@ def mean(x: Tensor, count: float | Tensor | None = None) -> Tensor:
 
     Each micro-batch weighs as many samples as it has, or `count`, the number of things that its mean is over.
     """
-    _refuse_no_tensor(x, "mean")
-    worker = current()
+    worker = _asked(x, "mean")
     if worker is None:
         return refuse_alone(x, "mean")
+    place = _called_from()
     if count is None:
-        sizes = worker.round.sizes
-        total = float(worker.round.all_samples)
-        return summed(worker, x * (sizes[worker.number] / total), "mean", _called_from())
-    given = torch.as_tensor(count, dtype=torch.float64)  # one, or one of each value, as of each class
-    if given.device.type == "cpu" and (given < 0).any():  # no wait for a device
-        msg = f"the count of across.mean is a number of things; found {float(given.min()):g}"
-        raise LossError(msg)
-    number = given.to(x.device)
-    if number.requires_grad:
-        msg = "the count of across.mean is a number of things, without gradient; found one with gradient"
-        raise LossError(msg)
+        share = worker.round.sizes[worker.number] / float(worker.round.all_samples)
+        return summed(worker, x * share, "mean", place)
+    number = torch.as_tensor(count, dtype=torch.float64)  # one, or one of each value, as of each class
+    if number.requires_grad or (number.device.type == "cpu" and (number < 0).any()):  # no wait for a device
+        found = f"{float(number.detach().min()):g}{' with gradient' if number.requires_grad else ''}"
+        raise LossError("the count of across.mean is a number of things, without gradient.", found=found)
+    number = number.to(x.device)
     wide = x.float() if x.dtype in LOW_PRECISION else x
     # A mean over nothing is NaN, and counts nothing.
     own = torch.where(number > 0, wide * number.to(wide.dtype), torch.zeros_like(wide))
-    every = summed(worker, number, "mean", _called_from())
-    return (summed(worker, own, "mean", _called_from()) / every.to(wide.dtype)).to(x.dtype)
+    every = summed(worker, number, "mean", place)
+    return (summed(worker, own, "mean", place) / every.to(wide.dtype)).to(x.dtype)
 
 
 def offset() -> int:
@@ -90,8 +82,7 @@ def offset() -> int:
     if worker is None:
         refuse_alone(None, "offset")
         return 0
-    sizes = worker.round.sizes
-    return worker.round.samples_before + builtins.sum(sizes[: worker.number])
+    return worker.round.samples_before + builtins.sum(worker.round.sizes[: worker.number])
 
 
 def once(term: Tensor) -> Tensor:
@@ -99,11 +90,9 @@ def once(term: Tensor) -> Tensor:
 
     It then counts once in the big batch's loss, not once per micro-batch.
     """
-    _refuse_no_tensor(term, "once")
+    worker = _asked(term, "once")
     if term.dim():
-        msg = f"across.once takes a 0-d tensor, a term of the loss; found one of shape {tuple(term.shape)}"
-        raise LossError(msg)
-    worker = current()
+        raise LossError("across.once takes a 0-d tensor, a term of the loss.", found=f"shape {tuple(term.shape)}")
     if worker is None:
         return counted(refuse_alone(term, "once"), "once")
     if worker.size > 1:
@@ -111,10 +100,11 @@ def once(term: Tensor) -> Tensor:
     return counted(term, "once")
 
 
-def _refuse_no_tensor(x: object, name: str) -> None:
+def _asked(x: object, name: str) -> Worker | None:
+    """Return who asks for the others, if there are any."""
     if not isinstance(x, Tensor):
-        msg = f"across.{name} takes a tensor; found {type(x).__name__}"
-        raise LossError(msg)
+        raise LossError(f"across.{name} takes a tensor.", found=type(x).__name__)
+    return current()
 
 
 def _called_from() -> str:
@@ -123,7 +113,7 @@ def _called_from() -> str:
     return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"  # noqa: PTH119 - on the way of all
 
 
-def _refuse_unlike(worker: Any, term: Tensor, place: str) -> None:
+def _refuse_unlike(worker: Worker, term: Tensor, place: str) -> None:
     """See once for every term that all micro-batches have the same value; it waits for a device.
 
     Terms are told apart by the line that marks them and, where one line marks several, by their order. A value of 0
@@ -132,21 +122,18 @@ def _refuse_unlike(worker: Any, term: Tensor, place: str) -> None:
     time = worker.visits[place] = worker.visits.get(place, 0) + 1
     place += f", time {time}" if time > 1 else ""
     seen: set[str] = worker.round.same_terms
-    if place in seen:
-        return
     tolerance = 1e-9 if term.dtype == torch.float64 else 1e-3
 
     def compared(values: list[float]) -> None:
         if max(values) - min(values) > tolerance * max(*map(abs, values), 1e-30):
-            shown = ", ".join(f"{value:.6g}" for value in values[:4])
-            msg = (
-                f"across.once marks a term that is the same in every micro-batch; found {shown}. It depends on this "
-                "micro-batch's own samples.\n"
-                "Make it of across.gather, across.sum or across.mean alone, or leave across.once out where it is a "
-                "mean over samples."
+            raise LossError(
+                "across.once marks a term that is the same in every micro-batch, and this one depends on the "
+                "micro-batch's own samples.",
+                found=", ".join(f"{value:.6g}" for value in values[:4]),
+                fix="across.gather, across.sum or across.mean alone in it, or no across.once for a mean over samples",
             )
-            raise LossError(msg)
         if all(0 < abs(value) < math.inf for value in values):
             seen.add(place)
 
-    meet_in_forward(worker, f"across.once{place}", float(term.detach()), compared)
+    if place not in seen:
+        meet_in_forward(worker, f"across.once{place}", float(term.detach()), compared)

@@ -32,9 +32,7 @@ class Activations:
 
     def mode(self, micro_batches: int, *, meets_inside: bool) -> Mode:
         """Choose for a window; `meets_inside`: its micro-batches meet inside of a model."""
-        if micro_batches == 1:
-            return "keep"
-        if self._given == "offload" and self._device.type != "cuda":
+        if micro_batches == 1 or (self._given == "offload" and self._device.type != "cuda"):
             return "keep"  # a host's memory is where it is
         if self._given != "auto":
             return self._given
@@ -48,63 +46,46 @@ class Activations:
 
     def fall_back(self, error: BaseException, *, recomputed: bool, out_of_memory: bool) -> bool:
         """Choose another way where this one failed, if that is ours; returns whether to run the window again."""
-        # A model's own loss is in what is recomputed, so its count cannot be read.
-        is_ours = recomputed and isinstance(error, CannotRecompute | UnreadableLoss) and not out_of_memory
-        if self._given == "auto" and is_ours and not self._must_wait:
-            self._must_wait = True
-            return True
         if self._given == "auto" and out_of_memory and not self._is_tight and self._device.type == "cuda":
             self._is_tight = True
             return True
-        self._must_wait = self._settled  # an error of the user's own says nothing of later windows
-        return False
+        # A model's own loss is in what is recomputed, so its count cannot be read.
+        cannot = recomputed and isinstance(error, CannotRecompute | UnreadableLoss) and not out_of_memory
+        again = self._given == "auto" and cannot and not self._must_wait
+        self._must_wait = again or self._settled  # an error of the user's own says nothing of later windows
+        return again
 
     def make_room(
-        self,
-        measure: Callable[[], float],
-        samples: int,
-        shape: str,
-        mode: Callable[[], Mode],
-        *,
-        budget: int,
-        pinned: int,
+        self, measure: Callable[[], float], samples: int, shape: str, *, meets_inside: bool, budget: int, pinned: int
     ) -> None:
         """Choose by what there is room for; raise before the window begins where the host's memory will not do.
 
         `measure` tells what a sample's activations take, asked once for samples of a `shape`. `budget` is what may be
         used on the device, and `pinned` what is held of the host's memory already.
         """
-        if self._given == "keep" or mode() == "recompute":
+        if self._given == "keep" or self.mode(samples, meets_inside=meets_inside) == "recompute":
             return
         on_device = self._device.type == "cuda"
         host = host_available() + pinned
         there = host if on_device else min(host, max(budget - resident(), 0))
         free = budget - torch.cuda.memory_allocated(self._device) if on_device else there
-        self.of_a_sample = self._bytes_of(shape, measure, lambda each: each * samples <= min(_FILLED * free, there))
+        self.of_a_sample = self._bytes_of(shape, measure, min(_FILLED * free, there) / samples)
         needed = int(self.of_a_sample * samples)
         if on_device:
             self._is_tight = self._is_tight or needed > _FILLED * free
-        if not on_device or mode() == "offload":
-            _refuse_too_much(samples, needed, there, budgeted=there < host)
+        if needed > there and (not on_device or self.mode(samples, meets_inside=meets_inside) == "offload"):
+            raise OutOfMemory(
+                f"the samples of this batch are coupled, so the activations of all {samples} wait in the host's memory "
+                "while micro-batches run in lock-step. Nothing was changed.",
+                found=f"about {human(needed)}, and {human(there)} for them{' within memory=' if there < host else ''}",
+                fix="a smaller batch, activation checkpointing between the norms, or GroupNorm; or "
+                'Options(activations="keep"), which does not look',
+            )
 
-    def _bytes_of(self, shape: str, measure: Callable[[], float], fits: Callable[[float], bool]) -> float:
+    def _bytes_of(self, shape: str, measure: Callable[[], float], room: float) -> float:
         if shape not in self._known:
             most = max(self._known.values(), default=0.0)
-            if len(self._known) >= _SHAPES and fits(most):
+            if len(self._known) >= _SHAPES and most <= room:
                 return most
             self._known[shape] = measure()
         return self._known[shape]
-
-
-def _refuse_too_much(samples: int, needed: int, there: int, *, budgeted: bool) -> None:
-    """Raise where the host's memory, or what of it may be used, does not hold what waits."""
-    if needed <= there:
-        return
-    msg = (
-        f"the samples of this batch are coupled, so the activations of all {samples}, about {human(needed)}, wait in "
-        f"the host's memory while micro-batches run in lock-step, and there are {human(there)} for them"
-        f"{' within memory=' if budgeted else ''}. Nothing was changed.\n"
-        "Take a smaller batch, activation checkpointing between the norms, or GroupNorm, which needs no lock-step; or "
-        'say that it will do:  Options(activations="keep")'
-    )
-    raise OutOfMemory(msg)

@@ -8,28 +8,15 @@ stay: autograd and the model's own code hold them, and find them as they were.
 
 from collections.abc import Callable, Iterable
 from operator import is_
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bigbatch.lockstep.offload_fetch import Held
+
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _FEW = 8  # operations: more are a layer's
-
-
-class Held(NamedTuple):
-    """A piece of memory, as long as somebody else holds it, and the number of its copy on the host if there is one."""
-
-    reference: StorageWeakRef
-    number: int | None
-
-    def taken(self) -> torch.UntypedStorage | None:
-        """Return the memory, if it is still there."""
-        found: torch.UntypedStorage | None = None
-        if not self.reference.expired():  # nobody else runs meanwhile
-            found = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)  # noqa: SLF001 - as multiprocessing has it
-        return found
 
 
 class Holdings:
@@ -41,18 +28,14 @@ class Holdings:
         self._of: dict[int, dict[int, Held]] = {}
         self._first: dict[int, tuple[int, Held]] = {}  # whose a piece of memory was first
         self._staying: set[int] = set()  # what more than one has come with
-        self._looked_up: tuple[list[Tensor], set[int], list[int]] = (
-            [],
-            set(),
-            [],
-        )  # what was kept, its memory, and where
+        self._known: tuple[list[Tensor], list[int], set[int]] = [], [], set()  # what was kept, where, and its memory
 
     def add(self, worker: int, tensor: Tensor, number: int | None = None) -> None:
         """Know of a tensor that a micro-batch has for itself alone, where its memory can go and come back."""
         storage = tensor.untyped_storage()
         if self._limit is None or not _is_all_of(tensor, storage) or _is_of_weights(tensor):
             return
-        name, held = _name(storage), Held(StorageWeakRef(storage), number)
+        name, held = name_of(storage), Held(StorageWeakRef(storage), number)
         whose, first = self._first.get(name, (worker, held))
         if whose != worker and not first.reference.expired():
             self._staying.add(name)
@@ -85,22 +68,22 @@ class Holdings:
         share = 1 - self._limit / max(workers * held, 1)
         if share <= 0 or int((worker + 1) * share) == int(worker * share):
             return []
-        staying = self._kept_memory() | {_name(tensor.untyped_storage()) for tensor in shared}
-        return [each for name, each in mine.items() if name not in staying and name not in self._staying]
+        staying = self._kept_memory() | {name_of(tensor.untyped_storage()) for tensor in shared} | self._staying
+        return [each for name, each in mine.items() if name not in staying]
 
     def _kept_memory(self) -> set[int]:
         """Return the memory that is kept now. The tensors are looked at every time, but their memory takes longer."""
         now = list(self._kept())
-        places = [each.data_ptr() if type(each) in _PLAIN else _name(each.untyped_storage()) for each in now]
-        before, found, where = self._looked_up
+        places = [each.data_ptr() if type(each) in _PLAIN else name_of(each.untyped_storage()) for each in now]
+        before, where, found = self._known
         if len(now) != len(before) or places != where or not all(map(is_, now, before)):
-            found = {_name(each.untyped_storage()) for each in now}
-            self._looked_up = now, found, places
+            found = {name_of(each.untyped_storage()) for each in now}
+            self._known = now, places, found
         return found
 
     def forget(self) -> None:
         """Forget all."""
-        self._looked_up = [], set(), []
+        self._known = [], [], set()
         self._of.clear()
         self._first.clear()
         self._staying.clear()
@@ -108,9 +91,8 @@ class Holdings:
 
 def _is_all_of(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether this memory is of this tensor, value by value, and may be given up."""
-    size = tensor.numel() * tensor.element_size()
     plain = not tensor.is_conj() and not tensor.is_neg() and not tensor.storage_offset()
-    return plain and storage.nbytes() == size and storage.resizable()
+    return plain and storage.nbytes() == tensor.numel() * tensor.element_size() and storage.resizable()
 
 
 def _is_of_weights(tensor: Tensor) -> bool:
@@ -125,6 +107,7 @@ def _is_of_weights(tensor: Tensor) -> bool:
     return True
 
 
-def _name(storage: torch.UntypedStorage) -> int:
+def name_of(storage: torch.UntypedStorage) -> int:
+    """Return what tells a piece of memory from all others that live."""
     name: int = storage._cdata  # noqa: SLF001 - as torch.multiprocessing has it
     return name

@@ -4,8 +4,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from bigbatch.lockstep.offload_evict import Held
+from torch.multiprocessing.reductions import StorageWeakRef
 
 _FAR = 256  # how many questions ahead are looked at
 
@@ -18,16 +17,30 @@ class Out(NamedTuple):
     copied: torch.cuda.Event
 
 
+class Held(NamedTuple):
+    """A piece of memory, as long as somebody else holds it, and the number of its copy on the host if there is one."""
+
+    reference: StorageWeakRef
+    number: int | None
+
+    def taken(self) -> torch.UntypedStorage | None:
+        """Return the memory, if it is still there."""
+        found: torch.UntypedStorage | None = None
+        if not self.reference.expired():  # nobody else runs meanwhile
+            found = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)  # noqa: SLF001 - as multiprocessing has it
+        return found
+
+
 class Fetcher:
-    """What comes back from the host while one forward or one backward runs.
+    """What comes back from the host while one forward or one backward runs, on a stream of its own.
 
     Questions come in an order that is the same in every window of the same tensors. The first is written down; in those
-    after it, what comes next is fetched while the present one is used, and kept where it is needed once more before
-    long.
+    after it, what comes next is fetched while the present one is used, up to `room` bytes, and kept where it is needed
+    once more before long.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream, outs: list[Out], room: int) -> None:
-        """Copy on a stream of its own; `room` is how many bytes may be fetched ahead."""
+        """Have nothing there yet."""
         self._device, self._stream, self._outs, self.room = device, stream, outs, room
         self.there: dict[int, tuple[Tensor, torch.cuda.Event]] = {}
         self.order: list[int] | None = None  # in which questions will come
@@ -50,7 +63,10 @@ class Fetcher:
             self.there.clear()
             self._soon.clear()
         if self.order is not None:
-            self._passed(at, number)
+            if at >= self._looked:
+                self._looked = at + 1
+            else:
+                self._is_soon_no_more(number)
             self.fetch_ahead(here)
         if number not in self._soon:
             self.there.pop(number, None)
@@ -73,11 +89,7 @@ class Fetcher:
             self._soon[number] += 1
             self._looked += 1
 
-    def _passed(self, at: int, number: int) -> None:
-        """One question that was expected has come: it is no longer ahead."""
-        if at >= self._looked:
-            self._looked = at + 1
-            return
+    def _is_soon_no_more(self, number: int) -> None:
         self._soon[number] -= 1
         if not self._soon[number]:
             del self._soon[number]
@@ -85,24 +97,22 @@ class Fetcher:
 
     def _fetched(self, number: int, here: torch.cuda.Stream) -> tuple[Tensor, torch.cuda.Event]:
         """Bring a tensor back, if it is not there."""
-        if number in self.there:
-            return self.there[number]
-        out = self._outs[number]
-        there = self._room_for(number, out)
-        self._stream.wait_stream(here)  # which may still use that memory
-        self._stream.wait_event(out.copied)
-        with torch.cuda.stream(self._stream):
-            there.copy_(out.host, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        self.there[number] = there, event
-        return there, event
+        if number not in self.there:
+            out = self._outs[number]
+            there = self._room_for(number, out)
+            self._stream.wait_stream(here)  # which may still use that memory
+            self._stream.wait_event(out.copied)
+            with torch.cuda.stream(self._stream):
+                there.copy_(out.host, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record(self._stream)
+            self.there[number] = there, event
+        return self.there[number]
 
     def _is_away(self, number: int) -> bool:
         return number < len(self._outs)
 
-    def _room_for(self, number: int, out: Out) -> Tensor:
-        del number
+    def _room_for(self, _: int, out: Out) -> Tensor:
         host = out.host
         return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
 
@@ -129,21 +139,14 @@ class Homecoming(Fetcher):
             event = self._fetched(number, torch.cuda.current_stream(self._device))[1]
             self.ask(number)
             self.there.pop(number, None)
-            self._look_again(number)
+            if self.order is not None and number in self._soon:
+                # It may leave once more before it is asked for again: then it is to be fetched again, too.
+                at = self.order.index(number, len(self.asked))
+                for each in self.order[at : self._looked]:
+                    self._is_soon_no_more(each)
+                self._looked = at
         self._homes.pop(number, None)
         return event
-
-    def _look_again(self, number: int) -> None:
-        """It may leave once more before it is asked for again: then it is to be fetched again, too."""
-        if self.order is None or number not in self._soon:
-            return
-        at = self.order.index(number, len(self.asked))
-        for each in self.order[at : self._looked]:
-            self._soon[each] -= 1
-            if not self._soon[each]:
-                del self._soon[each]
-                self._ahead -= self._outs[each].bytes
-        self._looked = at
 
     def _is_away(self, number: int) -> bool:
         return number in self._homes and not self._homes[number].reference.expired()

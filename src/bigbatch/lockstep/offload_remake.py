@@ -5,8 +5,8 @@ needs in backward, and the ReLU's, which the next convolution needs. The second 
 value.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from bigbatch.state.patch import Swap, swapped
 
 # Of one tensor, value by value, with `inplace` as their only other way.
 _ACTIVATIONS = ("relu", "relu6", "silu", "hardswish", "leaky_relu", "elu", "mish")
-Function = Callable[[Tensor], Tensor]
+_relu = F.relu
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,8 @@ class Recipe:
     """How to make a tensor of another that is kept."""
 
     source: Any  # the norm's input, as it is kept
-    normalise: Function
-    activate: Function | None = None
-
-    def make(self, source: Tensor) -> Tensor:
-        """Make it again."""
-        normalised = self.normalise(source)
-        return normalised if self.activate is None else self.activate(normalised)
+    normalise: Callable[[Tensor], Tensor]
+    activate: Callable[[Tensor], Tensor] | None = None
 
 
 class Recipes:
@@ -45,15 +40,13 @@ class Recipes:
 
     def __init__(self, store: Callable[[Tensor], Any], load: Callable[[Any], Tensor]) -> None:
         """Know of none."""
-        self.store, self.load = store, load
+        self.store, self._load = store, load
         self._known: dict[int, tuple[StorageWeakRef, tuple[Any, ...], Recipe]] = {}
         self._latest: tuple[Recipe, Tensor] | None = None
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
+    def hooks(self) -> AbstractContextManager[Any]:
         """Have what autograd saves inside stored, or made again where there is a recipe."""
-        with saved_tensors_hooks(self._pack, self._unpack):
-            yield
+        return saved_tensors_hooks(self._pack, self._unpack)
 
     @property
     def in_force(self) -> bool:
@@ -61,11 +54,10 @@ class Recipes:
         return _in_force() is self
 
     def _pack(self, tensor: Tensor) -> Any:
-        recipe = self.of(tensor)
-        return self.store(tensor) if recipe is None else recipe
+        return self.of(tensor) or self.store(tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
-        return self.made(packed) if isinstance(packed, Recipe) else self.load(packed)
+        return self.made(packed) if isinstance(packed, Recipe) else self._load(packed)
 
     _unpack.shows = True  # type: ignore[attr-defined]  # a loss's small tensors are where they were: the reader may look
 
@@ -73,7 +65,8 @@ class Recipes:
         """Make a tensor again; the latest is still there: a convolution and the activation below both ask for it."""
         if self._latest is None or self._latest[0] is not recipe:
             self._latest = None  # its memory may serve
-            self._latest = recipe, recipe.make(self.load(recipe.source))
+            found = recipe.normalise(self._load(recipe.source))
+            self._latest = recipe, found if recipe.activate is None else recipe.activate(found)
         return self._latest[1]
 
     def add(self, result: Tensor, recipe: Recipe) -> None:
@@ -104,11 +97,9 @@ def _in_force() -> Recipes | None:
     return owner if isinstance(owner, Recipes) else None
 
 
-@contextmanager
-def activations_known() -> Iterator[None]:
+def activations_known() -> AbstractContextManager[None]:
     """Have the activations of normalised values known as such, on workers that have recipes."""
-    with swapped(*_swaps):
-        yield
+    return swapped(*_swaps)
 
 
 def _knowing(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -131,20 +122,13 @@ class _Activated(torch.autograd.Function):
     """An activation whose backward makes its input again."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917 - `apply` takes no names
-        ctx: Any,
-        x: Tensor,
-        inplace: bool,  # noqa: FBT001
-        recipes: Recipes,
-        recipe: Recipe,
-        own: Recipe,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inplace: bool, recipes: Recipes, recipe: Recipe, own: Recipe) -> Tensor:  # noqa: FBT001, PLR0917 - `apply` takes no names
         ctx.recipes, ctx.recipe, ctx.own = recipes, recipe, own
         function: Any = own.activate
-        if not inplace:
-            return function(x)  # type: ignore[no-any-return]
-        ctx.mark_dirty(x)
-        return function(x, inplace=True)  # type: ignore[no-any-return]
+        if inplace:
+            ctx.mark_dirty(x)
+        found: Tensor = function(x, inplace=True) if inplace else function(x)
+        return found
 
     @staticmethod
     @once_differentiable
@@ -167,6 +151,5 @@ def view_of(tensor: Tensor) -> tuple[Any, ...]:
     return *seen, *turned, tensor._version  # noqa: SLF001 - torch's counter of changes
 
 
-_relu = F.relu
 stands_for(_Activated, "Relu")  # pointwise, as that is
 _swaps = [Swap(F, name, _knowing) for name in _ACTIVATIONS]

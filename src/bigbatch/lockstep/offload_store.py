@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bigbatch.lockstep.offload_evict import Held, Holdings
-from bigbatch.lockstep.offload_fetch import Fetcher, Homecoming, Out
+from bigbatch.lockstep.offload_evict import Holdings, name_of
+from bigbatch.lockstep.offload_fetch import Fetcher, Held, Homecoming, Out
 from bigbatch.lockstep.offload_remake import Recipes, view_of
 from bigbatch.lockstep.pinned_slabs import HostMemory
 from bigbatch.state import scope
@@ -22,22 +22,14 @@ _COMING_HOME = 2  # likewise: what comes back before its micro-batch goes on
 _ORDERS = 24  # kinds of forwards and backwards that are remembered
 
 
-class _Away(NamedTuple):
-    """A saved tensor in host memory."""
-
-    number: int
-
-
-class _Kept(NamedTuple):
-    """A saved tensor that is too small to move."""
-
-    tensor: Tensor
-    version: int
-
-
 class _Saved(NamedTuple):
-    source: Tensor  # without its memory: it knows whether that was changed in place
+    """A saved tensor, without its memory where that has gone: it knows whether it was changed in place."""
+
+    source: Tensor
     version: int
+
+    def is_unchanged(self) -> bool:
+        return self.source._version == self.version  # noqa: SLF001 - torch looks at it itself without hooks
 
 
 class Offload:
@@ -53,6 +45,11 @@ class Offload:
         self._outward, self._inward = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._orders: dict[Any, list[int]] = {}
         self._begin(None, tuple, 0)
+
+    @property
+    def held(self) -> int:
+        """Bytes of host memory that are there for it."""
+        return self._memory.held
 
     def _begin(self, limit: int | None, kept: Callable[[], Iterable[Tensor]], kind: Any) -> None:
         self._outs: list[Out] = []
@@ -93,11 +90,6 @@ class Offload:
             self.recipes.forget()
             self._begin(None, tuple, 0)
 
-    @property
-    def held(self) -> int:
-        """Bytes of host memory that are there for it."""
-        return self._memory.held
-
     def turn(self) -> None:
         """Say that forward is over, and backward begins."""
         kind = tuple([out.bytes for out in self._outs])
@@ -127,17 +119,17 @@ class Offload:
         while len(self._orders) > _ORDERS:
             del self._orders[next(iter(self._orders))]
 
-    def _stored(self, tensor: Tensor) -> Any:
-        """Put a tensor away that the micro-batch at hand has saved."""
+    def _stored(self, tensor: Tensor) -> _Saved | int:
+        """Put a tensor away that the micro-batch at hand has saved; returns the number of its copy, if it has one."""
         size = tensor.numel() * tensor.element_size()
         if size < _WORTH_MOVING or tensor.device != self._device or _is_weight(tensor) or not _is_dense(tensor):
             # Without its graph: an operation that held its own result would not go before its backward.
-            return _Kept(tensor.detach(), tensor._version)  # noqa: SLF001 - torch looks at it itself without hooks
+            return _Saved(tensor.detach(), tensor._version)  # noqa: SLF001
         storage = tensor.untyped_storage()
-        known = self._known.get(storage._cdata)  # noqa: SLF001 - as torch.multiprocessing has it
-        if known is None or known[0].expired():
-            known = self._known[storage._cdata] = (StorageWeakRef(storage), {})  # noqa: SLF001
-        copies = known[1]
+        reference, copies = self._known.get(name_of(storage), (None, {}))
+        if reference is None or reference.expired():
+            copies = {}
+            self._known[name_of(storage)] = StorageWeakRef(storage), copies
         view = view_of(tensor)
         if view not in copies:  # two operations may save the same tensor
             copies[view] = self._copied_out(tensor, self._memory.like(tensor, size), size)
@@ -147,7 +139,7 @@ class Offload:
         worker = scope.worker()
         if worker is not None and not tensor.is_leaf:  # a leaf may be everybody's
             self._holdings.add(worker.number, tensor, copies[view])
-        return _Away(copies[view])
+        return copies[view]
 
     def _copied_out(self, tensor: Tensor, host: Tensor, size: int) -> int:
         here = torch.cuda.current_stream(self._device)
@@ -164,30 +156,30 @@ class Offload:
             self._largest = size
             self._coming_home.room = _COMING_HOME * size
         while self._leaving_bytes > self._under_way * self._largest:
-            self._let_go(here)
+            # Give up the oldest that was copied: whoever gets its memory on this stream waits for the copy.
+            oldest, leaving = self._leaving.popleft()
+            self._leaving_bytes -= self._outs[oldest].bytes
+            here.wait_event(self._outs[oldest].copied)
+            self._empty(name_of(leaving.untyped_storage()))
         return number
-
-    def _let_go(self, here: torch.cuda.Stream) -> None:
-        """Give up the oldest tensor that was copied: whoever gets its memory on this stream waits for the copy."""
-        number, tensor = self._leaving.popleft()
-        self._leaving_bytes -= self._outs[number].bytes
-        here.wait_event(self._outs[number].copied)
-        self._empty(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
     def _empty(self, name: int) -> None:
         """Give up a piece of memory whose holder is absent, unless it is still copied: two views of it may be saved."""
-        if name not in self._absent or any(each.untyped_storage()._cdata == name for _, each in self._leaving):  # noqa: SLF001
+        if name not in self._absent or any(name_of(each.untyped_storage()) == name for _, each in self._leaving):
             return
         number, held = self._absent[name]
         if self._holdings.may_go(held):
             self._coming_home.empty(number, held)
 
-    def _unpacked(self, packed: Any) -> Tensor:
-        if isinstance(packed, _Kept):
-            _refuse_changed(packed.tensor, packed.version)
-            return packed.tensor
-        _refuse_changed(*self._saved[packed.number])
-        return self._fetcher.ask(packed.number)
+    def _unpacked(self, packed: _Saved | int) -> Tensor:
+        saved = packed if isinstance(packed, _Saved) else self._saved[packed]
+        if not saved.is_unchanged():
+            msg = (
+                "one of the variables needed for gradient computation has been modified by an inplace operation: it "
+                f"was saved at version {saved.version} and is now at {saved.source._version}"  # noqa: SLF001
+            )
+            raise RuntimeError(msg)
+        return packed.source if isinstance(packed, _Saved) else self._fetcher.ask(packed)
 
     @contextmanager
     def waiting(self, worker: Any, gradient: Tensor | None = None, beside: int = 0) -> Iterator[bool]:
@@ -200,11 +192,15 @@ class Offload:
             self._holdings.add(worker.number, gradient)
         shared = [tensor for tensor, _ in worker.round.shared]
         found = self._holdings.leaving(worker.number, worker.size, beside, shared)
-        left = [each for each in found if self._is_as_copied(each)]
+        # Whose copy is not of what it holds now stays.
+        left = [each for each in found if each.number is None or self._saved[each.number].is_unchanged()]
         numbers: list[int] = []
         try:
             for each in left:
-                numbers.append(self._left(each))  # noqa: PERF401 - where the host has no more room, the others come back
+                number = self._gradient_copied_out(each) if each.number is None else each.number
+                self._absent[each.reference.cdata] = number, each
+                numbers.append(number)  # where the host has no more room, those until here come back
+                self._empty(each.reference.cdata)
             yield bool(left)
         finally:
             for each, number in zip(left, numbers, strict=False):
@@ -214,20 +210,6 @@ class Offload:
                     out = self._outs[number]
                     self._free.setdefault(out.bytes, []).append((out.host, read))
             self._coming_home.fetch_ahead()  # also for the first one who was away, when those before it go on
-
-    def _is_as_copied(self, held: Held) -> bool:
-        """Whether the copy of a piece of memory, if there is one, is of what it holds now."""
-        if held.number is None:
-            return True
-        source, version = self._saved[held.number]
-        return source._version == version  # noqa: SLF001
-
-    def _left(self, held: Held) -> int:
-        """Give up a piece of memory when it has been copied out; returns the number of the copy."""
-        number = self._gradient_copied_out(held) if held.number is None else held.number
-        self._absent[held.reference.cdata] = number, held
-        self._empty(held.reference.cdata)
-        return number
 
     def _gradient_copied_out(self, held: Held) -> int:
         """Copy a gradient, now: the next time it may have another added to it."""
@@ -241,15 +223,6 @@ class Offload:
         else:
             host = self._memory.like(tensor, size)
         return self._copied_out(tensor, host, size)
-
-
-def _refuse_changed(tensor: Tensor, version: int) -> None:
-    if tensor._version != version:  # noqa: SLF001
-        msg = (
-            "one of the variables needed for gradient computation has been modified by an inplace operation: it was "
-            f"saved at version {version} and is now at {tensor._version}"  # noqa: SLF001
-        )
-        raise RuntimeError(msg)
 
 
 def _is_weight(tensor: Tensor) -> bool:

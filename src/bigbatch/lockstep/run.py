@@ -77,30 +77,32 @@ class Together:
         round_ = self._round(sizes)
         if self._device.type == "cuda" and (mode != "keep" or window.recording):
             round_.free_workspaces = workspaces_freer()
-        recompute = self._recompute(window) if mode == "recompute" else None
-        self._recomputed = recompute is not None
-        pass_ = _Pass(self._runner, window, micro_batches, recompute, looks=not self._windows)
         around: AbstractContextManager[object] = nullcontext()
-        if recompute is not None:
+        recompute = None
+        if mode == "recompute":
+            own = frozenset(map(id, window.gradients.parameters))
+            # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
+            wanted = partial(self._runner.wanted, weakref.proxy(window))
+            recompute = Recompute(wanted, own, comparing=self._windows in _COMPARED and not window.recording)
             around = recompute.of(self._models)
         elif mode == "offload":
             around = self._offloading(round_)
+        self._recomputed = recompute is not None
+        pass_ = _Pass(self._runner, window, micro_batches, recompute, looks=not self._windows)
         with around, pass_.sparing_others:
             self._add_ranks(round_, window.ranks)
             extras = self._side_by_side([pass_.task] * len(sizes), round_)
         if window.ranks is not None:
             window.ranks.elsewhere = False  # all have met for the last time, and come to their statements
         if pass_.is_of_all_alone:
-            _warn_of_cost()
+            warnings.warn(
+                "this loss is made of values of all micro-batches alone (bigbatch.across), so each micro-batch "
+                "computes all of it. That is exact; a mean over rows of own samples is less work (docs/coupled.md).",
+                stacklevel=outside(),
+            )
         self._where.passed(recomputed_nothing=recompute is not None and not recompute.calls)
         self._windows += 1
         return extras
-
-    def _recompute(self, window: Window) -> Recompute:
-        own = frozenset(map(id, window.gradients.parameters))
-        # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
-        wanted = partial(self._runner.wanted, weakref.proxy(window))
-        return Recompute(wanted, own, comparing=self._windows in _COMPARED and not window.recording)
 
     def _offloading(self, round_: Round) -> AbstractContextManager[None]:
         replayed = self._runner.whole is not None
@@ -122,22 +124,23 @@ class Together:
         Where it is `resting`, BatchNorm uses what it has learned, and micro-batches meet there for nothing.
         """
 
-        def task(micro_batch: Any) -> Callable[[], Result]:
-            def run() -> Result:
-                found = evaluate(micro_batch)
-                _end_forward(current())
-                return found
-
-            return run
+        def task(micro_batch: Any) -> Result:
+            found, worker = evaluate(micro_batch), current()
+            assert worker is not None  # noqa: S101 - a task runs on a worker
+            _end_drawing(worker)
+            _refuse_changes(worker)
+            return found
 
         round_ = self._round(sizes)
         round_.mode = "resting" if resting else "train"
-        return self._side_by_side([task(each) for each in micro_batches], round_)
+        return self._side_by_side([partial(task, each) for each in micro_batches], round_)
 
     def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
-        """Run one micro-batch alone that is meant to run beside others."""
-        models = self._models if self._norms_meet else None
-        run_probe(models, self._device, partial(run, micro_batch), size, self._crew)
+        """Run one micro-batch alone as if others were there: BatchNorm takes a single sample."""
+        round_ = self._round([size])
+        round_.mode = "probe"
+        with batch_norm_met():
+            self._crew.run([partial(run, micro_batch)], Carried.here(self._device), round_)
 
     def fall_back(self, error: BaseException, *, out_of_memory: bool) -> bool:
         """Have activations stay elsewhere, where that is ours to choose; returns whether to run the window again."""
@@ -145,22 +148,22 @@ class Together:
 
     def make_room(self, micro_batch: Callable[[], Any], sizes: Sequence[int], shape: str, budget: int) -> None:
         """Decide where activations wait; raise before the window begins where the host's memory will not hold them."""
-        if len(sizes) > 1:
-            pinned = self._offload.held if self._offload is not None else 0
-            mode = partial(self._activations, len(sizes))
-            measure = lambda: self._measured(micro_batch(), sizes[0]) / sizes[0]  # noqa: E731
-            self._where.make_room(measure, sum(sizes), shape, mode, budget=budget, pinned=pinned)
+        if len(sizes) == 1:
+            return
 
-    def _measured(self, micro_batch: Any, size: int) -> int:
-        """Return how much autograd saves of one micro-batch."""
-        found: list[int] = []
-        with untouched(self._models):
-            self.rehearse(
-                lambda each: found.append(saved_bytes(lambda: self._runner.loss(each), self._models, self._device)),
-                micro_batch,
-                size,
-            )
-        return found[0]
+        def measure() -> float:
+            found: list[int] = []
+
+            def run(each: Any) -> None:
+                found.append(saved_bytes(lambda: self._runner.loss(each), self._models, self._device))
+
+            with untouched(self._models):
+                self.rehearse(run, micro_batch(), sizes[0])
+            return found[0] / sizes[0]
+
+        pinned = self._offload.held if self._offload is not None else 0
+        inside = self._meets_in_model()
+        self._where.make_room(measure, sum(sizes), shape, meets_inside=inside, budget=budget, pinned=pinned)
 
     def _activations(self, micro_batches: int) -> Mode:
         return self._where.mode(micro_batches, meets_inside=self._meets_in_model())
@@ -187,21 +190,21 @@ class Together:
         """Learn how many samples other ranks have, before micro-batches meet those; in norms without a word."""
         if ranks is None:
             return
-        own = sum(round_.sizes)
         with rank_collectives.collective(ranks, "the beginning of a window", self._device):  # or another is elsewhere
-            every = rank_collectives.numbers(ranks, own, self._device)
+            every = rank_collectives.numbers(ranks, sum(round_.sizes), self._device)
         ranks.elsewhere = self._meets_in_model()
         round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
 
     def _side_by_side(self, tasks: Sequence[Callable[[], Result]], round_: Round) -> list[Result]:
+        carried = Carried.here(self._device)
         with batch_norm_met(), activations_known() if round_.offload is not None else nullcontext():
             if len(tasks) == 1:
-                return self._crew.run(tasks, Carried.here(self._device), round_)
+                return self._crew.run(tasks, carried, round_)
             own = round_.own_parameters = OwnParameters(self._models)
             try:
                 with self._streams(round_, len(tasks)) as streams:
                     numbered = [partial(_with_own_numbers, streams, *each) for each in enumerate(tasks)]
-                    return self._crew.run(numbered, Carried.here(self._device), round_)
+                    return self._crew.run(numbered, carried, round_)
             except BaseException:
                 own.restore()
                 raise
@@ -250,38 +253,20 @@ class _Pass:
         worker = current()
         assert worker is not None  # noqa: S101 - the last of them
         _refuse_changes(worker)
-        worker.round.is_backward = True
+        round_ = worker.round
+        round_.is_backward = True
         if self._recompute is not None:
             self._recompute.refuse_changed()
         self.sparing_others.enter_context(self._runner.sparing_others())  # known to be needed by now
-        if worker.round.offload is not None:
-            worker.round.offload.turn()
+        if round_.offload is not None:
+            round_.offload.turn()
         self.is_of_all_alone = self._looks and len(found) > 1 and _is_of_all_alone(found)
         return dict(enumerate(self._runner.weighed(self._window, found)))
-
-
-def run_probe(
-    models: Sequence[nn.Module] | None,
-    device: torch.device,
-    task: Callable[[], object],
-    size: int,
-    crew: Crew | None = None,
-) -> None:
-    """Run a task on one micro-batch alone, as if others were there: BatchNorm of `models` takes a single sample."""
-    round_ = Round((size,), mode="probe", norms=norms_of(models) if models is not None else None)
-    with batch_norm_met():
-        (crew or Crew()).run([task], Carried.here(device), round_)
 
 
 def _with_own_numbers(streams: Streams, number: int, task: Callable[[], Result]) -> Result:
     streams.begin(number)
     return task()
-
-
-def _end_forward(worker: Worker | None) -> None:
-    if worker is not None:
-        _end_drawing(worker)
-        _refuse_changes(worker)
 
 
 def _end_drawing(worker: Worker) -> None:
@@ -297,14 +282,6 @@ def _refuse_changes(worker: Worker) -> None:
         worker.round.shared.clear()
         if worker.round.own_parameters is not None:
             worker.round.own_parameters.refuse_others()
-
-
-def _warn_of_cost() -> None:
-    warnings.warn(
-        "this loss is made of values of all micro-batches alone (bigbatch.across), so each micro-batch computes "
-        "all of it. That is exact; a mean over rows of own samples is less work (docs/coupled.md).",
-        stacklevel=outside(),
-    )
 
 
 def _is_of_all_alone(found: Sequence[tuple[Tensor, Sequence[Term]]]) -> bool:
