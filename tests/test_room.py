@@ -48,7 +48,7 @@ def test_what_memory_allows_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None
     """Where it is less than the host has."""
     monkeypatch.setattr("bigbatch.lockstep.activations.resident", lambda: 0)
     where = Activations("auto", torch.device("cpu"))
-    with pytest.raises(OutOfMemory, match="1 KiB for them within memory="):
+    with pytest.raises(OutOfMemory, match=r"1 KiB for them within memory="):
         where.make_room(lambda: 256.0, 8, "a shape", meets_inside=True, budget=1024, pinned=0)
     where.make_room(lambda: 128.0, 8, "another", meets_inside=True, budget=1024, pinned=0)
 

@@ -328,7 +328,7 @@ def test_a_count_below_nothing_is_refused(count: Any) -> None:
         micro_batch_size=4,
         options=Options(check=False),
     )
-    with pytest.raises(LossError, match="a number of things.*Got -"):
+    with pytest.raises(LossError, match=r"a number of things.*Got -"):
         step(samples(8))
 
 
