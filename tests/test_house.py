@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[1] / "src/bigbatch"
 FLOORS = [
     "errors caller",
     "loss state arguments default_loss batch wording",
-    "learning_rate update options memory loop first_step_parts",
+    "learning_rate update options memory loop",
     "distributed first_step_watch",
     "window setup",
     "execute planner accumulator",

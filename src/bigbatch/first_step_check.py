@@ -1,13 +1,13 @@
-"""The first check: is the loss of a piece of the batch the weighted loss of its parts?
+"""The first check: is the gradient of a piece of the batch that of its parts together?
 
-What couples samples inside a model, or was computed of the batch without gradient, shows in no graph. Then the loss of
-a piece is not that of its parts, and no split is exact. A piece is made of several micro-batches, as many as take no
-more memory than training one does; its parts are micro-batches as they are. Both use the same random numbers.
+What couples samples inside a model, or was computed of the batch without gradient, shows in no graph. Then the gradient
+of a piece is not the weighted sum of its parts' gradients, and no split is exact. A piece takes no more memory than
+training one micro-batch does; it and its parts use the same random numbers.
 """
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -20,62 +20,68 @@ from torch.nn.modules.batchnorm import _NormBase as Statistics
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
 from bigbatch.caller import outside
-from bigbatch.errors import BigBatchError, LossError, PathsDiffer
+from bigbatch.errors import BatchError, BigBatchError, CoupledLoss, LossError, PathsDiffer
 from bigbatch.execute.micro_step import Runner
-from bigbatch.first_step_parts import (
-    Part,
-    at_moved_weights,
-    counts_more,
-    coupled,
-    is_near,
-    is_sum_of,
-    more_norms,
-    padded,
-    shared_state,
-    tells_nothing,
-)
-from bigbatch.first_step_watch import Rows, Values, Watch, evaluating, moved, quiet, seed_differently
-from bigbatch.loss.count import Term
+from bigbatch.first_step_watch import Rows, Watch, quiet
+from bigbatch.loss import refusals
+from bigbatch.loss.count import Kind, Term
 from bigbatch.options import Options
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.rng import Randomness
 from bigbatch.state.scope import NeedsLockStep
-from bigbatch.state.snapshot import Snapshot, devices_of, untouched
+from bigbatch.state.snapshot import Snapshot, untouched
+from bigbatch.window.tally import Weights
+from bigbatch.window.term_weights import weigh_terms
 
 _AGAIN = (1, 3, 15, 127)  # updates after which pieces are compared again
-# How far two roundings of one loss may lie apart; what couples samples moves it by far more.
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
-_LOW_PRECISION_TOLERANCE = 3e-2
+# How far rounding may move a gradient, relative to those of the parts; what couples samples moves it further.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+_LOW_PRECISION_TOLERANCE = 0.2
 _LOCKSTEP = 10  # times the tolerance: statistics of a few samples amplify rounding
-_LITTLE = 1 << 25  # bytes that a piece may hold in any case
+_OF_LOSS = 0.1  # times the tolerance: how far rounding may move a loss, relatively
+_OF_NOTHING = 1e-3  # times the tolerance and the loss: a gradient that is rounding alone
+_FLOOR = 0.1  # a loss near zero may be the difference of larger numbers, whose rounding it has
+_COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
+_LITTLE = 1 << 25  # bytes that a piece may hold in any case, and the gradients that are compared
 _PARTS = 64  # of a piece, at most
-_FEW = 1024  # elements of a saved tensor that stays, for the reader of the graph
-_UNSEEN = (
-    "this loss draws random numbers that cannot be drawn again for a part of a batch, as torch.randperm, or numpy's "
-    "for one sample after the other. So the check could not see, in training mode, whether samples are coupled: "
-    "whether the loss of a batch is that of its parts. If no sample looks at another{}, all is well; "
-    "Options(check=False) says that you know. To have it checked, "
-    "draw them before the step and give them with the batch, a row for each sample."
-)
 
 
 class SideBySide(Protocol):
     """Evaluates parts of one batch in lock-step."""
 
     def __call__(
-        self, evaluate: Callable[[Any], "Part"], micro_batches: list[Any], sizes: list[int], *, resting: bool = False
+        self, forward: Callable[[int], "_Forward"], weighed: "_Weigher", sizes: list[int], *, resting: bool = False
     ) -> "list[Part]":
-        """Evaluate each; `resting` BatchNorm uses its running statistics."""
+        """Run each forward, then each backward; `resting` BatchNorm uses its running statistics."""
 
 
-class _Attempt(NamedTuple):
-    """How a piece is compared with its parts."""
+class Part(NamedTuple):
+    """The loss and the gradient of some samples."""
 
-    samples: int  # in the piece, at most
-    uneven: bool  # whether the last part is smaller: equal parts hide how they are weighed
-    keeps: bool = False  # whether graphs are kept, as a loss with a gradient inside needs them
-    watched: bool = True  # whether operations are watched: a few cannot be
+    value: float
+    kinds: tuple[Kind, ...]  # of the terms of the loss
+    counts: tuple[float, ...]  # of what they were averaged over
+    weight: float  # of the loss among the other parts'; NaN where its terms have weights of their own
+    gradient: tuple[Tensor, ...]  # times the weight
+    tolerance: float  # how far rounding may move the gradient, relatively
+    norms: int  # how often BatchNorm was called in lock-step
+    drew: bool  # whether it has drawn random numbers
+    certain: bool  # whether it used those of the piece
+    peak: int  # bytes of tensors that its forward held at once
+
+
+class _Forward(NamedTuple):
+    """A part between its forward and its backward."""
+
+    loss: Tensor
+    terms: list[Term]
+    is_first: bool
+    watch: Watch
+    numbers: Randomness  # before it
+
+
+_Weigher = Callable[[Sequence[_Forward]], list[Callable[[], Part]]]
 
 
 class _Outcome(NamedTuple):
@@ -83,7 +89,7 @@ class _Outcome(NamedTuple):
 
     error: BigBatchError | None = None
     agrees: bool = False
-    silent: bool = False  # it agrees, because a term is zero
+    hidden: bool = False
 
 
 class FirstCheck:
@@ -95,13 +101,15 @@ class FirstCheck:
 
     def __init__(self, models: Sequence[nn.Module], runner: Runner, mover: Mover, options: Options) -> None:
         """Begin with nothing compared."""
-        self._models, self._runner, self._mover, self._options = models, runner, mover, options
+        self.models, self.runner, self.mover = models, runner, mover
+        self.side_by_side: SideBySide | None = None
+        self.is_away = False  # whether what a backward needs waits in host memory
+        self._options = options
         self._modules = list(dict.fromkeys(module for model in models for module in model.modules()))
         self._updates = 0
         self._due: tuple[int, ...] = _AGAIN
         self._modes, self._mode = set[bytes](), b""  # which modules were in training mode when pieces were compared
         self._warned = False
-        self._side_by_side: SideBySide | None = None
 
     def __call__(self, division: Division, side_by_side: SideBySide | None = None) -> bool:
         """Refuse what cannot be cut or trimmed; returns whether pieces were compared (see `passed`)."""
@@ -111,7 +119,7 @@ class FirstCheck:
         if not due or (len(division) == 1 and not trimmed):  # one micro-batch is the big batch
             return False
         # Statistics of a few samples amplify rounding, and are exact by themselves, except where they see padding.
-        self._side_by_side = side_by_side and partial(side_by_side, resting=division.longest is None)
+        self.side_by_side = side_by_side and partial(side_by_side, resting=division.longest is None)
         if trimmed:
             self._refuse_counted_padding(division)
         if self._options.check and self._is_hidden(division) and not self._warned:
@@ -131,14 +139,14 @@ class FirstCheck:
         accepts, hidden = self._options.batch_norm == "micro", False
         resting = [module for module in self._modules if accepts and isinstance(module, Statistics)]
         for modules in (resting, self._modules):
-            with untouched(self._models), evaluating(modules), quiet():
+            with untouched(self.models), quiet(modules):
                 found = self._first_that_runs(division)
             division.batch.refuse_changed()  # or the step would use other samples than were compared
             if found.agrees:
                 return hidden
             if found.error is not None and not (accepts and modules is resting):  # accepted statistics, not torch's own
                 raise self._dated(found.error)
-            hidden = True
+            hidden = hidden or found.hidden or found.error is not None
         return hidden
 
     def _dated(self, error: BigBatchError) -> BigBatchError:
@@ -149,194 +157,300 @@ class FirstCheck:
         return type(error)(error.problem + since, fix=error.fix)
 
     def _first_that_runs(self, division: Division) -> _Outcome:
-        """Compare what can be evaluated: a large piece, in uneven and in even parts; else smaller ones."""
-        agreed = _Outcome(agrees=True)
-        for number, attempt in enumerate(self._attempts(division)):
+        """Compare uneven parts and even parts; where neither can be evaluated, two micro-batches."""
+        ran = False
+        for shares, instead, watched in self._attempts(division):
+            if instead and ran:
+                break
             try:
-                found = self._compared(division, attempt)
-                if found.silent:
-                    with moved(self._models):
-                        found = self._compared(division, attempt)
-                    if found.error is not None:
-                        found = found._replace(error=at_moved_weights(found.error))
-                if number or not found.agrees:
-                    return found
-            except Exception as error:  # noqa: PERF203 - it proves nothing; what is the user's own comes in the step
-                ours = self._side_by_side is not None and isinstance(error, BigBatchError)
+                found = _Piece(self, division, shares, watched=watched).compared()
+            except Exception as error:  # it proves nothing; what is the user's own comes in the step
+                ours = self.side_by_side is not None and isinstance(error, BigBatchError)
                 if isinstance(error, NeedsLockStep) or (ours and not isinstance(error, PathsDiffer)):
                     raise
                 _forget(error)
+                continue
             finally:
-                torch.clear_autocast_cache()  # copies of weights that were made without a graph
-        return agreed
+                torch.clear_autocast_cache()  # or the step would use copies of weights that were made here
+            if not found.agrees:
+                return found
+            ran = True
+        return _Outcome(agrees=True)
 
-    def _attempts(self, division: Division) -> Iterator[_Attempt]:
-        """Yield pieces to try, the largest first; all but the first end the check where they can be evaluated."""
+    def _attempts(self, division: Division) -> Iterator[tuple[list[list[int]], bool, bool]]:
+        """Yield the parts of pieces, whether they are tried instead of those before, and whether they are watched."""
         groups = _groups(division)
-        size, longest = len(groups[0]), max(division.longest) if division.longest is not None else None
-        samples = 2 * size
+        size = len(groups[0])
+        self.is_away = False
         try:
-            kept, held = (self._evaluated(division, groups[:1], longest, keeps=each)[0].peak for each in (True, False))
-            # Half of the memory: what kernels take for themselves is not counted.
-            samples = max(size * max(kept // 2, _LITTLE) // max(held, 1), 2)
+            peak = _Piece(self, division, groups[:1], parts=False).whole.peak
         except NeedsLockStep:
             raise
         except BigBatchError:
             return  # a refusal of the micro-batch itself, which comes in the step
         except Exception as error:  # noqa: BLE001 - as above
             _forget(error)
-        yield _Attempt(samples, uneven=True)
-        yield _Attempt(samples, uneven=False)
-        yield _Attempt(2 * size, uneven=False)
-        yield _Attempt(max(size, 2), uneven=True, keeps=True)
-        yield _Attempt(max(size, 2), uneven=False, keeps=True)
-        yield _Attempt(2 * size, uneven=False, watched=False)
-
-    def _compared(self, division: Division, attempt: _Attempt) -> _Outcome:
-        """Compare the loss of a piece with that of its parts."""
-        shares = _shares(_groups(division), attempt)
-        every = [i for share in shares for i in share]
-        keeps, widest, own = attempt.keeps, _widest(division), [_width(division, share) for share in shares]
-        evaluate = partial(self._evaluated, division, watched=attempt.watched)
-        state, tape = Snapshot(self._models), list[Tensor]()
-        (whole,) = evaluate([every], widest, keeps=keeps, tape=tape, whole=True)
-        drawn = state.randomness.drawn()
-
-        def parts(wide: Any, *, goes_on: bool = False) -> list[Part]:
-            alone = self._side_by_side is None  # in lock-step all graphs are there at once
-            found = evaluate(shares, wide, keeps=keeps or alone, tape=tape, state=state, goes_on=goes_on)
-            return [part for part in found if part.kinds] or found  # a loss of zero adds nothing
-
-        found = self._in_lockstep(lambda: parts(own), lambda: [evaluate([each], own[0]) for each in shares])
-        if len({part.kinds for part in found}) == 1 and whole.norms == found[0].norms:
-            if is_sum_of(whole, found):
-                return _Outcome(agrees=True, silent=tells_nothing(found))
-            if drawn and self._side_by_side is None and is_sum_of(whole, parts(own, goes_on=True)):
-                return _Outcome(agrees=True)
-        if drawn and not all(part.certain for part in found):
-            seed_differently()
-            (other,) = evaluate([every], widest, keeps=keeps, whole=True)
-            if not is_near(whole.value, other.value, (whole, other)):  # the numbers are used, not only drawn
-                return _Outcome()
-        if whole.norms > found[0].norms:
-            return _Outcome(more_norms(whole, found, len(every)))
-        if division.longest is not None and division.batch.collate is None and is_sum_of(whole, parts(widest)):
-            return _Outcome(padded(whole, found))
-        return _Outcome(coupled(whole, found, len(every), in_lockstep=self._side_by_side is not None))
-
-    def _in_lockstep(self, together: Callable[[], list[Part]], alone: Callable[[], object]) -> list[Part]:
-        """Evaluate parts; raise an error of its own where they fail in lock-step and run alone."""
-        try:
-            return together()
-        except Exception as error:
-            if self._side_by_side is None or isinstance(error, BigBatchError) or is_out_of_memory(error):
-                raise
-            alone()  # raises where lock-step is not the reason
-            try:
-                return together()
-            except type(error):  # again: an error that comes once is the user's own
-                raise shared_state(error) from error
+            peak = _LITTLE
+        samples = max(size * _LITTLE // max(peak, 1), size, 2)
+        self.is_away = samples > size and samples * peak > size * _LITTLE  # two samples, where one is a micro-batch
+        yield _shares(groups, samples, uneven=True), False, True
+        yield _shares(groups, samples, uneven=False), False, True
+        yield _shares(groups, 2 * size, uneven=False), True, True
+        yield _shares(groups, 2 * size, uneven=False), True, False  # a few operations cannot be watched
 
     def _refuse_counted_padding(self, division: Division) -> None:
         """Compare what a loss is over with and without padding, whatever its value is."""
         groups = _groups(division)
         shares = [groups[0][:1], *([groups[1][-1:]] if len(groups) > 1 else ())]
-        tape: list[Tensor] = []
+        self.is_away = False
         try:
-            with untouched(self._models), quiet():
-                state, evaluate = Snapshot(self._models), partial(self._evaluated, division, tape=tape)
-                (whole,) = evaluate([[i for share in shares for i in share]], _widest(division))
-                parts = evaluate(shares, [_width(division, share) for share in shares], state=state)
+            with untouched(self.models), quiet():
+                piece = _Piece(self, division, shares)
+                parts = piece.parts()
         except Exception as error:  # noqa: BLE001 - it proves nothing
             _forget(error)
             return
         division.batch.refuse_changed()
-        if counts_more(whole, parts) and all(part.certain for part in parts):
-            raise self._dated(padded(whole, parts))
+        if piece.whole.kinds == parts[0].kinds and all(part.certain for part in parts):
+            counts = zip(piece.whole.kinds, piece.whole.counts, _totals(parts), strict=True)
+            # Less is no padding: counted(loss, 1) is the user's word for any number of samples.
+            if any(kind == "mean" and number > total * (1 + _COUNT_TOLERANCE) for kind, number, total in counts):
+                raise self._dated(_padded(piece.whole, parts))
+
+
+class _Piece:
+    """Some samples of a batch, evaluated together and in parts."""
+
+    def __init__(
+        self,
+        check: FirstCheck,
+        division: Division,
+        shares: list[list[int]],
+        *,
+        watched: bool = True,
+        parts: bool = True,
+    ) -> None:
+        """Evaluate them together; without `parts`, for the memory alone."""
+        self._check, self._division, self._shares, self._watched = check, division, shares, watched
+        self._state, self._tape = Snapshot(check.models), list[Tensor]()
+        self._of_parts = False  # whether parts are evaluated
+        self._probes = check.runner.probes(_LITTLE) if parts else ()
+        self._samples = [i for share in shares for i in share]
+        (self.whole,) = self._evaluated([self._samples], [_widest(division)], totals=None)
+
+    def parts(self, widths: Sequence[int | None] | None = None, *, goes_on: bool = False) -> list[Part]:
+        """Evaluate the parts; their random numbers are those of the piece, or go on from part to part."""
+        self._of_parts = True
+        widths = widths or [_width(self._division, share) for share in self._shares]
+        found = self._evaluated(self._shares, widths, totals=self.whole.counts, goes_on=goes_on)
+        found = [part for part in found if part.kinds] or found  # a loss of zero adds nothing
+        if self._check.side_by_side is None and len({part.kinds for part in found}) == 1:
+            totals = _totals(found)
+            alike = len(totals) == len(self.whole.counts) and all(
+                math.isclose(a, b, rel_tol=_COUNT_TOLERANCE) for a, b in zip(totals, self.whole.counts, strict=True)
+            )
+            if not alike:  # the piece has another count, or its graph cannot be read
+                found = self._evaluated(self._shares, widths, totals=totals, goes_on=goes_on)
+                found = [part for part in found if part.kinds] or found
+        return found
+
+    def compared(self) -> _Outcome:
+        """Compare the gradient of the piece with that of its parts."""
+        check, whole = self._check, self.whole
+        found = self.parts() if check.side_by_side is None else self._in_lockstep(self.parts)
+        alike = len({part.kinds for part in found}) == 1 and whole.norms == found[0].norms
+        goes_on = alike and whole.drew and check.side_by_side is None
+        if (alike and _agree(whole, found)) or (goes_on and _agree(whole, self.parts(goes_on=True))):
+            return _Outcome(agrees=True)
+        if whole.drew and not all(part.certain for part in found):
+            return _Outcome(hidden=True)
+        if whole.norms > found[0].norms:
+            return _Outcome(_more_norms(whole, found, len(self._samples)))
+        if self._is_of_padding():
+            return _Outcome(_padded(whole, found))
+        if whole.drew and _is_near(whole.value, _together(found), (whole, *found)):
+            return _Outcome()  # what is run again in backward, or a fused kernel, draws numbers of its own there
+        return _Outcome(_coupled(whole, found, len(self._samples), in_lockstep=check.side_by_side is not None))
+
+    def _is_of_padding(self) -> bool:
+        """Whether parts that have all of it make the piece."""
+        if self._division.longest is None or self._division.batch.collate is not None:
+            return False
+        return _agree(self.whole, self.parts([_widest(self._division)] * len(self._shares)))
+
+    def _in_lockstep(self, together: Callable[[], list[Part]]) -> list[Part]:
+        """Evaluate parts; raise an error of its own where they fail in lock-step and run alone."""
+        try:
+            return together()
+        except Exception as error:
+            if isinstance(error, BigBatchError) or is_out_of_memory(error):
+                raise
+            for share in self._shares:  # raises where lock-step is not the reason
+                self._evaluated([share], [_width(self._division, share)], totals=None)
+            try:
+                return together()
+            except type(error):  # again: an error that comes once is the user's own
+                raise _shared_state(error) from error
 
     def _evaluated(
         self,
-        division: Division,
         shares: Sequence[list[int]],
-        wide: int | Sequence[int | None] | None,
+        widths: Sequence[int | None],
         *,
-        keeps: bool = False,
-        watched: bool = True,
-        tape: list[Tensor] | None = None,
-        state: Snapshot | None = None,
+        totals: Sequence[float] | None,
         goes_on: bool = False,
-        whole: bool = False,
     ) -> list[Part]:
-        """Evaluate parts of one batch: each by itself, or in lock-step where their losses ask for each other.
-
-        Args:
-            division: what they are cut from.
-            shares: the samples of each.
-            wide: what they are trimmed to, all or each.
-            keeps: whether graphs are kept, or only what their reader needs.
-            watched: whether operations are watched.
-            tape: random numbers, to be written, or to be read where there is a `state`.
-            state: what each part begins with.
-            goes_on: whether random numbers go on from part to part, instead.
-            whole: whether it may be larger than a micro-batch: its value is compared, though its graph may be refused.
-        """
+        """Evaluate samples: each share by itself, or in lock-step where their losses ask for each other."""
         sizes = [len(share) for share in shares]
-        widths = wide if isinstance(wide, Sequence) else [wide] * len(shares)
-        if state is not None:
-            state.restore()
+        together = self._check.side_by_side
+        if self._of_parts:
+            self._state.restore()
 
-        def evaluate(number: int) -> Part:
-            rows = None if state is None else Rows(sum(sizes[:number]), sizes[number], sum(sizes))
-            if state is not None and self._side_by_side is None:
-                state.restore(randomness=not goes_on)
-            micro_batch = self._mover.moved(division.part(shares[number], widths[number]))
-            watch, values = Watch([] if tape is None else tape, rows), Values()
-            before = Randomness(devices_of(self._models))
-            hooks = nullcontext() if keeps else saved_tensors_hooks(_dropped, _kept)
-            with hooks, torch.enable_grad(), watch if watched else nullcontext(), values:
-                loss, _ = self._runner.loss(micro_batch)
-            terms = list[Term]()
-            with suppress(LossError) if whole else nullcontext():
-                terms = self._runner.read(loss)
-            worker = scope.worker()
-            return Part(
-                float(loss.detach()),
-                tuple(term.kind for term in terms),
-                tuple(float(term.count) for term in terms),
-                values.of_terms(loss, terms),
-                self._tolerance(loss, watch.lowest) * (_LOCKSTEP if worker is not None else 1),
-                worker.visits.get("BatchNorm", 0) if worker is not None else 0,
-                watch.certain and not (rows is not None and before.drawn()),
-                watch.peak,
-            )
+        def forward(number: int) -> _Forward:
+            rows = Rows(sum(sizes[:number]), sizes[number], sum(sizes)) if self._of_parts else None
+            if rows is not None and together is None:
+                self._state.restore(randomness=not goes_on)
+            return self._forward(self._division.part(shares[number], widths[number]), rows, is_first=not number)
 
-        if self._side_by_side is None:
-            return [evaluate(number) for number in range(len(shares))]
-        return self._side_by_side(evaluate, list(range(len(shares))), sizes)
+        def weighed(found: Sequence[_Forward]) -> list[Callable[[], Part]]:
+            rows = [[float(term.count) for term in each.terms] for each in found if each.terms]
+            return [partial(self._backward, each, _sums(rows)) for each in found]
+
+        if together is not None:
+            return together(forward, weighed, sizes)
+        return [self._backward(forward(number), totals) for number in range(len(shares))]
+
+    def _forward(self, given: Any, rows: Rows | None, *, is_first: bool) -> _Forward:
+        runner, mover = self._check.runner, self._check.mover
+        micro_batch, watch = mover.moved(given), Watch(self._tape, rows)
+        before = Snapshot(self._check.models).randomness
+        away = saved_tensors_hooks(_to_host, _from_host) if self._check.is_away else nullcontext()
+        with away, torch.enable_grad(), watch if self._watched else nullcontext():
+            loss, _ = runner.loss(micro_batch)
+        terms = list[Term]()
+        with nullcontext() if self._of_parts else suppress(LossError):  # a piece may be more than a micro-batch
+            terms = runner.read(loss)
+        return _Forward(loss, terms, is_first, watch, before)
+
+    def _backward(self, forward: _Forward, totals: Sequence[float] | None) -> Part:
+        """Compute the gradient, weighed by what the terms come to in all parts; None: of this one alone."""
+        loss, terms, is_first, watch, numbers = forward
+        worker = scope.worker()
+        tolerance = self._tolerance(loss, watch.lowest)
+        if worker is not None:
+            tolerance = min(_LOCKSTEP * tolerance, _LOW_PRECISION_TOLERANCE)
+        alone = totals is None or len(totals) != len(terms)
+        weights = Weights() if alone else _weights(terms, totals or (), is_first=is_first)
+        counts = self._probes and not (weights.nothing and worker is None)  # in lock-step others wait for its backward
+        gradient = self._gradient(loss, terms, weights) if counts else ()
+        return Part(
+            float(loss.detach()),
+            tuple(term.kind for term in terms),
+            tuple(float(term.count) for term in terms),
+            math.nan if weights.each else float(weights.whole),
+            gradient or tuple(torch.zeros_like(p) for p in self._probes),
+            tolerance,
+            worker.visits.get("BatchNorm", 0) if worker is not None else 0,
+            watch.is_calmed or numbers.drawn(),
+            watch.certain and not (self._of_parts and numbers.drawn()),
+            watch.peak,
+        )
+
+    def _gradient(self, loss: Tensor, terms: list[Term], weights: Weights) -> tuple[Tensor, ...]:
+        scale = self._check.runner.scale()
+        hooks = weigh_terms(weights, loss, terms, {}) if weights.each else ()
+        try:
+            start = torch.full_like(loss, float(weights.whole) * scale)
+            found: Sequence[Tensor | None] = torch.autograd.grad(loss, self._probes, start, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        known = (torch.zeros_like(p) if g is None else g for g, p in zip(found, self._probes, strict=True))
+        return tuple(g.detach().to_dense().to(_wide(g.dtype)) / scale for g in known)
 
     def _tolerance(self, loss: Tensor, lowest: torch.dtype | None) -> float:
-        """Return how far the least precise numbers of a forward may move its loss, relatively."""
+        """Return how far the least precise numbers of a forward may move its gradient, relatively."""
         device = loss.device.type
-        used = {loss.dtype, *(p.dtype for model in self._models for p in model.parameters() if p.is_floating_point())}
+        used = {loss.dtype, *(p.dtype for model in self._check.models for p in model.parameters())}
         used |= {lowest} if lowest is not None else set()
         used |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
-        return max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used)
+        return max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used if each.is_floating_point)
 
 
-def _dropped(tensor: Tensor) -> Tensor | None:
-    """Let go of what a backward would need, and keep what a reader of the graph looks at."""
-    kept = tensor.grad_fn is None or not tensor.is_floating_point() or tensor.numel() <= _FEW
-    return tensor.detach() if kept else None
+def _weights(terms: Sequence[Term], totals: Sequence[float], *, is_first: bool) -> Weights:
+    """Return what a part's terms count with among all parts: one weight where it is the same, else one for each."""
+    shares = [
+        (float(term.count) / total if total else 0.0) if term.kind == "mean" else float(term.kind == "sum" or is_first)
+        for term, total in zip(terms, totals, strict=True)
+    ]
+    means = [share for term, share in zip(terms, shares, strict=True) if term.kind == "mean"]
+    others = {term.kind for term in terms} - {"mean"}
+    first = (means or shares)[0]
+    # Shares of means add up to 1 over the parts, so terms that count once come out right, too.
+    if len(terms) == 1 or ("sum" not in others and math.isclose(min(means or [0.0]), max(means or [1.0]))):
+        return Weights(first)
+    if others == {"sum"} and not means:
+        return Weights(1.0)
+    return Weights(1.0, tuple((term.node, share) for term, share in zip(terms, shares, strict=True) if term.node))
 
 
-def _kept(tensor: Tensor | None) -> Tensor:
-    if tensor is None:
-        msg = "this graph is for reading"
-        raise RuntimeError(msg)
-    return tensor
+def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [math.fsum(column) for column in zip(*rows, strict=False)]
 
 
-_kept.shows = True  # type: ignore[attr-defined]  # reading it does nothing
+def _totals(parts: Sequence[Part]) -> list[float]:
+    """Return what each term was averaged over in all parts."""
+    return _sums([part.counts for part in parts])
+
+
+def _agree(whole: Part, parts: Sequence[Part]) -> bool:
+    """Whether the gradients of the parts make that of the whole, but for rounding, or do not tell."""
+    if not math.isfinite(whole.value) or not math.isfinite(_norm(whole.gradient)):
+        return True
+    is_alone = all(set(part.kinds) == {"once"} for part in parts)
+    if is_alone and not all(_is_near(whole.value, part.value, parts) for part in parts):
+        return False
+    broken = [part for part in parts if not math.isfinite(_norm(part.gradient))]
+    if broken:  # as of a standard deviation of one sample; a mean over nothing does not tell
+        return not all(all(part.counts) for part in broken)
+    size, tolerance = sum(_norm(part.gradient) for part in parts), max(part.tolerance for part in (whole, *parts))
+    return _apart(whole, parts) <= tolerance * (size + _OF_NOTHING * max(_FLOOR, abs(whole.value)))
+
+
+def _apart(whole: Part, parts: Sequence[Part]) -> float:
+    together = (sum(each) for each in zip(*(part.gradient for part in parts), strict=True))
+    return _norm(one - other for one, other in zip(whole.gradient, together, strict=True))
+
+
+def _norm(gradient: Iterable[Tensor]) -> float:
+    return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in gradient))
+
+
+def _together(parts: Sequence[Part]) -> float:
+    """Return the loss that the parts make together; NaN where their terms have weights of their own."""
+    return math.fsum(part.value * part.weight for part in parts if part.weight)
+
+
+def _is_near(one: float, other: float, parts: Sequence[Part]) -> bool:
+    """Whether two losses differ by rounding alone, or one is not known."""
+    size = max(_FLOOR, abs(one), *(abs(part.value) for part in parts))
+    return not abs(one - other) > _OF_LOSS * max(part.tolerance for part in parts) * size
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    is_weight = tensor.is_leaf and tensor.requires_grad
+    return tensor.device, tensor.detach() if is_weight else tensor.detach().to("cpu")
+
+
+def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    return packed[1].to(packed[0])
+
+
+_from_host.shows = True  # type: ignore[attr-defined]  # the reader of the graph may look
 
 
 def _forget(error: Exception) -> None:
@@ -367,17 +481,98 @@ def _width(division: Division, share: list[int]) -> int | None:
     return next((wide for group, wide in groups if share[0] in division.indices(group)), None)
 
 
-def _shares(groups: Sequence[list[int]], attempt: _Attempt) -> list[list[int]]:
-    """Take the samples of a piece: parts of at most a micro-batch each."""
+def _shares(groups: Sequence[list[int]], samples: int, *, uneven: bool) -> list[list[int]]:
+    """Take the samples of a piece: parts of at most a micro-batch each; equal ones hide how they are weighed."""
     if len(groups) == 1:  # trimmed, and not cut
-        return [groups[0][: attempt.samples]]
-    left, found = attempt.samples, list[list[int]]()
+        return [groups[0][:samples]]
+    left, found = samples, list[list[int]]()
     for group in groups[:_PARTS]:
-        room = left if found else left - max(left // (3 if attempt.uneven else 2), 1)
-        if room < 1 or (len(found) > 1 and not attempt.uneven and room < len(group)):
+        room = left if found else left - max(left // (3 if uneven else 2), 1)
+        if room < 1 or (len(found) > 1 and not uneven and room < len(group)):
             break
         found.append(group[:room])
         left -= len(found[-1])
-    if attempt.uneven and len({len(share) for share in found}) == 1:
+    if uneven and len({len(share) for share in found}) == 1:
         found[-1] = found[-1][: max(math.ceil(len(found[-1]) / 3), 1)]
     return found
+
+
+_UNSEEN = (
+    "this loss draws random numbers that cannot be drawn again for a part of a batch, as torch.randperm, or numpy's "
+    "for one sample after the other. So the check could not see, in training mode, whether samples are coupled: "
+    "whether the gradient of a batch is that of its parts. If no sample looks at another{}, all is well; "
+    "Options(check=False) says that you know. To have it checked, "
+    "draw them before the step and give them with the batch, a row for each sample."
+)
+_TURNS = (
+    "Micro-batches take turns at BatchNorm and at `across`: what the model, a hook or the loss keeps outside of the "
+    "call, as in self.features = x, is another micro-batch's after that. Return it, or pass it on as an argument."
+)
+_CAUSES = (
+    "Common causes: attention, pooling or a statistic over the batch dimension, also without gradient (normalized "
+    "advantages, class weights of the batch, a threshold); padding that the loss counts; a divisor that is no count, "
+    "where the term is counted(term, 'sum'); a tensor that all samples share and that has as many rows as there are "
+    "samples; an average, a queue or a counter that moves in every call, which belongs after step(batch)."
+)
+_CAUSES_IN_LOCKSTEP = (
+    "Common causes: rows of own samples begin at across.offset(), and what is made of across.gather must be the same "
+    "in each micro-batch. "
+)
+
+
+def _shared_state(error: Exception) -> CoupledLoss:
+    """Explain that a micro-batch fails beside others, though it runs alone."""
+    said = str(error).strip().splitlines()
+    return CoupledLoss(
+        f"a micro-batch runs alone, and fails beside others with {type(error).__name__}: {said[0] if said else ''}\n"
+        f"{_TURNS} Or only one side of a comparison was gathered: across.gather(features) goes with "
+        "across.gather(labels)."
+    )
+
+
+def _coupled(whole: Part, parts: Sequence[Part], samples: int, *, in_lockstep: bool) -> LossError:
+    """Say that the parts do not make the whole."""
+    numbers = [len(part.kinds) for part in parts]
+    if len(set(numbers)) > 1:
+        return CoupledLoss(
+            f"the losses of {len(parts)} parts of {samples} samples have {', '.join(map(str, numbers))} terms: there "
+            "are terms for single samples, or for what happens to be in a batch, and what they are averaged over does "
+            "not show.",
+            fix="one tensor of all samples' losses, reduced once; or counted(loss, n), counted(loss, 'sum')",
+        )
+    alike = all(_is_near(parts[0].value, part.value, parts) for part in parts)
+    if not alike and all(set(part.kinds) == {"once"} for part in parts):
+        return refusals.shared_alone([part.value for part in parts])
+    away = _apart(whole, parts) / max(_norm(whole.gradient), sum(_norm(part.gradient) for part in parts))
+    return CoupledLoss(
+        f"the samples of this batch are coupled: the gradient of {samples} of them is {away:.2g} of its norm away from "
+        f"that of {len(parts)} parts of them together. Their losses are {whole.value:.6g} and {_together(parts):.6g}. "
+        f"No split into micro-batches gives the big batch's gradient.\n"
+        f"{_CAUSES_IN_LOCKSTEP + _TURNS if in_lockstep else _CAUSES}",
+        fix="print(bigbatch.verify(model, loss_fn, batch, micro_batch_size=...)) to find the cause; "
+        "Options(check=False) where the loss only looks coupled, as with random numbers of its own",
+    )
+
+
+def _more_norms(whole: Part, parts: Sequence[Part], samples: int) -> CoupledLoss:
+    """Say that BatchNorm is called more often for more samples."""
+    return CoupledLoss(
+        f"BatchNorm is called {whole.norms} times for {samples} samples, and {max(part.norms for part in parts)} times "
+        "for a part of them: it normalizes by pieces of the batch (ghost or virtual batches, or one sample after the "
+        "other), and which samples make a piece would change with the split.",
+        fix='BigStep(..., micro_batch_size=128, options=Options(batch_norm="micro"))',
+    )
+
+
+def _padded(whole: Part, parts: Sequence[Part]) -> BatchError:
+    """Say that a loss is another one without its padding."""
+    return BatchError(
+        f"this loss counts padding: with it the loss is {whole.value:.6g}{_listed(whole.counts)}, without it "
+        f"{_together(parts):.6g}{_listed(_totals(parts))}, so packing would change it.",
+        fix="a loss that ignores padding, as cross_entropy ignores labels of -100, and an attention mask for the "
+        "model; or leave lengths= out",
+    )
+
+
+def _listed(counts: Sequence[float]) -> str:
+    return " over " + " and ".join(f"{count:g}" for count in counts) if counts else ""

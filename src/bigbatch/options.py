@@ -36,7 +36,7 @@ class Options:
             Falls back, saying so once, where a model cannot be captured.
         gradient_dtype: what the gradients of bf16 and fp16 parameters are added up in; None: in their own.
         skip_nonfinite: leave the optimizer alone where the gradient has an inf or NaN.
-        check: before updates 1, 2, 4, 16 and 128, compare the loss of some micro-batches together with that of each:
+        check: before updates 1, 2, 4, 16 and 128, compare the gradient of some samples with that of parts of them:
             see that samples are not coupled, and, with `lengths`, that padding does not change it. False leaves both
             out, but for padding that counts, and asks what a sum is over that is divided by a tensor.
         group: the processes that make a big batch together; by default those that the model's DistributedDataParallel

@@ -17,7 +17,7 @@ from tests.bombs import Restless, everything, restless_loss, seed
 from tests.support.reference import sgd, trained, weights
 from tests.support.samples import CLASSES, Batch, mlp, rows, seeded, sequences
 
-COUPLED = r"(?s)the samples of this batch are coupled: \d+ of them have a loss of .*Options\(check=False\)"
+COUPLED = r"(?s)the samples of this batch are coupled: the gradient of \d+ of them is .*Options\(check=False\)"
 
 
 class Around(nn.Module):

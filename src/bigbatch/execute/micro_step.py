@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -139,6 +140,18 @@ class Runner:
     def sparing_others(self) -> AbstractContextManager[None]:
         """Leave parameters alone that are not the optimizers'."""
         return self._admission.sparing_others()
+
+    def probes(self, limit: int) -> tuple[Tensor, ...]:
+        """Return parameters whose gradients tell of all: the smallest ones, of so many bytes together."""
+        trained = (p for o in self._stepper.optimizers for g in o.param_groups for p in g["params"] if p.requires_grad)
+        every = sorted(trained, key=Tensor.numel)
+        ends = list(accumulate(p.numel() * max(p.element_size(), 4) for p in every))
+        return tuple(every[: max(sum(end <= limit for end in ends), 1)])
+
+    def scale(self) -> float:
+        """Return what a loss is multiplied with, lest its gradients vanish in float16."""
+        scaler = self._stepper.scaler
+        return 1.0 if scaler is None else scaler.get_scale()
 
     def try_once(self, micro_batch: Any, *, ragged: bool, side_by_side: bool = False) -> None:
         """Run one micro-step as a window would, for whoever wants to know what it takes."""

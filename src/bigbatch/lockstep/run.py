@@ -37,6 +37,7 @@ _WAITING = 1.25  # times what autograd saves of one micro-batch: more of all oth
 _WAITING_REPLAYED = 0.4  # likewise where windows are replayed: copies cost the host nothing then
 _COMPARED = frozenset({0, 1, 2, 15, 127})  # windows in which recomputed values are compared on a device, too
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 
 class Together:
@@ -113,27 +114,36 @@ class Together:
 
     def each(
         self,
-        evaluate: Callable[[Any], Result],
-        micro_batches: Sequence[Any],
+        forward: Callable[[int], Value],
+        weighed: Callable[[list[Value]], list[Callable[[], Result]]],
         sizes: Sequence[int],
         *,
         resting: bool = False,
     ) -> list[Result]:
-        """Evaluate something of some micro-batches that are one batch together.
+        """Run the forward of each micro-batch, and then what `weighed` makes of all of them: each one's backward.
 
         Where it is `resting`, BatchNorm uses what it has learned, and micro-batches meet there for nothing.
         """
 
-        def task(micro_batch: Any) -> Result:
-            found, worker = evaluate(micro_batch), current()
-            assert worker is not None  # noqa: S101 - a task runs on a worker
-            _end_drawing(worker)
+        def turn(found: list[Value]) -> dict[int, Callable[[], Result]]:
+            worker = current()
+            assert worker is not None  # noqa: S101 - the last of them
             _refuse_changes(worker)
-            return found
+            worker.round.is_backward = True
+            return dict(enumerate(weighed(found)))
+
+        def task() -> Result:
+            worker = current()
+            assert worker is not None  # noqa: S101 - a task runs on a worker
+            found = forward(worker.number)
+            _end_drawing(worker)
+            backwards = worker.meet("the end of forward", found, turn)
+            del found
+            return backwards.pop(worker.number)()
 
         round_ = self._round(sizes)
         round_.mode = "resting" if resting else "train"
-        return self._side_by_side([partial(task, each) for each in micro_batches], round_)
+        return self._side_by_side([task] * len(sizes), round_)
 
     def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
         """Run one micro-batch alone as if others were there: BatchNorm takes a single sample."""
