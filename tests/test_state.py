@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bigbatch.errors import StateError, UnreadableLoss, WindowDisturbed, WindowOpen
+from bigbatch.errors import StateError, UnreadableLoss, WindowOpen
 from bigbatch.window.tally import Ledger
 from tests.support.reference import big_batches, trained
 from tests.support.resumed import STOP, TRAININGS, first_half, second_half
@@ -260,37 +260,7 @@ def test_a_ledger_saves_itself() -> None:
     saved = ledger.state_dict()
     other = Ledger(3)
     other.load_state_dict(saved)
-    assert other == ledger
+    assert other.state_dict() == saved
     assert isinstance(other.total, torch.Tensor)
     other.total += 1
     assert saved["total"] == ledger.total == 4.0
-
-
-DAMAGED: dict[str, Any] = {
-    "micro_batches": "two",
-    "provisional": -1.0,
-    "total": "many",
-    "totals": 3.0,
-    "loss": None,
-    "kind": "median",
-    "names": 7,
-    "reference": [None],
-    "factors": 2.0,
-    "came": ["x"],
-    "gradients": None,
-    "residual": "none",
-}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_state_with_a_wrong_value_is_refused_and_the_open_window_goes_on(name: str) -> None:
-    """Types and values are looked at before anything is dropped."""
-    state = stopped().accumulator.state_dict()
-    state["window"] = {**state["window"], name: DAMAGED[name]}
-    training = stopped()
-    with pytest.raises(StateError, match="this window"):
-        training.accumulator.load_state_dict(state)
-    with pytest.raises(WindowDisturbed):
-        training.optimizer.step()
-    training.backward(BATCHES[2])
-    training.assert_big_batches(BATCHES[:3])

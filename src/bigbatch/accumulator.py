@@ -1,5 +1,7 @@
 """Micro-batches come in, updates come out."""
 
+import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -18,12 +20,10 @@ from bigbatch.loop import Listener, Loop, NoLoop, Over, Source
 from bigbatch.loss.count import Count, GivenCount, Term, checked_count
 from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
-from bigbatch.window.forgotten import Forgotten
-from bigbatch.window.gate import Admission, refuse_scaled
+from bigbatch.window.gate import Admission, Questions, refuse_scaled
 from bigbatch.window.gradients import all_parameters, setting_aside
-from bigbatch.window.observer import Witness
-from bigbatch.window.questions import Questions
-from bigbatch.window.stepper import Stepper, refuse_copy
+from bigbatch.window.stepper import Stepper, Witness, refuse_copy
+from bigbatch.window.tally import Ledger
 from bigbatch.window.window import CLOSED, OPEN, Window
 
 Batch = TypeVar("Batch")
@@ -312,7 +312,7 @@ class Accumulator:
     def _forget(self) -> None:
         """Go on without a window: it is closed."""
         self._window, self._resumed = None, False
-        self._forgotten.closed()
+        self._forgotten.opened(None)
         if not self._team.is_alone:
             self._prepare()
 
@@ -473,3 +473,40 @@ class Accumulator:
         """A batch went by without our backward: was it loss.backward() that the loop called?"""
         if self._window is None:
             self._stepper.refuse_backward_by_hand()
+
+
+class Forgotten:
+    """Knows the window that is open, and warns where its owner goes before it is closed, dropped or saved.
+
+    It holds the counts of the window alone: what is told at the end must not keep a model alive until then.
+    """
+
+    def __init__(self, owner: object) -> None:
+        """Watch over an owner, also at the end of the program."""
+        self._ledger: Ledger | None = None  # of the open window
+        self._error = 0  # the id of the last one that was shown when it was opened
+        self._known = 0  # how many of its micro-batches the user knows of
+        frame = sys._getframe(1)  # noqa: SLF001 - as `warnings` has it
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "bigbatch":
+            frame = frame.f_back
+        self._made = frame.f_code.co_filename, frame.f_lineno  # where it goes may be in Python's own end
+        weakref.finalize(owner, self._warn)
+
+    def opened(self, ledger: Ledger | None) -> None:
+        """Note a new window; None: none is open."""
+        self._ledger, self._known, self._error = ledger, 0, id(vars(sys).get("last_value"))
+
+    def known(self) -> None:
+        """Note that the user knows of the window as it stands: it was saved, or an error has told of it."""
+        self._known = self._ledger.micro_batches if self._ledger is not None else 0
+
+    def _warn(self) -> None:
+        failed = sys.exc_info()[0] is not None or id(vars(sys).get("last_value")) != self._error
+        if self._ledger is not None and self._ledger.micro_batches != self._known and not failed:
+            warnings.warn_explicit(
+                f"a window was left open with {self._ledger.micro_batches} of {self._ledger.steps} micro-batches, and "
+                "made no update. End the last window with accumulator.flush() or wrap the loader, "
+                "accumulator.over(loader); accumulator.discard() drops it without a word.",
+                UserWarning,
+                *self._made,
+            )

@@ -42,8 +42,7 @@ from bigbatch.state.scope import NeedsLockStep
 from bigbatch.state.snapshot import Buffers, Snapshot, devices_of, untouched, warn_of_written
 from bigbatch.update import Update
 from bigbatch.window.gate import Admission
-from bigbatch.window.observer import Witness
-from bigbatch.window.stepper import Stepper, refuse_copy
+from bigbatch.window.stepper import Stepper, Witness, refuse_copy
 from bigbatch.window.window import OPEN, Window
 from bigbatch.wording import speaking_of
 

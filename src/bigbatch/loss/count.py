@@ -21,7 +21,7 @@ class TotalOfSum(float):
 
 
 RATIO_TOLERANCE = 1e-12  # of counts that are in one ratio in all micro-batches
-LOW_PRECISION = (torch.bfloat16, torch.float16)
+LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 
 def wide(number: Tensor) -> Tensor:

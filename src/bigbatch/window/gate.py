@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # no public name
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
@@ -18,13 +20,12 @@ from bigbatch.distributed.shards import leaving_alone
 from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Term
-from bigbatch.loss.graph import edges, operation, saved_tensor
+from bigbatch.loss.graph import edges, is_leaf, operation, saved, saved_tensor, shape, variable
 from bigbatch.loss.origin import FrozenWeights, Surroundings
 from bigbatch.loss.readings import Reader
-from bigbatch.state.scope import NeedsLockStep
+from bigbatch.state.scope import NeedsLockStep, asked_anywhere, times_asked
 from bigbatch.window.awake_norms import batch_norms, escaped, foreign, is_awake, refuse_awake, refuse_compiled
 from bigbatch.window.gradients import all_parameters, sparing
-from bigbatch.window.graph_scan import kind_of_graph, scan
 from bigbatch.window.hints import Hints
 
 _present: "weakref.WeakSet[Admission]" = weakref.WeakSet()  # of everyone that trains a model in this process
@@ -219,6 +220,77 @@ class Admission:
             raise NeedsLockStep("BatchNorm in training mode")
         if self.side_by_side > 1:
             raise escaped(self._accepting)
+
+
+class Questions:
+    """Whether losses have asked for other micro-batches, with `across`, where an accumulator has none to ask."""
+
+    def __init__(self) -> None:
+        """Begin now."""
+        self.anywhere = asked_anywhere[0]  # when it was last looked at: a number to be had quickly
+        self._in_training = times_asked(in_training=True)  # when a loss last passed
+        self._refused: weakref.ref[Tensor] | None = None  # the loss that was refused for it
+
+    def check(self, loss: Tensor, since: int | None) -> None:
+        """Refuse a loss that may have asked, perhaps for a value without a place in its graph.
+
+        In `over` it may `since` its batch was given out, else since the last backward, with gradients enabled.
+        """
+        if since is not None:
+            if times_asked() != since:
+                raise refusals.alone()
+        elif times_asked(in_training=True) != self._in_training or (self._refused and self._refused() is loss):
+            self._in_training, self.anywhere = times_asked(in_training=True), -1  # look again
+            self._refused = weakref.ref(loss)
+            raise refusals.alone() if scan(loss).alone else refusals.asked_since()
+        self.anywhere, self._refused = asked_anywhere[0], None
+
+
+_NODES_LOOKED_AT = 96
+_BATCH_NORMS = frozenset("NativeBatchNorm CudnnBatchNorm MiopenBatchNorm SyncBatchNormFunction".split())
+
+
+@dataclass
+class Scan:
+    """What a whole graph holds."""
+
+    reentrant_checkpoint: bool = False
+    batch_norm: bool = False  # in training mode
+    resting: set[int] = field(default_factory=set)  # where running means of others lie; 0: one cannot tell
+    alone: bool = False  # it asked for other micro-batches where there were none
+    leaves: dict[int, Tensor] = field(default_factory=dict)  # the tensors that its gradient goes to, by their ids
+
+
+def kind_of_graph(value: Tensor) -> int:
+    """Tell graphs of different operations apart, whatever their sizes, by the part next to the loss."""
+    found: dict[Node, None] = {} if value.grad_fn is None else {value.grad_fn: None}
+    latest = list(found)
+    while latest and len(found) < _NODES_LOOKED_AT:
+        latest = [below for node in latest for below, _ in edges(node) if below is not None and below not in found]
+        found.update(dict.fromkeys(latest))
+    return hash(tuple(map(operation, found)))
+
+
+def scan(value: Tensor) -> Scan:
+    """Look through a whole graph."""
+    found, stack, seen = Scan(), [value.grad_fn], set[Node]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = operation(node)
+        found.reentrant_checkpoint |= name == "CheckpointFunction"
+        found.alone |= name == "_Alone"
+        if is_leaf(node):
+            found.leaves[id(variable(node))] = variable(node)
+        elif name in _BATCH_NORMS and not saved(node, "training"):
+            mean = saved_tensor(node, "running_mean")
+            found.resting.add(0 if mean is None else mean.data_ptr())
+        elif name in _BATCH_NORMS:  # instance norm is a batch norm of one batch, (1, samples x channels, ...)
+            found.batch_norm |= shape(node)[0] > 1
+        stack.extend(below for below, _ in edges(node))
+    return found
 
 
 _BETWEEN_TERMS = frozenset("Add Sub Rsub Mul Div Neg ToCopy View Squeeze Sum Mean Stack".split())

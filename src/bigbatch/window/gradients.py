@@ -44,26 +44,24 @@ class Gradients:
         self.parameters = [p for p in self.every if p.requires_grad]
         self.leaves = tuple(self.parameters)
         if not self.leaves:
-            msg = (
+            raise ConfigurationError(
                 "no parameter of the optimizer requires a gradient: there is nothing to train.\n"
                 "Unfreeze some:  parameter.requires_grad_(True)"
             )
-            raise ConfigurationError(msg)
-        present = [p for p in self.parameters if p.grad is not None]
-        if present:
-            msg = (
-                f"{len(present)} of {len(self.parameters)} parameters have a gradient before the window's first "
-                "backward, left by a backward() of your own or of another loss.\n"
+        # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
+        self._held: list[Tensor | None] = [p.grad for p in self.parameters]
+        if self.came():
+            present = sum(g is not None for g in self._held)
+            raise WindowDisturbed(
+                f"{present} of {len(self.parameters)} parameters have a gradient before the window's first backward, "
+                "left by a backward() of your own or of another loss.\n"
                 "Clear it before you start:  optimizer.zero_grad()"
             )
-            raise WindowDisturbed(msg)
+        self._versions: list[int] = [0] * len(self._held)
         self._dtypes = [p.dtype for p in self.parameters]
-        pairs = zip(self.parameters, self._dtypes) if dtype is not None else ()  # noqa: B905 - hot, and of one length
-        self._wide = [p for p, own in pairs if own in LOW_PRECISION]
+        low = dtype is not None and not LOW_PRECISION.isdisjoint(self._dtypes)
+        self._wide = [p for p in self.parameters if p.dtype in LOW_PRECISION] if low else []
         self._narrow = self._wide  # those whose gradient has not been widened yet
-        # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
-        self._held: list[Tensor | None] = [None] * len(self.parameters)
-        self._versions: list[int] = [0] * len(self.parameters)
         self._zeros: dict[int, int] = {}  # versions of gradients that began as zero
 
     def dtype_of(self, parameter: Tensor) -> torch.dtype:
@@ -104,13 +102,10 @@ class Gradients:
     def remember(self) -> None:
         """Take note of every gradient after our own backward, widening those of low precision that are new."""
         if self._narrow:
-            waiting = []
             for p in self._narrow:
-                if p.grad is None:
-                    waiting.append(p)
-                else:
+                if p.grad is not None:
                     _hand(p, p.grad.to(self.dtype))
-            self._narrow = waiting
+            self._narrow = [p for p in self._narrow if p.grad is None]
         self._hold()
 
     def came(self) -> bool:
@@ -125,24 +120,22 @@ class Gradients:
         for p, g, version, dtype in zip(self.parameters, self._held, self._versions, self._dtypes, strict=True):
             if not p.requires_grad or p.dtype is not dtype:
                 how = f"cast from {dtype} to {p.dtype}" if p.requires_grad else "frozen"
-                msg = (
+                raise WindowDisturbed(
                     f"a parameter was {how} inside a window, which has its gradient already.\n"
                     "Freeze, unfreeze and cast between windows, after accumulator.flush() or accumulator.discard()."
                 )
-                raise WindowDisturbed(msg)
             if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
                 break
         else:
             return
         zeroed = sum(p.grad is None and g is not None for p, g in zip(self.parameters, self._held, strict=True))
         found = f"{zeroed} were set to None" if zeroed else "they were changed in place"
-        msg = (
+        raise WindowDisturbed(
             "gradients changed inside a window, and not by this accumulator: "
             f"{found}, as by zero_grad(), loss.backward() or clip_grad_norm_() (clip with clip_norm=).\n"
             "Inside `over` call accumulator.backward(loss) alone: it adds up, steps and clears.\n"
             "This window cannot be trusted any more: accumulator.discard() drops it."
         )
-        raise WindowDisturbed(msg)
 
     def _hold(self) -> None:
         self._held = [p.grad for p in self.parameters]
@@ -172,12 +165,12 @@ class Gradients:
         """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""
         found = []
         for p in self.parameters:
-            if p.grad is not None and p.grad.is_sparse:
-                if not p.grad.is_coalesced():
-                    p.grad = p.grad.coalesce()
-                found.append(p.grad._values())  # noqa: SLF001 - values() would copy
-            elif p.grad is not None:
-                found.append(local(p.grad))
+            gradient = p.grad
+            if gradient is not None and gradient.is_sparse:
+                p.grad = gradient = gradient.coalesce()
+                found.append(gradient._values())  # noqa: SLF001 - values() would copy
+            elif gradient is not None:
+                found.append(gradient if type(gradient) is Tensor else local(gradient))
         return found
 
     @property
@@ -205,30 +198,25 @@ class Gradients:
         """Return copies of the gradients, for a checkpoint."""
         return [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
 
-    def restore(self, saved: Iterable[object]) -> None:
+    def restore(self, saved: Iterable[Tensor | None]) -> None:
         """Put gradients back that `snapshot` returned."""
         gradients = list(saved)
         if len(gradients) != len(self.parameters):
-            msg = (
+            raise StateError(
                 f"this window was saved with {len(gradients)} trainable parameters, and the optimizer has "
                 f"{len(self.parameters)} now. Load it into the same model and optimizer."
             )
-            raise StateError(msg)
         for number, (p, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if gradient is not None and (not isinstance(gradient, Tensor) or gradient.shape != p.shape):
-                found = tuple(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-                msg = f"gradient {number} of this window is {found}, and its parameter has shape {tuple(p.shape)}"
-                raise StateError(msg)
-            wide = self.dtype if p.dtype in LOW_PRECISION else None
-            allowed = (p.dtype, wide or p.dtype)
-            if isinstance(gradient, Tensor) and gradient.dtype not in allowed:
-                msg = (
+            if gradient is not None and gradient.shape != p.shape:
+                found, own = tuple(gradient.shape), tuple(p.shape)
+                raise StateError(f"gradient {number} of this window is {found}, and its parameter has shape {own}")
+            if gradient is not None and gradient.dtype not in {p.dtype, self.dtype_of(p)}:
+                raise StateError(
                     f"gradient {number} of this window is {gradient.dtype}, and its parameter {p.dtype} adds up in "
-                    f"{allowed[-1]}. Use the gradient_dtype it was saved with."
+                    f"{self.dtype_of(p)}. Use the gradient_dtype it was saved with."
                 )
-                raise StateError(msg)
         for p, gradient in zip(self.parameters, gradients, strict=True):
-            _hand(p, gradient.to(p.device, copy=True) if isinstance(gradient, Tensor) else None)
+            _hand(p, None if gradient is None else gradient.to(p.device, copy=True))
         self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self.dtype]
         self._hold()
 

@@ -9,7 +9,6 @@ from torch.autograd.graph import Node
 from bigbatch.errors import LossError, SeveralCounts
 from bigbatch.loss import refusals
 from bigbatch.loss.count import RATIO_TOLERANCE, Count, Term
-from bigbatch.window.disagreements import listed, several
 
 Factors = tuple[float | None, ...]
 
@@ -37,32 +36,28 @@ def keep_factors(before: Sequence[Factors] | None, data: list[Term], *, zero: bo
     """
     if zero and any(every := [*(before or ()), *(term.factors for term in data)]):
         raise refusals.changing_factor("the loss", "0", shown(max(every, key=len)))
-    if before is None or len(data) != len(before):
-        return
-    for then, term in zip(before, data, strict=True):
-        if then == term.factors or without_ones(then) == without_ones(term.factors):
-            continue
-        raise refusals.changing_factor(term.name, shown(then), shown(term.factors))
+    for then, term in zip(before, data, strict=True) if before is not None and len(data) == len(before) else ():
+        if then != term.factors and without_ones(then) != without_ones(term.factors):
+            raise refusals.changing_factor(term.name, shown(then), shown(term.factors))
 
 
-def in_ratio(reference: list[Count], data: list[Term], terms: list[Term]) -> Tensor | None:
+def in_ratio(reference: Sequence[Count], data: list[Term], terms: list[Term]) -> Tensor | None:
     """Several counts in constant ratio are as good as one; raise where it is another than that of `reference`.
 
     On a device that is not known yet: what tells is returned.
     """
-    if len(data) == 1 and len(reference) <= 1:
-        return None
     counts = [term.count for term in data]
+    if len(counts) == 1 and len(reference) <= 1:
+        return None
     if not reference:
         if not isinstance(counts[0], Tensor) and not counts[0] and any(counts):
             raise SeveralCounts(several(terms, "counts not in constant ratio"))
         return None
     if len(counts) != len(reference):
         raise SeveralCounts(several(terms, f"another number of terms, {len(counts)} here and {len(reference)} before,"))
-    first, *others = counts
     found: Tensor | None = None
-    for now, then in zip(others, reference[1:], strict=True):
-        here, there = now * reference[0], then * first
+    for now, then in zip(counts[1:], reference[1:], strict=True):
+        here, there = now * reference[0], then * counts[0]
         if isinstance(here, Tensor) or isinstance(there, Tensor):
             kept = torch.as_tensor((here - there) ** 2 <= (RATIO_TOLERANCE * here) ** 2)
             found = kept if found is None else found & kept
@@ -100,3 +95,38 @@ def shown(factors: Factors) -> str:
     """Return the factors of a term in words."""
     numbers = without_ones(factors)
     return " x ".join("a tensor" if factor is None else f"{factor:g}" for factor in numbers) or "none"
+
+
+def listed(terms: list[Term]) -> str:
+    """Show terms with their counts, without waiting for a device."""
+    told = [f" over {t.count:g}" if t.kind == "mean" and not isinstance(t.count, Tensor) else "" for t in terms]
+    return ", ".join(f"{term.name} ({term.kind}{over})" for term, over in zip(terms, told, strict=True))
+
+
+def several(terms: list[Term], found: str) -> str:
+    """Explain that several counts must be known before the first backward."""
+    return (
+        f"the terms of this loss were averaged over different things: found {found} in {listed(terms)}.\n"
+        "Their gradients share one buffer, so each term's total over the window must be known before its first "
+        "backward. Give the counts of a batch, one per term in the order in which they are written:\n"
+        "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
+        "The wrapped loader then looks a window ahead. A mean over elements counts elements; a sum counts as 'sum'."
+    )
+
+
+_TARGETS = "targets that are not ignored, (labels != -100).sum(), or the sum of their class weights"
+_COUNTS_OF = {"NllLoss": _TARGETS, "NllLoss2D": _TARGETS, "counted": "the n of counted(term, n)"}
+
+
+def other_total(place: int, of: int, name: str, came: float, total: float) -> str:
+    """Say which term's count in advance is not what came, and what it would have to be."""
+    times = came / total if total else 0.0
+    many = f", {times:g} times as many" if times > 1 and times == round(times) else ""
+    right = _COUNTS_OF.get(name, "what the mean is over: elements, prediction.numel(), where it is over all of them")
+    return (
+        f"term {place + 1} of {of}{f', {name}' if name else ''}: counts= came to {total:g} for this window, and its "
+        f"losses to {came:g}{many}. Nothing was stepped.\n"
+        f"If the function counts something else than the loss, return for this term {right}.\n"
+        "If a batch was passed over or never came, leave it out before accumulator.over(loader).\n"
+        "Drop the window with accumulator.discard()."
+    )

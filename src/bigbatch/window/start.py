@@ -14,11 +14,12 @@ from bigbatch.window.stepper import Stepper
 class Starts:
     """The starts of one window, and what they leave to be made good at its end."""
 
+    residual: Count = 1.0  # what a low-precision loss could not be weighed with
+    _held_scale: Tensor | None = None
+
     def __init__(self, stepper: Stepper, gradients: Gradients) -> None:
         """Have nothing to make good yet."""
         self._stepper, self._gradients = stepper, gradients
-        self.residual: Count = 1.0  # what a low-precision loss could not be weighed with
-        self._held_scale: Tensor | None = None
 
     def of(self, weight: Count, loss: Tensor, *, first: bool, scaled: bool = True) -> Tensor:
         """Return the start of a loss's backward; `first` where no gradient of the window is there yet.
@@ -31,10 +32,10 @@ class Starts:
         elif isinstance(self.residual, Tensor) or self.residual != 1.0:  # a low-precision loss came before
             self._gradients.scale(self.residual)
             self.residual = 1.0
-        plain = isinstance(weight, float) and scaler is None and not loss.dim()
-        key = (weight, dtype, loss.device)
-        if plain and self._stepper.start is not None and self._stepper.start[0] == key:
-            return self._stepper.start[1]
+        is_plain = isinstance(weight, float) and scaler is None and not loss.dim()
+        key, known = (weight, dtype, loss.device), self._stepper.start
+        if is_plain and known is not None and known[0] == key:
+            return known[1]
         if isinstance(weight, Tensor):
             gradient = weight.to(loss.device, torch.float32 if dtype in LOW_PRECISION else dtype)
         else:
@@ -42,7 +43,7 @@ class Starts:
         if scaler is not None:
             gradient = gradient * self._scale(scaler, loss.device)
         start = gradient.to(dtype).reshape(loss.shape)
-        if plain:
+        if is_plain:
             self._stepper.start = (key, start)
         return start
 
@@ -55,8 +56,7 @@ class Starts:
             return times
         scale = self.scale()
         one = torch.ones_like(gradient) if scale is None else scale.to(gradient)
-        whole = torch.isclose(gradient * times, one).reshape(())
-        return torch.where(whole, 1.0, times)
+        return torch.where(torch.isclose(gradient * times, one).reshape(()), 1.0, times)
 
     def scale(self) -> Tensor | None:
         """Return the loss scale that is in the gradients, or would be."""

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,27 @@ from bigbatch.distributed.team import Team
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
 from bigbatch.loss.count import Arrival, Count
 from bigbatch.window.gradients import Gradients, all_parameters
-from bigbatch.window.observer import Witness
+
+if TYPE_CHECKING:
+    from bigbatch.window.window import Window
 
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+class Witness(Protocol):
+    """Whoever wants to see the gradient of a window while it grows; nothing is computed for it unless it asks."""
+
+    def attends(self) -> bool:
+        """Note that a window opens; return whether to be shown it."""
+
+    def first(self, window: "Window", start: Count, count: Count) -> None:
+        """See a window when `.grad` holds its first micro-batch alone.
+
+        `start` is what its backward was started with, loss scale included; `count` is what its loss was averaged over.
+        """
+
+    def whole(self, window: "Window") -> None:
+        """See a window whose micro-batches are all there, before it is corrected, clipped and stepped with."""
 
 
 @dataclass
@@ -39,7 +57,7 @@ class Stepper:
     team: Team = field(default_factory=Team)  # who makes the big batch together with this process
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
     start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
-    window: "weakref.ref[object] | None" = None  # an optimizer stepped by hand while one is open raises
+    window: "weakref.ref[Window] | None" = None  # an optimizer stepped by hand while one is open raises
     weighed: bool = False  # whether the open window is one whose backward and step are others'
     by_hand: bool = False  # whether someone else has stepped since a batch was given out
     _doing: Optimizer | LRScheduler | Literal["hook", "made", ""] = ""  # what a failure would be that of
@@ -51,15 +69,18 @@ class Stepper:
 
     def watch(self) -> None:
         """Notice each step of the optimizers, whoever calls it."""
+        self._watch(Stepper.notice, "register_step_pre_hook")
+
+    def _watch(self, notice: "Callable[[Stepper], None]", register: str) -> None:
         me = weakref.ref(self)
 
         def noticed(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             stepper = me()
             if stepper is not None:
-                stepper.notice()
+                notice(stepper)
 
         for optimizer in self.optimizers:
-            weakref.finalize(self, optimizer.register_step_pre_hook(noticed).remove)
+            weakref.finalize(self, getattr(optimizer, register)(noticed).remove)
 
     @property
     def ranks(self) -> Any:
@@ -96,18 +117,16 @@ class Stepper:
     def observe(self, witness: Witness) -> Callable[[], None]:
         """Show the windows to a witness; returns a function that ends it."""
         if not self.team.is_alone:
-            msg = (
+            raise ConfigurationError(
                 "GradientNoise measures one process: the first micro-batch of one rank beside the gradient of all "
                 "ranks tells another thing.\n"
                 "Measure the noise on one device, before you spread the training."
             )
-            raise ConfigurationError(msg)
         if self.witness is not None:
-            msg = (
+            raise ConfigurationError(
                 "another GradientNoise measures this already, and one is enough.\n"
                 "Read that one, or end it first:  noise.stop()"
             )
-            raise ConfigurationError(msg)
         self.witness = witness
 
         def end() -> None:
@@ -116,7 +135,7 @@ class Stepper:
 
         return end
 
-    def open(self, window: object) -> Witness | None:
+    def open(self, window: "Window") -> Witness | None:
         """Begin with a window, of which nothing is stepped yet; returns who wants to see it."""
         self.window, self._doing, self.weighed = weakref.ref(window), "", False
         return self.witness if self.witness is not None and self.witness.attends() else None
@@ -143,21 +162,20 @@ class Stepper:
         if self.scaler is not None:
             self._unscale(active)
         measured = self.clip_norm is not None or self.skip_nonfinite
-        if self.hooks:
-            gradients.scale(correction)
-            correction = 1.0
         if self.hooks or hooks_elsewhere:
+            gradients.scale(correction if self.hooks else 1.0)
+            correction = 1.0 if self.hooks else correction
             self._call_hooks(gradients.device, waited_for=measured and hooks_elsewhere)
-        norm = self.team.norm(gradients) if measured else None
-        factor = correction
-        if norm is not None:
+        norm, factor, nonfinite = None, correction, None
+        if measured:
+            norm = self.team.norm(gradients)
             if isinstance(correction, Tensor) or correction != 1.0:
                 norm = norm * (correction.to(norm) if isinstance(correction, Tensor) else correction)
             if self.clip_norm is not None and self.clip_norm != float("inf"):
                 clip = torch.clamp(self.clip_norm / (norm + _CLIP_EPSILON), max=1.0)
                 factor = clip if not isinstance(factor, Tensor) and factor == 1.0 else factor * clip
-        watched = norm is not None and self.skip_nonfinite and self.scaler is None  # a scaler skips by itself
-        nonfinite = ~torch.isfinite(norm) if watched and norm is not None else None
+            if self.skip_nonfinite and self.scaler is None:  # a scaler skips by itself
+                nonfinite = ~torch.isfinite(norm)
         skipped = self._apply(gradients, factor, active, nonfinite)
         if self.schedulers:
             self._schedule(skipped=bool(skipped))
@@ -209,25 +227,20 @@ class Stepper:
     def watch_steps_of_others(self) -> None:
         """Have the open window be one that others step for: a step may begin inside of it, but must not end there."""
         self.weighed = True
-        if self._watches_ends:
-            return
-        self._watches_ends = True
-        me = weakref.ref(self)
+        if not self._watches_ends:
+            self._watches_ends = True
+            self._watch(Stepper._notice_end, "register_step_post_hook")
 
-        def ended(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-            stepper = me()
-            window: Any = stepper.window() if stepper is not None and stepper.window is not None else None
-            if window is not None and stepper is not None and stepper.weighed:
-                error = WindowDisturbed(
-                    "optimizer.step() was called before accumulator.settle(): it has stepped with gradients that are "
-                    "not the big batch's.",
-                    fix="accumulator.settle(); optimizer.step(). accumulator.discard() drops this window",
-                )
-                window.fail(error)
-                raise error
-
-        for optimizer in self.optimizers:
-            weakref.finalize(self, optimizer.register_step_post_hook(ended).remove)
+    def _notice_end(self) -> None:
+        window = self.window() if self.window is not None else None
+        if window is not None and self.weighed:
+            error = WindowDisturbed(
+                "optimizer.step() was called before accumulator.settle(): it has stepped with gradients that are not "
+                "the big batch's.",
+                fix="accumulator.settle(); optimizer.step(). accumulator.discard() drops this window",
+            )
+            window.fail(error)
+            raise error
 
     def rest(self) -> None:
         """Begin with something new, of which nothing is stepped yet."""
@@ -322,10 +335,10 @@ class Stepper:
         try:
             for optimizer in active:
                 self._doing = optimizer
-                if self.scaler is not None:
-                    self.scaler.step(optimizer)
-                else:
+                if self.scaler is None:
                     optimizer.step()
+                else:
+                    self.scaler.step(optimizer)
                 if _is_fused(optimizer):  # torch 2.13 does not count what its fused kernels change
                     increment_version([p for group in optimizer.param_groups for p in group["params"]])
         finally:
@@ -338,12 +351,11 @@ class Stepper:
 def refuse_copy(owner: object, _protocol: object) -> NoReturn:
     """Raise, for copy and pickle: the copy would go on to watch the optimizers of the first."""
     name = type(owner).__name__
-    msg = (
+    raise StateError(
         f"a {name} cannot be copied or pickled: it watches the optimizer that it was made with.\n"
         f"Copy the model and the optimizer, make another {name} of them, and load_state_dict() into it what "
         "state_dict() of this one returns."
     )
-    raise StateError(msg)
 
 
 def _moves(scheduler: LRScheduler) -> int:

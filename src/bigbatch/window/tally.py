@@ -9,9 +9,7 @@ On a CPU the counts are Python numbers; elsewhere they are 0-d tensors that are 
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,20 +20,25 @@ from bigbatch.distributed.statement import Agreement
 from bigbatch.errors import SeveralCounts, StateError
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Count, Term
-from bigbatch.window.disagreements import listed, other_total, several
 from bigbatch.window.same_loss import (
+    Factors,
     in_ratio,
     keep_factors,
     keep_names,
+    listed,
     names_of,
+    other_total,
     refuse_doubtful,
     refuse_shared_nodes,
+    several,
     shown,
     without_ones,
 )
 
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 _PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
+_SAVED = "micro_batches provisional total totals loss loss_known kind names in_ratio reference factors came".split()
+_SAVED_LATER = "over plain zeros whole".split()  # not in the first states
 
 
 class Weights(NamedTuple):
@@ -51,55 +54,14 @@ class Weights(NamedTuple):
         return isinstance(self.whole, float) and self.whole == 0.0
 
 
-def _is_number(value: object) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are(kind: Callable[[Any], bool], value: object) -> bool:
-    return isinstance(value, list | tuple) and all(map(kind, value))
-
-
-def _is_whole(data: list[Term]) -> bool:
-    return any(term.kind == "mean" and not term.chosen for term in data)
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-_are_numbers = partial(_are, _is_number)
-_are_words = partial(_are, lambda each: isinstance(each, str))
-_SAVED: dict[str, Callable[[Any], bool]] = {  # and what each may be
-    "micro_batches": lambda value: type(value) is int and value > 0,
-    "provisional": lambda value: value is None or (_is_number(value) and bool(value > 0)),
-    "total": lambda value: _is_number(value) and bool(value >= 0),
-    "totals": lambda value: value is None or _are_numbers(value),
-    "loss": _is_number,
-    "loss_known": lambda value: isinstance(value, bool | Tensor),
-    "kind": lambda value: value in ("", "mean", "sum", "known"),
-    "names": _are_words,
-    "in_ratio": lambda value: value is None or isinstance(value, Tensor),
-    "reference": _are_numbers,
-    "factors": lambda value: value is None or _are(lambda row: isinstance(row, list | tuple), value),
-    "came": _are_numbers,
-}
-_SAVED_LATER: dict[str, Callable[[Any], bool]] = {
-    "over": _are_words,
-    "plain": _is_number,
-    "zeros": _is_flag,
-    "whole": _is_flag,
-}  # not in the first states
-
-
-@dataclass(slots=True)
 class Ledger:
-    """The running totals of one window."""
+    """The running totals of one window. They begin as the class has them: a window opens without copies."""
 
-    steps: int
-    small: bool = False  # keep weights below 1, for a gradient scaler that is tuned to means
     totals: tuple[Count, ...] | None = None  # each data term's total, where it is known in advance
+    own_totals: tuple[Count, ...] | None = None  # of `totals`, where other ranks have a part in them
+    sure: bool = False  # the totals are sums of what comes: nothing to compare
+    came: Sequence[Count] = ()  # what has come of totals that were counted in advance
+    over: tuple[str, ...] = ()  # names of the terms over data, then
     micro_batches: int = 0
     provisional: Count | None = None
     total: Count = 0.0
@@ -107,21 +69,33 @@ class Ledger:
     plain: Count = 0.0  # the sum of the losses, where their terms have weights of their own
     loss_known: bool | Tensor = True
     kind: str = ""  # of the data terms: "mean", "sum", "known"
-    reference: list[Count] = field(default_factory=list)  # counts of the first micro-batch that had any
+    reference: Sequence[Count] = ()  # counts of the first micro-batch that had any
     names: tuple[str, ...] = ()  # of the first micro-batch's terms
-    factors: list[tuple[float | None, ...]] | None = None  # constants of the window's first micro-batch
+    factors: list[Factors] | None = None  # constants of the window's first micro-batch
     in_ratio: Tensor | None = None  # on a device: whether counts could be told, and have kept their ratio
-    came: list[Count] = field(default_factory=list)  # what has come of totals that were counted in advance
-    sure: bool = False  # the totals are sums of what comes: nothing to compare
-    over: tuple[str, ...] = ()  # names of the terms over data
     zeros: bool = False  # whether a micro-batch's loss was zero, by a factor
     whole: bool = False  # whether a mean was over all samples
-    in_common: bool = False  # whether other ranks' gradients are added to these before the window ends
     nothings: Count = 0.0  # micro-batches that a device has found to count nothing, when they were added; with ranks
-    once: float = 1.0  # this rank's share of a term that counts once
-    shares_once: bool = False  # whether it has been added
-    own_totals: tuple[Count, ...] | None = None  # of `totals`, where others have a part in them
-    pending: list[tuple[Tensor, Count]] = field(default_factory=list)  # losses on a device, with their counts
+    shares_once: bool = False  # whether this rank's share of a term that counts once has been added
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        small: bool = False,
+        in_common: bool = False,
+        provisional: Count | None = None,
+        ranks: int = 1,
+        totals: tuple[Count, ...] | None = None,
+    ) -> None:
+        """Begin a window of so many `steps`.
+
+        `small` keeps weights below 1, for a gradient scaler that is tuned to means; `in_common`: other ranks'
+        gradients are added to these before the window ends.
+        """
+        self.steps, self.small, self.in_common, self.provisional = steps, small, in_common, provisional
+        self.once, self.totals = 1.0 / ranks, totals
+        self.pending: list[tuple[Tensor, Count]] = []  # losses on a device, with their counts
 
     def weigh(self, terms: list[Term]) -> Weights:
         """Return the weights of the next micro-batch, or raise; nothing is entered yet."""
@@ -138,11 +112,9 @@ class Ledger:
             refuse_doubtful(data)
             raise SeveralCounts(several(terms, "a mean beside a sum"))
         if "mean" in kinds:
-            kept = in_ratio(self.reference, data, terms)
-            if kept is not None:
-                self.in_ratio = kept if self.in_ratio is None else self.in_ratio & kept
+            self._keep_ratio(in_ratio(self.reference, data, terms))
             keep_names(self.names, terms)
-            return Weights(self._share(data))
+            return Weights(self._share(data[0]))
         keep_names(self.names, terms)
         self.shares_once = self.shares_once or len(data) < len(terms)
         share = self.once if first else 0.0
@@ -150,10 +122,100 @@ class Ledger:
         if not data:
             return Weights(share)
         if once:  # once per window, and in every micro-batch
-            refuse_shared_nodes(
-                terms, [(term.node, float(term.kind == "sum")) for term in terms if term.node is not None]
-            )
+            nodes = [(term.node, float(term.kind == "sum")) for term in terms if term.node is not None]
+            refuse_shared_nodes(terms, list(nodes))
         return Weights(1.0, once)
+
+    def _keep_ratio(self, kept: Tensor | None) -> None:
+        if kept is not None:
+            self.in_ratio = kept if self.in_ratio is None else self.in_ratio & kept
+
+    def _share(self, term: Term) -> Count:
+        """Return the part of the provisional total that a mean counts; the first one decides what that is."""
+        count, unit = term.count, self.provisional
+        if isinstance(count, Tensor):
+            if unit is None and (self.in_common or not self.small):
+                unit = 1.0
+            elif unit is None:
+                unit = term.about * self.steps if term.about else count.clamp(min=1.0) * self.steps
+            self.provisional = unit
+            return count if isinstance(unit, float) and unit == 1.0 else count / unit  # no kernel where it is itself
+        if not count:
+            return 0.0
+        if unit is None:
+            # What it will be if all are alike: then nothing is left to correct. With others it is the same for all.
+            unit = self.provisional = 1.0 if self.in_common else count * self.steps
+        return count / unit
+
+    def known(
+        self, terms: list[Term], data: list[Term], shares: tuple[Count, ...] | None = None, *, first: bool
+    ) -> Weights:
+        """Weigh by totals that were counted in advance: nothing is left to correct.
+
+        `shares` are the terms' parts of them, where those are known, too.
+        """
+        totals = self.totals or ()
+        if len(totals) != len(data):
+            raise SeveralCounts(
+                f"counts= gave {len(totals)} counts, and the loss has {len(data)} terms over data: {listed(data)}.\n"
+                "Return one count per term, in the order in which they are written."
+            )
+        if shares is None:
+            pairs = zip(data, totals, strict=True)
+            shares = tuple([1.0 if term.kind == "sum" else _ratio(term.count, total) for term, total in pairs])
+        weights: list[tuple[Node, Count]] = []
+        for term, share in zip(data, shares, strict=True):
+            if term.node is None:
+                return Weights(share)
+            weights.append((term.node, share))
+        self.shares_once = self.shares_once or len(data) < len(terms)
+        own = self.once if first else 0.0
+        weights += [(term.node, own) for term in terms if term.kind == "once" and term.node is not None]
+        refuse_shared_nodes(terms, weights)
+        return Weights(weights[0][1]) if len(weights) == 1 else Weights(1.0, tuple(weights))
+
+    def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
+        """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
+        self.micro_batches += 1
+        if not terms:
+            self.zeros = True
+            return
+        value, data = _value(loss), over_data(terms)
+        for count in [term.count for term in terms if term.divisor is not None]:
+            self._keep_ratio(count.isfinite() if isinstance(count, Tensor) else None)
+        self.whole = self.whole or _is_whole(data)
+        self.names = self.names or names_of(terms)
+        if self.factors is None and data:
+            self.factors = [term.factors for term in data]
+        if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
+            self.reference = [term.count for term in data]
+        if self.totals is None and data and data[0].kind == "mean":
+            self._enter_mean(value, data[0].count)
+            return
+        if self.totals is not None:
+            self._enter_known(data)
+        else:
+            self.kind = self.kind or ("sum" if data else "")
+            self.total = 1.0 if self.kind == "sum" else self.total
+        of_value = weights.of_value if weights.each else weights.whole
+        if of_value is not None and isinstance(value, Tensor):
+            self._put_off(value, of_value)
+        else:
+            self._enter_parts(terms, weights, value, factors)
+
+    def _enter_mean(self, value: Count, count: Count) -> None:
+        self.kind = "mean"
+        if isinstance(value, Tensor):
+            self._put_off(value, count)
+        else:
+            self.total += count
+            self.loss += value * count if count else 0.0
+
+    def _put_off(self, value: Tensor, weight: Count) -> None:
+        """Have a loss on a device added up later, with others."""
+        self.pending.append((value, weight))
+        if len(self.pending) >= _PENDING:
+            self.fold()
 
     def weigh_alike(self, terms: list[Term]) -> float:
         """Return the weight of a loss that is a plain mean, as those before it; 0 where it may be something else."""
@@ -178,107 +240,11 @@ class Ledger:
         self.total += count
         self.loss += value * count
 
-    @property
-    def count(self) -> Count | tuple[Count, ...]:
-        """What the loss was averaged over, all in all; several numbers for several terms."""
-        if self.totals is None:
-            return self.total
-        first = self.totals[0] if self.totals else 1.0
-        alike = all(isinstance(total, float) and total == first for total in self.totals)
-        return first if self.sure and (alike or len(self.totals) == 1) else self.totals
-
-    def enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
-        """Enter a micro-batch whose gradient has been added; `factors` are those of terms with weights of their own."""
-        self.micro_batches += 1
-        if not terms:
-            self.zeros = True
-            return
-        value = _value(loss)
-        for term in terms:
-            if term.divisor is not None and isinstance(term.count, Tensor):
-                known = term.count.isfinite()
-                self.in_ratio = known if self.in_ratio is None else self.in_ratio & known
-        if self.whole and self.reference and self.totals is None and len(terms) == 1 and terms[0].kind == "mean":
-            self._enter_mean(value, terms[0].count)  # the usual case, on the shortest way
-            return
-        data = over_data(terms)
-        self.whole = self.whole or _is_whole(data)
-        self.names = self.names or names_of(terms)
-        if self.factors is None and data:
-            self.factors = [term.factors for term in data]
-        if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
-            self.reference = [term.count for term in data]
-        if self.totals is None and data and data[0].kind == "mean":
-            self.kind = "mean"
-            self._enter_mean(value, data[0].count)
-        else:
-            if self.totals is not None:
-                self._enter_known(data)
-            else:
-                self.kind = self.kind or ("sum" if data else "")
-                self.total = 1.0 if self.kind == "sum" else self.total
-            of_value = weights.of_value if weights.each else weights.whole
-            if of_value is not None and isinstance(value, Tensor):
-                self._put_off(value, of_value)
-            else:
-                self._enter_parts(terms, weights, value, factors)
-
-    def _enter_mean(self, value: Tensor | float, count: Count) -> None:
-        if isinstance(value, Tensor):
-            self._put_off(value, count)
-        else:
-            self.total += count
-            if count:
-                self.loss += value * count
-
     def _enter_known(self, data: list[Term]) -> None:
-        self.kind = "known"
-        self.over = names_of(data)
+        self.kind, self.over = "known", names_of(data)
         if not self.sure:
             counts = [term.count if term.kind == "mean" else 0.0 for term in data]
             self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
-
-    def _put_off(self, value: Tensor, weight: Count) -> None:
-        """Have a loss on a device added up later, with others."""
-        self.pending.append((value, weight))
-        if len(self.pending) >= _PENDING:
-            self.fold()
-
-    def take(self, other: "Ledger") -> None:
-        """Be as another one, with copies of its totals."""
-        for each in fields(self):
-            setattr(self, each.name, _copied(getattr(other, each.name)))
-
-    def fold(self) -> None:
-        """Add up what is pending on the device: a few kernels for a window instead of some for each micro-batch."""
-        if not self.pending:
-            return
-        values, counts = [value for value, _ in self.pending], [count for _, count in self.pending]
-        precise = torch.float32 if values[0].device.type == "mps" else torch.float64
-        if self.kind == "known":
-            self.plain = self.plain + torch.stack(values).sum(dtype=precise)
-        if any(isinstance(count, Tensor) for count in counts):
-            losses = torch.stack(values).to(precise)
-            device = values[0].device
-            wide = [
-                c.to(precise) if isinstance(c, Tensor) else torch.full((), c, dtype=precise, device=device)
-                for c in counts
-            ]
-            numbers = torch.stack(wide)
-            # The loss of a micro-batch without targets is NaN, and counts nothing.
-            self.loss = self.loss + torch.where(numbers > 0, losses * numbers, 0.0).sum()
-            if self.kind == "mean":
-                self.total = self.total + numbers.sum()
-            if self.in_common or self.once < 1.0:  # other ranks will hear of it
-                self.nothings = self.nothings + (numbers <= 0).sum()
-        else:
-            known = [(value, float(count)) for value, count in self.pending if count]
-            if self.kind == "mean":
-                self.total += sum(number for _, number in known)
-            if known:
-                weighed = torch._foreach_mul([v for v, _ in known], [n for _, n in known])  # noqa: SLF001
-                self.loss = self.loss + torch.stack(list(weighed)).sum(dtype=precise)
-        self.pending.clear()
 
     def _enter_parts(self, terms: list[Term], weights: Weights, value: Count, factors: dict[Node, Tensor]) -> None:
         """Add up a loss whose terms have weights of their own: counted terms tell their value, one may be the rest."""
@@ -306,58 +272,71 @@ class Ledger:
         if (unknown or whole) and not _is_zero(rest_weight):
             self.loss = self.loss + _weighed(rest, rest_weight)
 
-    def ratio(self) -> Count:
-        """Return one number for the ratios of several counts to the first: ranks must have the same."""
-        found: Count = 1.0
-        for place, count in enumerate(self.reference[1:], 1):
-            found = found + math.sqrt(place + 1.0) * count / self.reference[0]
-        return found
+    def fold(self) -> None:
+        """Add up what is pending on the device: a few kernels for a window instead of some for each micro-batch."""
+        if not self.pending:
+            return
+        values, counts = [value for value, _ in self.pending], [count for _, count in self.pending]
+        device, precise = values[0].device, torch.float32 if values[0].device.type == "mps" else torch.float64
+        if self.kind == "known":
+            self.plain = self.plain + torch.stack(values).sum(dtype=precise)
+        if any(isinstance(count, Tensor) for count in counts):
+            numbers = torch.stack(
+                [
+                    c.to(precise) if isinstance(c, Tensor) else torch.full((), c, dtype=precise, device=device)
+                    for c in counts
+                ]
+            )
+            # The loss of a micro-batch without targets is NaN, and counts nothing.
+            self.loss = self.loss + torch.where(numbers > 0, torch.stack(values).to(precise) * numbers, 0.0).sum()
+            if self.kind == "mean":
+                self.total = self.total + numbers.sum()
+            if self.in_common or self.once < 1.0:  # other ranks will hear of it
+                self.nothings = self.nothings + (numbers <= 0).sum()
+        else:
+            known = [(value, float(count)) for value, count in self.pending if count]
+            if self.kind == "mean":
+                self.total += sum(number for _, number in known)
+            if known:
+                weighed = torch._foreach_mul([v for v, _ in known], [n for _, n in known])  # noqa: SLF001
+                self.loss = self.loss + torch.stack(list(weighed)).sum(dtype=precise)
+        self.pending.clear()
 
     def refuse_other_totals(self) -> None:
         """Raise where the counts that came are not those that were counted in advance; on a device this waits once."""
-        if self.sure:
+        if self.sure or self.totals is None:
             return
         expected = self.totals if self.own_totals is None else self.own_totals
-        for place, (came, total) in enumerate(zip(self.came, expected or (), strict=True)):
+        for place, (came, total) in enumerate(zip(self.came, expected, strict=True) if self.came else ()):
             apart = came - total
             if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
                 name = self.over[place] if place < len(self.over) else ""
                 raise SeveralCounts(other_total(place, len(self.came), name, float(came), float(total)))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return copies of the running totals."""
-        self.fold()
-        return {name: _copied(getattr(self, name)) for name in (*_SAVED, *_SAVED_LATER)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with totals that were saved."""
-        missing = _SAVED.keys() - state.keys()
-        if missing:
-            msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
-            raise StateError(msg)
-        for name, is_right in {**_SAVED, **_SAVED_LATER}.items():
-            if name in state and not is_right(state[name]):
-                msg = f"{name} of this window is {state[name]!r}: it was changed since an Accumulator saved it"
-                raise StateError(msg)
-            setattr(self, name, _copied(state.get(name, getattr(self, name))))
-        self.totals = None if self.totals is None else tuple(self.totals)
+    def agreement(self, *, precise: bool) -> Agreement:
+        """Return what this window came to."""
+        return Agreement(self.kind, self.total, self.loss, self.plain, self.micro_batches, self.loss_known, precise)
 
     def correction(self, agreement: Agreement | None = None) -> Count:
         """Return what the summed gradient is to be multiplied with; `agreement` is that of all ranks."""
         kind, total = (self.kind, self.total) if agreement is None else (agreement.kind, agreement.total)
-        if kind != "mean":
-            return 1.0
-        return (self.provisional or 1.0) / total  # a window that counted nothing makes no update
+        # A window that counted nothing makes no update.
+        return (self.provisional or 1.0) / total if kind == "mean" else 1.0
 
     def count_of(self, agreement: Agreement) -> Count | tuple[Count, ...]:
-        """Return what the loss was averaged over, on a rank without a micro-batch, too."""
+        """Return what the loss was averaged over; several numbers for several terms, on a rank without any, too."""
         if agreement.kind in {"mean", "sum"}:
             return agreement.total if agreement.kind == "mean" else 1.0
-        return self.count
+        if self.totals is None:
+            return self.total
+        first = self.totals[0] if self.totals else 1.0
+        alike = all(isinstance(total, float) and total == first for total in self.totals)
+        return first if self.sure and (alike or len(self.totals) == 1) else self.totals
 
-    def agreement(self, *, precise: bool) -> Agreement:
-        """Return what this window came to."""
-        return Agreement(self.kind, self.total, self.loss, self.plain, self.micro_batches, self.loss_known, precise)
+    def ratio(self) -> Count:
+        """Return one number for the ratios of several counts to the first: ranks must have the same."""
+        rest = enumerate(self.reference[1:], 1)
+        return sum((math.sqrt(place + 1.0) * count / self.reference[0] for place, count in rest), start=1.0)
 
     def form(self) -> str:
         """Return what a loss is made of, in words that all ranks must have in common; nothing where they may differ."""
@@ -367,56 +346,24 @@ class Ledger:
         factors = [without_ones(each) for each in self.factors or []]
         return f"{names} times {' and '.join(map(shown, factors))}" if any(factors) else names
 
-    def _share(self, data: list[Term]) -> Count:
-        count = data[0].count
-        if isinstance(count, Tensor):
-            return self._share_on_device(count, data[0].about)
-        if not count:
-            return 0.0
-        if self.provisional is None:
-            # What it will be if all are alike: then nothing is left to correct. With others it is the same for all.
-            self.provisional = 1.0 if self.in_common else count * self.steps
-        return count / self.provisional
+    def take(self, other: "Ledger") -> None:
+        """Be as another one, with copies of its totals."""
+        vars(self).update({name: _copied(value) for name, value in vars(other).items()})
 
-    def _share_on_device(self, count: Tensor, about: float) -> Tensor:
-        if self.provisional is None and (self.in_common or not self.small):
-            self.provisional = 1.0
-        elif self.provisional is None:
-            self.provisional = about * self.steps if about else count.clamp(min=1.0) * self.steps
-        if isinstance(self.provisional, float) and self.provisional == 1.0:
-            return count  # itself the weight: no kernel is spent on it
-        return count / self.provisional
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of the running totals."""
+        self.fold()
+        return {name: _copied(getattr(self, name)) for name in (*_SAVED, *_SAVED_LATER)}
 
-    def known(
-        self, terms: list[Term], data: list[Term], shares: tuple[Count, ...] | None = None, *, first: bool
-    ) -> Weights:
-        """Weigh by totals that were counted in advance: nothing is left to correct.
-
-        `shares` are the terms' parts of them, where those are known, too.
-        """
-        totals = self.totals or ()
-        if len(totals) != len(data):
-            raise SeveralCounts(
-                f"counts= gave {len(totals)} counts, and the loss has {len(data)} terms over data: {listed(data)}.\n"
-                "Return one count per term, in the order in which they are written."
-            )
-        weights: list[tuple[Node, Count]] = []
-        if shares is None:
-            shares = tuple(
-                1.0 if term.kind == "sum" else _ratio(term.count, total)
-                for term, total in zip(data, totals, strict=True)
-            )
-        for term, share in zip(data, shares, strict=True):
-            if term.node is None:
-                return Weights(share)
-            weights.append((term.node, share))
-        self.shares_once = self.shares_once or len(data) < len(terms)
-        own = self.once if first else 0.0
-        weights += [(term.node, own) for term in terms if term.kind == "once" and term.node is not None]
-        refuse_shared_nodes(terms, weights)
-        if len(weights) == 1:
-            return Weights(weights[0][1])
-        return Weights(1.0, tuple(weights))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with totals that were saved."""
+        missing = [name for name in _SAVED if name not in state]
+        if missing:
+            msg = f"this window lacks {', '.join(missing)}: it is not the state_dict() of an Accumulator"
+            raise StateError(msg)
+        for name in (*_SAVED, *_SAVED_LATER):
+            setattr(self, name, _copied(state.get(name, getattr(self, name))))
+        self.totals = None if self.totals is None else tuple(self.totals)
 
 
 def _value(loss: Tensor) -> Count:
@@ -435,11 +382,13 @@ def over_data(terms: list[Term]) -> list[Term]:
     return terms if len(terms) == 1 and terms[0].kind != "once" else [t for t in terms if t.kind != "once"]
 
 
+def _is_whole(data: list[Term]) -> bool:
+    return any(term.kind == "mean" and not term.chosen for term in data)
+
+
 def _weighed(value: Count, weight: Count) -> Count:
     """Multiply; what weighs nothing may be NaN."""
-    if isinstance(weight, Tensor):
-        return torch.where(weight > 0, value * weight, 0.0)
-    return value * weight
+    return torch.where(weight > 0, value * weight, 0.0) if isinstance(weight, Tensor) else value * weight
 
 
 def _is_zero(weight: Count) -> bool:

@@ -1,8 +1,8 @@
 """One window: weigh, add up, correct, clip, step. Both entrances stand on it."""
 
+import copy
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,12 +18,11 @@ from bigbatch.loss import refusals
 from bigbatch.loss.count import LOW_PRECISION, Count, Term, finite, wide
 from bigbatch.update import Update
 from bigbatch.window.all_at_once import is_hollow, refuse_hollow, weigh_together
-from bigbatch.window.backward import run_backward
+from bigbatch.window.backward import refuse_rounded_weights, run_backward, weigh_terms
 from bigbatch.window.gradients import Gradients
 from bigbatch.window.start import Starts
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.tally import Ledger, Weights
-from bigbatch.window.term_weights import refuse_rounded_weights, weigh_terms
 
 
 class Recorded(NamedTuple):
@@ -56,106 +55,115 @@ class Window:
         optimizer.zero_grad()
     """
 
+    passed_by: int = 0  # passes that added nothing, for company
+    recording: bool = False  # whether what is launched is captured, and nothing computed yet
+    _loss_dtype: torch.dtype = torch.float32
+    _alike: torch.dtype | None = None  # of the losses, where all were plain means with counts on the host
+    _first_count: Tensor | None = None  # on its way to the host
+    _reached: bool = False  # whether any gradient has come yet
+    _awaited: bool = False  # whether a loss was weighed whose backward did not come yet
+    _around: ExitStack | None = None  # what is to hold during that
+    _failure: tuple[BaseException, str] | None = None  # what failed, and what is true of the window since
+
     def __init__(
         self, stepper: Stepper, steps: int, dtype: torch.dtype | None, totals: tuple[Count, ...] | None = None
     ) -> None:
         """Open a window; `totals` are the terms' counts over all of it, where they are known in advance."""
-        self._stepper, self._team = stepper, stepper.team
-        team = self._team
-        self._gradients = Gradients(stepper.optimizers, dtype)
+        team = stepper.team
+        self._stepper, self._team = stepper, team
+        self.gradients = Gradients(stepper.optimizers, dtype)  # for whoever adds to them beside `add`
         team.open_window()
-        self._ledger = Ledger(steps, small=stepper.scaler is not None, in_common=team.in_common, provisional=team.unit)
-        if not team.is_alone:
-            self._ledger.once = 1.0 / team.size
+        self.ledger = ledger = Ledger(
+            steps, small=stepper.scaler is not None, in_common=team.in_common, provisional=team.unit, ranks=team.size
+        )
         if totals is not None:
-            self._ledger.own_totals, self._ledger.totals = totals, team.totals(totals, self._gradients.device)
-        self._starts = Starts(stepper, self._gradients)
-        self._loss_dtype = torch.float32
-        self._first_count: Tensor | None = None  # on its way to the host
-        self._reached = False  # whether any gradient has come yet
+            ledger.own_totals, ledger.totals = totals, team.totals(totals, self.gradients.device)
+        self._starts = Starts(stepper, self.gradients)
         self._witness = stepper.open(self)
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
-        self.passed_by = 0  # passes that added nothing, for company
-        self.recording = False  # whether what is launched is captured, and nothing computed yet
-        self._alike: torch.dtype | None = None  # of a window of plain means, all on the host
-        self._awaited = False  # whether a loss was weighed whose backward did not come yet
-        self._around: ExitStack | None = None  # what is to hold during that
         self.state = OPEN
-        self._failure: tuple[BaseException, str] | None = None  # what failed, and what is true of the window since
-
-    @property
-    def ledger(self) -> Ledger:
-        """The window's counts."""
-        return self._ledger
 
     @property
     def micro_batches(self) -> int:
         """How many micro-batches have been added."""
-        return self._ledger.micro_batches
+        return self.ledger.micro_batches
 
     @property
     def passes(self) -> int:
         """How many passes through the model it has had, those that added nothing included."""
-        return self._ledger.micro_batches + self.passed_by
+        return self.ledger.micro_batches + self.passed_by
 
     @property
     def untouched(self) -> bool:
         """Whether nothing has been added, not even in part."""
         return self.state is OPEN and not self.passes
 
+    @property
+    def ranks(self) -> Any:
+        """The other processes that make the big batch; None where there are none."""
+        return self._stepper.ranks
+
+    @property
+    def residual(self) -> Count:
+        """What `.grad` is to be multiplied with beside all weights, because a low-precision loss could not be."""
+        return self._starts.residual
+
+    @property
+    def scale(self) -> Count:
+        """The loss scale that is in the gradients; 1 where there is none."""
+        scale = self._starts.scale()
+        if scale is None:
+            return 1.0
+        return scale.item() if scale.is_cpu else wide(scale)
+
     def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
         """Add one micro-batch's gradient. Raises before anything is added, or leaves the window broken.
 
         So it does at its end: the caller, who knows that all is done, opens it again.
         """
-        ledger, dtype = self._ledger, loss.dtype
+        ledger, team, dtype = self.ledger, self._team, loss.dtype
         weight = ledger.weigh_alike(terms) if dtype is self._alike and only_own else 0.0
         if weight and loss.is_cpu:
             self._add_alike(loss, weight, terms[0].count)
             return
-        first, in_common = not ledger.micro_batches, ledger.in_common
-        if not first or not self.untouched:  # gradients were looked at when the window was opened
+        if not self.untouched:  # gradients were looked at when the window was opened
             self.check()
-        if not self._team.is_alone:
-            self._team.check_loss(dtype)
+        if not team.is_alone:
+            team.check_loss(dtype)
             self._agree_on_unit(terms)
         weights = ledger.weigh(terms)
-        if first:
+        if not ledger.micro_batches:
             self._await(terms)
         factors: dict[Node, Tensor] = {}
         self.state = BROKEN
-        if in_common or not weights.nothing:  # every pass is a meeting
+        if ledger.in_common or not weights.nothing:  # where it is in common, every pass is a meeting
             factors = self._backward(loss, terms, weights, only_own=only_own)
-            self._gradients.remember()
-            if not self._reached and not (in_common and self._team.holds_back):
-                self._refuse_unreached()
+            self._note_gradients()
             if not self._shown:
                 self._show(terms, weights)
-        if first or dtype != self._loss_dtype:
-            self._loss_dtype = dtype if dtype == torch.float64 else torch.float32
-        ledger.enter(terms, weights, loss, factors)
-        is_plain = only_own and self._shown and self._team.is_alone and self._stepper.scaler is None
+        self._enter(terms, weights, loss, factors)
+        is_plain = only_own and self._shown and team.is_alone and self._stepper.scaler is None
         self._alike = dtype if is_plain and dtype not in LOW_PRECISION and self.residual == 1.0 else None
 
     def _add_alike(self, loss: Tensor, weight: float, count: Count) -> None:
         """Add one more of the micro-batches of a plain loop, on the shortest way: small models feel it."""
         if self.state is not OPEN:
             self.check()
-        self._gradients.check()
-        known = self._stepper.start
+        gradients, known = self.gradients, self._stepper.start
+        gradients.check()
         same = known is not None and known[0] == (weight, loss.dtype, loss.device)
         self.state = BROKEN
         start = known[1] if same and known is not None else self._starts.of(weight, loss, first=False)
-        run_backward(loss, start, self._gradients.leaves)
-        self._gradients.remember()
-        self._ledger.enter_alike(loss.item(), count)
+        run_backward(loss, start, gradients.leaves)
+        gradients.remember()
+        self.ledger.enter_alike(loss.item(), count)
 
     def weigh(self, loss: Tensor, terms: list[Term], times: float) -> None:
         """Have the next backward of a loss, whoever runs it, add one micro-batch's gradient: that of the loss x times.
 
         Others scale losses where a scaler does.
         """
-        ledger, first = self._ledger, self.untouched
+        ledger, first = self.ledger, self.untouched
         if not first and not self._stepper.weighed:
             raise WindowError(
                 "this window was begun with accumulator.backward(loss), and goes on with it.",
@@ -186,25 +194,15 @@ class Window:
             around.close()
             for hook in hooks:
                 hook.remove()
-            self._gradients.remember()
-            if not self._reached and not (ledger.in_common and self._team.holds_back):
-                self._refuse_unreached()
+            self._note_gradients()
             scale = found[0].reshape(())
             known = {} if weights.of_value is not None else {node: factor / scale for node, factor in factors.items()}
-            self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
-            ledger.enter(terms, weights, loss.detach() * self._starts.undivided(times, arrived[0]), known)
+            self._enter(terms, weights, loss.detach() * self._starts.undivided(times, arrived[0]), known)
             self._awaited, self.state = False, OPEN
 
-        around.enter_context(self._team.around_backward(self._gradients.parameters, adds=not weights.nothing))
+        around.enter_context(self._team.around_backward(self.gradients.parameters, adds=not weights.nothing))
         hooks.append(loss.register_hook(weighed))
         self._awaited, self.state = True, BROKEN
-
-    def fail(self, error: BaseException) -> None:
-        """Hear what has failed in a backward, or between it and the next call: what it has added cannot be told."""
-        if self.state is not CLOSED:
-            self.state = BROKEN
-            told = f"a backward of this window failed with {type(error).__name__} and has added part of its gradients."
-            self._failure = self._failure or (error, told)
 
     def add_together(self, found: list[tuple[Tensor, list[Term]]], *, only_own: bool) -> list[Callable[[], None]]:
         """Weigh micro-batches whose losses are all there before the first backward; returns the backward of each.
@@ -212,14 +210,14 @@ class Window:
         They may wait for each other inside, so none is left out, though it may count nothing.
         """
         every = [terms for _, terms in found]
-        team, device = self._team, self._gradients.device
+        team, gradients = self._team, self.gradients
         team.check_loss(found[0][0].dtype)
         if not team.elsewhere:
-            team.announce("the end of forward", device)
-        of_all = None if team.is_alone else partial(team.totals, device=device)
-        weights = weigh_together(self._ledger, every, of_all)
+            team.announce("the end of forward", gradients.device)
+        of_all = None if team.is_alone else partial(team.totals, device=gradients.device)
+        weights = weigh_together(self.ledger, every, of_all)
         refuse_rounded_weights([loss for loss, _ in found], weights)
-        self._gradients.widen()
+        gradients.widen()
         left, hollow = len(found), any(is_hollow(*each) for each in found)
         self._await([term for terms in every for term in terms])
 
@@ -229,48 +227,79 @@ class Window:
             factors = self._backward(loss, terms, weight, only_own=only_own)
             left -= 1
             if left:
-                self._gradients.remember()
+                gradients.remember()
             else:
-                self._gradients.drop_unused()
+                gradients.drop_unused()
                 self._refuse_unreached()
                 if hollow and team.is_alone and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
-                    refuse_hollow(self._gradients)
-            self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
-            self._ledger.enter(terms, weight, loss, factors)
+                    refuse_hollow(gradients)
+            self._enter(terms, weight, loss, factors)
             if not left:
                 self.state = OPEN
 
         return [partial(backward, *each, weight) for each, weight in zip(found, weights, strict=True)]
 
+    def pass_by(self, loss: Tensor, *, only_own: bool = False) -> None:
+        """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
+        self.state = BROKEN
+        with self._team.around_backward(self.gradients.parameters, adds=False):
+            run_backward(loss, torch.zeros_like(loss), self.gradients.leaves if only_own else None)
+        self.gradients.remember()
+        self.passed_by += 1
+
+    def enter_replayed(self, terms: list[Term], loss: Tensor) -> None:
+        """Enter a micro-batch whose gradient a replay of a captured micro-step has added."""
+        weights = self.ledger.weigh(terms)
+        if not self.ledger.micro_batches:
+            self._await(terms)
+        if not self._shown:
+            self._show(terms, weights)
+        self._enter(terms, weights, loss, {})
+
+    def recorded(self) -> Recorded:
+        """Return what was captured, as it is: everything is in there, to the last sum."""
+        self.ledger.fold()
+        return Recorded(copy.copy(self.ledger), self._loss_dtype, self._first_count)
+
+    def take(self, recorded: Recorded) -> None:
+        """Take over what a replay of a whole window has come to, in copies: the next one writes to the same places."""
+        self.ledger.take(recorded.ledger)
+        self._loss_dtype = recorded.loss_dtype
+        self._first_count = None if recorded.first_count is None else recorded.first_count.clone()
+        if self._first_count is not None:
+            self._stepper.arrival.start(self._first_count)
+        self.gradients.remember()
+
     def _agree_on_unit(self, terms: list[Term]) -> None:
         """Agree on a unit of weights, once, where a scaler is tuned to means: it would overflow with those of sums."""
-        ledger, scaler = self._ledger, self._stepper.scaler
-        known = (
-            not ledger.in_common or ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None
-        )
-        if not known and scaler is not None and scaler.is_enabled():
+        ledger, scaler = self.ledger, self._stepper.scaler
+        known = ledger.micro_batches or ledger.provisional is not None or ledger.totals is not None
+        if ledger.in_common and not known and scaler is not None and scaler.is_enabled():
             own = next((term.count for term in terms if term.kind == "mean"), 0.0)
-            ledger.provisional = self._team.agree_on_unit(own * ledger.steps, self._gradients.device)
+            ledger.provisional = self._team.agree_on_unit(own * ledger.steps, self.gradients.device)
 
     def _await(self, terms: list[Term]) -> None:
         """Start a count on its way to the host before the backward, so that reading it will not wait for that."""
-        self._first_count = next((term.count for term in terms if isinstance(term.count, Tensor)), None)
-        if self._first_count is not None and not self.recording:
-            self._stepper.arrival.start(self._first_count)
+        for term in terms:
+            if isinstance(term.count, Tensor):
+                self._first_count = term.count
+                if not self.recording:
+                    self._stepper.arrival.start(term.count)
+                return
 
     def _backward(self, loss: Tensor, terms: list[Term], weights: Weights, *, only_own: bool) -> dict[Node, Tensor]:
         """Add a loss's gradient; returns the factors of terms that had weights of their own."""
         factors: dict[Node, Tensor] = {}
         hooks = weigh_terms(weights, loss, terms, factors) if weights.each else ()
         try:
-            start = self._starts.of(weights.whole, loss, first=not self._ledger.micro_batches)
-            leaves = self._gradients.leaves if only_own else None
+            start = self._starts.of(weights.whole, loss, first=not self.ledger.micro_batches)
+            leaves = self.gradients.leaves if only_own else None
             if self._team.is_alone:  # a context is felt by a small model
                 run_backward(loss, start, leaves)
             else:
                 # Where nothing is in common, what counts nothing is left out, or others are under way beside it.
-                adds = not (self._ledger.in_common and weights.nothing)
-                with self._team.around_backward(self._gradients.parameters, adds=adds):
+                adds = not (self.ledger.in_common and weights.nothing)
+                with self._team.around_backward(self.gradients.parameters, adds=adds):
                     run_backward(loss, start, leaves)
             if not factors or weights.of_value is not None:
                 return {}  # the value of the whole says it all
@@ -279,81 +308,33 @@ class Window:
             for hook in hooks:
                 hook.remove()
 
+    def _note_gradients(self) -> None:
+        """Take note of the gradients after a backward, and refuse a first one that gave none."""
+        self.gradients.remember()
+        if not self._reached and not (self.ledger.in_common and self._team.holds_back):
+            self._refuse_unreached()
+
     def _refuse_unreached(self) -> None:
-        """A first backward that gave no gradient at all is a mistake: the update would change nothing."""
-        self._reached = self._gradients.came()
+        self._reached = self.gradients.came()
         if not self._reached:
             self.state = OPEN
-            msg = (
-                f"this loss reaches none of the optimizer's {len(self._gradients.parameters)} parameters: nothing was "
+            raise LossError(
+                f"this loss reaches none of the optimizer's {len(self.gradients.parameters)} parameters: nothing was "
                 "added.\n"
                 "Compute it with the model that the optimizer was made from, and let no detach(), .data or "
                 "torch.no_grad() cut it off on its way."
             )
-            raise LossError(msg)
-
-    @property
-    def ranks(self) -> Any:
-        """The other processes that make the big batch; None where there are none."""
-        return self._stepper.ranks
-
-    @property
-    def gradients(self) -> Gradients:
-        """The gradients of the window, for whoever adds to them beside `add`."""
-        return self._gradients
-
-    @property
-    def residual(self) -> Count:
-        """What `.grad` is to be multiplied with beside all weights, because a low-precision loss could not be."""
-        return self._starts.residual
-
-    @property
-    def scale(self) -> Count:
-        """The loss scale that is in the gradients; 1 where there is none."""
-        scale = self._starts.scale()
-        if scale is None:
-            return 1.0
-        return scale.item() if scale.is_cpu else wide(scale)
 
     def _show(self, terms: list[Term], weights: Weights) -> None:
+        """Show the first gradient, unless no one weight would make it a gradient of its own."""
         mean = next((term for term in terms if term.kind == "mean"), None)
-        if mean is None or weights.each:  # no one weight that would make it a gradient of its own
-            self._shown = True
-        elif self._witness is not None:
-            self._shown = True
+        self._shown = True
+        if mean is not None and not weights.each and self._witness is not None:
             self._witness.first(self, weights.whole * self.scale, mean.count)
 
-    def pass_by(self, loss: Tensor, *, only_own: bool = False) -> None:
-        """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
-        self.state = BROKEN
-        with self._team.around_backward(self._gradients.parameters, adds=False):
-            run_backward(loss, torch.zeros_like(loss), self._gradients.leaves if only_own else None)
-        self._gradients.remember()
-        self.passed_by += 1
-
-    def enter_replayed(self, terms: list[Term], loss: Tensor) -> None:
-        """Enter a micro-batch whose gradient a replay of a captured micro-step has added."""
-        weights = self._ledger.weigh(terms)
-        if not self._ledger.micro_batches:
-            self._await(terms)
-        if not self._shown:
-            self._show(terms, weights)
+    def _enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
-        self._ledger.enter(terms, weights, loss, {})
-
-    def recorded(self) -> Recorded:
-        """Return what was captured, as it is: everything is in there, to the last sum."""
-        self._ledger.fold()
-        return Recorded(replace(self._ledger), self._loss_dtype, self._first_count)
-
-    def take(self, recorded: Recorded) -> None:
-        """Take over what a replay of a whole window has come to, in copies: the next one writes to the same places."""
-        self._ledger.take(recorded.ledger)
-        self._loss_dtype = recorded.loss_dtype
-        self._first_count = None if recorded.first_count is None else recorded.first_count.clone()
-        if self._first_count is not None:
-            self._stepper.arrival.start(self._first_count)
-        self._gradients.remember()
+        self.ledger.enter(terms, weights, loss, factors)
 
     def check(self) -> None:
         """Raise where the window cannot go on."""
@@ -362,7 +343,14 @@ class Window:
             error, failure = self._failure or (None, said)
             msg = f"{failure}\nDrop the window and go on with the next:  accumulator.discard()"
             raise WindowBroken(msg) from error
-        self._gradients.check()
+        self.gradients.check()
+
+    def fail(self, error: BaseException) -> None:
+        """Note what has failed in a backward, or between it and the next call: what it has added cannot be told."""
+        if self.state is not CLOSED:
+            self.state = BROKEN
+            told = f"a backward of this window failed with {type(error).__name__} and has added part of its gradients."
+            self._failure = self._failure or (error, told)
 
     def close(self, *, checked: bool = False, goes_on: bool = False, stepping: bool = True) -> Update:
         """Correct, clip and step; the parameters are as before the window, but for the step.
@@ -377,8 +365,8 @@ class Window:
                 "this window was begun with accumulator.weigh(loss), whose step is made by the loop.",
                 fix="accumulator.settle(); optimizer.step()",
             )
-        if self._ledger.pending:
-            self._ledger.fold()
+        if self.ledger.pending:
+            self.ledger.fold()
         try:
             return self._close(goes_on=goes_on, stepping=stepping)
         except BaseException as error:
@@ -388,11 +376,11 @@ class Window:
 
     def _close(self, *, goes_on: bool, stepping: bool) -> Update:
         """Agree on what was counted, correct, add up and step. One process agrees with itself, without waiting."""
-        ledger, gradients, team, stepper = self._ledger, self._gradients, self._team, self._stepper
+        ledger, gradients, team, stepper = self.ledger, self.gradients, self._team, self._stepper
         if ledger.totals is not None:
             ledger.refuse_other_totals()
         mine = ledger.agreement(precise=self._loss_dtype == torch.float64)
-        agreement = team.agree(mine, partial(self._statement, goes_on), gradients)
+        agreement = mine if team.is_alone else team.agree(mine, partial(self._statement, goes_on), gradients)
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
         loss, _ = agreement.big_loss(), finite(agreement.total)
@@ -427,8 +415,8 @@ class Window:
 
     def _statement(self, goes_on: bool, *, first: bool) -> Statement:  # noqa: FBT001 - a partial
         """Say what other ranks must know of this window beside its totals; the settings in the `first` one."""
-        ledger, stepper = self._ledger, self._stepper
-        form, settings = ledger.form(), stepper.settings(self._gradients.dtype) if first else {}
+        ledger, stepper = self.ledger, self._stepper
+        form, settings = ledger.form(), stepper.settings(self.gradients.dtype) if first else {}
         row = Row(
             going=float(goes_on),
             shares_once=float(ledger.shares_once and ledger.kind != "mean"),
@@ -451,8 +439,8 @@ class Window:
         if self._around is not None:
             self._around.close()
         if released:
-            self._gradients.release()
-        self._team.drop(self._gradients.parameters)
+            self.gradients.release()
+        self._team.drop(self.gradients.parameters)
         self.state, self._stepper.window = CLOSED, None
 
     def _counted_anything(self, agreement: Agreement) -> bool:
@@ -462,32 +450,32 @@ class Window:
             return True
         if agreement.kind == "mean":
             return bool(agreement.total > 0)
-        totals = self._ledger.totals
+        totals = self.ledger.totals
         return agreement.micro_batches > 0 and (not totals or any(bool(total > 0) for total in totals))
 
     def _refuse_lost_ratio(self) -> None:
         """On a device, whether counts are told and keep their ratio is only known now: one wait, before the step."""
-        if not bool(self._ledger.in_ratio):
-            if len(self._ledger.names) == 1:
-                raise refusals.scaled_sum("Div", "a tensor")
-            msg = (
-                "the terms of this loss were averaged over different things, in no constant ratio; nothing was "
-                "stepped.\n"
-                "Give the counts of a batch in advance, one per term in the order in which they are written:\n"
-                "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
-                "and drop this window:  accumulator.discard()"
-            )
-            raise SeveralCounts(msg)
+        if bool(self.ledger.in_ratio):
+            return
+        if len(self.ledger.names) == 1:
+            raise refusals.scaled_sum("Div", "a tensor")
+        raise SeveralCounts(
+            "the terms of this loss were averaged over different things, in no constant ratio; nothing was "
+            "stepped.\n"
+            "Give the counts of a batch in advance, one per term in the order in which they are written:\n"
+            "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
+            "and drop this window:  accumulator.discard()"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window: its provisional gradients and its running totals."""
         self.check()
         residual = self._starts.residual
         return {
-            "gradients": self._gradients.snapshot(),
+            "gradients": self.gradients.snapshot(),
             "residual": residual.clone() if isinstance(residual, Tensor) else residual,
             "double": self._loss_dtype == torch.float64,
-            **self._ledger.state_dict(),
+            **self.ledger.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -496,13 +484,8 @@ class Window:
         if missing:
             msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
             raise StateError(msg)
-        if not isinstance(state["gradients"], list | tuple) or not isinstance(state["residual"], int | float | Tensor):
-            msg = (
-                "the gradients of this window are no list, or its residual no number: it was changed since it was saved"
-            )
-            raise StateError(msg)
-        self._ledger.load_state_dict(state)
-        self._gradients.restore(state["gradients"])
+        self.ledger.load_state_dict(state)
+        self.gradients.restore(state["gradients"])
         residual = state["residual"]
         self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
         self._loss_dtype = torch.float64 if state["double"] else torch.float32
