@@ -31,8 +31,8 @@ from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.rng import Randomness
 from bigbatch.state.scope import NeedsLockStep
 from bigbatch.state.snapshot import Snapshot, untouched
+from bigbatch.window.backward import weigh_terms
 from bigbatch.window.tally import Weights
-from bigbatch.window.term_weights import weigh_terms
 
 _AGAIN = (1, 3, 15, 127)  # updates after which pieces are compared again
 # How far rounding may move a gradient, relative to those of the parts; what couples samples moves it further.
