@@ -38,7 +38,7 @@ bench: $(VENV)/.ready-bench  ## the tables of exactness and overhead: ARGS="--js
 	@$(RUN) -m benchmarks.exactness $(ARGS)
 	@$(RUN) -m benchmarks.overhead $(ARGS)
 
-zoo: $(VENV)/.ready-zoo  ## other libraries' models and losses; goes on where it was stopped: ARGS="--seed 1"
+zoo: $(VENV)/.ready-zoo  ## other libraries' models and losses: ARGS="--seed 1"
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.zoo $(ARGS)
 
 faults: $(VENV)/.ready-test  ## 10,000 exceptions at every place of a step, some minutes: ARGS="--seed 7 --count 500"

@@ -1,28 +1,22 @@
-"""Try the whole zoo and write down what came out: `python -m tests.zoo --seed 1`, or `make zoo`.
-
-It goes on where it was stopped, as long as neither the code nor the libraries have changed.
-"""
+"""Try the whole zoo and write down what came out: `python -m tests.zoo --seed 1`, or `make zoo`."""
 
 import argparse
 import collections
-import hashlib
 import json
 import logging
 import os
 import warnings
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import bigbatch
 from tests.zoo.libraries import missing, version
-from tests.zoo.open_rows import OPEN
 from tests.zoo.program import Program
-from tests.zoo.table import PROGRAMS
+from tests.zoo.table import OPEN, PROGRAMS
 from tests.zoo.trial import Result, attempt, entrances, expected, is_met
 
-ROOT = Path(__file__).parents[2]
 ENTRANCES = ("accumulator", "big_step", "verify")
 _INTRODUCTION = """# The zoo
 
@@ -34,12 +28,11 @@ norms, losses and buffers. *unseen*: the batch makes values without gradient, wh
 
 
 def main() -> None:
-    """Read the arguments, try what is not yet in the result file, write it after each program."""
+    """Read the arguments, try all programs, write the results."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the batches")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/zoo.json")
-    parser.add_argument("--fresh", action="store_true", help="begin anew")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "benchmarks/results/zoo.json")
     parser.add_argument("words", nargs="*", help="only programs with one of these in their names; writes nothing")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -47,22 +40,25 @@ def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     programs = [p for p in PROGRAMS if not chosen.words or any(word in p.name for word in chosen.words)]
-    state = _resumed(chosen.out, _made_with(chosen.seed, chosen.device), fresh=chosen.fresh or bool(chosen.words))
+    rows: dict[str, dict[str, Any]] = {}
     for number, program in enumerate(programs, 1):
-        if program.name not in state["programs"]:
-            row = _row(program, chosen.seed, torch.device(chosen.device))
-            state["programs"][program.name] = row
-            print(f"[{number}/{len(programs)}] {_cells(program.name, row)}", flush=True)
-            if not chosen.words:
-                _write(chosen.out, state)
-                continue
-            for trial in (row[entrance] for entrance in ENTRANCES if entrance in row):
-                print(f"  due: {trial['expected']}\n  {trial['text']}\n  {trial['warnings']}")
-    if not chosen.words:
-        _write(chosen.out, state)
-        print(f"{_summary(state)}\n{chosen.out} and {chosen.out.with_suffix('.md').name} are written.")
-        if surprises := _surprises(state):
-            raise SystemExit("\n".join(["Not as the table and tests/zoo/open_rows.py say:", *surprises]))
+        row = rows[program.name] = _row(program, chosen.seed, torch.device(chosen.device))
+        print(f"[{number}/{len(programs)}] {_cells(program.name, row)}", flush=True)
+        for trial in (row[entrance] for entrance in ENTRANCES if chosen.words and entrance in row):
+            print(f"  due: {trial['expected']}\n  {trial['text']}\n  {trial['warnings']}")
+    if chosen.words:
+        return
+    device = torch.cuda.get_device_name() if chosen.device.startswith("cuda") else chosen.device
+    versions = {library: version(library) for library in sorted({program.library for program in PROGRAMS})}
+    made_with = {"seed": chosen.seed, "device": device, "versions": versions}
+    chosen.out.write_text(json.dumps({"made_with": made_with, "programs": rows}, indent=1) + "\n")
+    chosen.out.with_suffix(".md").write_text(_page(made_with, rows))
+    print(f"{_summary(rows)}\n{chosen.out} and {chosen.out.with_suffix('.md').name} are written.")
+    surprises = [
+        f"{name}/{each}: {_told(trial)}" for name, each, trial in _tried(rows) if _is_surprise(name, each, trial)
+    ]
+    if surprises:
+        raise SystemExit("\n".join(["Not as the table says:", *surprises]))
 
 
 def _row(program: Program, seed: int, device: torch.device) -> dict[str, Any]:
@@ -74,94 +70,44 @@ def _row(program: Program, seed: int, device: torch.device) -> dict[str, Any]:
             result = attempt(program, entrance, seed=seed, device=device)
         except Exception as error:  # noqa: BLE001 - the program itself does not run here, without us
             return {**row, "left_out": f"does not run as one big batch: {type(error).__name__}: {error}"}
-        row[entrance] = {
-            **result.as_json(),
-            "expected": program.unseen if entrance == "verify" else str(expected(program, entrance)),
-            "met": is_met(program, entrance, result),
-        }
+        due = program.unseen if entrance == "verify" else str(expected(program, entrance))
+        row[entrance] = {**asdict(result), "expected": due, "met": is_met(program, entrance, result)}
     return row
 
 
-def _made_with(seed: int, device: str) -> dict[str, Any]:
-    """What a result depends on."""
-    code = hashlib.sha256()
-    for path in sorted([*Path(bigbatch.__file__).parent.rglob("*.py"), *Path(__file__).parent.glob("*.py")]):
-        if path.name not in {"open_rows.py", "__main__.py"}:  # they say nothing about what comes out
-            code.update(path.read_bytes())
-    libraries = sorted({program.library for program in PROGRAMS})
-    return {
-        "seed": seed,
-        "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
-        "code": code.hexdigest()[:16],
-        "versions": {library: version(library) for library in libraries},
-    }
-
-
-def _resumed(out: Path, made_with: dict[str, Any], *, fresh: bool) -> dict[str, Any]:
-    """What an earlier run has left, if it was made with the same."""
-    if out.exists() and not fresh:
-        state: dict[str, Any] = json.loads(out.read_text())
-        if state["made_with"] == made_with:
-            return state
-    return {"made_with": made_with, "programs": {}}
-
-
-def _write(out: Path, state: dict[str, Any]) -> None:
-    out.parent.mkdir(parents=True, exist_ok=True)
-    new = out.with_suffix(".new")
-    new.write_text(json.dumps(state, indent=1) + "\n")
-    new.replace(out)
-    out.with_suffix(".md").write_text(_page(state))
-
-
-def _tried(state: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+def _tried(rows: dict[str, dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
     """Every trial: program, entrance, what came out."""
-    rows = state["programs"].items()
-    return [(name, entrance, row[entrance]) for name, row in rows for entrance in ENTRANCES if entrance in row]
+    return [(name, entrance, row[entrance]) for name, row in rows.items() for entrance in ENTRANCES if entrance in row]
 
 
-def _surprises(state: dict[str, Any]) -> list[str]:
-    """What is neither as expected nor known to be open, and what is open no longer."""
-    return [
-        f"{name}/{entrance}: {_told(trial)}"
-        for name, entrance, trial in _tried(state)
-        if trial["met"] == (f"{name}/{entrance}" in OPEN)
-    ]
+def _is_surprise(name: str, entrance: str, trial: dict[str, Any]) -> bool:
+    """Whether it is neither as expected nor known to be open, or is open no longer."""
+    return bool(trial["met"] == (f"{name}/{entrance}" in OPEN))
 
 
-def _summary(state: dict[str, Any]) -> str:
+def _summary(rows: dict[str, dict[str, Any]]) -> str:
     lines = []
     for entrance in ENTRANCES:
-        ours = [trial for _, each, trial in _tried(state) if each == entrance]
+        ours = [trial for _, each, trial in _tried(rows) if each == entrance]
         outcomes = collections.Counter(trial["outcome"] for trial in ours)
         told = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
         lines.append(f"{entrance}: {told}; as expected: {sum(trial['met'] for trial in ours)} of {len(ours)}.")
-    left_out = sum("left_out" in row for row in state["programs"].values())
-    return "\n".join([*lines, f"{len(state['programs'])} programs, {left_out} of them left out."])
+    left_out = sum("left_out" in row for row in rows.values())
+    return "\n".join([*lines, f"{len(rows)} programs, {left_out} of them left out."])
 
 
-def _page(state: dict[str, Any]) -> str:
+def _page(made_with: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     """The results, to read."""
-    made_with = state["made_with"]
     versions = ", ".join(f"{library} {number}" for library, number in made_with["versions"].items())
     unmet = [
         f"- {name}, {entrance}: {_told(trial)}, expected {trial['expected']}: {OPEN.get(f'{name}/{entrance}', 'new')}"
-        for name, entrance, trial in _tried(state)
+        for name, entrance, trial in _tried(rows)
         if not trial["met"]
     ]
-    return "\n".join(
-        [
-            _INTRODUCTION,
-            *(f"- {line}" for line in _summary(state).splitlines()),
-            f"- Seed {made_with['seed']}, {made_with['device']}; {versions}.",
-            "\n## Not as expected\n",
-            *(unmet or ["Nothing."]),
-            "\n## All\n",
-            "| program | library | Accumulator | BigStep | verify |\n|---|---|---|---|---|",
-            *(_cells(name, row) for name, row in state["programs"].items()),
-            "",
-        ]
-    )
+    head = [_INTRODUCTION, *(f"- {line}" for line in _summary(rows).splitlines())]
+    head += [f"- Seed {made_with['seed']}, {made_with['device']}; {versions}.", "\n## Not as expected\n"]
+    table = ["\n## All\n", "| program | library | Accumulator | BigStep | verify |\n|---|---|---|---|---|"]
+    return "\n".join([*head, *(unmet or ["Nothing."]), *table, *(_cells(*row) for row in rows.items()), ""])
 
 
 def _cells(name: str, row: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-# ruff: noqa: E501  (a row of a table is a line)
+# ruff: noqa: E501, D102, D103, I001 - a row of a table is a line
+# fmt: off
 """Losses in which samples may meet: contrastive, metric, segmentation, reinforcement learning, adversarial, graphs."""
 
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from bigbatch import across, counted
 from bigbatch.errors import CoupledLoss, UnreadableLoss
 from tests.zoo.plain import SEVERAL, Tagger, frozen, log_chances, masked, per_token, segmenter
-from tests.zoo.program import Expected, Program, refused
+from tests.zoo.program import Expected, Program, refused, Rows
 from tests.zoo.samples import CLASSES, WIDTH, graphs, join_graphs, mlp, parts, rows
 
 COUPLED = refused(CoupledLoss, "across")
@@ -20,21 +21,16 @@ MANY = (4, 3, 5, 4, 3, 5)  # of fewer samples the mean of some is soon that of a
 ONES = (1, 1, 1, 1)  # what fits of a large model
 MEETS = refused(CoupledLoss, "BigStep")  # `across` in an Accumulator
 
-
-def both(expected: Expected) -> dict[str, Any]:
-    """The same of either entrance."""
+def both(expected: Expected) -> dict[str, Any]:  # the same of either entrance
     return {"accumulator": expected, "big_step": expected}
-
 
 class Pooling(nn.Module):
     """Messages along edges, added up to nodes, and nodes to graphs."""
-
     def __init__(self, *, mean: bool = False) -> None:
         super().__init__()
         self.embed, self.message, self.head, self.mean = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 1), mean
 
-    def forward(self, b: dict[str, Any]) -> Tensor:
-        """One number per graph."""
+    def forward(self, b: Rows) -> Tensor:  # one number per graph
         x = self.embed(b["x"]).tanh()
         source, target = b["edges"]
         x = x + torch.zeros_like(x).index_add(0, target, self.message(x[source])).tanh()
@@ -44,111 +40,76 @@ class Pooling(nn.Module):
         numbers: Tensor = self.head(pooled)[:, 0]
         return numbers
 
-
 class Pooled(Pooling):
     """The sum over nodes comes last, as in SchNet."""
-
-    def forward(self, b: dict[str, Any]) -> Tensor:
-        """One number per graph."""
+    def forward(self, b: Rows) -> Tensor:  # one number per graph
         each = self.head(self.embed(b["x"]).tanh())[:, 0]
         return each.new_zeros(b["graphs"]).scatter_add(0, b["batch"], each)
 
-
-def normalized(model: Any, x: Tensor) -> Tensor:
-    """Embeddings of length 1."""
+def normalized(model: Any, x: Tensor) -> Tensor:  # embeddings of length 1
     return F.normalize(model(x), dim=1)
 
-
-def info_nce(ours: Tensor, theirs: Tensor, offset: int = 0) -> Tensor:
-    """Each of ours finds its own among theirs."""
+def info_nce(ours: Tensor, theirs: Tensor, offset: int = 0) -> Tensor:  # each of ours finds its own among theirs
     return F.cross_entropy(ours @ theirs.T / 0.1, offset + torch.arange(len(ours), device=ours.device))
 
-
-def clip(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Both directions over the micro-batch's own."""
+def clip(model: Any, b: Rows) -> Tensor:  # both directions over the micro-batch's own
     image, text = normalized(model["image"], b["x"]), normalized(model["text"], b["x2"])
     return (info_nce(image, text) + info_nce(text, image)) / 2
 
-
-def clip_across(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The same over all."""
+def clip_across(model: Any, b: Rows) -> Tensor:  # the same over all
     image, text = normalized(model["image"], b["x"]), normalized(model["text"], b["x2"])
-    return (
-        info_nce(image, across.gather(text), across.offset()) + info_nce(text, across.gather(image), across.offset())
-    ) / 2
+    return (info_nce(image, across.gather(text), across.offset()) + info_nce(text, across.gather(image), across.offset())) / 2
 
-
-def clip_gathered(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """As open_clip computes it: the whole matrix from gathered rows."""
+def clip_gathered(model: Any, b: Rows) -> Tensor:  # as open_clip computes it: the whole matrix from gathered rows
     image, text = across.gather(normalized(model["image"], b["x"])), across.gather(normalized(model["text"], b["x2"]))
     return (info_nce(image, text) + info_nce(text, image)) / 2
 
-
-def simclr(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """NT-Xent with the diagonal filled in place."""
+def simclr(model: Any, b: Rows) -> Tensor:  # NT-Xent with the diagonal filled in place
     z = torch.cat([normalized(model, b["x"]), normalized(model, b["x2"])])
     n = len(b["x"])
     similar = z @ z.T / 0.5
     similar.fill_diagonal_(-1e9)
     return F.cross_entropy(similar, torch.arange(2 * n, device=z.device).roll(n))
 
-
-def barlow_twins(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Correlations of features over the batch."""
+def barlow_twins(model: Any, b: Rows) -> Tensor:  # correlations of features over the batch
     a, c = ((z - z.mean(0)) / z.std(0) for z in (model(b["x"]), model(b["x2"])))
     correlation = a.T @ c / len(a)
     return (correlation - torch.eye(CLASSES, dtype=a.dtype, device=a.device)).pow(2).sum()
 
-
-def vicreg(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Invariance and variance."""
+def vicreg(model: Any, b: Rows) -> Tensor:  # invariance and variance
     a, c = model(b["x"]), model(b["x2"])
     return F.mse_loss(a, c) + F.relu(1 - (a.var(0) + 1e-4).sqrt()).mean()
 
-
-def byol(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A predictor beside a target network."""
+def byol(model: Any, b: Rows) -> Tensor:  # a predictor beside a target network
     with torch.no_grad():
         target = F.normalize(model["target"](b["x2"]), dim=1)
     return 2 - 2 * (F.normalize(model["predictor"](model["online"](b["x"])), dim=1) * target).sum(1).mean()
 
-
-def dino(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A teacher's answers, centred by the batch without gradient."""
+def dino(model: Any, b: Rows) -> Tensor:  # a teacher's answers, centred by the batch without gradient
     with torch.no_grad():
         teacher = model["target"](b["x2"])
         teacher = ((teacher - teacher.mean(0)) / 0.1).softmax(1)
     return -(teacher * (model["online"](b["x"]) / 0.2).log_softmax(1)).sum(1).mean()
 
-
-def moco(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A positive of each sample's own, negatives from a queue."""
+def moco(model: Any, b: Rows) -> Tensor:  # a positive of each sample's own, negatives from a queue
     query = normalized(model["query"], b["x"])
     with torch.no_grad():
         key = normalized(model["key"], b["x2"])
     positive = torch.einsum("nc,nc->n", query, key)[:, None]
     negative = torch.einsum("nc,ck->nk", query, model["queue"].weight.detach())
-    return F.cross_entropy(
-        torch.cat([positive, negative], 1) / 0.1, torch.zeros(len(query), dtype=torch.long, device=query.device)
-    )
+    return F.cross_entropy(torch.cat([positive, negative], 1) / 0.1, torch.zeros(len(query), dtype=torch.long, device=query.device))
 
-
-def pairwise(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Every pair of outputs, by broadcasting."""
+def pairwise(model: Any, b: Rows) -> Tensor:  # every pair of outputs, by broadcasting
     out = model(b["sequence"])
     return ((out[:, None] - out[None]) ** 2).mean()
 
-
-def cox(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Cox's partial likelihood over the batch."""
+def cox(model: Any, b: Rows) -> Tensor:  # cox's partial likelihood over the batch
     risk = model(b["x"])[:, 0][b["time"].argsort(descending=True)]
     return -(risk - risk.logcumsumexp(0)).mean()
 
+def ppo(advantage: Any) -> Any:  # the clipped objective with a value and an entropy term
 
-def ppo(advantage: Any) -> Any:
-    """The clipped objective with a value and an entropy term."""
-
-    def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+    def loss(model: Any, b: Rows) -> Tensor:
         scores, value = model["policy"](b["x"]).log_softmax(1), model["value"](b["x"])[:, 0]
         ratio = (scores.gather(1, b["label"][:, None])[:, 0] - b["noise"][:, 0] + 1).exp()
         gain = advantage(b["advantage"])
@@ -158,23 +119,18 @@ def ppo(advantage: Any) -> Any:
 
     return loss
 
-
-def dpo(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The better answer beside the worse one, each beside the reference's."""
+def dpo(model: Any, b: Rows) -> Tensor:  # the better answer beside the worse one, each beside the reference's
     flipped = {**b, "tokens": b["tokens"].flip(1)}
     chosen = (log_chances(model, b) * b["mask"]).sum(1)
     rejected = (log_chances(model, flipped) * b["mask"].flip(1)).sum(1)
     return -F.logsigmoid(0.1 * (chosen - rejected - b["advantage"])).mean()
 
-
-def dpo_joined(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """As TRL does it: both answers in one forward, then cut in two."""
+def dpo_joined(model: Any, b: Rows) -> Tensor:  # as TRL does it: both answers in one forward, then cut in two
     tokens, mask = torch.cat([b["tokens"], b["tokens"].flip(1)]), torch.cat([b["mask"], b["mask"].flip(1)])
     chosen, rejected = (log_chances(model, {"tokens": tokens}) * mask).sum(1).chunk(2)
     return -F.logsigmoid(0.1 * (chosen - rejected - b["advantage"])).mean()
 
-
-def grpo(model: Any, b: dict[str, Tensor]) -> Tensor:
+def grpo(model: Any, b: Rows) -> Tensor:
     """Groups of answers with their advantages, a mean over the tokens of each answer."""
     now = log_chances(model, b)
     ratio = (now - now.detach()).exp()
@@ -182,47 +138,34 @@ def grpo(model: Any, b: dict[str, Tensor]) -> Tensor:
     each = -torch.min(ratio * gain[:, :1], ratio.clamp(0.8, 1.2) * gain[:, :1])
     return ((each * b["mask"]).sum(1) / b["mask"].sum(1)).mean()
 
-
-def dr_grpo(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The same over a constant number of tokens."""
+def dr_grpo(model: Any, b: Rows) -> Tensor:  # the same over a constant number of tokens
     now = log_chances(model, b)
     return -((now - now.detach()).exp() * b["advantage"][:, None] * b["mask"]).sum(1).div(WIDTH).mean()
 
-
-def reinforce(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The mean reward of the batch as a baseline."""
+def reinforce(model: Any, b: Rows) -> Tensor:  # the mean reward of the batch as a baseline
     chances = model(b["x"]).log_softmax(1).gather(1, b["label"][:, None])[:, 0]
     return -(chances * (b["advantage"] - b["advantage"].mean())).mean()
 
-
-def tokens_and_advantages(model: Any, b: dict[str, Tensor]) -> Tensor:
+def tokens_and_advantages(model: Any, b: Rows) -> Tensor:
     """A mean over tokens, and one over sequences with advantages that the batch normalizes."""
     scores = model(b["tokens"])
     gain = (b["advantage"] - b["advantage"].mean()) / b["advantage"].std()
     return F.cross_entropy(scores.flatten(0, 1), b["labels"].flatten()) - (log_chances(model, b).sum(1) * gain).mean()
 
-
-def q_learning(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A target network and Huber's loss."""
+def q_learning(model: Any, b: Rows) -> Tensor:  # a target network and Huber's loss
     with torch.no_grad():
         target = b["advantage"] + 0.9 * model["target"](b["x2"]).max(1).values * b["binary"]
     return F.smooth_l1_loss(model["online"](b["x"]).gather(1, b["label"][:, None]).squeeze(1), target)
 
-
-def soft_dice(model: Any, b: dict[str, Tensor], dims: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:
-    """Dice's loss over these dimensions."""
+def soft_dice(model: Any, b: Rows, dims: tuple[int, ...] = (0, 1, 2, 3)) -> Tensor:  # dice's loss over these dimensions
     p, t = model(b["small"]).sigmoid(), b["shape"]
     return 1 - ((2 * (p * t).sum(dims) + 1) / (p.sum(dims) + t.sum(dims) + 1)).mean()
 
-
-def soft_dice_across(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The same over all micro-batches."""
+def soft_dice_across(model: Any, b: Rows) -> Tensor:  # the same over all micro-batches
     p, t = model(b["small"]).sigmoid(), b["shape"]
     return 1 - (2 * across.sum((p * t).sum()) + 1) / (across.sum(p.sum()) + across.sum(t.sum()) + 1)
 
-
-def lovasz(model: Any, b: dict[str, Tensor], *, per_image: bool) -> Tensor:
-    """The Lovász hinge, over each picture or over the batch."""
+def lovasz(model: Any, b: Rows, *, per_image: bool) -> Tensor:  # the Lovász hinge, over each picture or over the batch
     scores, targets = model(b["small"]).flatten(1), b["shape"].flatten(1)
     if not per_image:
         scores, targets = scores.flatten()[None], targets.flatten()[None]
@@ -232,79 +175,52 @@ def lovasz(model: Any, b: dict[str, Tensor], *, per_image: bool) -> Tensor:
     jaccard = torch.cat([jaccard[:, :1], jaccard[:, 1:] - jaccard[:, :-1]], 1)
     return (F.relu(errors) * jaccard).sum(1).mean()
 
-
-def detection(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Sums over positives, divided by their number in the batch."""
+def detection(model: Any, b: Rows) -> Tensor:  # sums over positives, divided by their number in the batch
     out = model(b["small"])
     loss = F.binary_cross_entropy_with_logits(out, b["shape"], reduction="none")
     return loss.sum() / b["shape"].sum().clamp(min=1)
 
-
-def class_weights_of_the_batch(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Weights from how often each class comes in the batch."""
+def class_weights_of_the_batch(model: Any, b: Rows) -> Tensor:  # weights from how often each class comes in the batch
     often = torch.bincount(b["label"], minlength=CLASSES).clamp(min=1)
     return F.cross_entropy(model(b["x"]), b["label"], weight=(len(b["label"]) / often).to(b["x"].dtype))
 
-
-def hard_examples(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Only samples above the batch's mean loss."""
+def hard_examples(model: Any, b: Rows) -> Tensor:  # only samples above the batch's mean loss
     loss = F.cross_entropy(5 * model(b["x"]), b["label"], reduction="none")
     return (loss * (loss > loss.detach().mean())).mean()
 
-
-def hard_half(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The larger half of the losses, by index."""
+def hard_half(model: Any, b: Rows) -> Tensor:  # the larger half of the losses, by index
     loss = F.cross_entropy(model(b["x"]), b["label"], reduction="none")
     return loss[loss.detach().topk((len(loss) + 1) // 2).indices].mean()
 
-
-def fixmatch(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Labels of its own where it is sure."""
+def fixmatch(model: Any, b: Rows) -> Tensor:  # labels of its own where it is sure
     with torch.no_grad():
         sure, label = model(b["x2"]).softmax(1).max(1)
     loss = F.cross_entropy(model(b["x2"] + 0.1 * b["x"]), label, reduction="none")
     return F.cross_entropy(model(b["x"]), b["label"]) + (loss * (sure > 0.45)).mean()
 
-
-def mixup(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Each sample mixed with its neighbour in the batch, inside of the loss."""
+def mixup(model: Any, b: Rows) -> Tensor:  # each sample mixed with its neighbour in the batch, inside of the loss
     out = model(0.7 * b["x"] + 0.3 * b["x"].roll(1, 0))
     return 0.7 * F.cross_entropy(out, b["label"]) + 0.3 * F.cross_entropy(out, b["label"].roll(1))
 
-
-def discriminator(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Real ones and made ones."""
+def discriminator(model: Any, b: Rows) -> Tensor:  # real ones and made ones
     real, made = model["d"](b["x"]), model["d"](model["g"](b["noise"]).detach())
-    return F.binary_cross_entropy_with_logits(real, torch.ones_like(real)) + F.binary_cross_entropy_with_logits(
-        made, torch.zeros_like(made)
-    )
+    return F.binary_cross_entropy_with_logits(real, torch.ones_like(real)) + F.binary_cross_entropy_with_logits(made, torch.zeros_like(made))
 
-
-def generator(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """What the discriminator takes for real."""
+def generator(model: Any, b: Rows) -> Tensor:  # what the discriminator takes for real
     made = model["d"](model["g"](b["noise"]))
     return F.binary_cross_entropy_with_logits(made, torch.ones_like(made))
 
-
-def towers() -> nn.Module:
-    """Two of them."""
+def towers() -> nn.Module:  # two of them
     return parts(image=mlp(), text=mlp())
 
-
-def self_taught() -> nn.Module:
-    """A network, its predictor and its target."""
+def self_taught() -> nn.Module:  # a network, its predictor and its target
     return parts(online=mlp(), predictor=mlp(CLASSES), target=frozen(mlp()))
 
-
-def players() -> nn.Module:
-    """A generator and a discriminator."""
+def players() -> nn.Module:  # a generator and a discriminator
     return parts(g=mlp(2, 6), d=mlp(6, 1))
 
-
-def actor_critic() -> nn.Module:
-    """A policy and a value."""
+def actor_critic() -> nn.Module:  # a policy and a value
     return parts(policy=mlp(), value=mlp(6, 1))
-
 
 COUPLED_LOSSES = [
     Program("clip", towers, rows, clip, **both(COUPLED)),
@@ -356,4 +272,4 @@ COUPLED_LOSSES = [
     Program("graph-energies-of-nodes", Pooled, graphs, lambda m, b: F.l1_loss(m(b), b["y"]), collate=join_graphs, accumulator=TOLD, big_step=TOLD),
     Program("graph-energies-of-nodes, told", Pooled, graphs, lambda m, b: counted(F.l1_loss(m(b), b["y"]), len(b["y"])), collate=join_graphs),
     Program("node-classification", lambda: parts(net=mlp()), graphs, lambda m, b: F.cross_entropy(m["net"](b["x"]), b["tags"]), collate=join_graphs),
-]  # fmt: skip
+]

@@ -1,4 +1,5 @@
-# ruff: noqa: E501  (a row of a table is a line)
+# ruff: noqa: E501, D103, I001 - a row of a table is a line
+# fmt: off
 """Losses of everyday programs: several heads and tasks, pictures, structures, distributions, inner loops."""
 
 from typing import Any
@@ -11,53 +12,39 @@ from torch.distributions import Beta, Categorical, Dirichlet, Normal, kl_diverge
 from bigbatch import across, counted
 from bigbatch.errors import CoupledLoss, LossError, SeveralCounts, UnreadableLoss
 from tests.zoo.plain import Tagger, conv, frozen, segmenter
-from tests.zoo.program import Program, refused
+from tests.zoo.program import Program, refused, Rows
 from tests.zoo.samples import CLASSES, WIDTH, WORDS, mlp, parts, rows
 
 COUPLED = refused(CoupledLoss, "across")
 COUNT = refused(UnreadableLoss, "count")
 LOOP = refused(LossError, "count")  # a loop over samples looks like several terms; a count settles it
 SEVERAL = refused(SeveralCounts, "counts=")
-FEATURES = frozen(
-    nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU()).double()
-)  # a network of its own, as a perceptual loss has
+FEATURES = frozen(nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU()).double())  # a network of its own, as a perceptual loss has
 
-
-def heads(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The mean of three heads' losses."""
+def heads(model: Any, b: Rows) -> Tensor:  # the mean of three heads' losses
     x = model["body"](b["x"])
     losses = [F.cross_entropy(head(x), b["classes"][:, i]) for i, head in enumerate(model["heads"])]
     return (losses[0] + losses[1] + losses[2]) / 3
 
-
-def supervised_deeply(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """An auxiliary output with a smaller weight."""
+def supervised_deeply(model: Any, b: Rows) -> Tensor:  # an auxiliary output with a smaller weight
     hidden = model["body"](b["x"])
     return F.cross_entropy(model["last"](hidden), b["label"]) + 0.4 * F.cross_entropy(hidden, b["label"])
 
-
-def tasks(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Each sample belongs to one of two tasks."""
+def tasks(model: Any, b: Rows) -> Tensor:  # each sample belongs to one of two tasks
     out, first = model(b["x"]), b["binary"] == 1
     return F.cross_entropy(out[first], b["label"][first]) + F.mse_loss(out[~first], b["value"][~first])
 
-
-def crf(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A linear chain: the forward algorithm with padding."""
+def crf(model: Any, b: Rows) -> Tensor:  # a linear chain: the forward algorithm with padding
     scores, change, mask = model["net"](b["sequence"]), model["change"].weight, b["mask"] > 0
     index = torch.arange(len(scores), device=scores.device)
     path, total = scores[index, 0, b["classes"][:, 0]], scores[:, 0]
     for t in range(1, WIDTH):
         step = scores[index, t, b["classes"][:, t]] + change[b["classes"][:, t - 1], b["classes"][:, t]]
         path = path + step * mask[:, t]
-        total = torch.where(
-            mask[:, t, None], torch.logsumexp(total[:, :, None] + change + scores[:, t, None], 1), total
-        )
+        total = torch.where(mask[:, t, None], torch.logsumexp(total[:, :, None] + change + scores[:, t, None], 1), total)
     return (total.logsumexp(1) - path).mean()
 
-
-def attention_decoder(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Additive attention over the sequence, one step after the other."""
+def attention_decoder(model: Any, b: Rows) -> Tensor:  # additive attention over the sequence, one step after the other
     hidden, losses = b["sequence"].mean(1), []
     for t in range(3):
         weight = (b["sequence"] * hidden[:, None]).sum(-1).masked_fill(b["mask"] == 0, -1e9).softmax(1)
@@ -65,73 +52,49 @@ def attention_decoder(model: Any, b: dict[str, Tensor]) -> Tensor:
         losses.append(F.cross_entropy(model["head"](hidden), b["classes"][:, t]))
     return torch.stack(losses).mean()
 
-
-def ssim(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Structural similarity under a fixed window."""
+def ssim(model: Any, b: Rows) -> Tensor:  # structural similarity under a fixed window
     out, target = model(b["small"]), b["shape"]
     window = torch.full((1, 1, 3, 3), 1 / 9, dtype=out.dtype, device=out.device)
     a, c = F.conv2d(out, window), F.conv2d(target, window)
-    va, vc, both = (
-        F.conv2d(out**2, window) - a**2,
-        F.conv2d(target**2, window) - c**2,
-        F.conv2d(out * target, window) - a * c,
-    )
+    va, vc, both = (F.conv2d(out**2, window) - a**2, F.conv2d(target**2, window) - c**2, F.conv2d(out * target, window) - a * c)
     return 1 - ((2 * a * c + 0.01) * (2 * both + 0.03) / ((a**2 + c**2 + 0.01) * (va + vc + 0.03))).mean()
 
-
-def perceptual(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Features of a frozen network that the step was not given."""
+def perceptual(model: Any, b: Rows) -> Tensor:  # features of a frozen network that the step was not given
     FEATURES.to(b["small"].device)
     return F.l1_loss(FEATURES(model(b["small"])), FEATURES(b["shape"]))
 
-
-def style(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Gram matrices of features, one per picture."""
+def style(model: Any, b: Rows) -> Tensor:  # gram matrices of features, one per picture
     features = model(b["small"]).flatten(2)
     gram = features @ features.mT / features.shape[-1]
     return F.mse_loss(gram, torch.zeros_like(gram) + torch.eye(CLASSES, dtype=gram.dtype, device=gram.device))
 
-
-def warped(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Registration: a picture is sampled where the network says."""
+def warped(model: Any, b: Rows) -> Tensor:  # registration: a picture is sampled where the network says
     grid = model(b["small"]).permute(0, 2, 3, 1).tanh()
     return F.l1_loss(F.grid_sample(b["shape"], grid, align_corners=False), b["small"][:, :1])
 
-
-def total_variation(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Reconstruction and smoothness."""
+def total_variation(model: Any, b: Rows) -> Tensor:  # reconstruction and smoothness
     out = model(b["small"])
-    return F.mse_loss(out, b["shape"]) + 0.1 * (
-        (out[:, :, 1:] - out[:, :, :-1]).abs().mean() + (out[..., 1:] - out[..., :-1]).abs().mean()
-    )
+    return F.mse_loss(out, b["shape"]) + 0.1 * ((out[:, :, 1:] - out[:, :, :-1]).abs().mean() + (out[..., 1:] - out[..., :-1]).abs().mean())
 
-
-def scale_invariant(model: Any, b: dict[str, Tensor], *, per_picture: bool) -> Tensor:
-    """The depth loss of Eigen et al."""
+def scale_invariant(model: Any, b: Rows, *, per_picture: bool) -> Tensor:  # the depth loss of Eigen et al
     difference = (model(b["small"]) - b["shape"]).flatten(1)
     if not per_picture:
         difference = difference.flatten()[None]
     return (difference.pow(2).mean(1) - 0.5 * difference.mean(1) ** 2).sqrt().mean()
 
-
-def rendered(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """NeRF: samples along each ray."""
+def rendered(model: Any, b: Rows) -> Tensor:  # neRF: samples along each ray
     density, colour = model(b["sequence"]).softmax(-1).split([1, 2], -1)
     alpha = 1 - (-density[..., 0]).exp()
     passed = torch.cat([torch.ones_like(alpha[:, :1]), (1 - alpha + 1e-10).cumprod(1)[:, :-1]], 1)
     return F.mse_loss(((alpha * passed)[..., None] * colour).sum(1), b["noise"])
 
-
-def predictive_coding(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Each step finds its own among the steps of its sequence."""
+def predictive_coding(model: Any, b: Rows) -> Tensor:  # each step finds its own among the steps of its sequence
     z = F.normalize(model(b["sequence"]), dim=-1)
     scores = z[:, :-1] @ z[:, 1:].mT / 0.1
     target = torch.arange(WIDTH - 1, device=z.device).expand(len(z), -1)
     return F.cross_entropy(scores.flatten(0, 1), target.flatten())
 
-
-def inner_loop(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """MAML: each task takes a step of its own first."""
+def inner_loop(model: Any, b: Rows) -> Tensor:  # MAML: each task takes a step of its own first
     weight, bias = dict(model.named_parameters()).values()
     losses = []
     for x, y in zip(b["sequence"], b["values"], strict=True):
@@ -139,27 +102,16 @@ def inner_loop(model: Any, b: dict[str, Tensor]) -> Tensor:
         losses.append(F.mse_loss(F.linear(x[4:], weight - 0.1 * slope, bias), y[4:]))
     return torch.stack(losses).mean()
 
+def one_by_one(model: Any, b: Rows) -> Tensor:  # a loop over samples of different length
+    return torch.stack([F.mse_loss(model(x[:n]), y[:n]) for x, y, n in zip(b["sequence"], b["values"], b["lengths"].tolist(), strict=True)]).mean()
 
-def one_by_one(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A loop over samples of different length."""
-    return torch.stack(
-        [
-            F.mse_loss(model(x[:n]), y[:n])
-            for x, y, n in zip(b["sequence"], b["values"], b["lengths"].tolist(), strict=True)
-        ]
-    ).mean()
-
-
-def summed_one_by_one(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The same, added up and divided by hand."""
+def summed_one_by_one(model: Any, b: Rows) -> Tensor:  # the same, added up and divided by hand
     total = torch.zeros((), dtype=b["x"].dtype, device=b["x"].device)
     for x, y, n in zip(b["sequence"], b["values"], b["lengths"].tolist(), strict=True):
         total = total + F.mse_loss(model(x[:n]), y[:n])
     return total / len(b["x"])
 
-
-def mapped(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """One sample's loss, mapped over the batch."""
+def mapped(model: Any, b: Rows) -> Tensor:  # one sample's loss, mapped over the batch
     weights = dict(model.named_parameters())
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
@@ -167,107 +119,76 @@ def mapped(model: Any, b: dict[str, Tensor]) -> Tensor:
 
     return torch.func.vmap(loss)(b["x"], b["value"]).mean()
 
-
-def soft_dtw(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Alignment of two sequences by dynamic programming."""
+def soft_dtw(model: Any, b: Rows) -> Tensor:  # alignment of two sequences by dynamic programming
     cost = (model(b["sequence"])[:, :, None] - b["values"][:, None]).pow(2).sum(-1)
     far = torch.full_like(cost[:, 0, 0], 1e3)
     table = {(0, 0): torch.zeros_like(far)}
     for i in range(1, 4):
         for j in range(1, 4):
-            before = torch.stack(
-                [table.get((i - 1, j), far), table.get((i, j - 1), far), table.get((i - 1, j - 1), far)], -1
-            )
+            before = torch.stack([table.get((i - 1, j), far), table.get((i, j - 1), far), table.get((i - 1, j - 1), far)], -1)
             table[i, j] = cost[:, i - 1, j - 1] - torch.logsumexp(-before, -1)
     return table[3, 3].mean()
 
-
-def concordance(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Lin's coefficient over the batch."""
+def concordance(model: Any, b: Rows) -> Tensor:  # lin's coefficient over the batch
     p, t = model(b["x"])[:, 0], b["advantage"]
-    return 1 - 2 * ((p - p.mean()) * (t - t.mean())).mean() / (
-        p.var(correction=0) + t.var(correction=0) + (p.mean() - t.mean()) ** 2
-    )
+    return 1 - 2 * ((p - p.mean()) * (t - t.mean())).mean() / (p.var(correction=0) + t.var(correction=0) + (p.mean() - t.mean()) ** 2)
 
-
-def correlation(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Pearson's along each sequence."""
+def correlation(model: Any, b: Rows) -> Tensor:  # pearson's along each sequence
     p, t = model(b["sequence"])[..., 0], b["values"][..., 0]
     p, t = p - p.mean(1, keepdim=True), t - t.mean(1, keepdim=True)
     return 1 - F.cosine_similarity(p, t, dim=1).mean()
 
-
-def elbo(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """torch.distributions on both sides."""
+def elbo(model: Any, b: Rows) -> Tensor:  # torch.distributions on both sides
     mean, log_scale = model["encoder"](b["x"]).chunk(2, 1)
     code = Normal(mean, log_scale.exp())
     z = mean + b["noise"] * log_scale.exp()
     prior = Normal(torch.zeros_like(mean), torch.ones_like(mean))
     return -(Normal(model["decoder"](z), 1.0).log_prob(b["x"]).sum(1) - kl_divergence(code, prior).sum(1)).mean()
 
-
-def policy(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Actor-critic with torch.distributions."""
+def policy(model: Any, b: Rows) -> Tensor:  # actor-critic with torch.distributions
     actions = Categorical(logits=model(b["x"]))
     return -(actions.log_prob(b["label"]) * b["advantage"]).mean() - 0.01 * actions.entropy().mean()
 
-
-def beta_likelihood(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Shares between 0 and 1."""
+def beta_likelihood(model: Any, b: Rows) -> Tensor:  # shares between 0 and 1
     first, second = (F.softplus(model(b["x"])) + 0.1).unbind(1)
     return -Beta(first, second).log_prob((b["weight"] - 0.5).clamp(0.01, 0.99)).mean()
 
-
-def evidential(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Evidence as a Dirichlet."""
+def evidential(model: Any, b: Rows) -> Tensor:  # evidence as a Dirichlet
     alpha = F.softplus(model(b["x"])) + 1
     chance = F.one_hot(b["label"], CLASSES).to(alpha.dtype)
     uniform = Dirichlet(torch.ones_like(alpha))
-    return ((chance - alpha / alpha.sum(1, keepdim=True)) ** 2).sum(1).mean() + 0.1 * kl_divergence(
-        Dirichlet(alpha), uniform
-    ).mean()
+    return ((chance - alpha / alpha.sum(1, keepdim=True)) ** 2).sum(1).mean() + 0.1 * kl_divergence(Dirichlet(alpha), uniform).mean()
 
-
-def sparse_autoencoder(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Few features at a time, a decoder of unit columns."""
+def sparse_autoencoder(model: Any, b: Rows) -> Tensor:  # few features at a time, a decoder of unit columns
     code = F.relu(model["encoder"](b["x"]))
     out = F.linear(code, F.normalize(model["decoder"].weight, dim=0))
     return (out - b["x"]).pow(2).sum(-1).mean() + 0.1 * code.abs().sum(-1).mean()
 
-
-def r1_penalty(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Softplus loss and the slope at real samples."""
+def r1_penalty(model: Any, b: Rows) -> Tensor:  # softplus loss and the slope at real samples
     real = b["x"].clone().requires_grad_()
     score = model(real)
     (slope,) = torch.autograd.grad(score.sum(), real, create_graph=True)
     return F.softplus(-score).mean() + F.softplus(model(b["x2"])).mean() + 5 * slope.pow(2).sum(1).mean()
 
-
-def slope_of_a_mean(model: Any, b: dict[str, Tensor], *, mean: bool = False) -> Tensor:
+def slope_of_a_mean(model: Any, b: Rows, *, mean: bool = False) -> Tensor:
     """A penalty on the derivative of the mean loss, which shrinks with the batch."""
     x = b["x"].clone().requires_grad_()
     loss = F.mse_loss(model(x), b["value"])
     (slope,) = torch.autograd.grad(loss, x, create_graph=True)
     return loss + (50 * slope.pow(2).sum(1).mean() if mean else slope.pow(2).sum())
 
-
-def hypernetwork(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Each sample has weights of its own."""
+def hypernetwork(model: Any, b: Rows) -> Tensor:  # each sample has weights of its own
     weight = model["makes"](b["x"]).view(-1, CLASSES, 6)
     return F.cross_entropy(torch.bmm(weight, b["x2"][..., None]).squeeze(-1), b["label"])
 
-
-def sinkhorn(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A matching within each sample."""
+def sinkhorn(model: Any, b: Rows) -> Tensor:  # a matching within each sample
     scores = model(b["sequence"])[:, :CLASSES]
     for _ in range(3):
         scores = scores - scores.logsumexp(2, keepdim=True)
         scores = scores - scores.logsumexp(1, keepdim=True)
     return -scores.diagonal(dim1=1, dim2=2).mean()
 
-
-def swav(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Codes that are balanced over the batch without gradient."""
+def swav(model: Any, b: Rows) -> Tensor:  # codes that are balanced over the batch without gradient
     scores = F.normalize(model["net"](b["x"]), dim=1) @ model["prototypes"].weight.T
     with torch.no_grad():
         codes = (F.normalize(model["net"](b["x2"]), dim=1) @ model["prototypes"].weight.T / 0.1).exp()
@@ -276,87 +197,57 @@ def swav(model: Any, b: dict[str, Tensor]) -> Tensor:
             codes = codes / codes.sum(1, keepdim=True)
     return -(codes * (scores / 0.1).log_softmax(1)).sum(1).mean()
 
-
-def listwise(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """ListNet: documents of one query."""
+def listwise(model: Any, b: Rows) -> Tensor:  # listNet: documents of one query
     return -(b["values"][..., 0].softmax(1) * model(b["sequence"])[..., 0].log_softmax(1)).sum(1).mean()
 
-
-def in_sample_pairs(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """RankNet: pairs of documents of one query."""
+def in_sample_pairs(model: Any, b: Rows) -> Tensor:  # rankNet: pairs of documents of one query
     scores, wanted = model(b["sequence"])[..., 0], b["values"][..., 0]
     return F.softplus(-(scores[:, :, None] - scores[:, None]) * (wanted[:, :, None] - wanted[:, None]).sign()).mean()
 
-
-def batch_pairs(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The same over pairs of the batch."""
+def batch_pairs(model: Any, b: Rows) -> Tensor:  # the same over pairs of the batch
     scores, wanted = model(b["x"])[:, 0], b["advantage"]
     return F.softplus(-(scores[:, None] - scores) * (wanted[:, None] - wanted).sign()).mean()
 
-
-def center_loss(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A centre for each class as a parameter."""
+def center_loss(model: Any, b: Rows) -> Tensor:  # a centre for each class as a parameter
     out = model["net"](b["x"])
     return F.cross_entropy(out, b["label"]) + 0.1 * (out - model["centres"].weight[b["label"]]).pow(2).sum(1).mean()
 
-
-def weighed_by_hand(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A weighted mean."""
+def weighed_by_hand(model: Any, b: Rows) -> Tensor:  # a weighted mean
     loss = (model(b["x"]) - b["value"]).pow(2).mean(1)
     return (b["weight"] * loss).sum() / b["weight"].sum()
 
-
-def margin_by_index(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """ArcFace as people write it: margins put in by index."""
+def margin_by_index(model: Any, b: Rows) -> Tensor:  # arcFace as people write it: margins put in by index
     cosine = F.linear(F.normalize(model["net"](b["x"])), F.normalize(model["classes"].weight))
     scores = cosine.clone()
     index = torch.arange(len(scores), device=scores.device)
     scores[index, b["label"]] = cosine[index, b["label"]] - 0.2
     return F.cross_entropy(8 * scores, b["label"])
 
-
-def margin_by_scatter(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """ArcFace by one-hot vectors."""
+def margin_by_scatter(model: Any, b: Rows) -> Tensor:  # arcFace by one-hot vectors
     cosine = F.linear(F.normalize(model["net"](b["x"])), F.normalize(model["classes"].weight))
     phi = torch.cos(torch.acos(cosine.clamp(-0.99, 0.99)) + 0.3)
     chosen = torch.zeros_like(cosine).scatter_(1, b["label"][:, None], 1.0)
     return F.cross_entropy(8 * (chosen * phi + (1 - chosen) * cosine), b["label"])
 
-
-def asr(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """CTC and cross-entropy beside each other."""
+def asr(model: Any, b: Rows) -> Tensor:  # CTC and cross-entropy beside each other
     out = model(b["sequence"])
-    ctc = F.ctc_loss(
-        out.log_softmax(-1).transpose(0, 1),
-        b["spelled"],
-        b["lengths"],
-        b["spelled_lengths"],
-        reduction="none",
-        zero_infinity=True,
-    )
+    ctc = F.ctc_loss(out.log_softmax(-1).transpose(0, 1), b["spelled"], b["lengths"], b["spelled_lengths"], reduction="none", zero_infinity=True)
     return 0.3 * (ctc / b["spelled_lengths"]).mean() + 0.7 * F.cross_entropy(out.flatten(0, 1), b["classes"].flatten())
 
-
-def smoothed_by_hand(model: Any, b: dict[str, Tensor]) -> Tensor:
+def smoothed_by_hand(model: Any, b: Rows) -> Tensor:
     """Label smoothing by KL divergence, as in the annotated transformer: a sum over tokens that count."""
     scores = model(b["tokens"]).log_softmax(-1).flatten(0, 1)
     target = torch.full_like(scores, 0.1 / (WORDS - 2)).scatter_(1, b["tokens"].flatten()[:, None], 0.9)
     target = target.masked_fill(b["tokens"].flatten()[:, None] == 0, 0.0)
     return F.kl_div(scores, target, reduction="sum") / (b["tokens"] != 0).sum()
 
-
-def said(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The same, with its count told."""
+def said(model: Any, b: Rows) -> Tensor:  # the same, with its count told
     return counted(smoothed_by_hand(model, b), (b["tokens"] != 0).sum())
 
-
-def rmse_across(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The root of the mean over all."""
+def rmse_across(model: Any, b: Rows) -> Tensor:  # the root of the mean over all
     return across.mean(F.mse_loss(model(b["x"]), b["value"])).sqrt()
 
-
-def supcon_across(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Rows of one's own beside those of all."""
+def supcon_across(model: Any, b: Rows) -> Tensor:  # rows of one's own beside those of all
     z = F.normalize(model(b["x"]), dim=1)
     every, labels = across.gather(z), across.gather(b["label"])
     own = across.offset() + torch.arange(len(z), device=z.device)
@@ -364,7 +255,6 @@ def supcon_across(model: Any, b: dict[str, Tensor]) -> Tensor:
     chance = (z @ every.T / 0.5).masked_fill(~other, -1e9).log_softmax(1)
     same = (labels == b["label"][:, None]) & other
     return -((chance * same).sum(1) / same.sum(1).clamp(min=1)).mean()
-
 
 EVERYDAY = [
     Program("three-heads", lambda: parts(body=mlp(6, 6), heads=nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(3))), rows, heads),
@@ -421,4 +311,4 @@ EVERYDAY = [
     Program("instance-norm-with-statistics", lambda: conv(nn.InstanceNorm2d(4, affine=True, track_running_stats=True)), rows, lambda m, b: F.cross_entropy(m(b["image"]), b["label"]), buffers=False),
     Program("rmse-across", mlp, rows, rmse_across, accumulator=refused(CoupledLoss, "BigStep")),
     Program("supcon-across", mlp, rows, supcon_across, accumulator=refused(CoupledLoss, "BigStep")),
-]  # fmt: skip
+]

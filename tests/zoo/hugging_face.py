@@ -1,4 +1,5 @@
-# ruff: noqa: E501  (a row of a table is a line)
+# ruff: noqa: E501, D103, I001 - a row of a table is a line
+# fmt: off
 """Models of transformers with their own losses, and what peft makes of them: from configurations, tiny."""
 
 from collections.abc import Callable
@@ -12,45 +13,28 @@ from bigbatch import across
 from bigbatch.errors import BatchNormError, CoupledLoss, SeveralCounts, UnreadableLoss
 from tests.zoo.libraries import Library
 from tests.zoo.plain import frozen
-from tests.zoo.program import EXACT, FLOAT32, Loss, Program, refused
+from tests.zoo.program import EXACT, FLOAT32, Loss, Program, refused, Rows
 from tests.zoo.samples import CLASSES, WIDTH, WORDS, parts, pictures, sentences, sounds
 
 T = Library("transformers")
 P = Library("peft")
 
-SIZES: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-}
+SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12}
 DRY = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SHORT: dict[str, Any] = {"max_position_embeddings": 16}
-VISION = {
-    "hidden_size": 8,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 12,
-    "image_size": 32,
-    "patch_size": 8,
-}
+VISION = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 12, "image_size": 32, "patch_size": 8}
 COUPLED = refused(CoupledLoss, "across")
 ALIKE = refused(CoupledLoss, "each sample alone")  # choices of one sample make the graph of two samples
 SEVERAL = refused(SeveralCounts, "counts=")
 AWAKE = refused(BatchNormError, "BatchNorm")
-
 
 def asking(*given: str, **renamed: str) -> Loss:
     """The model's own loss, called with these parts of the batch, some under another name."""
     names = {**{name: name for name in given}, **renamed}
     return lambda model, batch: model(**{argument: batch[name] for argument, name in names.items()}).loss
 
-
-def made(cls: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A model of a configuration."""
+def made(cls: str, config: str, **settings: Any) -> Callable[[], nn.Module]:  # a model of a configuration
     return lambda: getattr(T, cls)(getattr(T, config)(**settings))
-
 
 def eager_experts(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """Experts in plain torch: the grouped product has no float64."""
@@ -63,9 +47,7 @@ def eager_experts(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
     return eager
 
-
-def tuned(kind: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A Llama with adapters of this kind."""
+def tuned(kind: str, **settings: Any) -> Callable[[], nn.Module]:  # a Llama with adapters of this kind
 
     def build() -> nn.Module:
         model = P.get_peft_model(LLAMA(), getattr(P, kind)(task_type="CAUSAL_LM", **settings))
@@ -74,57 +56,24 @@ def tuned(kind: str, **settings: Any) -> Callable[[], nn.Module]:
 
     return build
 
-
-LLAMA_LIKE: dict[str, Any] = {
-    **SIZES,
-    **SHORT,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+LLAMA_LIKE: dict[str, Any] = {**SIZES, **SHORT, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = made("LlamaForCausalLM", "LlamaConfig", **LLAMA_LIKE)
 BERT = {**SIZES, **DRY, **SHORT}
-T5 = {
-    "vocab_size": WORDS,
-    "d_model": 8,
-    "d_kv": 4,
-    "d_ff": 12,
-    "num_layers": 1,
-    "num_heads": 2,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-}
-GPT2: dict[str, Any] = {
-    "vocab_size": WORDS,
-    "n_positions": 16,
-    "n_embd": 8,
-    "n_layer": 2,
-    "n_head": 2,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "summary_first_dropout": 0.0,
-}
+T5 = {"vocab_size": WORDS, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+GPT2: dict[str, Any] = {"vocab_size": WORDS, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
 SPEECH = {
     "vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 12, "conv_dim": (8, 8), "conv_stride": (5, 4), "conv_kernel": (10, 4),
     "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
     "feat_proj_dropout": 0.0, "final_dropout": 0.0, "layerdrop": 0.0, "apply_spec_augment": False, "pad_token_id": 0, "feat_extract_norm": "layer",
-}  # fmt: skip
+}
 WHISPER = {
     "vocab_size": WORDS, "num_mel_bins": 8, "d_model": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 12, "decoder_ffn_dim": 12,
     "max_source_positions": 10, "max_target_positions": 10, "dropout": 0.0, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1,
-}  # fmt: skip
-CLIP = {
-    "text_config": {**SIZES, **SHORT, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
-    "vision_config": VISION,
-    "projection_dim": 6,
 }
+CLIP = {"text_config": {**SIZES, **SHORT, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}, "vision_config": VISION, "projection_dim": 6}
 TEXT = ("input_ids", "attention_mask")
 
-
-def clip_across(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """CLIP's loss over the embeddings of all micro-batches."""
+def clip_across(model: Any, b: Rows) -> Tensor:  # CLIP's loss over the embeddings of all micro-batches
     out = model(input_ids=b["input_ids"], pixel_values=b["pixel_values"])
     pair = across.offset() + torch.arange(len(out.image_embeds), device=out.image_embeds.device)
     scale = model.logit_scale.exp()
@@ -132,22 +81,17 @@ def clip_across(model: Any, b: dict[str, Tensor]) -> Tensor:
     by_image = F.cross_entropy(scale * out.image_embeds @ across.gather(out.text_embeds).T, pair)
     return (by_text + by_image) / 2
 
-
-def by_hand(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The language model's loss as people write it around `logits`, shifted."""
+def by_hand(model: Any, b: Rows) -> Tensor:  # the language model's loss as people write it around `logits`, shifted
     logits = model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits
     return F.cross_entropy(logits[:, :-1].reshape(-1, WORDS), b["next"][:, 1:].reshape(-1))
 
-
-def smoothed(model: Any, b: dict[str, Tensor]) -> Tensor:
+def smoothed(model: Any, b: Rows) -> Tensor:
     """Trainer's label smoother: sums over tokens that count, divided by their number."""
     return T.trainer_pt_utils.LabelSmoother(epsilon=0.1)(
         model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]), b["next"], shift_labels=True
     )
 
-
-def preferred(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """DPO with a Llama and a frozen reference, both answers in one forward."""
+def preferred(model: Any, b: Rows) -> Tensor:  # DPO with a Llama and a frozen reference, both answers in one forward
     tokens = torch.cat([b["input_ids"], b["input_ids"].flip(1)])
     kept = torch.cat([b["attention_mask"], b["attention_mask"].flip(1)])
 
@@ -160,60 +104,33 @@ def preferred(model: Any, b: dict[str, Tensor]) -> Tensor:
     chosen, rejected = chances(model["policy"]).chunk(2)
     return -F.logsigmoid(0.1 * ((chosen - better) - (rejected - worse))).mean()
 
-
-def double_heads(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A language model's loss and the choice between continuations."""
+def double_heads(model: Any, b: Rows) -> Tensor:  # a language model's loss and the choice between continuations
     last = torch.full_like(b["choices"][..., 0], WIDTH - 1)
     out = model(input_ids=b["choices"], mc_token_ids=last, labels=b["choices"], mc_labels=b["choice"])
     return out.loss + out.mc_loss
 
-
-def taught(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Distillation of a language model over tokens, beside its own loss."""
+def taught(model: Any, b: Rows) -> Tensor:  # distillation of a language model over tokens, beside its own loss
     out = model["student"](input_ids=b["input_ids"], labels=b["next"])
     with torch.no_grad():
         teacher = model["teacher"](input_ids=b["input_ids"]).logits
     divergence = F.kl_div(out.logits.log_softmax(-1), teacher.softmax(-1), reduction="none").sum(-1)
     return out.loss + 0.5 * divergence.mean()
 
-
-def checkpointing(model: Any) -> nn.Module:
-    """With activations computed again in backward, as Trainer turns it on."""
+def checkpointing(model: Any) -> nn.Module:  # with activations computed again in backward, as Trainer turns it on
     model.gradient_checkpointing_enable()
     assert isinstance(model, nn.Module)
     return model
 
-
 def causal(name: str, cls: str, config: str, *, quick: bool = False, **settings: Any) -> Program:
     """A language model with its own loss."""
-    return Program(
-        name,
-        made(cls, config, **settings),
-        sentences,
-        asking(*TEXT, labels="next"),
-        "transformers",
-        tolerance=FLOAT32,
-        quick=quick,
-    )
+    return Program(name, made(cls, config, **settings), sentences, asking(*TEXT, labels="next"), "transformers", tolerance=FLOAT32, quick=quick)
 
+def headed(name: str, cls: str, *, quick: bool = False, **labels: str) -> Program:  # BERT with a head and its own loss
+    return Program(name, made(cls, "BertConfig", **BERT, num_labels=CLASSES), sentences, asking(*TEXT, **labels), "transformers", quick=quick)
 
-def headed(name: str, cls: str, *, quick: bool = False, **labels: str) -> Program:
-    """BERT with a head and its own loss."""
-    return Program(
-        name,
-        made(cls, "BertConfig", **BERT, num_labels=CLASSES),
-        sentences,
-        asking(*TEXT, **labels),
-        "transformers",
-        quick=quick,
-    )
-
-
-def adapted(name: str, kind: str, **settings: Any) -> Program:
-    """A language model with adapters."""
+def adapted(name: str, kind: str, **settings: Any) -> Program:  # a language model with adapters
     due = refused(UnreadableLoss, "once") if kind == "AdaLoraConfig" else EXACT  # its identity may be data
     return Program(name, tuned(kind, **settings), sentences, asking(*TEXT, labels="next"), "peft", due, due, FLOAT32)
-
 
 HUGGING_FACE = [
     causal("gpt2", "GPT2LMHeadModel", "GPT2Config", quick=True, **GPT2),
@@ -246,61 +163,22 @@ HUGGING_FACE = [
     Program("electra-pretraining", made("ElectraForPreTraining", "ElectraConfig", **BERT, embedding_size=8), sentences, asking(*TEXT, labels="replaced"), "transformers", tolerance=FLOAT32),
     Program("albert-pretraining", made("AlbertForPreTraining", "AlbertConfig", **BERT, embedding_size=8, classifier_dropout_prob=0.0), sentences, asking(*TEXT, labels="hidden", sentence_order_label="pair"), "transformers", accumulator=SEVERAL),
     Program("roberta-masked-lm", made("RobertaForMaskedLM", "RobertaConfig", **BERT, pad_token_id=0), sentences, asking(*TEXT, labels="hidden"), "transformers"),
-    Program(
-        "distilbert-question-answering",
-        made("DistilBertForQuestionAnswering", "DistilBertConfig", vocab_size=WORDS, dim=8, n_layers=1, n_heads=2, hidden_dim=12, dropout=0.0, attention_dropout=0.0, qa_dropout=0.0, max_position_embeddings=16),
-        sentences,
-        asking(*TEXT, start_positions="begin", end_positions="end"),
-        "transformers",
-    ),
+    Program("distilbert-question-answering", made("DistilBertForQuestionAnswering", "DistilBertConfig", vocab_size=WORDS, dim=8, n_layers=1, n_heads=2, hidden_dim=12, dropout=0.0, attention_dropout=0.0, qa_dropout=0.0, max_position_embeddings=16), sentences, asking(*TEXT, start_positions="begin", end_positions="end"), "transformers"),
     Program("deberta-classification", made("DebertaV2ForSequenceClassification", "DebertaV2Config", **BERT, pooler_hidden_size=8, relative_attention=True, pos_att_type=["p2c", "c2p"], num_labels=CLASSES), sentences, asking(*TEXT, labels="class"), "transformers", tolerance=FLOAT32),
     Program("t5", made("T5ForConditionalGeneration", "T5Config", **T5), sentences, asking(*TEXT, labels="next"), "transformers", tolerance=FLOAT32),
     Program("switch-transformers", made("SwitchTransformersForConditionalGeneration", "SwitchTransformersConfig", **T5, num_experts=2, expert_capacity=64, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1, router_jitter_noise=0.0), sentences, asking(*TEXT, labels="next"), "transformers", tolerance=FLOAT32),
-    Program(
-        "bart",
-        made("BartForConditionalGeneration", "BartConfig", vocab_size=WORDS, d_model=8, max_position_embeddings=16, dropout=0.0, pad_token_id=0, decoder_start_token_id=2, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=12, decoder_ffn_dim=12),
-        sentences,
-        asking(*TEXT, labels="next"),
-        "transformers",
-        tolerance=FLOAT32,
-    ),
+    Program("bart", made("BartForConditionalGeneration", "BartConfig", vocab_size=WORDS, d_model=8, max_position_embeddings=16, dropout=0.0, pad_token_id=0, decoder_start_token_id=2, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=12, decoder_ffn_dim=12), sentences, asking(*TEXT, labels="next"), "transformers", tolerance=FLOAT32),
     Program("wav2vec2-ctc", made("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH, ctc_loss_reduction="mean"), sounds, asking("input_values", "labels"), "transformers", tolerance=FLOAT32),
     Program("wav2vec2-ctc-sum", made("Wav2Vec2ForCTC", "Wav2Vec2Config", **SPEECH, ctc_loss_reduction="sum"), sounds, asking("input_values", "labels"), "transformers", tolerance=FLOAT32),
     Program("hubert-classification", made("HubertForSequenceClassification", "HubertConfig", **SPEECH, num_labels=CLASSES, classifier_proj_size=8), sounds, asking("input_values", labels="class"), "transformers"),
     Program("whisper", made("WhisperForConditionalGeneration", "WhisperConfig", **WHISPER), sounds, asking("input_features", "labels"), "transformers", tolerance=FLOAT32),
     Program("vit", made("ViTForImageClassification", "ViTConfig", **VISION, **DRY, num_labels=CLASSES), pictures, asking("pixel_values", "labels"), "transformers"),
     Program("vit-mae", made("ViTMAEForPreTraining", "ViTMAEConfig", **VISION, **DRY, decoder_hidden_size=8, decoder_num_hidden_layers=1, decoder_num_attention_heads=2, decoder_intermediate_size=12), pictures, asking("pixel_values", noise="shuffled"), "transformers", accumulator=refused(UnreadableLoss, "count")),
-    Program(
-        "segformer",
-        made(
-            "SegformerForSemanticSegmentation",
-            "SegformerConfig",
-            num_encoder_blocks=2,
-            depths=[1, 1],
-            sr_ratios=[2, 1],
-            hidden_sizes=[8, 8],
-            patch_sizes=[3, 3],
-            strides=[2, 2],
-            num_attention_heads=[1, 2],
-            mlp_ratios=[1, 1],
-            decoder_hidden_size=8,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            classifier_dropout_prob=0.0,
-            drop_path_rate=0.0,
-            num_labels=CLASSES,
-        ),
-        pictures,
-        asking("pixel_values", labels="map"),
-        "transformers",
-        accumulator=AWAKE,
-    ),
+    Program("segformer", made("SegformerForSemanticSegmentation", "SegformerConfig", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 8], patch_sizes=[3, 3], strides=[2, 2], num_attention_heads=[1, 2], mlp_ratios=[1, 1], decoder_hidden_size=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0, num_labels=CLASSES), pictures, asking("pixel_values", labels="map"), "transformers", accumulator=AWAKE),
     Program("resnet", made("ResNetForImageClassification", "ResNetConfig", embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic", num_labels=CLASSES), pictures, asking("pixel_values", "labels"), "transformers", accumulator=AWAKE),
     Program("clip-model", made("CLIPModel", "CLIPConfig", **CLIP), pictures, lambda m, b: m(input_ids=b["input_ids"], pixel_values=b["pixel_values"], return_loss=True).loss, "transformers", accumulator=COUPLED, big_step=COUPLED),
     Program("clip-model-across", made("CLIPModel", "CLIPConfig", **CLIP), pictures, clip_across, "transformers", accumulator=refused(CoupledLoss, "BigStep")),
-    Program(
-        "siglip", made("SiglipModel", "SiglipConfig", text_config={**SIZES, "max_position_embeddings": WIDTH, "projection_size": 8}, vision_config=VISION), pictures, lambda m, b: m(input_ids=b["input_ids"], pixel_values=b["pixel_values"], return_loss=True).loss, "transformers", accumulator=COUPLED, big_step=COUPLED
-    ),
+    Program("siglip", made("SiglipModel", "SiglipConfig", text_config={**SIZES, "max_position_embeddings": WIDTH, "projection_size": 8}, vision_config=VISION), pictures, lambda m, b: m(input_ids=b["input_ids"], pixel_values=b["pixel_values"], return_loss=True).loss, "transformers", accumulator=COUPLED, big_step=COUPLED ),
     Program("gpt2-gradient-checkpointing", lambda: checkpointing(made("GPT2LMHeadModel", "GPT2Config", **GPT2)()), sentences, asking(*TEXT, labels="next"), "transformers", tolerance=FLOAT32),
     adapted("lora", "LoraConfig", r=2, target_modules=["q_proj", "v_proj"]),
     adapted("lora-on-the-head", "LoraConfig", r=2, target_modules=["q_proj", "lm_head"]),
@@ -311,4 +189,4 @@ HUGGING_FACE = [
     adapted("ia3", "IA3Config", target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
     adapted("prompt-tuning", "PromptTuningConfig", num_virtual_tokens=3),
     adapted("prefix-tuning", "PrefixTuningConfig", num_virtual_tokens=3),
-]  # fmt: skip
+]

@@ -1,4 +1,5 @@
-# ruff: noqa: E501  (a row of a table is a line)
+# ruff: noqa: E501, D102, D103, I001 - a row of a table is a line
+# fmt: off
 """Losses of pytorch-metric-learning, sentence-transformers and torchmetrics; networks of PyG."""
 
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError
 from tests.zoo.libraries import Library
-from tests.zoo.program import EXACT, Expected, Program, refused
+from tests.zoo.program import EXACT, Expected, Program, refused, Rows
 from tests.zoo.samples import CLASSES, graphs, join_graphs, mlp, parts, rows
 
 L = Library("pytorch_metric_learning.losses")
@@ -23,44 +24,28 @@ TOLD = refused(LossError, "count")  # no graph says whose nodes an index adds up
 REFUSED = refused(LossError, "across")
 METRIC_LEARNING, PYG, SENTENCES = "pytorch_metric_learning", "torch_geometric", "sentence_transformers"
 
-
 def proxies(name: str, kind: str, expected: Expected = EXACT, **settings: Any) -> Program:
     """A loss with weights of its own: one or more per class."""
-    return Program(
-        f"pml-{name}",
-        lambda: parts(net=mlp(6, 4), loss=getattr(L, kind)(num_classes=CLASSES, embedding_size=4, **settings)),
-        rows,
-        lambda m, b: m["loss"](m["net"](b["x"]), b["label"]),
-        METRIC_LEARNING,
-        accumulator=expected,
-        big_step=expected,
-    )
-
+    return Program(f"pml-{name}", lambda: parts(net=mlp(6, 4), loss=getattr(L, kind)(num_classes=CLASSES, embedding_size=4, **settings)), rows, lambda m, b: m["loss"](m["net"](b["x"]), b["label"]), METRIC_LEARNING, accumulator=expected, big_step=expected)
 
 def pairs(name: str, kind: str, expected: Expected = COUPLED, *, miner: str = "", **settings: Any) -> Program:
     """A loss of pairs within the batch."""
 
-    def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+    def loss(model: Any, b: Rows) -> Tensor:
         out = model(b["x"])
         mined = [getattr(MINERS, miner)()(out, b["label"])] if miner else []
         return getattr(L, kind)(**settings)(out, b["label"], *mined)
 
-    return Program(
-        f"pml-{name}", lambda: mlp(6, 4), rows, loss, METRIC_LEARNING, accumulator=expected, big_step=expected
-    )
-
+    return Program(f"pml-{name}", lambda: mlp(6, 4), rows, loss, METRIC_LEARNING, accumulator=expected, big_step=expected)
 
 class Encoder(nn.Module):
     """What losses of sentence-transformers call."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp(6, 4)
 
-    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The embedding beside the features."""
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:  # the embedding beside the features
         return {**features, "sentence_embedding": self.net(features["x"])}
-
 
 def sentence_loss(
     name: str,
@@ -71,67 +56,39 @@ def sentence_loss(
     expected: Expected = EXACT,
     unseen: str = "",
     **settings: Any,
-) -> Program:
-    """A loss of sentence-transformers over an encoder."""
+) -> Program:  # a loss of sentence-transformers over an encoder
 
-    def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+    def loss(model: Any, b: Rows) -> Tensor:
         criterion = getattr(S, kind)(model, **settings)
         return criterion([{"x": b[column]} for column in columns], b[label] if label else None)
 
-    return Program(
-        f"sentence-{name}", Encoder, rows, loss, SENTENCES, accumulator=expected, big_step=expected, unseen=unseen
-    )
+    return Program(f"sentence-{name}", Encoder, rows, loss, SENTENCES, accumulator=expected, big_step=expected, unseen=unseen)
 
-
-def convolution(layer: str, inputs: int) -> Any:
-    """A layer of PyG."""
+def convolution(layer: str, inputs: int) -> Any:  # a layer of PyG
     return G.GINConv(nn.Linear(inputs, 8)) if layer == "GINConv" else getattr(G, layer)(inputs, 8)
-
 
 class Network(nn.Module):
     """Two layers of PyG, a pooling, a head."""
-
     def __init__(self, layer: str, pool: str) -> None:
         super().__init__()
-        self.first, self.second, self.head, self.pool = (
-            convolution(layer, 6),
-            convolution(layer, 8),
-            nn.Linear(8, 1),
-            pool,
-        )
+        self.first, self.second, self.head, self.pool = (convolution(layer, 6), convolution(layer, 8), nn.Linear(8, 1), pool)
 
-    def forward(self, b: dict[str, Any]) -> Tensor:
-        """One number per graph."""
+    def forward(self, b: Rows) -> Tensor:  # one number per graph
         x = self.second(self.first(b["x"], b["edges"]).relu(), b["edges"])
         numbers: Tensor = self.head(getattr(G, self.pool)(x, b["batch"], b["graphs"]))[:, 0]
         return numbers
 
-
 def network(name: str, layer: str, pool: str = "global_mean_pool", expected: Expected = EXACT) -> Program:
     """A graph network with a regression."""
-    return Program(
-        f"pyg-{name}",
-        lambda: Network(layer, pool),
-        graphs,
-        lambda m, b: F.mse_loss(m(b), b["y"]),
-        PYG,
-        accumulator=expected,
-        collate=join_graphs,
-    )
-
+    return Program(f"pyg-{name}", lambda: Network(layer, pool), graphs, lambda m, b: F.mse_loss(m(b), b["y"]), PYG, accumulator=expected, collate=join_graphs)
 
 def all_pairs(pos: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     """Edges between all atoms of a molecule, with their lengths."""
-    source, target = ((batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool, device=pos.device)).nonzero(
-        as_tuple=True
-    )
+    source, target = ((batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool, device=pos.device)).nonzero(as_tuple=True)
     return torch.stack([source, target]), (pos[source] - pos[target]).norm(dim=1)
 
-
-def schnet(model: Any, b: dict[str, Any]) -> Tensor:
-    """An energy per molecule."""
+def schnet(model: Any, b: Rows) -> Tensor:  # an energy per molecule
     return F.l1_loss(model(b["z"], b["pos"], b["batch"])[:, 0], b["y"])
-
 
 METRIC = [
     proxies("arcface", "ArcFaceLoss"),
@@ -164,4 +121,4 @@ METRIC = [
     Program("pyg-schnet", lambda: G.SchNet(hidden_channels=8, num_filters=8, num_interactions=1, num_gaussians=6, cutoff=3.0, interaction_graph=all_pairs), graphs, schnet, PYG, collate=join_graphs, accumulator=TOLD, big_step=TOLD),
     Program("pyg-node-classification", lambda: G.GCN(6, 8, 2, CLASSES), graphs, lambda m, b: F.cross_entropy(m(b["x"], b["edges"]), b["tags"]), PYG, collate=join_graphs, accumulator=TOLD, big_step=TOLD),
     Program("pyg-node-classification, told", lambda: G.GCN(6, 8, 2, CLASSES), graphs, lambda m, b: counted(F.cross_entropy(m(b["x"], b["edges"]), b["tags"]), len(b["tags"])), PYG, collate=join_graphs),
-]  # fmt: skip
+]

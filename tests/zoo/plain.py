@@ -1,4 +1,5 @@
-# ruff: noqa: E501  (a row of a table is a line)
+# ruff: noqa: E501, D102, D103, I001 - a row of a table is a line
+# fmt: off
 """Losses that people write themselves in torch: masks, mixtures, sequences, pairs, structures."""
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from torch.nn.utils import parametrizations, rnn
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError, SeveralCounts, UnreadableLoss
-from tests.zoo.program import BFLOAT16, Program, refused, warned
+from tests.zoo.program import BFLOAT16, Program, refused, warned, Rows
 from tests.zoo.samples import CLASSES, WIDTH, WORDS, mlp, parts, rows
 
 COUPLED = refused(CoupledLoss, "")
@@ -19,46 +20,37 @@ UNREADABLE = refused(UnreadableLoss, "count")
 AWAKE = refused(BatchNormError, "BatchNorm")
 SEVERAL = refused(SeveralCounts, "counts=")
 
-
 class Tagger(nn.Module):
     """An embedding, an LSTM, a score per position."""
-
     def __init__(self, outputs: int = WORDS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, 6)
         self.lstm = nn.LSTM(6, 8, batch_first=True)
         self.head = nn.Linear(8, outputs)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Scores, (n, width, outputs)."""
+    def forward(self, tokens: Tensor) -> Tensor:  # scores, (n, width, outputs)
         scores: Tensor = self.head(self.lstm(self.embedding(tokens))[0])
         return scores
 
-
 class Factors(nn.Module):
     """Users and items as rows of parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.user = nn.Parameter(torch.randn(9, 4))
         self.item = nn.Parameter(torch.randn(9, 4))
 
-    def forward(self, user: Tensor, item: Tensor) -> Tensor:
-        """How much each user likes the item beside it."""
+    def forward(self, user: Tensor, item: Tensor) -> Tensor:  # how much each user likes the item beside it
         return (self.user[user] * self.item[item]).sum(1)
-
 
 class Remembering(nn.Module):
     """A recurrent layer that goes on from where the last call ended."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.GRUCell(6, 8)
         self.head = nn.Linear(8, CLASSES)
         self.hidden: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores."""
+    def forward(self, x: Tensor) -> Tensor:  # scores
         start = x.new_zeros(len(x), 8)
         if self.hidden is not None:
             start = start + self.hidden.mean(0)
@@ -67,30 +59,24 @@ class Remembering(nn.Module):
         scores: Tensor = self.head(hidden)
         return scores
 
-
 class Ghost(nn.Module):
     """BatchNorm over virtual batches of two samples, as TabNet has it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Each chunk by itself."""
+    def forward(self, x: Tensor) -> Tensor:  # each chunk by itself
         return torch.cat([self.norm(chunk) for chunk in x.tensor_split(max(len(x) // 2, 1))])
-
 
 class Experts(nn.Module):
     """Four experts, of which each row takes two; as the whole of a model, or behind another layer."""
-
     def __init__(self, *, behind: bool = True) -> None:
         super().__init__()
         self.first = nn.Linear(6, 6) if behind else nn.Identity()
         self.router = nn.Linear(6, 4)
         self.experts = nn.ModuleList(nn.Linear(6, CLASSES) for _ in range(4))
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores, and the router's probabilities."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # scores, and the router's probabilities
         x = self.first(x)
         chances = self.router(x).softmax(-1)
         weight, chosen = chances.topk(2)
@@ -100,59 +86,47 @@ class Experts(nn.Module):
             out = out.index_add(0, row, weight[row, place, None] * expert(x[row]))
         return out, chances
 
-
 class Checkpointed(nn.Module):
     """Its first layer runs again in backward."""
-
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
         self.first, self.last, self.reentrant = nn.Linear(6, 8), nn.Linear(8, CLASSES), reentrant
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Scores."""
+    def forward(self, x: Tensor) -> Tensor:  # scores
         x = x.detach().requires_grad_() if self.reentrant else x
         scores: Tensor = self.last(checkpoint(lambda y: self.first(y).tanh(), x, use_reentrant=self.reentrant))
         return scores
 
-
 class Coupling(nn.Module):
     """One affine coupling layer of a flow."""
-
     def __init__(self) -> None:
         super().__init__()
         self.net = mlp(3, 6)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The logarithm of the density."""
+    def forward(self, x: Tensor) -> Tensor:  # the logarithm of the density
         left, right = x.chunk(2, -1)
         scale, shift = self.net(left).chunk(2, -1)
         z = torch.cat([left, right * scale.tanh().exp() + shift], -1)
         return torch.distributions.Normal(0.0, 1.0).log_prob(z).sum(-1) + scale.tanh().sum(-1)
 
-
 class Quantizer(nn.Module):
     """VQ-VAE: the nearest of eight codes, straight through."""
-
     def __init__(self) -> None:
         super().__init__()
         self.encoder, self.decoder, self.codes = mlp(6, 4), mlp(4, 6), nn.Embedding(8, 4)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is decoded, what was encoded, and its codes."""
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # what is decoded, what was encoded, and its codes
         z = self.encoder(x)
         codes = self.codes(torch.cdist(z.detach(), self.codes.weight.detach()).argmin(1))
         return self.decoder(z + (codes - z).detach()), z, codes
 
-
 class Writer(nn.Module):
     """A decoder that fills `outputs[:, t]` step by step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.cell, self.head = nn.GRUCell(6, 8), nn.Linear(8, CLASSES)
 
-    def forward(self, sequence: Tensor) -> Tensor:
-        """Scores, (n, width, classes)."""
+    def forward(self, sequence: Tensor) -> Tensor:  # scores, (n, width, classes)
         hidden = sequence.new_zeros(len(sequence), 8)
         outputs = sequence.new_zeros(len(sequence), WIDTH, CLASSES)
         for t in range(WIDTH):
@@ -160,184 +134,125 @@ class Writer(nn.Module):
             outputs[:, t] = self.head(hidden)
         return outputs
 
+def conv(*norms: nn.Module) -> nn.Sequential:  # a small network over pictures
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *norms, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
 
-def conv(*norms: nn.Module) -> nn.Sequential:
-    """A small network over pictures."""
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1), *norms, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES)
-    )
-
-
-def segmenter(outputs: int = 1) -> nn.Sequential:
-    """A score for every pixel."""
+def segmenter(outputs: int = 1) -> nn.Sequential:  # a score for every pixel
     return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, outputs, 1))
 
-
-def vae(model: Any, b: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def vae(model: Any, b: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """What is decoded, the mean, the log-variance; the noise comes with the batch."""
     mean, log_variance = model["encoder"](b["x"]).chunk(2, 1)
     return model["decoder"](mean + b["noise"] * (0.5 * log_variance).exp()), mean, log_variance
 
-
-def vae_by_sums(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The loss of torch's own example."""
+def vae_by_sums(model: Any, b: Rows) -> Tensor:  # the loss of torch's own example
     out, mean, log_variance = vae(model, b)
-    return F.mse_loss(out, b["x"], reduction="sum") - 0.5 * torch.sum(
-        1 + log_variance - mean.pow(2) - log_variance.exp()
-    )
+    return F.mse_loss(out, b["x"], reduction="sum") - 0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
 
-
-def vae_by_means(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The loss of most notebooks."""
+def vae_by_means(model: Any, b: Rows) -> Tensor:  # the loss of most notebooks
     out, mean, log_variance = vae(model, b)
     divergence = torch.mean(-0.5 * torch.sum(1 + log_variance - mean**2 - log_variance.exp(), dim=1), dim=0)
     return F.mse_loss(out, b["x"]) + 0.1 * divergence
 
-
-def masked(losses: Tensor, mask: Tensor) -> Tensor:
-    """A mean over what counts, as most people write it."""
+def masked(losses: Tensor, mask: Tensor) -> Tensor:  # a mean over what counts, as most people write it
     return (losses * mask).sum() / mask.sum()
 
-
-def per_token(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy of each token."""
+def per_token(model: Any, b: Rows) -> Tensor:  # cross-entropy of each token
     return F.cross_entropy(model(b["tokens"]).transpose(1, 2), b["tokens"], reduction="none")
 
-
-def log_chances(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The logarithm of each token's probability."""
+def log_chances(model: Any, b: Rows) -> Tensor:  # the logarithm of each token's probability
     return model(b["tokens"]).log_softmax(-1).gather(2, b["tokens"][..., None])[..., 0]
 
-
-def focal(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Focal loss of scores."""
+def focal(model: Any, b: Rows) -> Tensor:  # focal loss of scores
     loss = F.cross_entropy(model(b["x"]), b["label"], reduction="none")
     return ((1 - (-loss).exp()) ** 2 * loss).mean()
 
-
-def mixture_density(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The likelihood of a mixture of two normals."""
+def mixture_density(model: Any, b: Rows) -> Tensor:  # the likelihood of a mixture of two normals
     weight, mean, log_scale = model(b["x"]).view(-1, 3, 2).unbind(1)
     each = torch.distributions.Normal(mean, log_scale.exp()).log_prob(b["value"][:, :1])
     return -torch.logsumexp(weight.log_softmax(-1) + each, -1).mean()
 
-
-def multivariate(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The likelihood of a normal with a full covariance per sample."""
+def multivariate(model: Any, b: Rows) -> Tensor:  # the likelihood of a normal with a full covariance per sample
     out = model(b["x"])
     scale = torch.diag_embed(out[:, 3:6].exp()) + torch.tril(out[:, 6:15].view(-1, 3, 3), -1)
     return -torch.distributions.MultivariateNormal(out[:, :3], scale_tril=scale).log_prob(b["value"]).mean()
 
-
-def si_sdr(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Scale-invariant signal-to-distortion ratio."""
+def si_sdr(model: Any, b: Rows) -> Tensor:  # scale-invariant signal-to-distortion ratio
     out, target = model(b["wave"]), b["clean"]
     scale = (out * target).sum(-1, keepdim=True) / target.pow(2).sum(-1, keepdim=True)
     signal = scale * target
     return -10 * torch.log10(signal.pow(2).sum(-1) / (signal - out).pow(2).sum(-1)).mean()
 
-
-def spectral(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The distance of two magnitude spectrograms."""
+def spectral(model: Any, b: Rows) -> Tensor:  # the distance of two magnitude spectrograms
     window = torch.hann_window(16, dtype=torch.float64, device=b["wave"].device)
-    ours, theirs = (
-        torch.stft(wave, 16, 8, window=window, return_complex=True).abs() for wave in (model(b["wave"]), b["clean"])
-    )
+    ours, theirs = (torch.stft(wave, 16, 8, window=window, return_complex=True).abs() for wave in (model(b["wave"]), b["clean"]))
     return (ours - theirs).abs().mean()
 
-
-def chamfer(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Each point to the nearest of the other cloud, both ways."""
+def chamfer(model: Any, b: Rows) -> Tensor:  # each point to the nearest of the other cloud, both ways
     distances = torch.cdist(model(b["sequence"])[:, :5], b["points"])
     return distances.min(1).values.mean() + distances.min(2).values.mean()
 
-
-def gradient_penalty(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """WGAN-GP: the critic's slope between real and fake."""
+def gradient_penalty(model: Any, b: Rows) -> Tensor:  # WGAN-GP: the critic's slope between real and fake
     between = (0.3 * b["x"] + 0.7 * b["x2"]).requires_grad_()
     (slope,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
     return model(b["x2"]).mean() - model(b["x"]).mean() + 10 * ((slope.norm(2, dim=1) - 1) ** 2).mean()
 
-
-def physics(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The residual of a differential equation, and the data."""
+def physics(model: Any, b: Rows) -> Tensor:  # the residual of a differential equation, and the data
     x = b["x"].clone().requires_grad_()
     u = model(x)
     (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
     return (slope[:, :1] + u).pow(2).mean() + F.mse_loss(u, b["value"][:, :1])
 
-
-def packed_sequences(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The last state of packed sequences."""
+def packed_sequences(model: Any, b: Rows) -> Tensor:  # the last state of packed sequences
     packed = rnn.pack_padded_sequence(b["sequence"], b["lengths"].cpu(), batch_first=True, enforce_sorted=False)
     return F.cross_entropy(model["head"](model["lstm"](packed)[1][0][0]), b["label"])
 
-
-def uncertainty(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Two tasks, weighed by learned uncertainties."""
+def uncertainty(model: Any, b: Rows) -> Tensor:  # two tasks, weighed by learned uncertainties
     out, s = model["net"](b["x"]), model["scales"].weight[0]
     return (-s[0]).exp() * F.cross_entropy(out, b["label"]) + s[0] + (-s[1]).exp() * F.mse_loss(out, b["value"]) + s[1]
 
-
-def distillation(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """A teacher's soft answers beside the hard ones."""
+def distillation(model: Any, b: Rows) -> Tensor:  # a teacher's soft answers beside the hard ones
     student = model["student"](b["x"])
     with torch.no_grad():
         teacher = model["teacher"](b["x"])
     soft = F.kl_div((student / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="batchmean") * 4
     return 0.5 * F.cross_entropy(student, b["label"]) + 0.5 * soft
 
-
-def quantized(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Reconstruction, codebook and commitment."""
+def quantized(model: Any, b: Rows) -> Tensor:  # reconstruction, codebook and commitment
     out, z, codes = model(b["x"])
     return F.mse_loss(out, b["x"]) + F.mse_loss(codes, z.detach()) + 0.25 * F.mse_loss(z, codes.detach())
 
-
-def balanced(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy with a term that spreads rows over experts."""
+def balanced(model: Any, b: Rows) -> Tensor:  # cross-entropy with a term that spreads rows over experts
     out, chances = model(b["x"])
     load = F.one_hot(chances.argmax(1), 4).double().mean(0)
     return F.cross_entropy(out, b["label"]) + 0.01 * 4 * (load * chances.mean(0)).sum()
 
-
-def chosen_by_rows(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Bayesian personalized ranking over rows of parameters."""
+def chosen_by_rows(model: Any, b: Rows) -> Tensor:  # bayesian personalized ranking over rows of parameters
     return -F.logsigmoid(model(b["user"], b["item"]) - model(b["user"], b["other"])).mean()
-
 
 def in_autocast(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     """The same under autocast to bfloat16."""
 
-    def run(model: Any, b: dict[str, Tensor]) -> Tensor:
+    def run(model: Any, b: Rows) -> Tensor:
         with torch.autocast(b["x"].device.type, torch.bfloat16):
             return loss(model, b)
 
     return run
 
-
-def cross_entropy(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """As everybody writes it."""
+def cross_entropy(model: Any, b: Rows) -> Tensor:  # as everybody writes it
     return F.cross_entropy(model(b["x"]), b["label"])
 
-
-def frozen(model: nn.Module) -> nn.Module:
-    """Without gradients."""
+def frozen(model: nn.Module) -> nn.Module:  # without gradients
     return model.requires_grad_(requires_grad=False)
 
-
-def compiled(model: nn.Module) -> nn.Module:
-    """Compiled, without the cost of code generation."""
+def compiled(model: nn.Module) -> nn.Module:  # compiled, without the cost of code generation
     made: Any = torch.compile(model, backend="aot_eager")
     assert isinstance(made, nn.Module)
     return made
 
-
 @torch.compile(backend="aot_eager")
-def compiled_loss(out: Tensor, target: Tensor) -> Tensor:
-    """A mean that only the compiler sees."""
+def compiled_loss(out: Tensor, target: Tensor) -> Tensor:  # a mean that only the compiler sees
     return ((out - target) ** 2).mean()
-
 
 PLAIN = [
     Program("cross-entropy", mlp, rows, cross_entropy, quick=True),
@@ -402,4 +317,4 @@ PLAIN = [
     Program("compiled-loss", mlp, rows, lambda m, b: compiled_loss(m(b["x"]), b["value"]), accumulator=refused(UnreadableLoss, "compile"), big_step=refused(UnreadableLoss, "compile")),
     Program("autocast", mlp, rows, in_autocast(cross_entropy), tolerance=BFLOAT16, float64=False),
     Program("autocast-batch-norm", lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)), rows, in_autocast(cross_entropy), accumulator=AWAKE, tolerance=BFLOAT16, float64=False),
-]  # fmt: skip
+]

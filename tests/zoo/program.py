@@ -14,6 +14,7 @@ ROUNDING = 1e-10  # of the norm, in float64, over several updates
 FLOAT32 = 1e-5  # where the library computes its loss, or something on the way to it, in float32
 BFLOAT16 = 3e-2  # where autocast does
 Loss = Callable[[Any, Any], Tensor]
+Rows = dict[str, Any]  # a batch
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Every program of the zoo."""
+"""Every program of the zoo, and what the library does not do yet."""
 
 from tests.zoo.coupled import COUPLED_LOSSES
 from tests.zoo.everyday import EVERYDAY
@@ -9,3 +9,7 @@ from tests.zoo.program import Program
 from tests.zoo.vision import VISION
 
 PROGRAMS: list[Program] = [*PLAIN, *EVERYDAY, *COUPLED_LOSSES, *HUGGING_FACE, *VISION, *METRIC]
+OPEN = {  # by row and entrance, with the reason: strict xfails
+    "smp-lovasz-per-image/big_step": "terms of single pictures, divided by their number",
+    "soft-dtw/accumulator": "data that a difference spreads may be other samples'",
+}

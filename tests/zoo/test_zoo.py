@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.zoo.libraries import missing
-from tests.zoo.open_rows import OPEN
 from tests.zoo.program import Program
-from tests.zoo.table import PROGRAMS
+from tests.zoo.table import OPEN, PROGRAMS
 from tests.zoo.trial import attempt, entrances, expected, is_met
 
 pytestmark = pytest.mark.peers

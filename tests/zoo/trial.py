@@ -2,10 +2,9 @@
 
 import math
 import operator
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +34,6 @@ class Result:
     kind: str = ""
     text: str = ""
     warnings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        """For the result file."""
-        return asdict(self)
 
     def __str__(self) -> str:
         shown = "" if self.distance is None else f" {self.distance:.0e}"
@@ -88,12 +82,11 @@ def entrances(program: Program) -> tuple[str, ...]:
 def attempt(program: Program, entrance: str, *, seed: int = 0, device: torch.device | None = None) -> Result:
     """Try it, and say what came out."""
     device = device or torch.device("cpu")
-    began = time.perf_counter()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         result = _attempted(program, entrance, seed, device)
     ours = sorted({str(each.message) for each in said if each.filename.startswith(_OURS)})
-    return Result(result.outcome, result.distance, result.kind, result.text, ours, time.perf_counter() - began)
+    return Result(result.outcome, result.distance, result.kind, result.text, ours)
 
 
 def _attempted(program: Program, entrance: str, seed: int, device: torch.device) -> Result:
@@ -204,14 +197,8 @@ def _stepped(
     program: Program, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, _: torch.device
 ) -> Taking:
     """The same by a BigStep."""
-    step = BigStep(
-        model,
-        optimizer,
-        loss,
-        micro_batch_size=program.micro_batch,
-        clip_norm=CLIP_NORM,
-        options=program.big_step_options(),
-    )
+    given: dict[str, Any] = {"clip_norm": CLIP_NORM, "options": program.big_step_options()}
+    step = BigStep(model, optimizer, loss, micro_batch_size=program.micro_batch, **given)
     return lambda batch, _: _told(step(batch))
 
 

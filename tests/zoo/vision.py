@@ -1,4 +1,5 @@
-# ruff: noqa: E501  (a row of a table is a line)
+# ruff: noqa: E501, D103, I001 - a row of a table is a line
+# fmt: off
 """Models and losses of timm, torchvision, diffusers, segmentation-models-pytorch."""
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from tests.zoo.libraries import Library
-from tests.zoo.program import EXACT, FLOAT32, ROUNDING, Expected, Loss, Program, refused
+from tests.zoo.program import EXACT, FLOAT32, ROUNDING, Expected, Loss, Program, refused, Rows
 from tests.zoo.samples import CLASSES, parts, pictures
 
 M = Library("timm")
@@ -23,102 +24,46 @@ S = Library("segmentation_models_pytorch.losses")
 AWAKE = refused(BatchNormError, "BatchNorm")
 COUPLED = refused(CoupledLoss, "across")
 
-
-def timm(name: str, accumulator: Expected = EXACT) -> Program:
-    """One of timm's own test models with cross-entropy."""
+def timm(name: str, accumulator: Expected = EXACT) -> Program:  # one of timm's own test models with cross-entropy
     size = {"img_size": 32} if "vit" in name else {}
-    return Program(
-        f"timm-{name.removeprefix('test_')}",
-        lambda: M.create_model(name, num_classes=CLASSES, **size),
-        pictures,
-        scored(F.cross_entropy),
-        "timm",
-        accumulator=accumulator,
-    )
+    return Program(f"timm-{name.removeprefix('test_')}", lambda: M.create_model(name, num_classes=CLASSES, **size), pictures, scored(F.cross_entropy), "timm", accumulator=accumulator)
 
-
-def scored(criterion: Callable[..., Tensor], target: str = "labels") -> Loss:
-    """A criterion of scores and targets."""
+def scored(criterion: Callable[..., Tensor], target: str = "labels") -> Loss:  # a criterion of scores and targets
     return lambda model, b: criterion(model(b["pixel_values"]), b[target])
 
+def classifier() -> nn.Module:  # something small that gives scores
+    return nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES))
 
-def classifier() -> nn.Module:
-    """Something small that gives scores."""
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, CLASSES)
-    )
-
-
-def painter(outputs: int = CLASSES) -> nn.Module:
-    """Something small that gives a score to every pixel."""
+def painter(outputs: int = CLASSES) -> nn.Module:  # something small that gives a score to every pixel
     return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, outputs, 1))
-
 
 def timm_loss(name: str, kind: str, target: str = "labels", tolerance: float = ROUNDING, **settings: Any) -> Program:
     """A loss of timm."""
-    return Program(
-        f"timm-{name}",
-        classifier,
-        pictures,
-        lambda m, b: getattr(TIMM_LOSS, kind)(**settings)(m(b["pixel_values"]), b[target]),
-        "timm",
-        tolerance=tolerance,
-    )
-
+    return Program(f"timm-{name}", classifier, pictures, lambda m, b: getattr(TIMM_LOSS, kind)(**settings)(m(b["pixel_values"]), b[target]), "timm", tolerance=tolerance)
 
 def segmentation_loss(
-    name: str,
-    kind: str,
-    expected: Expected = COUPLED,
-    *,
-    binary: bool = False,
-    accumulator: Expected | None = None,
-    **settings: Any,
-) -> Program:
-    """A loss of segmentation-models-pytorch."""
-
-    def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+    name: str, kind: str, expected: Expected = COUPLED, *, binary: bool = False, accumulator: Expected | None = None, **settings: Any
+) -> Program:  # a loss of segmentation-models-pytorch
+    def loss(model: Any, b: Rows) -> Tensor:
         criterion = getattr(S, kind)(mode="binary" if binary else "multiclass", **settings)
         return criterion(model(b["pixel_values"]), b["shape" if binary else "map"])
 
-    return Program(
-        f"smp-{name}",
-        lambda: painter(1 if binary else CLASSES),
-        pictures,
-        loss,
-        "segmentation_models_pytorch",
-        accumulator=accumulator or expected,
-        big_step=expected,
-        float64=kind != "LovaszLoss",
-        tolerance=FLOAT32 if kind == "LovaszLoss" else ROUNDING,
-    )
+    return Program(f"smp-{name}", lambda: painter(1 if binary else CLASSES), pictures, loss, "segmentation_models_pytorch", accumulator=accumulator or expected, big_step=expected, float64=kind != "LovaszLoss", tolerance=FLOAT32 if kind == "LovaszLoss" else ROUNDING)
 
-
-def resnet() -> nn.Module:
-    """A ResNet of one block per stage."""
+def resnet() -> nn.Module:  # a ResNet of one block per stage
     model = V.resnet.ResNet(V.resnet.BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
     assert isinstance(model, nn.Module)
     return model
 
-
-UNET = {
-    "sample_size": 32,
-    "block_out_channels": (8, 8),
-    "layers_per_block": 1,
-    "norm_num_groups": 2,
-    "attention_head_dim": 4,
-}
-
+UNET = {"sample_size": 32, "block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 2, "attention_head_dim": 4}
 
 def noise_loss(*, weighted: bool = False, velocity: bool = False, text: bool = False) -> Loss:
     """What a diffusion model learns; noise and time come with the batch."""
 
-    def loss(model: Any, b: dict[str, Tensor]) -> Tensor:
+    def loss(model: Any, b: Rows) -> Tensor:
         scheduler = D.DDPMScheduler(num_train_timesteps=50)
         noisy = scheduler.add_noise(b["pixel_values"], b["noise"], b["time"])
-        out = (
-            model(noisy, b["time"], encoder_hidden_states=b["text"]).sample if text else model(noisy, b["time"]).sample
-        )
+        out = model(noisy, b["time"], **({"encoder_hidden_states": b["text"]} if text else {})).sample
         target = scheduler.get_velocity(b["pixel_values"], b["noise"], b["time"]) if velocity else b["noise"]
         if not weighted:
             return F.mse_loss(out, target)
@@ -128,46 +73,31 @@ def noise_loss(*, weighted: bool = False, velocity: bool = False, text: bool = F
 
     return loss
 
-
-def flow_matching(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """The velocity from noise to picture."""
+def flow_matching(model: Any, b: Rows) -> Tensor:  # the velocity from noise to picture
     t = (b["time"].to(b["noise"].dtype) + 0.5)[:, None, None, None] / 50
-    return F.mse_loss(
-        model((1 - t) * b["noise"] + t * b["pixel_values"], b["time"]).sample, b["pixel_values"] - b["noise"]
-    )
+    return F.mse_loss(model((1 - t) * b["noise"] + t * b["pixel_values"], b["time"]).sample, b["pixel_values"] - b["noise"])
 
-
-def autoencoder(model: Any, b: dict[str, Tensor]) -> Tensor:
+def autoencoder(model: Any, b: Rows) -> Tensor:
     """Reconstruction and divergence of diffusers' own distribution, which sums per sample."""
     latent = model.encode(b["pixel_values"]).latent_dist
-    return F.l1_loss(model.decode(latent.mode()).sample, b["pixel_values"]) + 1e-3 * latent.kl().sum() / len(
-        b["pixel_values"]
-    )
+    return F.l1_loss(model.decode(latent.mode()).sample, b["pixel_values"]) + 1e-3 * latent.kl().sum() / len(b["pixel_values"])
 
-
-def boxes(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """Generalized intersection over union of one box per picture."""
+def boxes(model: Any, b: Rows) -> Tensor:  # generalized intersection over union of one box per picture
     corner = model["net"](b["pixel_values"])[:, :2]
     ours = torch.cat([corner, corner + 1 + model["size"](b["pixel_values"])[:, :2].exp()], 1)
     theirs = torch.cat([b["soft"][:, :2], 1 + b["soft"][:, 1:]], 1)
     return OPS.generalized_box_iou_loss(ours, theirs, reduction="mean")
 
-
-def auxiliary(model: Any, b: dict[str, Tensor]) -> Tensor:
-    """DeepLab's output and its auxiliary one."""
+def auxiliary(model: Any, b: Rows) -> Tensor:  # deepLab's output and its auxiliary one
     out = model(b["pixel_values"])
     return F.cross_entropy(out["out"], b["map"]) + 0.5 * F.cross_entropy(out["aux"], b["map"])
-
 
 def torchvision(name: str, build: Callable[[], Any], loss: Loss, accumulator: Expected = EXACT) -> Program:
     """A model or a loss of torchvision."""
     return Program(f"torchvision-{name}", build, pictures, loss, "torchvision", accumulator=accumulator)
 
-
-def diffusers(name: str, build: Callable[[], Any], loss: Loss) -> Program:
-    """A model of diffusers."""
+def diffusers(name: str, build: Callable[[], Any], loss: Loss) -> Program:  # a model of diffusers
     return Program(f"diffusers-{name}", build, pictures, loss, "diffusers")
-
 
 VISION = [
     timm("test_vit"),
@@ -202,4 +132,4 @@ VISION = [
     segmentation_loss("lovasz-per-image", "LovaszLoss", EXACT, binary=True, per_image=True, accumulator=refused(LossError, "count")),
     segmentation_loss("focal", "FocalLoss", EXACT, binary=True),
     segmentation_loss("focal-multiclass", "FocalLoss", EXACT),
-]  # fmt: skip
+]
