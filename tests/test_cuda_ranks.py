@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options
 from tests.support.rank_loops import LOSSES, OPTIMIZERS, assert_same, batches_of, model, truth
-from tests.support.rank_shards import model as parts_of_model
 from tests.support.ranks import run_on_ranks
 
 pytestmark = pytest.mark.cuda
@@ -110,7 +109,7 @@ def test_batch_norm_over_two_processes_on_one_gpu(activations: str) -> None:
 def alone_by_nccl(rank: int, sizes: Sequence[Sequence[int]], way: str, overlap: bool) -> Any:
     """Train on a group of one, which takes NCCL's ways: sharded, or replicated."""
     torch.cuda.set_device(0)
-    plain = parts_of_model().cuda()
+    plain = model().cuda()
     network: nn.Module = plain
     if way == "sharded":
         from torch.distributed.device_mesh import init_device_mesh

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from bigbatch import Accumulator, Setup, plan
 from bigbatch.cli import app
 from bigbatch.errors import ConfigurationError
-from tests.support.rank_shards import shards
+from tests.support.rank_loops import shards
 from tests.support.ranks import run_on_ranks
 
 

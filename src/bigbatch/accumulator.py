@@ -161,7 +161,7 @@ class Accumulator:
             remaining=lambda: self.remaining,
             kept=self._sources,
             most=self._most if self._team.sharded else None,
-            must_know=self._team.looks_ahead,
+            must_know=self._team.in_common,
         )
         return Over(loader, listener, self._counts)
 

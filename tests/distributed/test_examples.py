@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from examples.ranks import one_gpu
+from examples.ranks import fsdp2, one_gpu
 from tests.launched import assert_ended, torchrun
 from tests.support.reference import distance
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.ranks
 
 ROOT = Path(__file__).parents[2]
 FSDP2 = "examples/ranks/fsdp2.py"
-EXAMPLES = ["examples/ranks/ddp.py", "examples/ranks/ddp_big_step.py", FSDP2]
+REPLICAS = ["examples/ranks/ddp.py", "examples/ranks/ddp_big_step.py"]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def assert_same(several: Path, one: Path) -> None:
     assert distance(list(found.values()), list(true.values())) <= 1e-12
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.parametrize("example", REPLICAS)
 def test_an_example_ends_with_the_weights_of_one_process(example: str, tmp_path: Path, one: tuple[Path, str]) -> None:
     """To 1e-12, and prints what one process prints, once."""
     several = tmp_path / "several.pt"
@@ -61,7 +62,7 @@ def test_two_nodes_end_with_the_weights_of_one_process(tmp_path: Path, one: tupl
     assert_same(several, one[0])
 
 
-@pytest.mark.parametrize("example", [*EXAMPLES, "examples/ranks/one_gpu.py"])
+@pytest.mark.parametrize("example", [*REPLICAS, FSDP2, "examples/ranks/one_gpu.py"])
 def test_an_example_says_how_to_start_it(example: str) -> None:
     """In its docstring, by its own path."""
     text = (ROOT / example).read_text().split('"""')[1]
@@ -69,8 +70,10 @@ def test_an_example_says_how_to_start_it(example: str) -> None:
     assert f"\n{launcher}{example} [weights.pt]\n" in text
 
 
-def test_a_number_of_ranks_that_would_make_another_batch_is_refused() -> None:
+def test_a_number_of_ranks_that_would_make_another_batch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three ranks would make batches of 48."""
-    result = torchrun(3, FSDP2)
-    assert result.returncode
-    assert "a batch of 64 has no equal shares for 3 ranks" in result.stderr
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, found in {"init_process_group": None, "get_rank": 0, "get_world_size": 3}.items():
+        monkeypatch.setattr(dist, name, lambda *_, found=found: found)
+    with pytest.raises(SystemExit, match="a batch of 64 has no equal shares for 3 ranks"):
+        fsdp2.main()

@@ -1,215 +1,469 @@
 """What one rank cannot go on with: the others hear of it, in time and in words, or all begin the window anew."""
 
+import gc
+import os
+import re
+import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as Ddp
 
-from bigbatch import Accumulator, BigStep, Options
+from bigbatch import Accumulator, BigStep, Options, across
 from bigbatch.distributed.discovery import team_of
-from bigbatch.errors import OutOfMemory, RankFailed, SeveralCounts, WindowBroken
-from tests.support.rank_loops import OPTIMIZERS, batches_of, mean, micro_batch, model, truth, two_counts
-from tests.support.rank_norms import CASES, made
-from tests.support.rank_shards import shards
-from tests.support.ranks import run_on_ranks
+from bigbatch.distributed.replicas import Replicas
+from tests.support.rank_loops import (
+    OPTIMIZERS,
+    SIZES,
+    Batch,
+    batches_of,
+    heard,
+    joined,
+    mean,
+    micro_batch,
+    model,
+    shards,
+    two_counts,
+    two_heads,
+    weights,
+)
+from tests.support.rank_norms import CASES as COUPLED
+from tests.support.rank_norms import Normalised, made
+from tests.support.ranks import exactly, run_on_ranks
 from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 
-Named = tuple[str, str]
-NONE = ("", "")
+LIMIT = 18.0  # seconds: gloo gives up after 20, and a rank that fails should not wait for that
+MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
 
 
-def heard(work: Callable[[], object]) -> Named:
-    """Return the kind of the error that something raises, and its text."""
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - whichever it is
-        return type(error).__name__, str(error)
-    return NONE
+def sgd(network: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    """Return an optimizer."""
+    return torch.optim.SGD(network.parameters(), lr=lr)
 
 
-def in_group(**named: Any) -> tuple[nn.Module, torch.optim.Optimizer, Accumulator]:
-    """Return a model that all ranks train without a wrapper."""
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    return network, optimizer, Accumulator(network, optimizer, **{"steps": 1, "group": dist.group.WORLD, **named})
+def raising(error: BaseException) -> None:
+    """Raise, where an expression is wanted."""
+    raise error
 
 
-def stepped_by_hand(optimizer: torch.optim.Optimizer) -> Named:
-    """Make a step without any window."""
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    found = heard(optimizer.step)
-    return ("left", f"{len(grads)} gradients") if grads else found
+def kill() -> None:
+    """End this process without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def without_batches(rank: int) -> Any:
-    """Have another learning rate on the rank that still has batches."""
-    network, optimizer, accumulator = in_group()
+def in_training(rank: int, fail: Callable[[], object], wrap: Callable[[Any], nn.Module] = Ddp) -> None:
+    """Fail on the second rank, in the second micro-batch of the second of two big steps."""
+    network, calls = wrap(model()), 0
 
-    def train() -> None:
-        for number, batch in enumerate(accumulator.over(batches_of(rank, [[2, 2, 2], [2]]))):
-            optimizer.param_groups[0]["lr"] = 0.1 + number
-            accumulator.backward(mean(network, batch))
+    def loss_fn(network: nn.Module, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if rank and calls >= 5:
+            fail()
+        return mean(network, batch)
 
-    refused = heard(train)
-    accumulator.discard()
-    return refused[0], stepped_by_hand(optimizer)
-
-
-def test_an_empty_window_that_is_refused_is_not_left_open() -> None:
-    """A rank whose loader has ended takes part with none of its own: there is nothing to drop afterwards."""
-    assert run_on_ranks(2, without_batches) == [("ConfigurationError", NONE)] * 2
+    step = BigStep(network, sgd(network), loss_fn, micro_batch_size=2)
+    for number in range(2):
+        step(micro_batch(6, rank + number))
 
 
-def without_samples(rank: int, failing: str) -> Any:
-    """Have an update without samples be refused, or fail in a hook."""
-    network = model()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1 + (rank if failing == "settings" else 0))
-    step = BigStep(network, optimizer, mean, micro_batch_size=2, options=Options(group=dist.group.WORLD))
-    if rank and failing == "hook":
-
-        def hook() -> None:
-            raise ValueError("mine")
-
-        step.before_step(hook)
-    return heard(lambda: step(None if rank else micro_batch(4, 0)))[0], stepped_by_hand(optimizer)
+def several(rank: int) -> None:
+    """Have two counts that lose their ratio on one rank alone, inside of a sharded model."""
+    network = shards(model())
+    step = BigStep(network, sgd(network), two_counts, micro_batch_size=2)
+    for number in range(2):
+        x, y = micro_batch(6, rank + number)
+        y = y.clamp(min=0)
+        y[3] = -100 if rank and number else y[3]
+        step((x, y))
 
 
-@pytest.mark.parametrize(
-    ("failing", "errors"), [("settings", ("ConfigurationError",) * 2), ("hook", ("", "ValueError"))]
-)
-def test_an_update_without_samples_leaves_nothing_behind(failing: str, errors: tuple[str, str]) -> None:
-    """Neither gradients nor a window."""
-    assert run_on_ranks(2, without_samples, failing) == [(error, NONE) for error in errors]
+def adding_up(rank: int) -> None:
+    """Run out of memory on one rank when gradients are added up."""
+    plain = Replicas.reduce
+
+    def reduce(self: Replicas, *given: Any) -> Any:
+        return raising(MEMORY) if rank and self.windows else plain(self, *given)
+
+    with patch.object(Replicas, "reduce", reduce):
+        in_training(rank, lambda: None)
 
 
-def other_totals(rank: int) -> Any:
+def in_a_norm(rank: int) -> None:
+    """Run out of memory on one rank, in the model between two norms."""
+    kind, loss_of = COUPLED["batch norm"]
+    network = Ddp(made(kind), find_unused_parameters=True)
+    step = BigStep(network, sgd(network), loss_of, micro_batch_size=2)
+    step(micro_batch(4, rank))
+    if rank:
+        network.module.norm.register_forward_hook(lambda *_: raising(MEMORY))
+    step(micro_batch(4, 10 + rank))
+
+
+def without_samples(rank: int, network: nn.Module, batch: Batch | None = None) -> None:
+    """Have none on one rank, or an empty batch."""
+    step = BigStep(network, sgd(network), mean, micro_batch_size=3)
+    step(batch or (None if rank else micro_batch(3, rank)))
+
+
+def normed() -> nn.Module:
+    """Return a model with BatchNorm."""
+    return Ddp(made(Normalised), find_unused_parameters=True)
+
+
+def other_totals(rank: int) -> None:
     """Count something else in advance than the loss does, on one rank."""
-    wrong = 1 if rank else 0
-    network, _, accumulator = in_group(counts=lambda batch: ((batch[1] != -100).sum() + wrong, 4 * len(batch[1])))
+    network = model()
+    accumulator = Accumulator(
+        network,
+        sgd(network),
+        steps=1,
+        group=dist.group.WORLD,
+        counts=lambda batch: ((batch[1] != -100).sum() + rank, 4 * len(batch[1])),
+    )
+    for batch in accumulator.over(batches_of(rank, [[3], [3]])):
+        accumulator.backward(two_counts(network, batch))
 
-    def train() -> None:
-        for batch in accumulator.over(batches_of(rank, [[3], [3]])):
-            accumulator.backward(two_counts(network, batch))
 
-    return heard(train)
-
-
-def broken(rank: int) -> Any:
+def broken(rank: int) -> None:
     """Close a window whose backward has failed, on one rank."""
-    network, _, accumulator = in_group(steps=2)
-
-    def fail(_: Tensor) -> None:
-        raise ValueError("mine")
-
+    network = Ddp(model())
+    accumulator = Accumulator(network, sgd(network), steps=2)
     batch = micro_batch(3, rank)
     accumulator.backward(mean(network, batch))
     if rank:
         loss = mean(network, batch)
-        loss.register_hook(fail)
-        assert heard(lambda: accumulator.backward(loss))[0] == "ValueError"
-    return heard(accumulator.flush)
+        loss.register_hook(lambda _: raising(ValueError("mine")))
+        assert heard(accumulator.backward, loss) == "ValueError: mine"
+    accumulator.flush()
 
 
-@pytest.mark.parametrize(("work", "error"), [(other_totals, SeveralCounts), (broken, WindowBroken)])
-def test_who_refuses_to_close_says_so(work: Callable[[int], Any], error: type[Exception]) -> None:
-    """Others, who have come to the same window, do not wait for it; the error is told where it is."""
-    (waiting, said), (refusing, _) = run_on_ranks(2, work, limit=10)
-    assert (waiting, refusing) == ("RankFailed", error.__name__), said
-    assert "rank 1 failed in this window" in said
-
-
-def out_of_memory_in_a_norm(rank: int) -> Any:
-    """Run out of memory on one rank, in the model between two norms."""
-    kind, loss_of = CASES["batch norm"]
-    network = DistributedDataParallel(made(kind), find_unused_parameters=True)
-
-    def fail(*_: object) -> None:
+def breaking(rank: int) -> None:
+    """Leave the loop early on one rank, and make an update of what there is."""
+    network = Ddp(model())
+    accumulator = Accumulator(network, sgd(network), steps=2)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network, batch))
         if rank:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
-
-    step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), loss_of, micro_batch_size=2)
-    step(micro_batch(4, rank))
-    network.module.norm.register_forward_hook(fail)
-    step(micro_batch(4, 10 + rank))
+            break
+    accumulator.flush()
 
 
-def test_out_of_memory_where_ranks_meet_in_norms() -> None:
-    """It cannot try again alone: it says so, and the others say that it is gone."""
-    one, other = run_on_ranks(2, out_of_memory_in_a_norm)
-    assert isinstance(other, OutOfMemory), other
-    assert "cannot try again alone" in str(other)
-    assert isinstance(one, RankFailed), one
-    assert "in that rank's own output" in str(one)
+def without_the_last(rank: int) -> None:
+    """Pass over the last batch on one rank, where DDP reduces."""
+    network = Ddp(model())
+    accumulator = Accumulator(network, sgd(network), steps=2, overlap=True)
+    for number, batch in enumerate(accumulator.over(batches_of(rank, SIZES))):
+        if number < 3 or not rank:
+            accumulator.backward(mean(network, batch))
 
 
-def out_of_memory_behind(rank: int, name: str, failing: bool) -> Any:
-    """Run out of memory once on one rank, in the last of a window's backwards, or in joining what it returns."""
-    network = DistributedDataParallel(model())
-    calls = [0]
+def attacked(rank: int, size: int) -> None:
+    """Be trained on what the model likes least: a derivative inside of a loss goes through the norms of all."""
 
-    def fail(gradient: Tensor) -> Tensor:
+    def loss(net: Any, batch: Batch) -> Tensor:
+        x = batch[0].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(F.cross_entropy(net(x), batch[1]), x)
+        return F.cross_entropy(net(batch[0] + 0.1 * slope.sign()), batch[1])
+
+    network = normed()
+    BigStep(network, sgd(network), loss, micro_batch_size=size)(micro_batch((3, 6)[rank], rank))
+
+
+GONE = "RuntimeError|RankFailed"
+TOLD = "RankFailed: rank 1 failed in this window"
+FAILURES: dict[str, tuple[Callable[[int], Any], str, str]] = {
+    "raises": (lambda rank: in_training(rank, partial(raising, ValueError("mine"))), TOLD, "ValueError: mine"),
+    "memory": (lambda rank: in_training(rank, partial(raising, MEMORY)), TOLD, "OutOfMemory: "),
+    "killed": (lambda rank: in_training(rank, kill), GONE, "RankFailed: the process died"),
+    "raises in shards": (
+        lambda rank: in_training(rank, partial(raising, ValueError("mine")), shards),
+        GONE,
+        "ValueError: mine",
+    ),
+    "memory in shards": (
+        lambda rank: in_training(rank, partial(raising, MEMORY), shards),
+        GONE,
+        "OutOfMemory: ",
+    ),
+    "killed in shards": (lambda rank: in_training(rank, kill, shards), GONE, "RankFailed: the process died"),
+    "several counts in shards": (several, GONE, "SeveralCounts: "),
+    "adding up": (adding_up, GONE, "OutOfMemory: .*cannot try again alone"),
+    "memory in a norm": (in_a_norm, "RankFailed: .*in that rank's own output", "OutOfMemory: .*cannot try again alone"),
+    "no samples for shards": (lambda rank: without_samples(rank, shards(model())), TOLD, "BatchError: "),
+    "no samples for norms": (
+        lambda rank: without_samples(rank, normed()),
+        "WindowError: .*different places",
+        "WindowError: this rank has no samples in this update, and samples are coupled",
+    ),
+    "an empty batch": (
+        lambda rank: without_samples(rank, Ddp(model()), micro_batch(3 - 3 * rank, rank)),
+        TOLD,
+        r"BatchError: .*calls step\(None\)",
+    ),
+    "other totals": (other_totals, TOLD, "SeveralCounts: "),
+    "a broken window": (broken, TOLD, "WindowBroken: "),
+    "break": (breaking, GONE, "WindowError: .*Break on all ranks in the same window"),
+    "no backward of the last batch": (without_the_last, GONE, "WindowError: .*leave batches out before"),
+    "attacked": (
+        lambda rank: attacked(rank, 2),
+        "LossError|RankFailed",
+        "LossError: .*inside of the loss goes through",
+    ),
+    "attacked at once": (lambda rank: attacked(rank, 8), "LossError: .*inside of the loss goes through", "LossError|"),
+}
+
+
+def failing(rank: int, name: str) -> None:
+    """Run one of them; it fails as a process of one's own would."""
+    FAILURES[name][0](rank)
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_rank_that_fails_raises_its_own_error_and_the_others_end(name: str) -> None:
+    """They hear of it where they can, and from torch when its process ends where they wait inside of something."""
+    _, *expected = FAILURES[name]
+    for error, words in zip(run_on_ranks(2, failing, name, limit=LIMIT), expected, strict=True):
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        assert re.match(words, text), text
+
+
+# All go on.
+
+
+def failing_once(rank: int, network: nn.Module, of_optimizer: bool) -> list[str]:
+    """Have a hook, or the optimizer, fail on one rank in the second of three windows; all go on."""
+    optimizer = sgd(network)
+    accumulator = Accumulator(network, optimizer, steps=1, clip_norm=1.0)
+    bad = [False]
+
+    def hook(*_: object) -> None:
+        if bad[0]:
+            raise ValueError("mine")
+
+    if rank == 1:
+        (optimizer.register_step_pre_hook if of_optimizer else accumulator.before_step)(hook)
+    found = []
+    for number in range(3):
+        bad[0] = number == 1
+        x, y = micro_batch(4, number + rank)
+        out = network(x, 0) if of_optimizer else network(x)
+        found.append(heard(accumulator.backward, F.cross_entropy(out, y)))
+        accumulator.discard()
+    return found
+
+
+def of_buffers(rank: int) -> list[str]:
+    """Fail in the step of a model that has buffers."""
+    return failing_once(rank, Ddp(two_heads(), find_unused_parameters=True), True)
+
+
+def of_shards(rank: int) -> list[str]:
+    """Fail before the norm of all shards is found."""
+    return failing_once(rank, shards(model()), False)
+
+
+def test_an_optimizer_that_fails_leaves_nobody_waiting_for_buffers() -> None:
+    """They were sent before; that the ranks have parted is said in the next window."""
+    one, other = exactly(2, of_buffers, limit=LIMIT)
+    assert (one[:2], other[:2]) == (["", ""], ["", "ValueError: mine"])
+    assert all("windows made: 2 on rank 0, 1 on rank 1" in words for words in (one[2], other[2]))
+
+
+def test_a_hook_that_fails_leaves_nobody_waiting_for_a_norm() -> None:
+    """Nobody has stepped, so all go on; also where only one rank has a hook."""
+    one, other = exactly(2, of_shards, limit=LIMIT)
+    assert other == ["", "ValueError: mine", ""]
+    assert one[::2] == ["", ""]
+    assert "RankFailed: a before_step hook failed on another rank" in one[1]
+
+
+def and_again(rank: int) -> Any:
+    """Raise on one rank, in the second update, and make it again."""
+    network = Ddp(model())
+    fails: list[int] = []
+
+    def loss(network: nn.Module, batch: Batch) -> Tensor:
+        if rank == 1 and fails:
+            raise ValueError("mine")
+        return mean(network, batch)
+
+    step = BigStep(network, OPTIMIZERS["adamw"](network.parameters()), loss, micro_batch_size=2)
+    step(micro_batch(5, rank))
+    fails.append(1)
+    before = [p.clone() for p in weights(network)]
+    said = heard(step, micro_batch(4, rank)).partition(":")[0]
+    kept = distance(weights(network), before)
+    fails.clear()
+    step(micro_batch(4, rank))  # and all go on together
+    return said, kept, weights(network)
+
+
+def test_a_rank_that_raises_ends_the_step_of_all() -> None:
+    """With an error each, nothing changed, and ready for the next."""
+    found = exactly(3, and_again)
+    assert [each[:2] for each in found] == [("RankFailed", 0), ("ValueError", 0), ("RankFailed", 0)]
+    assert distance(found[0][2], found[1][2]) == 0
+
+
+def in_a_micro_batch(rank: int) -> Any:
+    """Run out of memory in one, on one rank, where a smaller one would not."""
+    network, calls = Ddp(model()), 0
+
+    def loss_fn(network: nn.Module, batch: Batch) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if rank and calls > 9 and len(batch[0]) > 2:
+            raise MEMORY
+        return mean(network, batch)
+
+    step = BigStep(network, OPTIMIZERS["adamw"](network.parameters()), loss_fn, micro_batch_size=4, clip_norm=1.0)
+    for number in range(4):
+        step(micro_batch(8 + rank, 100 * rank + number))
+    assert not rank or calls > 9
+    return weights(network)
+
+
+def test_a_rank_that_runs_out_of_memory_tries_again_alone() -> None:
+    """With smaller micro-batches, and all come to the weights of one process."""
+    network = model()
+    accumulator = Accumulator(network, OPTIMIZERS["adamw"](network.parameters()), steps=1, clip_norm=1.0)
+    for number in range(4):
+        whole = joined([micro_batch(8 + rank, 100 * rank + number) for rank in range(2)])
+        accumulator.backward(mean(network, whole))
+    for each in exactly(2, in_a_micro_batch):
+        assert distance(each, weights(network)) <= 1e-12
+
+
+def behind_the_last(rank: int, name: str, fails: bool) -> Any:
+    """Run out of memory once on one rank, in the last of a window's backwards."""
+    network, calls = Ddp(model()), [0]
+
+    def hook(gradient: Tensor) -> Tensor:
         calls[0] += 1
-        if rank and failing and calls[0] == 4:  # of the second window's two, the last
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB")
-        return gradient
+        return raising(MEMORY) if rank and fails and calls[0] == 4 else gradient  # type: ignore[func-returns-value, return-value]
 
-    step = BigStep(network, OPTIMIZERS["sgd"](network.parameters()), CASES[name][1], micro_batch_size=4)
-    next(network.parameters()).register_hook(fail)
+    optimizer, options = OPTIMIZERS["sgd"](network.parameters()), Options(check=False)
+    step = BigStep(network, optimizer, COUPLED[name][1], micro_batch_size=4, options=options)
+    next(network.parameters()).register_hook(hook)
     for number in range(3):
         step(micro_batch(8, 10 * number + rank))
-    return [p.detach() for p in network.parameters()], calls[0]
+    return weights(network), calls[0]
 
 
 @pytest.mark.parametrize("name", ["root", "spread"])
 def test_out_of_memory_after_the_last_meeting(name: str) -> None:
     """Others are at their statements, and begin the window anew with it: to the same weights."""
-    true = run_on_ranks(2, out_of_memory_behind, name, False)
-    for each, (expected, calls) in zip(run_on_ranks(2, out_of_memory_behind, name, True), true, strict=True):
-        if isinstance(each, BaseException):
-            raise each
-        assert each[1] > calls
-        assert distance(each[0], expected) <= 1e-12
+    true, again = exactly(2, behind_the_last, name, False), exactly(2, behind_the_last, name, True)
+    for (found, more), (expected, calls) in zip(again, true, strict=True):
+        assert more > calls
+        assert distance(found, expected) <= 1e-12
 
 
-def inside_no_sync(rank: int, by_hand: bool) -> Any:
-    """Make an accumulator inside of no_sync(), or have DDP reduce again later."""
-    network = DistributedDataParallel(model())
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    if not by_hand:
-        with network.no_sync():
-            return heard(lambda: Accumulator(network, optimizer, steps=2))
-    accumulator = Accumulator(network, optimizer, steps=2, clip_norm=1.0)
-    network.require_backward_grad_sync = True
-    batches = batches_of(rank, [[3, 2], [1, 4]])
-    said = heard(lambda: accumulator.backward(mean(network, batches[0])))
-    for batch in batches:
-        accumulator.backward(mean(network, batch))
-    return said, [p.detach() for p in network.parameters()]
+# Nothing is left behind.
 
 
-def test_an_accumulator_inside_of_no_sync_is_refused() -> None:
-    """When no_sync() ends, DDP would reduce behind its back."""
-    for kind, said in run_on_ranks(2, inside_no_sync, False):
-        assert kind == "ConfigurationError"
-        assert "outside of no_sync()" in said
+def refused_without_batches(rank: int, big: bool, hook: bool) -> Any:
+    """Have an update without batches, or samples, be refused or fail in a hook; then step by hand."""
+    network = model()
+    optimizer = sgd(network)
+    if big:
+        optimizer.param_groups[0]["lr"] += 0.0 if hook else rank
+        step = BigStep(network, optimizer, mean, micro_batch_size=2, options=Options(group=dist.group.WORLD))
+        if rank and hook:
+            step.before_step(partial(raising, ValueError("mine")))
+        said = heard(step, None if rank else micro_batch(4, 0))
+    else:
+        accumulator = Accumulator(network, optimizer, steps=1, group=dist.group.WORLD)
+
+        def train() -> None:
+            for number, batch in enumerate(accumulator.over(batches_of(rank, [[2, 2, 2], [2]]))):
+                optimizer.param_groups[0]["lr"] = 0.1 + number
+                accumulator.backward(mean(network, batch))
+
+        said = heard(train)
+        accumulator.discard()
+    return said.partition(":")[0], sum(p.grad is not None for p in network.parameters()), heard(optimizer.step)
 
 
-def test_a_wrapper_that_is_about_to_reduce_is_seen() -> None:
-    """Before the backward in which it would; the same forward once more is then the big batch's."""
-    for found in run_on_ranks(2, inside_no_sync, True):
-        if isinstance(found, BaseException):
-            raise found
-        (kind, said), weights = found
-        assert kind == "WindowDisturbed", said
-        assert "no_sync()" in said
-        assert distance(weights, truth([[3, 2], [1, 4]], 2, "mean", "sgd")[0]) <= 1e-12
+@pytest.mark.parametrize(
+    ("big", "hook", "errors"),
+    [
+        (False, False, ["ConfigurationError"] * 2),
+        (True, False, ["ConfigurationError"] * 2),
+        (True, True, ["", "ValueError"]),
+    ],
+)
+def test_an_update_without_samples_leaves_nothing_behind(big: bool, hook: bool, errors: list[str]) -> None:
+    """Neither gradients nor a window."""
+    assert exactly(2, refused_without_batches, big, hook) == [(error, 0, "") for error in errors]
+
+
+def kept_quiet(_: int) -> Any:
+    """Look at DDP's flag as one accumulator ends after the other."""
+    network = Ddp(model())
+    both = [Accumulator(network, sgd(network), steps=2), Accumulator(network, sgd(network), steps=2)]
+    flags = []
+    while both:
+        both.pop(0)
+        gc.collect()
+        flags.append(network.require_backward_grad_sync)
+    return flags
+
+
+def test_ddp_is_as_it_was_after_the_last() -> None:
+    """And not before."""
+    assert exactly(2, kept_quiet) == [[False, True]] * 2
+
+
+def averaging_again(rank: int, replicas: bool) -> Any:
+    """Have an object refused, and two make an update; then take a gradient by hand when they are gone."""
+    network = shards(model(), shape=(2, 2) if replicas else None)
+    assert "must be" in heard(lambda: BigStep(network, sgd(network), mean, micro_batch_size=0))
+    accumulator = Accumulator(network, sgd(network), steps=1)
+    accumulator = Accumulator(network, sgd(network), steps=1)
+    gc.collect()
+    accumulator.backward(mean(network, micro_batch(3, 0)))
+    del accumulator
+    gc.collect()
+    mean(network, micro_batch(4, rank)).backward()
+    every: list[Any] = list(network.parameters())
+    return weights(network), [p.grad.full_tensor() for p in every]
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+def test_shards_average_again(replicas: bool) -> None:
+    """As they do by default, over all ranks, when nobody here needs them any more."""
+    ranks, network = 4 if replicas else 2, model()
+    for each, gradients in exactly(ranks, averaging_again, replicas):
+        for p, value in zip(network.parameters(), each, strict=True):
+            p.data, p.grad = value, None
+        torch.stack([mean(network, micro_batch(4, rank)) for rank in range(ranks)]).mean().backward()
+        assert distance(gradients, [p.grad for p in network.parameters() if p.grad is not None]) <= 1e-12
+
+
+def broadcasts(rank: int) -> int:
+    """Count how often buffers are sent."""
+    network: Any = Ddp(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().eval())
+    accumulator = Accumulator(network, sgd(network), steps=1, overlap=True)
+    with patch.object(network, "_sync_buffers", wraps=network._sync_buffers) as sent:
+        for batch in accumulator.over(batches_of(rank, SIZES)):
+            accumulator.backward(mean(network, batch))
+    return sent.call_count
+
+
+def test_buffers_are_sent_once_per_update() -> None:
+    """Also where DDP reduces, whose forward would send them, too."""
+    assert exactly(2, broadcasts) == [4, 4]
 
 
 class Walked(nn.Sequential):
@@ -225,9 +479,8 @@ class Walked(nn.Sequential):
 
 def walked(rank: int) -> list[int]:
     """Return the walks of each backward of a window through shards, but for the last, which closes it."""
-    torch.manual_seed(0)
     network = shards(Walked(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double())
-    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=6)
+    accumulator = Accumulator(network, sgd(network), steps=6)
     found = []
     for batch in batches_of(rank, [[2] * 5] * 2):
         loss = F.cross_entropy(network(batch[0]), batch[1])
@@ -240,18 +493,62 @@ def walked(rank: int) -> list[int]:
 
 def test_modules_are_walked_once_a_window() -> None:
     """Not in every backward of a sharded model."""
-    for found in run_on_ranks(2, walked):
+    for found in exactly(2, walked):
         assert found[0] > 0
         assert found[1:] == [0] * 4
 
 
-def too_much(_: int) -> Named:
+def too_much(_: int) -> str:
     """Say more numbers than a message has."""
-    network = model()
-    team: Any = team_of([network], dist.group.WORLD)
+    team: Any = team_of([model()], dist.group.WORLD)
     return heard(lambda: team.rows("statement", [0.0] * 50, torch.device("cpu")))
 
 
 def test_a_message_that_is_too_long_is_not_sent() -> None:
     """Others send one of the agreed length, and all would wait."""
-    assert [kind for kind, _ in run_on_ranks(2, too_much)] == ["AssertionError"] * 2
+    assert exactly(2, too_much) == ["AssertionError: "] * 2
+
+
+def sent_from(_: int) -> Any:
+    """Have shards compute on a device where they do not wait; nothing can really be sent from that."""
+    network: Any = shards(model())
+    for group in network._get_fsdp_state()._fsdp_param_groups:
+        group.device = torch.device("meta")
+    step = BigStep(network, sgd(network), mean, micro_batch_size=2)
+    team, host = step._stepper.ranks, torch.device("cpu")
+    seen: list[str] = []
+
+    def send(tensor: Tensor, **_: Any) -> None:
+        seen.append(tensor.device.type)
+
+    with patch.object(dist, "all_reduce", send), patch.object(dist, "all_gather", lambda _, own, **__: send(own)):
+        for work in (
+            partial(team.fail, host),
+            partial(team.rows, "statement", [1.0], host),
+            partial(team.anywhere, [True], host),
+        ):
+            heard(work)
+    return step._mover.device.type, seen
+
+
+def test_shards_in_host_memory_send_from_where_they_compute() -> None:
+    """Micro-batches go there, too: a group of NCCL alone serves no other device."""
+    assert exactly(2, sent_from) == [("meta", ["meta"] * 3)] * 2
+
+
+def summed_in_low_precision(rank: int) -> Any:
+    """Share a sum of bf16 that one rank has one part of, and the other three."""
+
+    def loss(network: Any, batch: Batch) -> Tensor:
+        out = network(batch[0].bfloat16())
+        return (out.float() - across.sum(out.sum(0)).float() / 100).pow(2).mean()
+
+    network = Ddp(model().bfloat16())
+    BigStep(network, sgd(network), loss, micro_batch_size=2)(micro_batch(2 + 4 * rank, rank))
+    return weights(network)
+
+
+def test_sums_of_low_precision_cross_the_wire_alike() -> None:
+    """Whatever number of micro-batches a rank has."""
+    one, other = exactly(2, summed_in_low_precision)
+    assert distance(other, one) == 0

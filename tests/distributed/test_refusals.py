@@ -1,7 +1,7 @@
-"""Several ranks that would part, die or wait without a word: each is right to 1e-12, or all of them say what it is."""
+"""Programs of several ranks that would part, or add up unlike things: all ranks get the same error, and none steps."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,446 +11,617 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel as Ddp
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from bigbatch import Accumulator, BigStep, Options, counted, verify
-from bigbatch.errors import BatchError, ConfigurationError, LossError, WindowError
 from bigbatch.window.tally import Ledger
-from tests.support.rank_checks import SIZES, one_process, refused, right
-from tests.support.rank_errors import heard
+from tests.support.messages import approve
 from tests.support.rank_loops import (
-    CLASSES,
-    OPTIMIZERS,
+    SIZES,
     Batch,
     batches_of,
+    counts,
+    heard,
     mean,
     micro_batch,
     model,
+    parts_of,
+    shards,
     summed,
     two_counts,
     two_heads,
 )
-from tests.support.rank_shards import shards
 from tests.support.ranks import run_on_ranks
-from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks
 
+Program = Callable[[int], Any]
+WORLD = {"group": lambda: dist.group.WORLD}
 
-# DDP's own reduction, window after window.
 
+def sgd(network: nn.Module, **named: Any) -> torch.optim.Optimizer:
+    """Return an optimizer."""
+    return torch.optim.SGD(network.parameters(), **{"lr": 0.1, **named})
 
-def past_the_wrapper_later(rank: int) -> Any:
-    """Call DDP in the first window, and the module inside it in those after."""
-    network = DistributedDataParallel(model())
-    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1, overlap=True)
-    for number, batch in enumerate(accumulator.over(batches_of(rank, SIZES))):
-        accumulator.backward(mean(network.module if number else network, batch))
 
+def of(network: nn.Module, optimizer: Any = None, **named: Any) -> Accumulator:
+    """Return an accumulator, of windows of two."""
+    return Accumulator(network, optimizer or sgd(network), **{"steps": 2, **named})
 
-def test_what_ddp_has_reduced_before_says_nothing_of_now() -> None:
-    """Each window is asked anew."""
-    refused(run_on_ranks(2, past_the_wrapper_later), LossError, "DDP has not reduced all")
 
+def train(rank: int, network: nn.Module, loss: Any = mean, sizes: Any = SIZES, **named: Any) -> None:
+    """Train from `over`."""
+    accumulator = of(network, **named)
+    for batch in accumulator.over(batches_of(rank, sizes)):
+        accumulator.backward(loss(network, batch))
 
-def counting_broadcasts(rank: int) -> Any:
-    """Count how often buffers are sent."""
-    network = DistributedDataParallel(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double().eval())
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    accumulator = Accumulator(network, optimizer, steps=1, overlap=True)
-    sent = []
-    plain: Any = network._sync_buffers
 
-    def counting() -> None:
-        sent.append(1)
-        plain()
+def step(rank: int, network: nn.Module, loss: Any = mean, optimizer: Any = None, **named: Any) -> Any:
+    """Make one big step; `none` has the second rank have no samples."""
+    batch = None if named.pop("none", False) and rank else micro_batch(4, rank)
+    options = named.pop("options", Options())
+    made = BigStep(network, optimizer or sgd(network), loss, **{"micro_batch_size": 2, **named}, options=options)
+    return made(batch)
 
-    vars(network)["_sync_buffers"] = counting
-    for batch in accumulator.over(batches_of(rank, SIZES)):
-        accumulator.backward(mean(network, batch))
-    return len(sent)
 
+def in_group(rank: int, network: nn.Module, loss: Any = mean, **named: Any) -> None:
+    """Train a model without a wrapper."""
+    train(rank, network, loss, group=dist.group.WORLD, **named)
 
-def test_buffers_are_sent_once_per_update() -> None:
-    """Also where DDP reduces, whose forward would send them, too."""
-    assert run_on_ranks(2, counting_broadcasts) == [4, 4]
 
+# What ranks must have in common.
 
-def with_other_batches(rank: int, left_out: str) -> Any:
-    """Have a rank without batches, or one that passes over its last."""
-    network = DistributedDataParallel(model())
-    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
-    sizes = [SIZES[0], [] if left_out == "all" else SIZES[1]]
-    for number, batch in enumerate(accumulator.over(batches_of(rank, sizes))):
-        if number < 3 or (left_out == "the last of one" and rank == 0):
-            accumulator.backward(mean(network, batch))
 
-
-def test_a_rank_without_batches_is_heard_of_before_ddp_reduces() -> None:
-    """By all, once in every `over`."""
-    refused(run_on_ranks(2, with_other_batches, "all"), BatchError, "rank 1 has no batch in this `over`")
-
-
-def test_a_last_batch_without_a_backward_is_an_error_where_it_is_left_out() -> None:
-    """Others are in the midst of DDP's reduction, and hear from torch when this process ends."""
-    found = run_on_ranks(2, with_other_batches, "the last of both")
-    refused(found, WindowError, "the last batch of `over` had no accumulator.backward(loss)")
-    one, other = run_on_ranks(2, with_other_batches, "the last of one")
-    refused([other], WindowError, "leave batches out before accumulator.over(loader)")
-    assert isinstance(one, RuntimeError)
-
-
-# What DDP does not reduce.
-
-
-def beside_ddp(name: str) -> tuple[Any, list[nn.Module], list[nn.Parameter]]:
-    """Return how to compute a loss, the models, and what is trained, where DDP reduces a part of it."""
-    whole: Any = model()
-    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-    if name == "a module":
-        wrapped = DistributedDataParallel(whole[0])
-        return (lambda x: whole[2](torch.tanh(wrapped(x)))), [wrapped, whole[2]], list(whole.parameters())
-    if name == "ignored":
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(whole, ["2.weight"])
-    if name == "frozen at first":
-        whole[2].requires_grad_(False)
-    wrapped = DistributedDataParallel(whole)
-    whole.requires_grad_(True)
-    bare = name == "a parameter"
-    return (lambda x: wrapped(x) * scale if bare else wrapped(x)), [wrapped], [*whole.parameters()] + [scale] * bare
-
-
-BESIDE = ("a module", "a parameter", "ignored", "frozen at first")
-
-
-def trained_beside_ddp(rank: int, overlap: bool) -> Any:
-    """Train each of them, or hear why not."""
-    found: list[Any] = []
-    for name in BESIDE:
-        forward, models, trained = beside_ddp(name)
-        try:
-            accumulator = Accumulator(models, OPTIMIZERS["sgd"](trained), steps=2, overlap=overlap)
-        except ConfigurationError as error:
-            found.append(str(error))
-            continue
-        for x, y in accumulator.over(batches_of(rank, SIZES)):
-            accumulator.backward(F.cross_entropy(forward(x), y))
-        found.append([p.detach() for p in trained])
-    return found
-
-
-def test_overlap_is_for_what_ddp_reduces() -> None:
-    """All else would go apart."""
-    for found in run_on_ranks(2, trained_beside_ddp, True):
-        for words in found:
-            assert "parameters of the optimizer are none that it reduces" in words
-            assert "no overlap=True" in words
-
-
-def test_without_overlap_all_that_is_trained_is_added_up() -> None:
-    """Whatever DDP wraps of it."""
-    one, other = run_on_ranks(2, trained_beside_ddp, False)
-    for name, *each in zip(BESIDE, one, other, strict=True):
-        right(each, each[0])
-        if name != "a parameter":
-            right(each, one_process(2))
-
-
-def unfrozen_between_windows(rank: int) -> Any:
-    """Train later what DDP has not known from the beginning."""
-    network: Any = model()
-    network[0].requires_grad_(False)
-    wrapped = DistributedDataParallel(network)
-    accumulator = Accumulator(wrapped, OPTIMIZERS["sgd"](network.parameters()), steps=2, overlap=True)
-    for number, batch in enumerate(batches_of(rank, SIZES)):
-        network[0].requires_grad_(number > 1)
-        accumulator.backward(mean(wrapped, batch))
-
-
-def test_what_ddp_has_never_known_is_not_stepped_with() -> None:
-    """It was frozen when DDP was made, and is not now."""
-    refused(run_on_ranks(2, unfrozen_between_windows), LossError, "DDP has not reduced all")
-
-
-# Who trains together.
-
-
-def in_pairs(rank: int) -> Any:
-    """Wrap the model for all ranks, and have two of them train together."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    network = DistributedDataParallel(model())
-    return Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1, group=pairs[rank // 2])
-
-
-def test_a_group_is_that_of_the_wrapper() -> None:
-    """Pairs would part, each with weights of its own."""
-    for rank, error in enumerate(run_on_ranks(4, in_pairs)):
-        refused(
-            [error],
-            ConfigurationError,
-            f"Got group= of ranks {[[0, 1], [2, 3]][rank // 2]}",
-        )
-
-
-def refused_on_one(rank: int) -> Any:
-    """Have objects refused on one rank alone, then make the same on all; and one more on one rank, in the end."""
-    network = DistributedDataParallel(model())
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    found = []
-    if rank == 0:
-        found = [
-            heard(lambda: BigStep(network, optimizer, mean, micro_batch_size=0)),
-            heard(lambda: Accumulator(network, optimizer, steps=1, batch_norm="other")),  # type: ignore[arg-type]
-        ]
-    assert all("must be" in words for words in found)
-    step = BigStep(network, optimizer, mean, micro_batch_size=2)
-    step(micro_batch(3, rank))
-    more = [Accumulator(network, optimizer, steps=7)] if rank == 0 else []
-    last = Accumulator(network, optimizer, steps=1)
-    return [heard(last.backward, mean(network, micro_batch(3, rank))), len(more)]
-
-
-def test_what_was_refused_on_one_rank_does_not_count() -> None:
-    """The others go on with it; one that was made there alone does, and all are told."""
-    for words, _ in run_on_ranks(2, refused_on_one):
-        assert "as many accumulators and BigSteps" in words
-
-
-def refused_shards(rank: int) -> Any:
-    """Have an object refused, then take a gradient by hand."""
-    network = shards(model())
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    words = heard(lambda: BigStep(network, optimizer, mean, micro_batch_size=0))
-    mean(network, micro_batch(4, rank)).backward()
-    every: list[Any] = list(network.parameters())
-    return words, [p.grad.full_tensor() for p in every]
-
-
-def test_what_was_refused_leaves_shards_as_they_were() -> None:
-    """They average, as fully_shard does by default."""
-    network = model()
-    parts = [torch.autograd.grad(mean(network, micro_batch(4, rank)), list(network.parameters())) for rank in (0, 1)]
-    true = [(one + other) / 2 for one, other in zip(*parts, strict=True)]
-    for words, gradients in run_on_ranks(2, refused_shards):
-        assert "micro_batch_size must be" in words
-        assert distance(gradients, true) <= 1e-12
-
-
-# What only some ranks know when a window closes.
-
-
-def sparse_on_one(rank: int) -> Any:
-    """Have sparse gradients on one rank, and no samples on the other, twice."""
-    torch.manual_seed(0)
-    network = nn.EmbeddingBag(5, 4, sparse=True)
-    step = BigStep(network, torch.optim.SGD(network.parameters(), lr=0.1), mean, micro_batch_size=2, options=of_all())
-    return [heard(lambda: step(None if rank else (torch.randint(5, (4, 2)), torch.randint(4, (4,))))) for _ in range(2)]
-
-
-def of_all() -> Options:
-    """Have all ranks make a big batch together, without a wrapper."""
-    return Options(group=dist.group.WORLD)
-
-
-def test_sparse_gradients_of_one_rank_are_refused_by_all() -> None:
-    """The others would send what it does not."""
-    for found in run_on_ranks(2, sparse_on_one):
-        assert ["sparse=False" in words for words in found] == [True, True]
-
-
-def with_hooks(rank: int) -> Any:
-    """Give DDP a way to reduce: one of torch's own, one that comes later, and one that casts."""
-    network = DistributedDataParallel(model())
-    network._register_builtin_comm_hook(BuiltinCommHookType.FP16_COMPRESS)
-    found = [heard(lambda: Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2))]
-    other = DistributedDataParallel(model())
-    accumulator = Accumulator(other, OPTIMIZERS["sgd"](other.parameters()), steps=1)
-    other.register_comm_hook(None, allreduce_hook)
-    found += [heard(accumulator.backward, mean(other, micro_batch(3, rank)))]
-    casting = DistributedDataParallel(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    return [*found, heard(lambda: Accumulator(casting, OPTIMIZERS["sgd"](casting.parameters()), steps=2))]
-
-
-def test_communication_hooks_that_would_not_be_called() -> None:
-    """Also torch's own, and those that come after the accumulator; a cast is not one that anybody has registered."""
-    for builtin, later, casting in run_on_ranks(2, with_hooks):
-        assert "has a communication hook" in builtin
-        assert (
-            "has a communication hook, and gradients are reduced without DDP, so it would not be called, on rank"
-            in later
-        )
-        assert "instead of mixed_precision=" in casting
-
-
-# A step that fails on one rank alone: nobody waits for it.
-
-
-def failing_once(rank: int, kind: str) -> Any:
-    """Have a hook, or the optimizer, fail on one rank in the second of three windows; all go on."""
-    wrapped: nn.Module = (
-        DistributedDataParallel(two_heads(), find_unused_parameters=True) if kind == "buffers" else shards(model())
-    )
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    accumulator = Accumulator(wrapped, optimizer, steps=1, clip_norm=1.0)
-    bad = [False]
-
-    def hook(*_: object) -> None:
-        if bad[0]:
-            raise ValueError("mine")
-
-    if rank == 1:
-        (optimizer.register_step_pre_hook if kind == "buffers" else accumulator.before_step)(hook)
-    found = []
+def freezing(rank: int, since: int) -> None:
+    """Freeze a layer, each rank its own, in some window."""
+    network = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
+    accumulator = of(network, steps=1, group=dist.group.WORLD)
     for number in range(3):
-        bad[0] = number == 1
-        x, y = micro_batch(4, number + rank)
-        out = wrapped(x, 0) if kind == "buffers" else wrapped(x)
-        found.append(heard(accumulator.backward, F.cross_entropy(out, y)))
-        accumulator.discard()
-    return found
+        network[2 * rank].requires_grad_(number < since)
+        accumulator.backward(mean(network, micro_batch(4, number)))
 
 
-def test_an_optimizer_that_fails_leaves_nobody_waiting_for_buffers() -> None:
-    """They were sent before; that the ranks have parted is said in the next window."""
-    one, other = run_on_ranks(2, failing_once, "buffers", limit=15)
-    assert one[:2] == ["", ""]
-    assert other[:2] == ["", "ValueError: mine"]
-    assert all("different numbers of windows" in words for words in (one[2], other[2]))
+def reordered(rank: int) -> None:
+    """Give the optimizer the same parameters, on every rank in another order."""
+    network = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)).double()
+    torch.manual_seed(0)
+    for p in network.parameters():
+        nn.init.normal_(p)
+    found = list(network.parameters())
+    in_group(rank, network, optimizer=torch.optim.SGD(found[2:] + found[:2] if rank else found, lr=0.1))
 
 
-def test_a_hook_that_fails_leaves_nobody_waiting_for_a_norm() -> None:
-    """Nobody has stepped, so all go on; also where only one rank has a hook."""
-    one, other = run_on_ranks(2, failing_once, "shards", limit=15)
-    assert other == ["", "ValueError: mine", ""]
-    assert one[::2] == ["", ""]
-    assert "RankFailed: a before_step hook failed on another rank" in one[1]
-
-
-# Micro-batches that count nothing, where every backward reduces.
-
-NOTHING = [(0, 1), (1, 2)]  # rank and number of those
-
-
-def of_some_values(network: nn.Module, rank: int, number: int) -> tuple[Tensor, Tensor]:
-    """Return a mean that divides by its count by hand, 0 / 0 in some micro-batches, and the count."""
-    values = network(micro_batch(3, 10 * rank + number)[0]).pow(2).mean(1)
-    mask = torch.full_like(values.detach(), float((rank, number) not in NOTHING))
-    return (values * mask).sum() / mask.sum(), mask.sum()
-
-
-def dividing_by_nothing(rank: int, numbers: Sequence[int], overlap: bool) -> Any:
-    """Train by such means, with another number of micro-batches on each rank."""
-    network = DistributedDataParallel(model()) if overlap else shards(model())
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    accumulator = Accumulator(network, optimizer, steps=2, overlap=overlap)
-    for number in accumulator.over(range(numbers[rank])):
-        accumulator.backward(*of_some_values(network, rank, number))
-    every: list[Any] = list(network.parameters())
-    return [p.detach() if overlap else p.full_tensor().detach() for p in every]
-
-
-@pytest.mark.parametrize(("numbers", "overlap"), [([4, 4], True), ([4, 3], False)], ids=["overlap", "shards"])
-def test_what_counts_nothing_adds_nothing(numbers: list[int], overlap: bool) -> None:
-    """Though its gradient is NaN, also where it is passed by with once more, for company."""
+def with_a_frozen_part(rank: int) -> None:
+    """Begin with a frozen layer that every rank has drawn by itself."""
     network = model()
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    for window in ((0, 1), (2, 3)):
-        every = [(rank, number) for rank in (0, 1) for number in window if number < numbers[rank]]
-        means = [of_some_values(network, *each) for each in every if each not in NOTHING]
-        optimizer.zero_grad()
-        (torch.stack([value * count for value, count in means]).sum() / sum(count for _, count in means)).backward()
-        optimizer.step()
-    true = [p.detach() for p in network.parameters()]
-    right(run_on_ranks(2, dividing_by_nothing, numbers, overlap), true)
+    torch.manual_seed(rank)
+    network[0] = nn.Linear(5, 8).double().requires_grad_(False)
+    in_group(rank, network, optimizer=sgd(network[2]))
 
 
-def found_late(rank: int) -> Any:
-    """Have a count that only a device knows, which is 0 on one rank, and a gradient of 0 / 0."""
-    network = shards(model())
-    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2)
-    values = network(micro_batch(3, rank)[0]).pow(2).mean(1)
-    accumulator.backward(values.mean() * (math.nan if rank else 1.0), count=torch.tensor(3.0))
+def of_other_seeds(rank: int) -> None:
+    """Begin with other weights, without a wrapper that would send them."""
+    torch.manual_seed(rank)
+    in_group(rank, nn.Linear(5, 4).double())
+
+
+def other_rates(rank: int) -> None:
+    """Set another learning rate on one rank after the first window."""
+    network = Ddp(model())
+    optimizer = torch.optim.AdamW(network.parameters(), lr=torch.tensor(0.1))
+    accumulator = of(network, optimizer, steps=1)
+    accumulator.backward(mean(network, micro_batch(4, rank)))
+    optimizer.param_groups[0]["lr"] *= 1 + rank
+    accumulator.backward(mean(network, micro_batch(4, rank)))
+
+
+def failed_in_a_hook(rank: int) -> None:
+    """Go on after a step that one rank alone has not made."""
+    network = Ddp(model())
+    accumulator = of(network, steps=1)
+    hook = accumulator.before_step(lambda: 1 / (1 - rank))  # type: ignore[arg-type]
+    heard(accumulator.backward, mean(network, micro_batch(4, rank)))
+    hook()
+    accumulator.discard()
+    accumulator.backward(mean(network, micro_batch(4, rank)))
+
+
+def left_by_break(rank: int) -> None:
+    """Have one rank leave its first epoch between two windows, and begin the second."""
+    network = model()
+    accumulator = of(network, steps=1, group=dist.group.WORLD)
+    for epoch in range(2):
+        for number in accumulator.over(range(3)):
+            accumulator.backward(mean(network, micro_batch(3, number)))
+            if (rank, epoch, number) == (1, 0, 0):
+                break
+
+
+def two_players(rank: int) -> None:
+    """Train two models in turn, one `over` inside the other, with fewer batches on one rank."""
+    one, two = Ddp(nn.Linear(5, 5).double()), Ddp(nn.Linear(5, 4).double())
+    first, second = of(one), of(two)
+    for x, y in first.over(second.over(batches_of(rank, [[3, 5, 2, 4, 1], [6]]))):
+        made = one(x)
+        first.backward(F.cross_entropy(two(made), y))
+        second.backward(F.cross_entropy(two(made.detach()), y))
+
+
+def made_on_one(rank: int) -> None:
+    """Have objects refused on one rank alone, which does not count, and then one made there, which does."""
+    network = Ddp(model())
+    if rank == 0:
+        assert "must be" in heard(lambda: step(rank, network, micro_batch_size=0))
+        assert "must be" in heard(lambda: of(network, batch_norm="other"))
+    step(rank, network)
+    more = [of(network, steps=7)] if rank == 0 else []
+    of(network, steps=1).backward(mean(network, micro_batch(3, rank)))
+    assert more
+
+
+def with_counts_in_ratio(rank: int, first: tuple[int, int], second: tuple[int, int]) -> None:
+    """Have two counts in nearly the same ratio on both ranks."""
+
+    def loss(network: Any, batch: Batch) -> Tensor:
+        out, (one, other) = network(batch[0]), (first, second)[rank]
+        return counted(out.pow(2).mean(), one) + counted(out.abs().mean(), other)
+
+    train(rank, Ddp(model()), loss, steps=1)
+
+
+def lost_ratio(rank: int) -> None:
+    """Find out at the end that counts on a device have not kept their ratio, on one rank."""
+    network = Ddp(model())
+    accumulator = of(network)
+    accumulator.backward(mean(network, micro_batch(3, rank)))
     window: Any = accumulator._window
-    window.ledger.nothings = torch.tensor(float(rank))  # as it would be there
-    accumulator.backward(network(micro_batch(3, rank)[0]).pow(2).mean(1).mean(), count=torch.tensor(3.0))
+    window.ledger.in_ratio = torch.tensor(not rank)  # as it would be there
+    accumulator.backward(mean(network, micro_batch(4, rank)))
 
 
-def test_a_count_that_a_device_finds_to_be_nothing() -> None:
-    """Where its gradient is not finite, nobody steps with that."""
-    refused(run_on_ranks(2, found_late), LossError, "mask.sum().clamp(min=1)")
-    ledger = Ledger(steps=2, in_common=True)
-    ledger.pending = [(torch.tensor(math.nan), torch.tensor(0.0)), (torch.tensor(2.0), torch.tensor(3.0))]
-    ledger.fold()
-    assert (float(ledger.nothings), float(ledger.loss)) == (1.0, 6.0)
+def once(loss: Any) -> Any:
+    """Add a term of parameters alone."""
 
+    def found(network: nn.Module, batch: Batch) -> Tensor:
+        penalty = torch.stack([p.pow(2).sum() for p in network.parameters()]).sum()
+        return loss(network, batch) + 0.01 * counted(penalty, "once")
 
-# What is said.
-
-
-def misusing(rank: int) -> Any:
-    """Return what is said of some mistakes."""
-    network, other = shards(model()), shards(model())
-    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-    optimizer = torch.optim.SGD([*network.parameters(), scale], lr=0.1, foreach=False)
-    accumulator = Accumulator(network, optimizer, steps=2)
-    x, y = micro_batch(3, rank)
-    found = {"bare": heard(accumulator.backward, F.cross_entropy(network(x) * scale, y))}
-    accumulator = Accumulator(other, OPTIMIZERS["sgd"](other.parameters()), steps=2)
-    every: list[Any] = list(other.parameters())
-    penalty = torch.stack([p.full_tensor().pow(2).sum() for p in every]).sum()
-    found["sharded"] = heard(accumulator.backward, F.cross_entropy(other(x), y) + 0.1 * counted(penalty, "once"))
-    found["no optimizer"] = heard(lambda: Accumulator(network, only_one(network), steps=2, overlap=True))
-    found["verified shards"] = heard(verify, network, mean, (x, y), 2)
-    wrapped = DistributedDataParallel(model())
-    found["verified"] = heard(verify, wrapped, mean, (x, y), 2)
-    step = BigStep(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), mean, micro_batch_size=2)
-    found["empty"] = heard(step, micro_batch(3 * rank, rank))
     return found
 
 
-def only_one(network: nn.Module) -> torch.optim.Optimizer:
-    """Train one parameter alone."""
-    return torch.optim.SGD([next(network.parameters())], lr=0.1)
-
-
-def test_what_is_said_is_of_what_there_is() -> None:
-    """A parameter that nobody has sharded is not called so, a sharded model is not called DDP, and None has a name."""
-    for rank, found in enumerate(run_on_ranks(2, misusing)):
-        assert "fully_shard has not sharded" in found["bare"]
-        assert "parameters that fully_shard has sharded" in found["sharded"]
-        assert "in no optimizer here" in found["no optimizer"]
-        assert "before fully_shard is called" in found["verified shards"]
-        assert "before it is wrapped" in found["verified"]
-        assert ("rank 0 failed" if rank else "calls  step(None)") in found["empty"]
-
-
-def once_beside(rank: int) -> Any:
-    """Have a term of parameters alone beside two counts that are known, or a sum, and a rank without batches."""
-    network = DistributedDataParallel(model())
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-
-    def counts(batch: Batch) -> tuple[Tensor, int]:
-        return (batch[1] != -100).sum(), len(batch[1]) * CLASSES
-
-    def train(accumulator: Accumulator, loss: Callable[[nn.Module, Batch], Tensor]) -> None:
-        for batch in accumulator.over(batches_of(rank, [[3, 5], []])):
-            penalty = torch.stack([p.pow(2).sum() for p in network.parameters()]).sum()
-            accumulator.backward(loss(network, batch) + 0.01 * counted(penalty, "once"))
-
-    known = Accumulator(network, optimizer, steps=2, counts=counts)
-    found = [heard(train, known, two_counts)]
-    known.discard()
-    return [*found, heard(train, Accumulator(network, optimizer, steps=2), of_a_sum)]
-
-
-def of_a_sum(network: nn.Module, batch: Batch) -> Tensor:
+def as_sum(network: nn.Module, batch: Batch) -> Tensor:
     """Count a loss as a sum."""
     return counted(summed(network, batch), "sum")
 
 
-def test_a_share_of_a_term_is_spoken_of_as_what_it_stands_beside() -> None:
-    """Counts that are known are no sum."""
-    for known, of_sum in run_on_ranks(2, once_beside):
-        assert "beside terms whose counts are known in advance" in known
-        assert "beside a sum: every rank adds its share" in of_sum
+def times(rank: int, network: nn.Module, batch: Batch) -> Tensor:
+    """Multiply a mean with a number of each rank's own."""
+    return mean(network, batch) * (2 + rank)
+
+
+COMMON: dict[str, Program] = {
+    "freezing others": lambda rank: freezing(rank, 0),
+    "freezing others later": lambda rank: freezing(rank, 2),
+    "another order": reordered,
+    "other seeds": of_other_seeds,
+    "other frozen weights": with_a_frozen_part,
+    "other rates later": other_rates,
+    "a step that one rank has not made": failed_in_a_hook,
+    "break": left_by_break,
+    "fewer batches for two players": two_players,
+    "an accumulator that others have not": made_on_one,
+    "mean or sum": lambda rank: train(rank, Ddp(model()), mean if rank else summed),
+    "other factors": lambda rank: train(rank, Ddp(model()), lambda *each: times(rank, *each)),
+    "other factors, counted": lambda rank: train(
+        rank, Ddp(model()), lambda *each: times(rank, *each), counts=lambda batch: (batch[1] != -100).sum()
+    ),
+    "other factors in a big step": lambda rank: step(rank, Ddp(model()), lambda *each: times(rank, *each)),
+    "other terms": lambda rank: train(
+        rank, Ddp(model()), lambda net, b: (F.l1_loss if rank else F.mse_loss)(net(b[0]), b[0][:, :4])
+    ),
+    "other ratios": lambda rank: with_counts_in_ratio(rank, (50_000, 49_999), (100_000, 99_999)),
+    "a ratio that one rank has lost": lost_ratio,
+    "a share of two counts is missing": lambda rank: train(
+        rank, Ddp(model()), once(two_counts), [[3, 5], []], counts=counts
+    ),
+    "a share of a sum is missing": lambda rank: train(rank, Ddp(model()), once(as_sum), [[3, 5], []]),
+}
+
+# Settings of one rank, each in turn.
+
+
+def scaler(tracker: int) -> torch.amp.GradScaler:
+    """Return a scaler that has seen some steps."""
+    found = torch.amp.GradScaler("cpu")
+    found.load_state_dict({**found.state_dict(), "_growth_tracker": tracker})
+    return found
+
+
+def loaded(network: nn.Module) -> torch.optim.Optimizer:
+    """Return an optimizer that goes on from a checkpoint."""
+    found = sgd(network)
+    moments = {0: {"momentum_buffer": torch.ones_like(next(network.parameters()))}}
+    found.load_state_dict({"state": moments, "param_groups": found.state_dict()["param_groups"]})
+    return found
+
+
+def scheduled(network: nn.Module) -> dict[str, Any]:
+    """Return an optimizer with its scheduler."""
+    optimizer = sgd(network)
+    return {"optimizer": optimizer, "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+
+
+UNLIKE: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
+    "clip_norm": lambda _: {"clip_norm": 2.0},
+    "skip_nonfinite": lambda _: {"skip_nonfinite": True},
+    "gradient_dtype": lambda _: {"gradient_dtype": None},
+    "scheduler": scheduled,
+    "lr": lambda network: {"optimizer": sgd(network, lr=0.2)},
+    "weight_decay": lambda network: {"optimizer": sgd(network, weight_decay=0.5)},
+    "scaler": lambda _: {"scaler": scaler(7)},
+    "state": lambda network: {"optimizer": loaded(network)},
+    "optimizers": lambda net: {"optimizer": [torch.optim.SGD([p], lr=0.1) for p in net.parameters()]},
+}
+
+
+def unlike(rank: int, name: str) -> None:
+    """Give one rank another setting."""
+    network = Ddp(model())
+    given = UNLIKE[name](network) if rank else {"scaler": scaler(0)} if name == "scaler" else {}
+    train(rank, network, **given)
+
+
+def unlike_step(rank: int) -> None:
+    """Give a big step another setting on one rank."""
+    step(rank, Ddp(model()), options=Options(skip_nonfinite=bool(rank)))
+
+
+COMMON.update({f"unlike {name}": partial(unlike, name=name) for name in UNLIKE})
+COMMON["unlike settings of a big step"] = unlike_step
+
+# DDP's own reduction, in the last backward.
+
+
+def first_alone(rank: int) -> None:
+    """Use a head in the first micro-batch of a window only."""
+    plain = two_heads()
+    plain.unused.requires_grad_(False)
+    network = Ddp(plain)
+    accumulator = of(network, overlap=True)
+    for number, (x, y) in enumerate(accumulator.over(batches_of(rank, [[3, 5], [6, 1]]))):
+        accumulator.backward(F.cross_entropy(network(x, number), y))
+
+
+def past_the_wrapper(rank: int, since: int) -> None:
+    """Call the module inside, from some micro-batch on."""
+    network = Ddp(model())
+    accumulator = of(network, steps=1, overlap=True)
+    for number, batch in enumerate(accumulator.over(batches_of(rank, SIZES))):
+        accumulator.backward(mean(network.module if number >= since else network, batch))
+
+
+def under_no_sync(rank: int) -> None:
+    """Have the user's loop keep DDP quiet."""
+    network = Ddp(model())
+    accumulator = of(network, overlap=True)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        with network.no_sync():
+            accumulator.backward(mean(network, batch))
+
+
+def frozen_at(rank: int, now: Callable[[int], bool], at_first: bool) -> None:
+    """Have a layer be frozen or not when DDP is made, and in each micro-batch."""
+    plain = model()
+    plain[0].requires_grad_(at_first)
+    network = Ddp(plain)
+    accumulator = of(network, overlap=True)
+    for number, batch in enumerate(batches_of(rank, SIZES)):
+        plain[0].requires_grad_(now(number))
+        accumulator.backward(mean(network, batch))
+
+
+def beside(rank: int, which: str) -> None:
+    """Train what DDP does not reduce."""
+    plain, scale = model(), nn.Parameter(torch.ones((), dtype=torch.float64))
+    if which == "ignored":
+        Ddp._set_params_and_buffers_to_ignore_for_model(plain, ["2.weight"])
+    network: Any = nn.Sequential(Ddp(plain[0]), plain[1], plain[2]) if which == "a module" else Ddp(plain)
+    parameters = [*network.parameters(), scale] if which == "a parameter" else [*network.parameters()]
+    accumulator = of(network, torch.optim.SGD(parameters, lr=0.1), overlap=True)
+    for x, y in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(F.cross_entropy(network(x) * scale, y))
+
+
+def without_the_last(rank: int) -> None:
+    """Pass over the last batch."""
+    network = Ddp(model())
+    accumulator = of(network, overlap=True)
+    for number, batch in enumerate(accumulator.over(batches_of(rank, SIZES))):
+        if number < 3:
+            accumulator.backward(mean(network, batch))
+
+
+def low_loss(rank: int, network: nn.Module, **named: Any) -> None:
+    """Compute a loss of bf16."""
+    train(rank, network, lambda net, batch: mean(net, (batch[0].float(), batch[1])).bfloat16(), **named)
+
+
+def with_an_unused_layer(rank: int) -> None:
+    """Have a layer that no micro-batch uses: its bucket is never full."""
+    train(rank, Ddp(two_heads()), lambda net, batch: F.cross_entropy(net(batch[0], 0), batch[1]), overlap=True)
+
+
+OVERLAP: dict[str, Program] = {
+    "used first alone": first_alone,
+    "past the wrapper": lambda rank: past_the_wrapper(rank, 0),
+    "past the wrapper later": lambda rank: past_the_wrapper(rank, 1),
+    "no_sync": under_no_sync,
+    "an unused layer": with_an_unused_layer,
+    "frozen since": lambda rank: frozen_at(rank, lambda _: False, at_first=True),
+    "unfrozen since": lambda rank: frozen_at(rank, lambda number: number > 1, at_first=False),
+    "a module beside": lambda rank: beside(rank, "a module"),
+    "a parameter beside": lambda rank: beside(rank, "a parameter"),
+    "ignored": lambda rank: beside(rank, "ignored"),
+    "find_unused_parameters": lambda _: of(Ddp(model(), find_unused_parameters=True), overlap=True),
+    "no wrapper": lambda _: of(model(), overlap=True, group=dist.group.WORLD),
+    "some parameters": lambda _: of(n := Ddp(model()), torch.optim.SGD([next(n.parameters())], lr=1.0), overlap=True),
+    "some shards": lambda _: of(n := shards(model()), torch.optim.SGD([next(n.parameters())], lr=1.0), overlap=True),
+    "bf16 parameters": lambda _: of(Ddp(model().bfloat16()), overlap=True),
+    "a low loss": lambda rank: low_loss(rank, Ddp(model().float()), overlap=True),
+    "another number of windows": lambda rank: train(rank, Ddp(model()), sizes=[[3, 5, 2], [6, 1]], overlap=True),
+    "no batch": lambda rank: train(rank, Ddp(model()), sizes=[[3, 5, 2], []], overlap=True),
+    "no backward of the last batch": without_the_last,
+}
+
+# Sharded models.
+
+
+def through_heads(rank: int, path: Any, shape: Any = None, **named: Any) -> None:
+    """Make an update of two micro-batches, each through one head."""
+    network = shards(two_heads(), (), shape)
+    accumulator = of(network, **named)
+    for head, (x, y) in zip(path[rank], batches_of(rank, SIZES * 2), strict=False):
+        accumulator.backward(F.cross_entropy(network(x, head), y))
+
+
+def dropping(rank: int) -> None:
+    """Drop the first micro-batch on one rank alone."""
+    network = shards(model())
+    accumulator = of(network, steps=4)
+    for number, batch in enumerate(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network, batch))
+        if number == 0 and rank:
+            accumulator.discard()
+    accumulator.flush()
+
+
+def breaking(rank: int) -> None:
+    """Leave the loop early on one rank, and make an update of what there is."""
+    network = shards(model())
+    accumulator = of(network)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network, batch))
+        if rank:
+            break
+    accumulator.flush()
+
+
+def early(rank: int) -> None:
+    """End a window before its last backward, which alone would have reduced."""
+    network = parts_of(model())
+    accumulator = of(network, overlap=True)
+    accumulator.backward(mean(network, micro_batch(3, rank)))
+    accumulator.flush()
+
+
+def hooked(rank: int, *, before: bool) -> None:
+    """Have FSDP call a function of one's own for what it has reduced."""
+    network: Any = shards(model())
+    made = None if before else of(network, steps=1)
+    network.set_all_reduce_hook(lambda gradient: gradient.mul_(2.0))
+    (made or of(network, steps=1)).backward(mean(network, micro_batch(4, rank)))
+
+
+def sharded_later(rank: int, *, big: bool) -> None:
+    """Make an object first, and shard its model then."""
+    network, batch = model(), micro_batch(4, rank)
+    made: Any = BigStep(network, sgd(network), mean, micro_batch_size=2) if big else of(network)
+    shards(network)
+    made(batch) if big else made.backward(mean(network, batch))
+
+
+def partly(_: int) -> None:
+    """Shard a part of a model."""
+    network = model()
+    shards(network[0])
+    of(network)
+
+
+def inside_out(_: int) -> None:
+    """Put a loop that has nobody wait around one that does."""
+    of(shards(model())).over(of(Ddp(model())).over([]))
+
+
+def beside_shards(rank: int, *, bare: bool) -> None:
+    """Use a parameter that is not sharded, or one that is, outside of the model's forward."""
+    network: Any = shards(model())
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    accumulator = of(network, torch.optim.SGD([*network.parameters(), *[scale] * bare], lr=0.1, foreach=False))
+    x, y = micro_batch(3, rank)
+    penalty = torch.stack([p.full_tensor().pow(2).sum() for p in network.parameters()]).sum()
+    loss = F.cross_entropy(network(x), y)
+    accumulator.backward(loss * scale if bare else loss + 0.1 * counted(penalty, "once"))
+
+
+def found_late(rank: int) -> None:
+    """Have a count that only a device knows, which is 0 on one rank, and a gradient of 0 / 0."""
+    network = shards(model())
+    accumulator = of(network)
+    x, _ = micro_batch(3, rank)
+    accumulator.backward(network(x).pow(2).mean() * (float("nan") if rank else 1.0), count=torch.tensor(3.0))
+    window: Any = accumulator._window
+    window.ledger.nothings = torch.tensor(float(rank))  # as it would be there
+    accumulator.backward(network(x).pow(2).mean(), count=torch.tensor(3.0))
+
+
+SHARDS: dict[str, Program] = {
+    "each rank its own head": lambda rank: through_heads(rank, [[0, 0], [1, 1]]),
+    "each rank its own head, overlap": lambda rank: through_heads(rank, [[0, 0], [1, 1]], overlap=True),
+    "heads in turn": lambda rank: through_heads(rank, [[0, 1], [1, 0]]),
+    "dropped on one": dropping,
+    "break in shards": breaking,
+    "flush before the last backward": early,
+    "all-reduce hook": lambda rank: hooked(rank, before=True),
+    "all-reduce hook later": lambda rank: hooked(rank, before=False),
+    "sharded later": lambda rank: sharded_later(rank, big=False),
+    "sharded later, big step": lambda rank: sharded_later(rank, big=True),
+    "partly sharded": partly,
+    "loops inside out": inside_out,
+    "a bare parameter": lambda rank: beside_shards(rank, bare=True),
+    "a penalty of shards": lambda rank: beside_shards(rank, bare=False),
+    "a low loss of shards": lambda rank: low_loss(rank, shards(model().float())),
+    "other steps": lambda rank: train(rank, shards(model()), steps=2 + rank),
+    "no batch for shards": lambda rank: train(rank, shards(model()), sizes=[[3, 5], []]),
+    "uneven counts in advance": lambda rank: train(rank, shards(model()), two_counts, [[3, 5, 2], [6]], counts=counts),
+    "0 / 0": found_late,
+    "sizes for shards": lambda rank: step(rank, shards(model()), micro_batch_size="auto"),
+    "packing for shards": lambda rank: step(rank, shards(model()), options=Options(lengths=len)),
+    "graphs for shards": lambda rank: step(rank, shards(model()), options=Options(cuda_graph=True)),
+    "verify shards": lambda rank: verify(shards(model()), mean, micro_batch(4, rank), 2),
+}
+
+# DDP, hooks and other wrappers.
+
+
+class DeepSpeedEngine(nn.Module):
+    """What a model is in after deepspeed.initialize(), by its name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def fsdp1() -> nn.Module:
+    """Wrap a model as before FSDP2."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return nn.Sequential(FullyShardedDataParallel(model(), device_id=torch.device("cpu")))
+
+
+def with_a_hook(rank: int, hook: Any, *, later: bool) -> None:
+    """Give DDP a communication hook."""
+    network = Ddp(model())
+    made = of(network) if later else None
+    network._register_builtin_comm_hook(hook) if isinstance(hook, BuiltinCommHookType) else network.register_comm_hook(
+        None, hook
+    )
+    accumulator = made or of(network)
+    for batch in accumulator.over(batches_of(rank, SIZES)):
+        accumulator.backward(mean(network, batch))
+
+
+def sparse(rank: int, *, big: bool) -> None:
+    """Train an embedding with sparse gradients, perhaps on one rank alone."""
+    torch.manual_seed(0)
+    network = nn.EmbeddingBag(5, 4, sparse=True)
+    batch = torch.randint(5, (4, 2)), torch.randint(4, (4,))
+    if big:
+        options = Options(group=dist.group.WORLD)
+        BigStep(network, sgd(network), mean, micro_batch_size=2, options=options)(None if rank else batch)
+    else:
+        wrapped = Ddp(network)
+        of(wrapped, steps=1).backward(mean(wrapped, batch))
+
+
+def hidden(_: int) -> Any:
+    """Give the model without DDP, which is still there."""
+    network = Ddp(model())
+    return of(network.module), network
+
+
+def reducing_again(rank: int) -> None:
+    """Have something set DDP's flag, as the end of a no_sync() does that began before the accumulator was made."""
+    network = Ddp(model())
+    with network.no_sync():
+        accumulator = of(network)
+    accumulator.backward(mean(network, micro_batch(4, rank)))
+
+
+def in_mid_window(rank: int) -> None:
+    """Save where a window is open."""
+    network = Ddp(model())
+    accumulator = of(network)
+    accumulator.backward(mean(network, micro_batch(4, rank)))
+    accumulator.state_dict()
+
+
+def loading_a_window(_: int) -> None:
+    """Load a window that one process has left open."""
+    alone = model()
+    one = of(alone)
+    one.backward(mean(alone, micro_batch(6, 7)))
+    state = one.state_dict()
+    one.discard()
+    of(shards(model())).load_state_dict(state)
+
+
+def of_two_groups(_: int) -> None:
+    """Train models together that are wrapped for different processes."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    models = [Ddp(model()), Ddp(model(), process_group=alone)]
+    Accumulator(models, [sgd(each) for each in models], steps=1)
+
+
+WRAPPERS: dict[str, Program] = {
+    "FSDP1": lambda _: of(fsdp1()),
+    "DeepSpeed": lambda _: of(DeepSpeedEngine(model())),
+    "DataParallel": lambda rank: step(rank, nn.DataParallel(model())),
+    "hidden DDP": hidden,
+    "hook": lambda rank: with_a_hook(rank, allreduce_hook, later=False),
+    "hook of torch": lambda rank: with_a_hook(rank, BuiltinCommHookType.FP16_COMPRESS, later=False),
+    "hook later": lambda rank: with_a_hook(rank, allreduce_hook, later=True),
+    "mixed precision": lambda _: of(Ddp(model(), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))),
+    "reducing again": reducing_again,
+    "sparse gradients": lambda rank: sparse(rank, big=False),
+    "sparse gradients on one": lambda rank: sparse(rank, big=True),
+    "saved in mid-window": in_mid_window,
+    "an open window of one process": loading_a_window,
+    "two groups": of_two_groups,
+    "no group": lambda _: of(Ddp(model()), group=[0, 1]),
+    "verify DDP": lambda rank: verify(Ddp(model()), mean, micro_batch(4, rank), 2),
+}
+CASES = {**COMMON, **OVERLAP, **SHARDS, **WRAPPERS}
+OWN_WORDS = {"no batch for shards", "uneven counts in advance", "two groups"}  # which say what is so on the rank itself
+
+
+def run(rank: int, name: str) -> str:
+    """Return what is raised; a step that was made all the same is none."""
+    return heard(CASES[name], rank)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_refuse(name: str) -> None:
+    """With the same error."""
+    one, other = run_on_ranks(2, run, name)
+    assert one == other or (one and name in OWN_WORDS)
+    approve("distributed", name, one)
+
+
+def within_a_replica(rank: int) -> str:
+    """Have ranks of one replica of two shards run a head each."""
+    return heard(lambda: through_heads(rank, [[0], [1], [0], [1]], (2, 2), steps=1))
+
+
+def test_replicas_are_apart_and_their_ranks_are_not() -> None:
+    """Replicas may reach other parameters, ranks of one may not."""
+    for each in run_on_ranks(4, within_a_replica):
+        assert "have reached different parameters" in each
+
+
+def test_a_count_that_a_device_finds_to_be_nothing() -> None:
+    """It is noted beside the totals."""
+    ledger = Ledger(steps=2, in_common=True)
+    ledger.pending = [(torch.tensor(float("nan")), torch.tensor(0.0)), (torch.tensor(2.0), torch.tensor(3.0))]
+    ledger.fold()
+    assert (float(ledger.nothings), float(ledger.loss)) == (1.0, 6.0)

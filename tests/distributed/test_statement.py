@@ -1,34 +1,48 @@
 """What all rows come to is a pure function of them: no process is started here."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from bigbatch.distributed.statement import KINDS, Agreement, Row, Statement, agree, fingerprint
+from bigbatch.distributed.statement import (
+    KINDS,
+    REFUSALS,
+    REFUSED,
+    Agreement,
+    Row,
+    agree,
+    fingerprint,
+    in_words,
+    of_optimizers,
+    of_scaler,
+    rates,
+    trained,
+    weights_in_one,
+)
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
 from tests.support.messages import approve
 
 MEAN, SUM, KNOWN = (float(KINDS.index(kind)) for kind in ("mean", "sum", "known"))
-ROW = Row(kind=MEAN, total=4.0, loss=2.0, micro_batches=1.0, windows=3.0, parameters=7.0, weights=2.0, rates=0.1)
+ROW = Row(kind=MEAN, total=4.0, loss=2.0, micro_batches=1.0, common=7.0, weights=2.0)
+EMPTY = Row(common=7.0, weights=2.0)
 WORDS: dict[str, list[Any]] = {
-    "settings": [{"lr": "0.1", "clip_norm": "None"}, {"lr": "0.2", "clip_norm": "None"}],
-    "form": ["MseLoss times 2", "MseLoss times 3"],
+    "common": [{"lr": "0.1", "clip_norm": "None"}, {"lr": "0.2", "clip_norm": "None"}],
+    "form": [{"loss": "MseLoss times 2"}, {"loss": "MseLoss times 3"}],
 }
 
 
-def agreed(*rows: Row, sharded: bool = False) -> Agreement:
-    """Agree, with two ranks of a group of four."""
-    return agree(rows, WORDS.__getitem__, range(1, len(rows) + 1), sharded=sharded)
+def agreed(*rows: Row) -> Agreement:
+    """Agree, with some ranks of a larger group."""
+    return agree(rows, WORDS.__getitem__, range(1, len(rows) + 1))
 
 
 def test_totals_are_added_up() -> None:
     """And a rank without a micro-batch has no kind of loss."""
-    found = agreed(
-        ROW,
-        ROW._replace(total=6.0, loss=5.0, going=1.0, missing=2.0),
-        Row(windows=3.0, parameters=7.0, weights=2.0, rates=0.1),
-    )
+    found = agreed(ROW, ROW._replace(total=6.0, loss=5.0, going=1.0, missing=2.0), EMPTY)
     assert (found.kind, found.total, found.loss, found.micro_batches) == ("mean", 10.0, 7.0, 2)
     assert (found.going, found.missing, found.loss_known, found.hooks) == (1, True, True, False)
     assert found.big_loss() == 0.7
@@ -51,63 +65,80 @@ def test_a_loss_that_is_not_known_is_the_average() -> None:
     assert agreed(row, row._replace(plain=5.0, unknown=0.0)).big_loss() == 4.0
 
 
-REFUSED: dict[str, tuple[dict[str, float], type[BigBatchError]]] = {
-    "kinds": ({"kind": SUM}, LossError),
-    "forms": ({"form": fingerprint("MseLoss times 3")}, LossError),
-    "ratios": ({"ratio": 0.5000001}, SeveralCounts),
-    "several counts": ({"several": 1.0}, SeveralCounts),
-    "windows": ({"windows": 4.0}, WindowError),
-    "parameters": ({"parameters": 8.0}, WindowError),
+DIFFER: dict[str, tuple[dict[str, float], type[BigBatchError]]] = {
+    "kind": ({"kind": SUM}, LossError),
+    "form": ({"form": 3.0}, LossError),
+    "ratio": ({"ratio": 0.5000001}, SeveralCounts),
     "weights": ({"weights": 2.1}, WindowError),
-    "settings": ({"settings": fingerprint("0.2", "None")}, ConfigurationError),
-    "rates": ({"rates": 0.2}, ConfigurationError),
-    "sparse": ({"sparse": 1.0}, ConfigurationError),
-    "hooked": ({"hooked": 1.0}, ConfigurationError),
-    "left out": ({"left_out": 2.0, "overlapped": 1.0}, LossError),
-    "not overlapped": ({"overlapped": 1.0}, WindowError),
+    "common": ({"common": 8.0}, ConfigurationError),
     "reached": ({"reached": 5.0}, WindowError),
+    **{name: ({"refused": REFUSED[name]}, REFUSALS[name][0]) for name in REFUSALS if name},
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", DIFFER)
 def test_what_differs_is_refused(name: str) -> None:
     """The text names the rank, and is the same whoever asks."""
-    other, kind = REFUSED[name]
-    common = {"form": fingerprint("MseLoss times 2"), "ratio": 0.5, "settings": fingerprint("0.1", "None")}
-    rows = [ROW._replace(**common), ROW._replace(**{**common, **other})]
+    other, kind = DIFFER[name]
+    row = ROW._replace(form=2.0, ratio=0.5)
     with pytest.raises(kind) as raised:
-        agreed(*rows)
-    approve("distributed", name, raised.value)
+        agreed(row, row._replace(**other))
+    approve("distributed", f"statement: {name}", raised.value)
 
 
 def test_a_term_that_counts_once_needs_every_rank() -> None:
     """Beside a sum each rank adds its share of it."""
-    rows = ROW._replace(kind=SUM, shares_once=1.0), ROW._replace(kind=0.0, micro_batches=0.0, total=0.0, loss=0.0)
-    with pytest.raises(WindowError) as raised:
-        agreed(*rows)
-    approve("distributed", "a share is missing", raised.value)
+    with pytest.raises(WindowError, match="rank 2 has no micro-batch"):
+        agreed(ROW._replace(kind=SUM, shares_once=1.0), EMPTY)
 
 
-def test_shards_with_a_hook_are_not_called_ddp() -> None:
-    """They have a hook of another kind."""
-    with pytest.raises(ConfigurationError) as raised:
-        agreed(ROW, ROW._replace(hooked=1.0), sharded=True)
-    approve("distributed", "hooked shards", raised.value)
-
-
-def test_replicas_of_shards_may_reach_other_parts() -> None:
-    """What a replica scatters is added up among its own ranks alone."""
+def test_what_is_no_difference() -> None:
+    """Parts that each replica reaches by itself; rounding; and what an empty rank does not have."""
     agreed(ROW._replace(reached=1.0, replica=0.0), ROW._replace(reached=2.0, replica=2.0))
-
-
-def test_rounding_of_weights_and_rates_is_no_difference() -> None:
-    """Machines may round their last digits differently."""
-    agreed(ROW, ROW._replace(weights=2.0 * (1 + 1e-8), rates=0.1 * (1 + 1e-12)))
+    agreed(ROW, ROW._replace(weights=2.0 * (1 + 1e-8)))
+    agreed(ROW._replace(form=2.0, ratio=0.5), EMPTY)
 
 
 def test_fingerprints_are_numbers_that_a_wire_holds_exactly() -> None:
     """Whole numbers below 2 ** 53; and what a window came to goes into the row."""
     assert 0 < fingerprint("MseLoss") == int(fingerprint("MseLoss")) < 2**53
     assert fingerprint() == fingerprint("") == 0.0
-    row = Statement(Row(going=1.0)).with_totals(Agreement("mean", 3.0, 1.5, micro_batches=2))
+    row = Row(going=1.0).with_totals(Agreement("mean", 3.0, 1.5, micro_batches=2))
     assert (row.kind, row.total, row.going, row.ratio) == (MEAN, 3.0, 1.0, -1.0)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 512), (torch.float16, 512)], ids=str)
+def test_other_weights_are_other_numbers_in_low_precision(dtype: torch.dtype, size: int) -> None:
+    """Whose sums would be the same, or infinite, in the type that they have."""
+    one, other = (torch.full((size, size), 1.0 + n / 64, dtype=dtype) for n in range(2))
+    found = [weights_in_one(each, torch.device("cpu")) for each in ([one, one], [one, other], [other, one])]
+    assert len(set(found)) == 3
+    assert all(map(math.isfinite, found))
+
+
+CHANGED: dict[str, Callable[[nn.Linear], object]] = {
+    "frozen": lambda layer: layer.bias.requires_grad_(False),
+    "another frozen": lambda layer: layer.weight.requires_grad_(False),
+    "none": lambda _: None,
+}
+
+
+def test_which_parameters_are_trained_is_told_in_words() -> None:
+    """By their places."""
+    found = set()
+    for change in CHANGED.values():
+        layer = nn.Linear(1, 1)
+        change(layer)
+        found.add(trained([*layer.parameters()]))
+    assert len(found) == 3
+
+
+def test_settings_are_told_in_words() -> None:
+    """Without digits in which machines may round differently, and without waiting for a device."""
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.1 * (1 + 1e-12), betas=(0.9, 0.99))
+    assert rates([optimizer]) == "0.1"
+    assert "betas=(0.9, 0.99)" in of_optimizers([optimizer])["options of the optimizer"]
+    optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")  # whoever reads it raises
+    assert rates([optimizer]) == "on the device"
+    assert of_scaler(None) == "None"
+    assert in_words(object()) == "object"

@@ -1,14 +1,21 @@
-"""Run a function on several ranks: real processes, a real gloo group, and a limit on how long they may take."""
+"""Run functions on several ranks: real processes that stay alive between tests, a new gloo group for each function.
 
+A process that fails while others still work is ended, as a user's would be: its peers lose their connection. Then, or
+when a process died or hangs, the next function gets new processes.
+"""
+
+import gc
 import os
-import pickle
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
@@ -16,6 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 LIMIT = 60.0  # seconds
+_PATIENCE = 0.3  # seconds until a rank that has failed is ended, while others work
+_pools: dict[int, "_Pool"] = {}
 
 
 class RankFailed(AssertionError):
@@ -29,55 +38,113 @@ def run_on_ranks(
 
     A process that will use a GPU must not be forked from one that has: `start="spawn"`.
     """
-    if start == "fork":
-        import_module("torch._dynamo")  # which optimizers import: half a second that each process would take
-    with tempfile.TemporaryDirectory() as folder:
+    pool = _pools.pop(number, None) if start == "fork" else None
+    pool = pool or _Pool(number, start, by)
+    found = pool.run(work, arguments, limit)
+    if start == "fork" and pool.is_whole:
+        _pools[number] = pool
+    else:
+        pool.end()
+    return found
+
+
+def exactly(number: int, work: Callable[..., Any], *arguments: Any, **named: Any) -> list[Any]:
+    """Return what all ranks returned; raise where one has failed: its own error, before those who lost a connection."""
+    found = run_on_ranks(number, work, *arguments, **named)
+    errors = [each for each in found if isinstance(each, BaseException)]
+    for error in sorted(errors, key=lambda each: "peer" in str(each) or "another rank" in str(each)):
+        raise error
+    return found
+
+
+class _Pool:
+    """Processes that wait for work."""
+
+    def __init__(self, number: int, start: str, by: str) -> None:
+        if start == "fork":  # what each process would import by itself
+            for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"):
+                import_module(name)
         context: Any = mp.get_context(start)
-        processes = [
-            context.Process(target=_run, args=(rank, number, folder, by, work, arguments), daemon=True)
-            for rank in range(number)
-        ]
-        for process in processes:
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(number):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, number, by), daemon=True)
             process.start()
-        for process in processes:
-            process.join(limit)
-        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
-        for process in processes:
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        self.is_whole = True
+
+    def run(self, work: Callable[..., Any], arguments: Sequence[Any], limit: float) -> list[Any]:
+        """Return what each rank came to."""
+        found: dict[int, Any] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self._pipes:
+                pipe.send((work, arguments, folder))
+            end, failed_at = monotonic() + limit, None
+            while len(found) < len(self._pipes):
+                waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
+                ready: list[Any] = wait(list(waiting), 0.05)
+                for pipe in ready:
+                    found[waiting[pipe]] = self._received(pipe)
+                failed = [rank for rank, each in found.items() if isinstance(each, Exception)]
+                failed_at = failed_at or (monotonic() if failed else None)
+                if len(found) < len(self._pipes) and failed_at and monotonic() > failed_at + _PATIENCE:
+                    for rank in failed:
+                        self._processes[rank].kill()
+                        self.is_whole = False
+                if monotonic() > end:
+                    self.end()
+                    raise RankFailed(f"ranks {sorted(waiting.values())} did not end within {limit:g} s")
+        return [found[rank] for rank in range(len(found))]
+
+    def _received(self, pipe: Connection) -> Any:
+        try:
+            return pipe.recv()
+        except EOFError:
+            self.is_whole = False
+            return RankFailed("the process died")
+
+    def end(self) -> None:
+        """End all processes."""
+        self.is_whole = False
+        for process in self._processes:
             process.kill()
-        if hanging:
-            raise RankFailed(f"ranks {hanging} did not end within {limit:g} s")
-        return [_result(Path(folder) / str(rank)) for rank in range(number)]
+        for process in self._processes:
+            process.join()
 
 
-def _result(path: Path) -> Any:
-    return pickle.loads(path.read_bytes()) if path.exists() else RankFailed("the process died")  # noqa: S301 - ours
-
-
-def _run(  # noqa: PLR0917 - what a process is started with
-    rank: int, number: int, folder: str, by: str, work: Callable[..., Any], arguments: tuple[Any, ...]
-) -> None:
+def _serve(pipe: Connection, rank: int, number: int, by: str) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    # Many tests train a model on each rank alone as well, to compare with.
-    warnings.filterwarnings("ignore", message="this process is one of")
-    dist.init_process_group(
-        by,
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=number,
-        timeout=timedelta(seconds=20),
-    )
-    try:
-        found = work(rank, *arguments)
-    except Exception as error:  # noqa: BLE001 - told to whoever asked
-        error.__dict__["seen"] = traceback.format_exc()  # travels with it
-        found = error
-    try:
-        data = pickle.dumps(found)
-    except Exception:  # noqa: BLE001 - an exception that cannot be sent as it is
-        data = pickle.dumps(RankFailed(repr(found)))
-    (Path(folder) / str(rank)).write_bytes(data)
-    if isinstance(found, Exception):
-        os._exit(1)  # as a process that ends by an error: its peers lose their connection
-    dist.barrier()
-    dist.destroy_process_group()
+    gc.freeze()  # what was there before is not looked through again
+    while True:
+        try:
+            work, arguments, folder = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        with warnings.catch_warnings():
+            # Many tests train a model on each rank alone as well, to compare with.
+            warnings.filterwarnings("ignore", message="this process is one of")
+            dist.init_process_group(
+                by,
+                init_method=f"file://{Path(folder) / 'meeting'}",
+                rank=rank,
+                world_size=number,
+                timeout=timedelta(seconds=20),
+            )
+            try:
+                found = work(rank, *arguments)
+                dist.barrier()
+            except Exception as error:  # noqa: BLE001 - told to whoever asked
+                error.__dict__["seen"] = traceback.format_exc()  # travels with it
+                found = error
+        try:
+            data = ForkingPickler.dumps(found)
+        except Exception:  # noqa: BLE001 - an exception that cannot be sent as it is
+            data = ForkingPickler.dumps(RankFailed(repr(found)))
+        pipe.send_bytes(data)
+        del found, work, arguments
+        gc.collect()
+        dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -12,26 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 _FIRST = "_static_graph_delay_allreduce_enqueued"
 
 
-@dataclass
-class _Quiet:
-    """A wrapper that is kept quiet: by how many, and whether its first backward was over before."""
-
-    first: bool
-    owners: int = 0
-
-
-_quiet: "weakref.WeakKeyDictionary[DistributedDataParallel, _Quiet]" = weakref.WeakKeyDictionary()
-
-
-def is_quiet(wrapper: DistributedDataParallel) -> bool:
-    """Whether a wrapper is kept quiet by one of us."""
-    return wrapper in _quiet
+# By how many a wrapper is kept quiet, and whether its first backward was over before.
+_quiet: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, bool]]" = weakref.WeakKeyDictionary()
 
 
 def keep_quiet(owner: object, wrappers: Sequence[DistributedDataParallel]) -> None:
     """Have DDP reduce nothing by itself, as long as `owner` lives, or another who wanted the same."""
     for wrapper in wrappers:
-        _quiet.setdefault(wrapper, _Quiet(getattr(wrapper, _FIRST, False))).owners += 1
+        owners, first = _quiet.get(wrapper, (0, getattr(wrapper, _FIRST, False)))
+        _quiet[wrapper] = owners + 1, first
         silence(wrapper)
         weakref.finalize(owner, _speak, weakref.ref(wrapper))
 
@@ -94,9 +82,9 @@ def _speak(reference: "weakref.ref[DistributedDataParallel]") -> None:
     wrapper = reference()
     if wrapper is None:
         return
-    found = _quiet[wrapper]
-    found.owners -= 1
-    if not found.owners:
-        del _quiet[wrapper]
+    owners, first = _quiet.pop(wrapper)
+    if owners > 1:
+        _quiet[wrapper] = owners - 1, first
+    else:
         wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
-        setattr(wrapper, _FIRST, found.first)
+        setattr(wrapper, _FIRST, first)

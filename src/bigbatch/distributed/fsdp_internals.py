@@ -1,13 +1,12 @@
-"""What FSDP keeps of a sharded module: its groups of parameters, and the whole ones that stand in for shards."""
+"""All that depends on private parts of FSDP2: its groups of parameters, what they reduce, and with whom."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-
-from bigbatch.errors import ConfigurationError
 
 
 def sharded(models: Sequence[nn.Module]) -> list[Any]:
@@ -26,6 +25,12 @@ def groups_of(part: Any) -> list[Any]:
 def parameters_of(parts: Iterable[Any]) -> Iterator[Any]:
     """Return what FSDP keeps of each parameter of some sharded modules."""
     return (each for part in parts for group in groups_of(part) for each in group.fsdp_params)
+
+
+def reduced_parameters(parts: Iterable[Any]) -> list[Tensor]:
+    """Return the parameters that FSDP reduces, as their modules have them now; they may have been replaced."""
+    infos = [each._module_info for each in parameters_of(parts)]  # noqa: SLF001 - no public name
+    return [getattr(info.module, info.param_name) for info in infos]
 
 
 def tensors_of(each: Any) -> list[Tensor]:
@@ -54,11 +59,6 @@ def held(tensor: Tensor) -> Tensor:
     return found
 
 
-def members(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group, as the world numbers them."""
-    return tuple(sorted(dist.get_process_group_ranks(group)))
-
-
 def flat(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return all ranks of a mesh as one group."""
     if mesh.ndim == 1:
@@ -66,12 +66,118 @@ def flat(mesh: DeviceMesh) -> dist.ProcessGroup:
     world = dist.group.WORLD
     if world is not None and mesh.size() == dist.get_world_size():
         return world
-    if not mesh.mesh_dim_names:
-        msg = (
-            f"the mesh of fully_shard, {mesh}, has several dimensions and no names for them, which torch needs to make "
-            "one group of it.\n"
-            'Name them:  init_device_mesh(kind, shape, mesh_dim_names=("replicas", "shards"))'
-        )
-        raise ConfigurationError(msg)
     found: dist.ProcessGroup = mesh._flatten().get_group()  # noqa: SLF001 - no public name
     return found
+
+
+# What a backward reduces.
+
+
+def reduce_in_backward(groups: Iterable[Any], own: set[int], *, reduces: bool) -> None:
+    """Have the next backward reduce the groups that have any parameter of `own`, or keep their gradients whole."""
+    for group in groups:  # another accumulator may want it otherwise, so each backward sets it anew
+        if any(id(each.sharded_param) in own for each in group.fsdp_params):
+            group.reduce_grads = group.all_reduce_grads = reduces
+
+
+def reduce_left(parts: Iterable[Any]) -> None:
+    """Reduce what was kept whole and not reached by the last backward: that of a model which it did not run."""
+    for part in parts:
+        if any(map(_waits, parameters_of([part]))):
+            # What FSDP calls at the end of a backward, for all modules of a model at once.
+            part._get_fsdp_state()._root_post_backward_final_callback()  # noqa: SLF001 - no public name
+
+
+def drop_waiting(parts: Iterable[Any], own: set[int]) -> None:
+    """Drop the gradients of `own` that were kept whole and not reduced."""
+    for each in parameters_of(parts):
+        if id(each.sharded_param) in own:
+            _set_waiting(each, None)
+            for whole in tensors_of(each)[1:]:
+                whole.grad = None
+
+
+@contextmanager
+def leaving_alone(parts: Iterable[Any], own: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, a backward reduces no group of parameters that has none of `own`, nor adds to what others have waiting.
+
+    Their `.grad` is left to whoever calls this, that of whole ones, too.
+    """
+    mine = set(map(id, own))
+    groups, waiting = [], []
+    for group in (group for part in parts for group in groups_of(part)):
+        others = [each for each in group.fsdp_params if id(each.sharded_param) not in mine]
+        waiting += [(each, each.unsharded_accumulated_grad) for each in others]
+        if len(others) == len(group.fsdp_params):
+            groups.append((group, group.reduce_grads))
+            group.reduce_grads = False
+    for each, _ in waiting:
+        _set_waiting(each, None)
+    try:
+        yield
+    finally:
+        for group, reduces in reversed(groups):  # modules that share a group name it twice
+            group.reduce_grads = reduces
+        for each, gradient in reversed(waiting):
+            _set_waiting(each, gradient)
+
+
+def _waits(each: Any) -> bool:
+    """Whether a gradient of this parameter is kept whole."""
+    return each.unsharded_accumulated_grad is not None or any(p.grad is not None for p in tensors_of(each)[1:])
+
+
+def _set_waiting(each: Any, gradient: Tensor | None) -> None:
+    """Set what a parameter has added up whole; from torch 2.15 on, that is the `.grad` of the whole one itself."""
+    if not isinstance(getattr(type(each), "unsharded_accumulated_grad", None), property):
+        each.unsharded_accumulated_grad = gradient
+
+
+# Replicas of shards (HSDP). FSDP's own way, `set_requires_all_reduce(False)`, keeps a group's sums in one flat piece:
+# where micro-batches reach different parameters it adds up unlike things, and never reduces what the last one leaves
+# out. So in our backwards a group knows of no replicas; they are added up when the window closes.
+
+
+def replicas_of(groups: Sequence[Any]) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same shards as this one; None where there are none, or they cannot be apart."""
+    found: dist.ProcessGroup | None = getattr(groups[0].mesh_info, "replicate_process_group", None)
+    if found is None or dist.get_world_size(found) == 1:
+        return None
+    with within_a_replica(groups):
+        return None if any(map(_adds_up_replicas, groups)) else found
+
+
+@contextmanager
+def within_a_replica(groups: Sequence[Any]) -> Iterator[None]:
+    """Inside, a backward reduces among the ranks of a replica, and leaves the sums of replicas apart."""
+    before = []
+    for group in groups:
+        whole, after_forward = group.mesh_info, group.post_forward_mesh_info
+        alone = _without_replicas(whole)
+        group.mesh_info = alone
+        if after_forward == whole:  # by which FSDP knows that weights are freed entirely after a forward
+            group.post_forward_mesh_info = alone
+        before.append((group, whole, alone, after_forward))
+    try:
+        yield
+    finally:
+        for group, whole, alone, after_forward in reversed(before):  # modules that share a group name it twice
+            group.mesh_info = whole
+            if group.post_forward_mesh_info is alone:  # or the first forward has changed its mind about it
+                group.post_forward_mesh_info = after_forward
+
+
+def _without_replicas(whole: Any) -> Any:
+    """Return what FSDP knows of a group's ranks, but for replicas; all of it where there are no shards."""
+    kind = next((kind for kind in type(whole).__mro__ if kind.__name__ == "FSDPMeshInfo"), type(whole))
+    found: Any = object.__new__(kind)
+    vars(found).update(vars(whole))
+    return found
+
+
+def _adds_up_replicas(group: Any) -> bool:
+    """Whether a backward would: another version of torch may have it elsewhere."""
+    try:
+        return group._all_reduce_process_group is not None  # noqa: SLF001 - no public name
+    except AssertionError:  # as FSDP says that there are none
+        return False

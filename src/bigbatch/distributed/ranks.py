@@ -8,34 +8,24 @@ its sum by that, and the gradients cross the wire once.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.distributed.fingerprint import parameters_in_one
-from bigbatch.distributed.statement import Agreement, Row, Statement, agree, fingerprint
-from bigbatch.distributed.team import Gradients, Team
-from bigbatch.errors import (
-    BatchError,
-    BigBatchError,
-    ConfigurationError,
-    LossError,
-    PathsDiffer,
-    RankFailed,
-    SeveralCounts,
-    WindowError,
-)
+from bigbatch.distributed.statement import REFUSED, Agreement, Row, Words, agree, fingerprint, trained
+from bigbatch.distributed.team import Team
+from bigbatch.errors import BatchError, BigBatchError, LossError, PathsDiffer, RankFailed, SeveralCounts, WindowError
 from bigbatch.loss.count import Count, TotalOfSum
 
-Message = Literal["statement", "totals", "passes", "meeting", "beginning", "unit", "failed"]
-_MESSAGES = ("statement", "totals", "passes", "meeting", "beginning", "unit", "failed")
+if TYPE_CHECKING:
+    from bigbatch.window.gradients import Gradients
+
 _NUMBERS = 40  # in every row: a rank that fails need not know which one the others wait for
 _HEADER = 3  # numbers that each row begins with: whether it has failed, whether it tries again, its place
-_TERMS = 16  # with totals that are counted in advance
-_LOOPS = 1 << 24  # that are told apart
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # objects that a group serves
 
 
@@ -59,10 +49,7 @@ class Ranks(Team):
         self._number = 0  # of all that these processes make together: the same on every rank
 
     def serve(self, owner: object) -> None:
-        """Begin, when nothing of `owner` can be refused any more.
-
-        It is counted only now, so that one which was refused on one rank alone leaves numbers the same on all.
-        """
+        """Begin. It is counted only now, so that one which was refused on one rank alone leaves numbers the same."""
         super().serve(owner)
         self._number = _made[self.group] = _made.get(self.group, 0) + 1
 
@@ -70,28 +57,40 @@ class Ranks(Team):
         """Begin a loop over batches: a window of one epoch is not made with that of another."""
         self._loops += 1
 
-    def wire(self, device: torch.device) -> torch.device:
-        """Return where to send from what is on a device."""
-        return torch.device("cpu") if device.type == "mps" else device  # which has no float64
+    def open_window(self) -> None:
+        """Begin a window, of which nothing was said yet."""
+        self.spoken = self.elsewhere = False
 
-    def rows(self, about: Message, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
-        """Contribute a row of numbers; returns those of all ranks. Raises where one has failed, or is elsewhere."""
-        place = float((self._number * len(_MESSAGES) + _MESSAGES.index(about)) * _LOOPS + self._loops % _LOOPS)
+    def wire(self, device: torch.device) -> torch.device:
+        """Return where to send from what is on a device: shards may wait where their group knows no way from."""
+        return self.device or (torch.device("cpu") if device.type == "mps" else device)  # which has no float64
+
+    def rows(self, about: str, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
+        """Contribute a row of numbers; returns those of all ranks, padded with zeros.
+
+        Raises on all ranks where one has failed, or has come to something else than `about`.
+        """
+        place = fingerprint(about, str(self._number), str(self._loops))
         found = self._gather([0.0, 0.0, place, *numbers], device)
         failed = [str(name) for name, row in zip(self._names, found, strict=True) if row[0]]
         if failed:
             self.spoken = True  # all have heard that something is wrong
             raise RankFailed(
-                f"{'ranks' if len(failed) > 1 else 'rank'} {', '.join(failed)} failed in this window, so it cannot be "
-                "made; nothing was changed on this one. The error is in the output of that rank."
+                f"rank {', '.join(failed)} failed in this window, so it cannot be made; nothing was changed on this "
+                "one. The error is in the output of that rank."
             )
         if any(row[1] for row in found):
             self.spoken = self.elsewhere = False  # nothing that was said of this window holds
             raise OthersTryAgain
         if len({row[2] for row in found}) > 1:
             self.spoken = True
-            raise WindowError(_ELSEWHERE, fix=_IN_STEP)
-        return [row[_HEADER : _HEADER + len(numbers)] for row in found]
+            raise WindowError(
+                "the ranks are at different places: one closes a window that another has not come to, or has no part "
+                "in, or one has left its loop over `over` by break and begun another.",
+                fix="the same windows in the same order on every rank: break on all in the same one, the same steps=, "
+                "as many batches where one `over` is inside another's, and as many accumulators and BigSteps",
+            )
+        return [row[_HEADER:] for row in found]
 
     def fail(self, device: torch.device) -> None:
         """Tell the others, who wait for this rank's numbers, that there will be none."""
@@ -104,7 +103,7 @@ class Ranks(Team):
 
     def _gather(self, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
         assert len(numbers) <= _NUMBERS  # noqa: S101 - a longer row than others send would leave all of them waiting
-        here = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+        here = [0.0 if isinstance(number, Tensor) else float(number) for number in numbers]
         row = torch.tensor([*here, *[0.0] * (_NUMBERS - len(here))], dtype=torch.float64, device=self.wire(device))
         for place, number in enumerate(numbers):
             if isinstance(number, Tensor):
@@ -124,104 +123,89 @@ class Ranks(Team):
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""
-        return round(max(row[0] for row in self.rows("passes", [float(number)], device)))
-
-    def share_flags(self, flags: Sequence[Tensor]) -> None:
-        """Have flags that are up on any rank be so on all, in place."""
-        found = torch.stack([flag.to(self.wire(flags[0].device)) for flag in flags])
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        for flag, up in zip(flags, found, strict=True):
-            flag.copy_(up)
+        return round(max(row[0] for row in self.rows("passes", [number], device)))
 
     def failed_anywhere(self, *, here: bool, device: torch.device) -> bool:
         """Return whether any rank has failed, this one included."""
-        return any(row[0] for row in self.rows("failed", [float(here)], device))
+        return any(row[0] for row in self.rows("failed", [here], device))
 
     def announce(self, title: str, device: torch.device) -> None:
         """Say which collective this rank has come to; raise on all ranks where they have come to different ones."""
-        codes = self.rows("meeting", [fingerprint(title)], device)
-        if all(code == codes[0] for code in codes):
-            return
-        titles = self._exchange(title)
-        listed = "\n".join(f"    rank {rank} is at {each}" for rank, each in zip(self._names, titles, strict=True))
-        raise PathsDiffer(
-            "the ranks of this window took different paths, and cannot go on together:\n"
-            f"{listed}\n"
-            "All must run the same operations across micro-batches in the same order, also in backward. Look for an "
-            "`if` on the rank or on the data, a layer that is skipped for some, or tensors of different shapes."
-        )
+        codes = [row[0] for row in self.rows("collective", [fingerprint(title)], device)]
+        if len(set(codes)) > 1:
+            titles = zip(self._names, self._exchange(title), strict=True)
+            listed = "\n".join(f"    rank {rank} is at {each}" for rank, each in titles)
+            raise PathsDiffer(
+                f"the ranks of this window took different paths, and cannot go on together:\n{listed}",
+                fix="the same operations across micro-batches on all ranks in the same order, also in backward: no "
+                "`if` on the rank or on the data, no tensors of different shapes",
+            )
 
     def check_batches(self, device: torch.device, *, has_batches: bool) -> None:
         """Make sure, before DDP reduces by itself, that all ranks have batches, or none: it could not be told there."""
         if not self.overlap or self.sharded:
             return
-        there = [bool(row[0]) for row in self.rows("beginning", [float(has_batches)], device)]
-        if any(there) and not all(there):
+        there = [row[0] for row in self.rows("batches", [has_batches], device)]
+        if len(set(there)) > 1:
             without = ", ".join(str(name) for name, has in zip(self._names, there, strict=True) if not has)
             raise BatchError(
                 f"rank {without} has no batch in this `over`, and with overlap=True all need as many windows.",
                 fix="Accumulator(...) without overlap=True: ranks may then have any number of micro-batches, or none",
             )
 
-    def open_window(self) -> None:
-        """Begin a window, of which nothing was said yet."""
-        self.spoken = self.elsewhere = False
-
     def totals(self, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
         """Add up totals that were counted in advance; a rank without a micro-batch has none, and gets those of others.
 
         Who has none sends no terms.
         """
-        if len(own) > _TERMS:
-            raise ConfigurationError(
-                f"a loss over several ranks can have {_TERMS} terms with counts of their own.", found=f"{len(own)}"
-            )
-        sums = [float(isinstance(each, TotalOfSum)) for each in own]
-        rest = [0.0] * (_TERMS - len(own))
-        rows = self.rows("totals", [float(len(own)), *sums, *rest, *own, *rest], device)
-        there = [row for row in rows if row[0]]
-        if len({tuple(row[: 1 + _TERMS]) for row in there}) > 1:
-            raise LossError(
-                "the ranks of this window have different losses: another number of terms over data, or a mean here "
-                "and a sum there. One big batch has one loss.",
-                fix="every term on every rank, times 0 where it does not apply",
-            )
+        pairs = chain.from_iterable((isinstance(each, TotalOfSum), each) for each in own)
+        there = [row for row in self.rows("totals", [len(own), *pairs], device) if row[0]]
         if not there:
             return ()
-        number = round(there[0][0])
-        columns = list(zip(*(row[1 + _TERMS : 1 + _TERMS + number] for row in there), strict=True))
-        return tuple(
-            TotalOfSum(1.0) if is_sum else sum(column)
-            for is_sum, column in zip(there[0][1 : 1 + number], columns, strict=True)
-        )
+        if len({(row[0], *row[1::2]) for row in there}) > 1:
+            raise LossError(
+                "the ranks of this window have different losses: another number of terms over data, or a mean here "
+                "and a sum there.",
+                fix="every term on every rank, times 0 where it does not apply",
+            )
+        columns = zip(there[0][1::2], *(row[2::2] for row in there), strict=True)
+        every = [TotalOfSum(1.0) if is_sum else sum(counts) for is_sum, *counts in columns]
+        return tuple(every[: round(there[0][0])])
 
     def agree_on_unit(self, total: Count, device: torch.device) -> float | None:
         """Return one unit of weights: what a window counts, if all micro-batches are like the first of `total`."""
         self.unit = max(sum(row[0] for row in self.rows("unit", [total], device)), 1.0)
         return self.unit
 
-    def agree(self, mine: Agreement, statement: Callable[..., Statement], gradients: Gradients) -> Agreement:
+    def agree(
+        self, mine: Agreement, describe: Callable[[bool], tuple[Row, Words]], gradients: "Gradients"
+    ) -> Agreement:
         """Contribute this rank's row and get those of all others. This waits: for the slowest rank, and the device.
 
         Where ranks cannot make one batch of what they have, all of them raise the same error.
         """
-        said: Statement = statement(first=not self.windows)
-        return self._agreed(self._completed(said.with_totals(mine), gradients), said, gradients.device)
+        row, words = describe(not self.windows)
+        row = self._completed(row.with_totals(mine), gradients)
+        common = {**words["common"], **self._common(row, gradients)}
+        words = {**words, "common": common}
+        row = row._replace(**{name: fingerprint(*said.values()) for name, said in words.items()})
+        return self._agreed(row, words, gradients.device)
 
-    def _agreed(self, row: Row, said: Statement, device: torch.device) -> Agreement:
+    def _agreed(self, row: Row, words: Words, device: torch.device) -> Agreement:
         self.spoken = True
-        rows = [Row(*each) for each in self.rows("statement", row, device)]
-        found = agree(rows, lambda name: self._exchange(said.words[name]), self._names, sharded=self.sharded)
+        rows = [Row(*each[: len(row)]) for each in self.rows("statement", row, device)]
+        found = agree(rows, lambda name: self._exchange(words[name]), self._names)
         self.others_go_on = bool(found.going > row.going)
         return found
 
-    def _completed(self, row: Row, gradients: Gradients) -> Row:
+    def _completed(self, row: Row, gradients: "Gradients") -> Row:
         """Return a row with what this team knows of the gradients and of itself."""
-        return row._replace(
-            windows=float(self.windows),
-            parameters=parameters_in_one(gradients.every),
-            missing=float(sum(p.grad is None for p in gradients.parameters)),
-        )
+        return row._replace(missing=float(sum(p.grad is None for p in gradients.parameters)))
+
+    def _common(self, row: Row, gradients: "Gradients") -> dict[str, str]:
+        """Return in words what all ranks must have alike."""
+        del row
+        return {"parameters trained": trained(gradients.every), "windows made": str(self.windows)}
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Return of each flag whether any rank has it up."""
@@ -229,14 +213,13 @@ class Ranks(Team):
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in found.tolist()]
 
-    def check_finite(self, gradients: Gradients) -> None:
+    def check_finite(self, gradients: "Gradients") -> None:
         """Raise on all ranks where a micro-batch that counts nothing may have left 0 / 0 in the gradient."""
         finite = bool(torch.isfinite(gradients.norm())) if gradients.dense() else True
         if self.failed_anywhere(here=not finite, device=gradients.device):
             raise LossError(
-                "the gradient is not finite, and a micro-batch of this window counts nothing, on this rank or "
-                "another: where its loss divides by its count by hand, 0 / 0 stands in its gradient, which all ranks "
-                "got in its backward. Nothing was stepped.",
+                "the gradient is not finite, and a micro-batch of this window counts nothing, on this rank or another: "
+                "a loss that divides by its count by hand has 0 / 0 in its gradient. Nothing was stepped.",
                 fix="loss = (values * mask).sum() / mask.sum().clamp(min=1), with count=mask.sum()",
             )
 
@@ -261,7 +244,7 @@ class Ranks(Team):
         """Tell others that counts must be known in advance."""
         if not self.spoken:
             with suppress(SeveralCounts):
-                self._agreed(Row(several=1.0), Statement(Row()), device)
+                self._agreed(Row(refused=REFUSED["several"]), {}, device)
 
 
 def is_of_the_wire(error: BaseException) -> bool:
@@ -279,18 +262,7 @@ def naming_lost_ranks() -> Iterator[None]:
         if is_of_the_wire(error) and not isinstance(error, RankFailed):
             raise RankFailed(
                 "another rank has ended, or does not answer, so this window cannot be made. The error is in that "
-                "rank's own output (it may have run out of memory, or been killed).",
+                "rank's own output, unless the system has killed it.",
                 fix="all ranks started again, from a checkpoint",
             ) from error
         raise
-
-
-_ELSEWHERE = (
-    "the ranks are at different places: one closes a window that another has not come to, or has no part in, or one "
-    "has left its loop over `over` by break and begun another."
-)
-_IN_STEP = (
-    "on every rank the same windows in the same order (break on all in the same one), the same steps=, as many batches "
-    "where one `over` is inside another's, samples in each update where they are coupled, and as many accumulators and "
-    "BigSteps"
-)

@@ -4,7 +4,8 @@ With `overlap` DDP itself reduces in a window's last backward, beside the comput
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.distributed.ddp_internals import has_reduced, hooked, left_out, let_speak, share_buffers, silence
-from bigbatch.distributed.fingerprint import weights_in_one
+from bigbatch.distributed.fsdp_internals import held
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.reached import Reached, adding_zeros
-from bigbatch.distributed.statement import Agreement, Row
-from bigbatch.distributed.team import Gradients
+from bigbatch.distributed.statement import REFUSED, Agreement, Row, weights_in_one
+from bigbatch.distributed.team import adding_zeros
 from bigbatch.errors import LossError, WindowDisturbed, WindowError
 from bigbatch.loss.count import LOW_PRECISION, Count
+
+if TYPE_CHECKING:
+    from bigbatch.window.gradients import Gradients
 
 _BUCKET = 32 << 20  # bytes that are sent at once: enough to fill a wire, and small beside a model
 _IN_FLIGHT = 2  # buckets under way while the next one is filled
@@ -40,7 +43,7 @@ class Replicas(Ranks):
         """Belong to a group; `models` are those whose weights nobody has sent to all."""
         super().__init__(group, wrappers)
         self._models = models
-        self.overlap = self.in_common = self.looks_ahead = overlap
+        self.overlap = self.in_common = overlap
         self._reduces = self._reduced = False  # whether DDP reduces in the next backward; whether it has in the last
         self._left_out = 0  # gradients that the last backward has not added to
 
@@ -59,8 +62,8 @@ class Replicas(Ranks):
         """Raise where DDP of other ranks may wait inside of a backward that does not come."""
         if self.overlap:
             raise WindowError(
-                "the last batch of `over` had no accumulator.backward(loss) on this rank, and with overlap=True DDP "
-                "reduces in that backward: other ranks may be waiting for it inside. Nothing was stepped.",
+                "the last batch of `over` had no accumulator.backward(loss) on this rank, and with overlap=True DDP of "
+                "other ranks may wait for it inside of theirs. Nothing was stepped.",
                 fix="Accumulator(...) without overlap=True, or leave batches out before accumulator.over(loader)",
             )
 
@@ -71,43 +74,46 @@ class Replicas(Ranks):
             for wrapper in self.wrappers:  # or it waits for a backward since its forward
                 getattr(wrapper.reducer, "_reset_state", bool)()
             raise WindowDisturbed(
-                "DistributedDataParallel is about to reduce in this backward, and bigbatch reduces once per update: "
-                "something has set require_backward_grad_sync since, as the end of a no_sync() does. Nothing was "
-                "added.",
+                "DistributedDataParallel would reduce in this backward by itself: something has set "
+                "require_backward_grad_sync, as the end of a no_sync() does. Nothing was added.",
                 fix="the loop without no_sync(): DDP is kept quiet while this accumulator lives",
             )
         if self.in_common:
             refuse_rounded(dtype)
 
-    def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> AbstractContextManager[None]:
-        """Note what DDP's own reduction leaves out."""
-        return self._around(own, adds=adds)
-
     @contextmanager
-    def _around(self, own: Sequence[Tensor], *, adds: bool) -> Iterator[None]:
+    def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> Iterator[None]:
+        """Note what DDP's own reduction leaves out."""
         reached = Reached(own) if self._reduces else None
         with naming_lost_ranks(), nullcontext() if adds else adding_zeros(own):
             yield
         self._reduced = reached is not None
         self._left_out = 0 if reached is None else reached.left_out()
 
-    def _completed(self, row: Row, gradients: Gradients) -> Row:
+    def _completed(self, row: Row, gradients: "Gradients") -> Row:
         row = super()._completed(row, gradients)
         if not self.windows:
             row = row._replace(weights=weights_in_one([*gradients.parameters, *self._frozen()], gradients.device))
-        if not self._reduced:
-            sparse = sum(p.grad is not None and p.grad.is_sparse for p in gradients.parameters)
-            return row._replace(sparse=float(sparse), hooked=0.0 if self.overlap else float(hooked(self.wrappers)))
-        left = self._left_out + sum(not has_reduced(wrapper) for wrapper in self.wrappers)
-        left += left_out(self.wrappers, gradients.parameters)
-        return row._replace(left_out=float(left), overlapped=float(row.micro_batches > 0))
+        if self._reduced:
+            left = self._left_out + left_out(self.wrappers, gradients.parameters)
+            wrong = "left out" if left or not all(map(has_reduced, self.wrappers)) else ""
+        else:
+            is_sparse = any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters)
+            wrong = "sparse" if is_sparse else "hooked" if not self.overlap and hooked(self.wrappers) else ""
+        return row._replace(refused=row.refused or REFUSED[wrong])
+
+    def _common(self, row: Row, gradients: "Gradients") -> dict[str, str]:
+        found = super()._common(row, gradients)
+        if self.overlap and self._reduced:
+            found["batches left, with overlap=True"] = str(bool(row.going))
+        return found
 
     def _frozen(self) -> list[Tensor]:
         """Return the weights that nobody trains, and that all should have in common; but for packed ones (8 bits)."""
         every = (p for model in self._models for p in model.parameters() if not p.requires_grad)
         return [p for p in every if type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1]
 
-    def reduce(self, gradients: Gradients, correction: Count, agreement: Agreement) -> Count:
+    def reduce(self, gradients: "Gradients", correction: Count, agreement: Agreement) -> Count:
         """Correct the gradients and add them up over all ranks, unless DDP has."""
         if self._reduced:
             gradients.scale(correction * self.size)  # DDP has averaged
@@ -121,18 +127,40 @@ class Replicas(Ranks):
             share_buffers(wrapper)
 
 
+class Reached:
+    """Which of some parameters a backward has added a gradient to."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        """Look at their gradients, before it. They are held, so that no new one can take an old one's place."""
+        self._parameters = parameters
+        self._before = self._gradients()
+
+    def flags(self) -> bytes:
+        """Return of each parameter whether something was added since."""
+        both = zip(self._before, self._gradients(), strict=True)
+        return bytes(now is not was or version != then for (was, then), (now, version) in both)
+
+    def left_out(self) -> int:
+        """Return how many gradients were there before, and got nothing."""
+        return sum(was is not None and not flag for (was, _), flag in zip(self._before, self.flags(), strict=True))
+
+    def _gradients(self) -> list[tuple[Tensor | None, int]]:
+        every = [None if p.grad is None else held(p.grad) for p in self._parameters]
+        return [(each, 0 if each is None else each._version) for each in every]  # noqa: SLF001 - torch's own counter
+
+
 def refuse_rounded(dtype: torch.dtype) -> None:
     """Refuse a loss whose weight would be rounded where nothing can make it good."""
     if dtype in LOW_PRECISION:
         raise LossError(
-            f"this loss is of {dtype}, which would round its weight, and what is left over cannot be made good where "
-            "gradients of all ranks are added up in backward (fully_shard, or overlap=True).",
+            f"this loss is of {dtype}, which rounds its weight. Where gradients of all ranks are added up in backward "
+            "(fully_shard, or overlap=True), nothing can correct that.",
             fix="a loss in float32:  criterion(logits.float(), labels)",
         )
 
 
 def add_up_corrected(
-    ranks: Ranks, group: dist.ProcessGroup, gradients: Gradients, correction: Count, agreement: Agreement
+    ranks: Ranks, group: dist.ProcessGroup, gradients: "Gradients", correction: Count, agreement: Agreement
 ) -> None:
     """Correct the gradients, fill those that only other ranks have reached with zeros, and add all up over a group."""
     if agreement.missing:

@@ -6,18 +6,24 @@ cannot make one big batch, all raise the same error, which names the ranks that 
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
+from bigbatch.distributed.fsdp_internals import local
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
-from bigbatch.loss.count import RATIO_TOLERANCE, Count
+from bigbatch.loss.count import LOW_PRECISION, RATIO_TOLERANCE, Count
 
 KINDS = ("", "mean", "sum", "known")  # of the terms over data
-_SAME = 1e-6  # relative: sums of weights in float32, and learning rates that machines compute
-_IN_ADVANCE = "Accumulator(..., counts=lambda batch: (tokens, samples))"
+Words = Mapping[str, Mapping[str, str]]  # by the field of `Row` that is their fingerprint; exchanged where it differs
+_SAME = 1e-6  # relative: sums of weights in float32
+_NOT_SAID = frozenset("lr params param_names fused foreach capturable differentiable initial_lr".split())
 
 
 class Agreement(NamedTuple):
@@ -58,34 +64,20 @@ class Row(NamedTuple):
     going: Count = 0.0  # whether this rank has batches for another window
     shares_once: Count = 0.0  # whether it has added its share of a term that counts once
     ratio: Count = -1.0  # of its several counts to the first, where it has counted anything
-    several: Count = 0.0  # whether its counts must be known in advance
+    refused: Count = 0.0  # what this rank alone would refuse, by its place in REFUSALS
     form: Count = 0.0  # its terms and their factors, where those are the same in every micro-batch
     missing: Count = 0.0  # parameters that got no gradient
-    left_out: Count = 0.0  # gradients that DDP has not reduced in the last backward, though it should have
-    overlapped: Count = 0.0  # whether it has reduced there
-    sparse: Count = 0.0  # gradients that are, and should be added up
-    hooked: Count = 0.0  # wrappers with a communication hook that is not called
     hooks: Count = 0.0  # whether it has any of its own to call before the step
     nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
     reached: Count = 0.0  # which shards its backwards have reached
     replica: Count = 0.0  # with whom it scatters them
-    windows: Count = 0.0  # made until now
-    parameters: Count = 0.0  # which are trained
-    weights: Count = 0.0  # their values, before the first window
-    settings: Count = 0.0  # before the first window
-    rates: Count = 0.0  # the learning rates
+    common: Count = 0.0  # what all must have alike: windows made, parameters trained, learning rates, settings
+    weights: Count = 0.0  # the parameters' values, before the first window
 
-
-class Statement(NamedTuple):
-    """What a window says of itself: a row, and the words behind its fingerprints, exchanged only where those differ."""
-
-    row: Row
-    words: Mapping[str, Any] = {}
-
-    def with_totals(self, mine: Agreement) -> Row:
+    def with_totals(self, mine: Agreement) -> "Row":
         """Return the row with what this rank's window came to."""
         known = mine.loss_known
-        return self.row._replace(
+        return self._replace(
             kind=float(KINDS.index(mine.kind)),
             total=mine.total if mine.kind == "mean" else 0.0,
             loss=mine.loss,
@@ -96,21 +88,22 @@ class Statement(NamedTuple):
         )
 
 
-def fingerprint(*words: str) -> float:
-    """Return one number of some words, the same in every process, which a float64 holds exactly; 0 of none."""
-    if not any(words):
-        return 0.0
-    return float(1 + int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=6).digest(), "big"))
-
-
-def agree(
-    rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequence[int] | None = None, *, sharded: bool
-) -> Agreement:
+def agree(rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequence[int]) -> Agreement:
     """Return what the windows of all ranks come to. All ranks have the same rows, so all raise the same, or none.
 
     `exchange` returns the words of all ranks behind a fingerprint; `ranks` are their numbers.
     """
-    _Comparison(rows, exchange, range(len(rows)) if ranks is None else ranks, sharded=sharded).refuse()
+    for name, (error, problem, fix) in REFUSALS.items():
+        if name and (found := _named(ranks, [row.refused == REFUSED[name] for row in rows])):
+            raise error(problem.format(found), fix=fix)
+    for check in _ALIKE:
+        _refuse_difference(check, rows, exchange, ranks)
+    if any(row.shares_once for row in rows) and (empty := _named(ranks, [not row.micro_batches for row in rows])):
+        raise WindowError(
+            "this loss has a term of parameters alone, of which every rank adds its share, and "
+            f"{empty} has no micro-batch in this window.",
+            fix="a micro-batch on every rank; or weight_decay= of the optimizer in the term's place",
+        )
     kinds = [row.kind for row in rows if row.micro_batches]
     return Agreement(
         kind=KINDS[int(kinds[0])] if kinds else "",
@@ -127,187 +120,198 @@ def agree(
     )
 
 
-class _Comparison:
-    """The rows of all ranks, side by side."""
+class _Check(NamedTuple):
+    """A field that all ranks must have alike, and the error where they do not."""
 
-    def __init__(
-        self, rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequence[int], *, sharded: bool
-    ) -> None:
-        self._rows, self._exchange, self._ranks, self._sharded = rows, exchange, ranks, sharded
-
-    def refuse(self) -> None:
-        """Raise where ranks cannot make one batch of what they have."""
-        self._refuse_what_any_has()
-        self._refuse_overlap()
-        several = self._having("several")
-        if several:
-            raise SeveralCounts(
-                f"the terms of this loss were averaged over different things, on {several}: their totals must be "
-                "known in advance.",
-                fix=_IN_ADVANCE,
-            )
-        self._refuse_unlike_ranks()
-        self._refuse_unlike_losses()
-        self._refuse_lone_shares()
-        if any(self._differ(row for row in self._rows if row.replica == each) for each in self._of("replica")):
-            raise WindowError(
-                "micro-batches of this window have reached other parameters on one rank than on another, or one rank "
-                "has dropped a window that others go on with: gradients of one parameter may be in another's shards.",
-                fix="the same parts of the model in every pass on all ranks, and discard() on all; or "
-                "DistributedDataParallel",
-            )
-
-    def _refuse_what_any_has(self) -> None:
-        for name, kind, problem, fix in _REFUSED:
-            if found := self._having(name):
-                said = _SHARDS_HOOKED if name == "hooked" and self._sharded else problem
-                raise kind(f"{said}, on {found}. Nothing was stepped.", fix=fix)
-
-    def _refuse_overlap(self) -> None:
-        overlapped, going = self._having("overlapped", other=True), self._having("going", other=True)
-        if len(self._of("overlapped")) > 1:
-            raise WindowError(_OVERLAP.format(f"{overlapped} has not reduced in its last backward"), fix=_NO_OVERLAP)
-        if self._rows[0].overlapped and len(self._of("going")) > 1:
-            raise WindowError(_OVERLAP.format(f"{going} has no batch after this window"), fix=_NO_OVERLAP)
-
-    def _refuse_unlike_ranks(self) -> None:
-        """Raise where ranks have something else that they should have in common."""
-        if len(self._of("windows")) > 1:
-            raise WindowError(
-                f"ranks have made different numbers of windows together ({self._each('windows')}): one of them failed "
-                "in its step, and went on, so their weights may differ.",
-                fix="a checkpoint of the model and the optimizer, loaded on every rank",
-            )
-        if len(self._of("parameters")) > 1:
-            raise WindowError(
-                f"the ranks of this window train different parameters ({self._apart('parameters')}), so their "
-                "gradients cannot be added up.",
-                fix="the same model on every rank, with the same parameters frozen, all of them in the optimizer",
-            )
-        if not self._close("weights"):
-            raise WindowError(
-                f"the ranks of this window began with different weights ({self._apart('weights')}), or with the same "
-                "in another order, so each would train a model of its own.",
-                fix="torch.manual_seed(0) before the model is made, one checkpoint on every rank, or "
-                "DistributedDataParallel; and one order in the optimizer",
-            )
-        if len(self._of("settings")) > 1:
-            raise ConfigurationError(
-                "the ranks of this window have different settings, so each would make a step of its own. Nothing was "
-                "stepped.",
-                found=_shown(self._exchange("settings"), self._ranks),
-                fix="the same settings on every rank, and the checkpoint loaded on every rank",
-            )
-        if not self._close("rates"):
-            raise ConfigurationError(
-                f"the ranks of this window have different learning rates ({self._apart('rates')}), so each would make "
-                "a step of its own. Nothing was stepped.",
-                fix="one rate on every rank; where a validation loss sets it, torch.distributed.broadcast(loss, 0)",
-            )
-
-    def _refuse_unlike_losses(self) -> None:
-        there = [row for row in self._rows if row.micro_batches]
-        if len({row.kind for row in there}) > 1:
-            kinds = ", ".join(
-                f"a {KINDS[int(row.kind)] or 'constant'} on rank {rank}"
-                for rank, row in zip(self._ranks, self._rows, strict=True)
-                if row.micro_batches
-            )
-            raise LossError(
-                f"the ranks of this window have different losses: {kinds}. One big batch has one loss.",
-                fix="the same loss on every rank",
-            )
-        if len(self._of("form") - {0.0}) > 1:
-            said = self._exchange("form")
-            named = ", ".join(f"{each} on rank {rank}" for rank, each in zip(self._ranks, said, strict=True) if each)
-            raise LossError(
-                f"the ranks of this window have different losses: other terms, or other factors of them, {named}. A "
-                "factor that differs may be a count in disguise. Nothing was stepped.",
-                fix="the same loss on every rank; where it is meant to differ (mixup), "
-                "accumulator.backward(loss, count=n)",
-                fix_in_step="the same loss on every rank; where it is meant to differ (mixup), return counted(loss, n)",
-            )
-        ratios = [row.ratio for row in self._rows if row.ratio >= 0]
-        if ratios and max(ratios) - min(ratios) > RATIO_TOLERANCE * max(ratios):
-            raise SeveralCounts(
-                "the terms of this loss were averaged over different things, and the ratio of their counts is not the "
-                f"same on all ranks ({self._each('ratio')}).",
-                fix=_IN_ADVANCE,
-            )
-
-    def _refuse_lone_shares(self) -> None:
-        """A term that counts once is shared between ranks: a rank without a micro-batch adds no share."""
-        empty = self._named(not row.micro_batches for row in self._rows)
-        if not empty or not any(row.shares_once for row in self._rows):
-            return
-        known = any(row.kind == KINDS.index("known") for row in self._rows)
-        beside = "terms whose counts are known in advance" if known else "a sum"
-        instead = "weight_decay= of the optimizer" if known else "a mean over data in the sum's place"
-        raise WindowError(
-            f"this loss has a term of parameters alone beside {beside}: every rank adds its share of that, and {empty} "
-            "has no micro-batch in this window.",
-            fix=f"a micro-batch on every rank; or {instead}",
-        )
-
-    def _of(self, name: str) -> set[Count]:
-        return {getattr(row, name) for row in self._rows}
-
-    def _close(self, name: str) -> bool:
-        """Whether ranks have the same number, but for rounding."""
-        found = [abs(getattr(row, name)) for row in self._rows]
-        return not max(found) - min(found) > _SAME * max(found)
-
-    @staticmethod
-    def _differ(rows: Any) -> bool:
-        return len({row.reached for row in rows}) > 1
-
-    def _having(self, name: str, *, other: bool = False) -> str:
-        """Name the ranks that have something, or the `other` ones."""
-        return self._named(bool(getattr(row, name)) != other for row in self._rows)
-
-    def _named(self, flags: Any) -> str:
-        found = [str(rank) for rank, flag in zip(self._ranks, flags, strict=True) if flag]
-        return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else ""
-
-    def _each(self, name: str) -> str:
-        numbers = (getattr(row, name) for row in self._rows)
-        return ", ".join(f"{each:.15g} on rank {rank}" for rank, each in zip(self._ranks, numbers, strict=True))
-
-    def _apart(self, name: str) -> str:
-        """Name the ranks that have another number than the first."""
-        first = getattr(self._rows[0], name)
-        return f"those of {self._named(getattr(row, name) != first for row in self._rows)} differ"
+    field: str
+    error: type[BigBatchError]
+    problem: str
+    fix: str
+    fix_in_step: str | None = None
+    shows: Literal["ranks", "numbers", "words"] = "ranks"  # what the error tells of the rows
+    within: float = 0.0  # relative: numbers so close are the same
+    counts: Callable[[Row], object] = lambda _: True  # whether a rank has anything to compare
+    among: str = ""  # a field: only ranks that have it alike are compared
 
 
-def _shown(settings: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
-    """Name the settings that differ, with what each rank has."""
-    names = [name for name in settings[0] if len({each.get(name) for each in settings}) > 1]
-    return "; ".join(
-        f"{name}: {', '.join(f'{each.get(name)} on rank {rank}' for rank, each in zip(ranks, settings, strict=True))}"
-        for name in names
-    )
+def _refuse_difference(
+    check: _Check, rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequence[int]
+) -> None:
+    first: dict[Count, Count] = {}  # by the field `among`
+    differ = []
+    for row in rows:
+        mine = getattr(row, check.field)
+        than = first.setdefault(getattr(row, check.among, 0.0), mine) if check.counts(row) else mine
+        differ.append(abs(mine - than) > check.within * max(abs(mine), abs(than)))
+    if not any(differ):
+        return
+    found = f"others on {_named(ranks, differ)}"
+    if check.shows == "words":
+        said: list[Mapping[str, str]] = exchange(check.field)
+        differing = [name for name in {**said[0], **said[-1]} if len({each.get(name) for each in said}) > 1]
+        names = [name for name in differing if all(name in each for each in said)] or differing
+        found = "; ".join(f"{name}: {_listed(ranks, (each.get(name, '') for each in said))}" for name in names)
+    elif check.shows == "numbers":
+        found = _listed(ranks, (f"{getattr(row, check.field):.15g}" if check.counts(row) else "" for row in rows))
+    raise check.error(check.problem, found=found, fix=check.fix, fix_in_step=check.fix_in_step)
 
 
-_NO_OVERLAP = "Accumulator(...) without overlap=True: ranks may then have any number of micro-batches, or none"
-_OVERLAP = "overlap=True needs all ranks in every window, and {}."
-_SHARDS_HOOKED = (
-    "this sharded model has an all-reduce hook, set_all_reduce_hook(...), which changes what ranks have added up"
+def _named(ranks: Sequence[int], flags: Sequence[object]) -> str:
+    found = [str(rank) for rank, flag in zip(ranks, flags, strict=True) if flag]
+    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else ""
+
+
+def _listed(ranks: Sequence[int], values: Iterable[str]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for rank, value in zip(ranks, values, strict=True) if value)
+
+
+_SAME_LOSS = "the same loss on every rank; where it is meant to differ (mixup), "
+_COUNTS = "Accumulator(..., counts=lambda batch: (tokens, samples))"
+_NO_OVERLAP = "Accumulator(...) without overlap=True, which reduces when a window closes"
+REFUSALS: dict[str, tuple[type[BigBatchError], str, str]] = {
+    "": (BigBatchError, "", ""),
+    "sparse": (
+        ConfigurationError,
+        "gradients on {} are sparse, and cannot be added up over ranks. Nothing was stepped.",
+        "dense gradients, nn.Embedding(..., sparse=False)",
+    ),
+    "hooked": (
+        ConfigurationError,
+        "the model on {} has a communication hook, and bigbatch adds up gradients without it.",
+        "the model without a hook; or, with DDP, Accumulator(..., overlap=True), which has DDP reduce",
+    ),
+    "left out": (
+        LossError,
+        "DDP on {} has not reduced all gradients in the last backward of this window. Nothing was stepped.",
+        f"a last micro-batch that uses all parameters, in a forward of DDP and outside of no_sync(); or {_NO_OVERLAP}",
+    ),
+    "early": (
+        WindowError,
+        "this window ends on {} before its last backward, in which alone overlap=True reduces a sharded model.",
+        f"accumulator.discard(), then {_NO_OVERLAP}; or accumulator.steps set before a shorter window",
+    ),
+    "several": (
+        SeveralCounts,
+        "the terms of this loss on {} were averaged over different things: their totals must be known in advance.",
+        _COUNTS,
+    ),
+}
+REFUSED = {name: float(place) for place, name in enumerate(REFUSALS)}
+_ALIKE = (
+    _Check(
+        "common",
+        ConfigurationError,
+        "the ranks of this window differ, so each would make a step of its own. Nothing was stepped.",
+        "the same settings, trained parameters and checkpoint on every rank",
+        shows="words",
+    ),
+    _Check(
+        "weights",
+        WindowError,
+        "the ranks of this window began with different weights, or have the same in another order.",
+        "torch.manual_seed(0) before the model is made, or one checkpoint; and one order in the optimizer",
+        within=_SAME,
+    ),
+    _Check(
+        "kind",
+        LossError,
+        "the ranks of this window have different losses: a mean on some, and a sum on others.",
+        "the same loss on every rank",
+        counts=lambda row: row.micro_batches,
+    ),
+    _Check(
+        "form",
+        LossError,
+        "the ranks of this window have different losses: other terms, or other factors of them. A factor that differs "
+        "may be a count in disguise.",
+        f"{_SAME_LOSS}accumulator.backward(loss, count=n)",
+        f"{_SAME_LOSS}return counted(loss, n)",
+        shows="words",
+        counts=lambda row: row.form,
+    ),
+    _Check(
+        "ratio",
+        SeveralCounts,
+        "the terms of this loss were averaged over different things, and the ratio of their counts is not the same on "
+        "all ranks.",
+        _COUNTS,
+        shows="numbers",
+        within=RATIO_TOLERANCE,
+        counts=lambda row: row.ratio >= 0,
+    ),
+    _Check(
+        "reached",
+        WindowError,
+        "micro-batches of this window have reached different parameters on each rank, or one rank has dropped a window "
+        "that others go on with: gradients of one parameter may be in another's shards.",
+        "the same parts of the model in every pass on all ranks, and discard() on all; or DistributedDataParallel",
+        among="replica",
+    ),
 )
-_SPARSE = "gradients are sparse, and cannot be added up over ranks here"
-_HOOKED = (
-    "this DistributedDataParallel has a communication hook, and gradients are reduced without DDP, so it would not be "
-    "called"
-)
-_NO_HOOK = (
-    "the model without the hook; or Accumulator(..., overlap=True), which has DDP reduce in a window's last backward"
-)
-_LEFT_OUT = (
-    "DDP has not reduced all gradients in the last backward of this window: some came in earlier micro-batches alone "
-    "or in none, or a forward was not that of DDP, or under its no_sync()"
-)
-_AFTERWARDS = "Accumulator(...) without overlap=True, which reduces all of them after the last backward"
-_REFUSED: tuple[tuple[str, type[BigBatchError], str, str], ...] = (
-    ("sparse", ConfigurationError, _SPARSE, "dense ones, nn.Embedding(..., sparse=False)"),
-    ("hooked", ConfigurationError, _HOOKED, _NO_HOOK),
-    ("left_out", LossError, _LEFT_OUT, _AFTERWARDS),
-)
+
+
+# What a rank says of itself.
+
+
+def fingerprint(*words: str) -> float:
+    """Return one number of some words, the same in every process, which a float64 holds exactly; 0 of none."""
+    if not any(words):
+        return 0.0
+    return float(1 + int.from_bytes(hashlib.blake2b("\n".join(words).encode(), digest_size=6).digest(), "big"))
+
+
+def rates(optimizers: Sequence[Optimizer]) -> str:
+    """Return the learning rates in words."""
+    return ", ".join(in_words(group["lr"]) for each in optimizers for group in each.param_groups if "lr" in group)
+
+
+def of_optimizers(optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Return what else a step depends on, by names that are the same on every rank."""
+    options = [
+        ", ".join(f"{name}={in_words(value)}" for name, value in sorted(group.items()) if name not in _NOT_SAID)
+        for each in optimizers
+        for group in each.param_groups
+    ]
+    return {
+        "optimizer": " and ".join(f"{type(each).__name__} of {len(each.param_groups)} groups" for each in optimizers),
+        "options of the optimizer": "; ".join(options),
+        # What it holds may be each rank's own, as that of ZeroRedundancyOptimizer is.
+        "state of the optimizer": "some" if any(each.state for each in optimizers) else "none",
+    }
+
+
+def of_scaler(scaler: GradScaler | None) -> str:
+    """Return what a loss scale is and will be; this waits for a device that has it."""
+    known = {} if scaler is None else scaler.state_dict()  # nothing of one that is not enabled
+    return ", ".join(f"{name} {in_words(value)}" for name, value in known.items()) or "None"
+
+
+def in_words(value: object) -> str:
+    """Return a setting in words; numbers without the digits in which machines may round differently."""
+    if isinstance(value, Tensor):  # one on a device is not waited for
+        return in_words(float(value)) if value.device.type == "cpu" and value.numel() == 1 else "on the device"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(in_words, value))})"
+    return str(value) if value is None or isinstance(value, bool | int | str) else type(value).__name__
+
+
+def trained(every: Sequence[Tensor]) -> str:
+    """Return in words which parameters are trained, by their places in the optimizers and their sizes."""
+    sizes = array("q", [p.numel() if p.requires_grad else -1 for p in every])
+    return f"{sum(size >= 0 for size in sizes)} of {len(sizes)} (code {zlib.crc32(sizes.tobytes()):x})"
+
+
+def weights_in_one(parameters: Sequence[Tensor], device: torch.device) -> float:
+    """Return one number of all parameters' values, by which other ones are known; this waits for a device.
+
+    Each counts by its place, so that another order is known, too. bf16 would round the sums of other weights to the
+    same, and fp16 has none so large.
+    """
+    norms = [
+        torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
+        for p in parameters
+    ]
+    sums: list[float] = torch.stack([each.to(device, torch.float32) for each in norms]).tolist()
+    return sum(place * each for place, each in enumerate(sums, 1))

@@ -1,42 +1,21 @@
 """What a window asks of the processes that make its big batch. One process is a team of one: nothing waits."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.distributed.ddp_internals import keep_quiet
-from bigbatch.distributed.reached import adding_zeros
-from bigbatch.distributed.statement import Agreement, Statement
+from bigbatch.distributed.statement import Agreement, Row, Words
 from bigbatch.loss.count import Count
 
+if TYPE_CHECKING:
+    from bigbatch.window.gradients import Gradients
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
-
-
-class Gradients(Protocol):
-    """The gradients of a window, as a team sees them."""
-
-    every: list[Tensor]  # the parameters of the optimizers
-    parameters: list[Tensor]  # those that are trained
-
-    @property
-    def device(self) -> torch.device:
-        """Where they are."""
-
-    def dense(self) -> list[Tensor]:
-        """Return all that are there; of a sharded one this rank's part."""
-
-    def fill(self, wanted: Sequence[bool]) -> None:
-        """Give those that have no gradient one of zero, where it is wanted."""
-
-    def scale(self, factor: Count) -> None:
-        """Multiply all gradients."""
-
-    def norm(self) -> Tensor:
-        """Return the norm over those that are here."""
 
 
 class Team:
@@ -46,10 +25,10 @@ class Team:
     is_alone = True
     sharded = False  # whether every pass through the model needs all ranks
     overlap = False  # whether gradients are reduced in a window's last backward
-    in_common = False  # whether a backward adds up what ranks have: then all need one unit of weights
+    in_common = False  # whether a backward adds up what ranks have: then weights need one unit, and loops look ahead
     joins_windows = False  # whether a rank without batches left joins the windows of others
     others_go_on = False  # whether they have batches for another one
-    looks_ahead = False  # whether the last batch of a loader must be known before it is used
+    holds_back = False  # whether gradients are kept elsewhere until the last backward of the window
     device: torch.device | None = None  # where sharded weights compute
     unit: float | None = None  # of weights, where a gradient scaler needs one
     spoken = False  # whether others have heard of how the window at hand ends
@@ -100,35 +79,32 @@ class Team:
         """Have a backward inside reduce as the window at hand wants it; one that is not to add adds zeros."""
         return _NOTHING if adds else adding_zeros(own)
 
-    @property
-    def holds_back(self) -> bool:
-        """Whether gradients are kept elsewhere until the last backward of the window."""
-        return False
-
     def announce(self, title: str, device: torch.device) -> None:
         """Say which collective this rank has come to; raise where others have come to another."""
 
-    def agree(self, mine: Agreement, statement: Callable[..., Statement], gradients: Gradients) -> Agreement:
+    def agree(
+        self, mine: Agreement, describe: Callable[[bool], tuple[Row, Words]], gradients: "Gradients"
+    ) -> Agreement:
         """Return what the windows of all come to. One process knows, and its numbers stay on the device.
 
-        `statement(first=...)` returns what else a window says; the settings, too, in the first one.
+        `describe(first)` returns what else a window says; the settings, too, in the first one.
         """
-        del statement, gradients
+        del describe, gradients
         return mine
 
-    def reduce(self, gradients: Gradients, correction: Count, agreement: Agreement) -> Count:
+    def reduce(self, gradients: "Gradients", correction: Count, agreement: Agreement) -> Count:
         """Correct the gradients and add them up; returns what is still to be multiplied in."""
         del gradients, agreement
         return correction
 
-    def norm(self, gradients: Gradients) -> Tensor:
+    def norm(self, gradients: "Gradients") -> Tensor:
         """Return the norm of the whole gradient."""
         return gradients.norm()
 
     def check_hooks(self, device: torch.device, *, failed: bool) -> None:
         """Before ranks find a norm together: raise where hooks have failed on another one."""
 
-    def check_finite(self, gradients: Gradients) -> None:
+    def check_finite(self, gradients: "Gradients") -> None:
         """Raise where a micro-batch that counts nothing has left 0 / 0 in the gradient of all."""
 
     def share_buffers(self) -> None:
@@ -147,3 +123,14 @@ class Team:
 
     def tell_of_several(self, device: torch.device) -> None:
         """Tell others that counts must be known in advance."""
+
+
+@contextmanager
+def adding_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, a backward adds zeros to the leaves: a loss that counts nothing may have a gradient of 0 / 0."""
+    hooks: list[Any] = [leaf.register_hook(torch.zeros_like) for leaf in leaves if leaf.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -15,8 +15,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
 
-from bigbatch.distributed.fsdp_internals import parameters_of, sharded, tensors_of, whole_weights
-from bigbatch.distributed.shards import leaving_alone
+from bigbatch.distributed.fsdp_internals import leaving_alone, parameters_of, sharded, tensors_of, whole_weights
 from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Term

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.caller import outside
-from bigbatch.distributed.fingerprint import in_words, of_optimizers, of_scaler
+from bigbatch.distributed.statement import in_words, of_optimizers, of_scaler
 from bigbatch.distributed.team import Team
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
 from bigbatch.loss.count import Arrival, Count

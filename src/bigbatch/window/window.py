@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.distributed.fingerprint import rates_in_one
-from bigbatch.distributed.statement import Agreement, Row, Statement, fingerprint
+from bigbatch.distributed.statement import REFUSED, Agreement, Row, Words, rates
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.loss import refusals
 from bigbatch.loss.count import LOW_PRECISION, Count, Term, finite, wide
@@ -413,22 +412,19 @@ class Window:
             _loss_known=agreement.loss_known,
         )
 
-    def _statement(self, goes_on: bool, *, first: bool) -> Statement:  # noqa: FBT001 - a partial
+    def _statement(self, goes_on: bool, first: bool) -> tuple[Row, Words]:  # noqa: FBT001 - a partial
         """Say what other ranks must know of this window beside its totals; the settings in the `first` one."""
         ledger, stepper = self.ledger, self._stepper
-        form, settings = ledger.form(), stepper.settings(self.gradients.dtype) if first else {}
         row = Row(
             going=float(goes_on),
             shares_once=float(ledger.shares_once and ledger.kind != "mean"),
             ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else -1.0,
-            several=float(ledger.in_ratio is not None and not bool(ledger.in_ratio)),
-            form=fingerprint(form),
+            refused=REFUSED["several"] if ledger.in_ratio is not None and not bool(ledger.in_ratio) else 0.0,
             hooks=float(bool(stepper.hooks)),
             nothings=ledger.nothings,
-            settings=fingerprint(*settings.values()),
-            rates=rates_in_one(stepper.optimizers),
         )
-        return Statement(row, {"form": form, "settings": settings})
+        settings = stepper.settings(self.gradients.dtype) if first else {}
+        return row, {"form": {"loss": ledger.form()}, "common": {"lr": rates(stepper.optimizers), **settings}}
 
     def discard(self) -> None:
         """Drop the window: no gradient is left of it."""

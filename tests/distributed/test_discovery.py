@@ -1,0 +1,228 @@
+"""Who trains together: by wrappers, by `group=`, or nobody, which is told; models in other parts are refused."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as Ddp
+
+from bigbatch import Accumulator, BigStep, Options, Setup, plan, verify
+from bigbatch.errors import ConfigurationError
+from tests.support.rank_loops import heard, mean, micro_batch, model, two_heads
+from tests.support.ranks import exactly
+
+pytestmark = pytest.mark.ranks
+
+
+def made(network: nn.Module, *, big: bool = False, **options: Any) -> Any:
+    """Return an object that trains a model."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    if big:
+        return BigStep(network, optimizer, mean, micro_batch_size=2, options=Options(**options))
+    return Accumulator(network, optimizer, steps=1, **options)
+
+
+# Models in parts.
+
+
+def spread(mesh: DeviceMesh) -> nn.Module:
+    """Put a model in parts over "tp"."""
+    return parallelize_module(model(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def half(mesh: DeviceMesh) -> nn.Module:
+    """Put a frozen layer alone in parts."""
+    network = parallelize_module(model(), mesh["tp"], {"0": ColwiseParallel()})
+    network.get_submodule("0").requires_grad_(False)
+    return network
+
+
+def setup(network: nn.Module) -> Setup:
+    """Make one for any model."""
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+    return Setup(model=network, optimizer=optimizer, data=[torch.zeros(5)], batch_size=1)
+
+
+def shard(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Return a model after it was sharded."""
+    fully_shard(network, mesh=mesh)
+    return network
+
+
+def sharded_twice(mesh: DeviceMesh) -> nn.Module:
+    """Shard a layer over other ranks than the rest."""
+    network = model()
+    shard(network[0], mesh["tp"])
+    return shard(network, mesh["dp"])
+
+
+def in_pairs(_: DeviceMesh) -> Any:
+    """Wrap the model for all ranks, and have two of them train together."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return made(Ddp(model()), group=pairs[dist.get_rank() // 2])
+
+
+IN_PARTS, GROUPS = "is in parts over ranks, as tensor parallelism makes it", "name different processes"
+PARTS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
+    "alone": (lambda mesh: made(spread(mesh)), IN_PARTS),
+    "a group": (lambda mesh: made(spread(mesh), group=mesh["dp"].get_group()), IN_PARTS),
+    "big step": (lambda mesh: made(spread(mesh), big=True), IN_PARTS),
+    "and shards": (lambda mesh: made(shard(spread(mesh), mesh["dp"])), IN_PARTS),
+    "beside shards": (lambda mesh: made(nn.ModuleList([half(mesh), shard(model(), mesh["dp"])])), IN_PARTS),
+    "frozen": (lambda mesh: made(half(mesh)), f"0.weight {IN_PARTS}"),
+    "replicated": (lambda mesh: made(distribute_module(model(), mesh)), IN_PARTS),
+    "in DDP": (lambda mesh: made(Ddp(spread(mesh), device_mesh=mesh["dp"])), IN_PARTS),
+    "setup": (lambda mesh: setup(spread(mesh)), IN_PARTS),
+    "plan": (lambda mesh: plan(spread(mesh), lambda m, b: m(b).sum(), torch.zeros(4, 5)), IN_PARTS),
+    "shards of two meshes": (lambda mesh: made(sharded_twice(mesh)), "a model is sharded over one mesh"),
+    "shards and another group": (lambda mesh: made(shard(model(), mesh["dp"]), group=mesh["tp"].get_group()), GROUPS),
+    "a wrapper and another group": (in_pairs, GROUPS),
+    "one replica of shards": (lambda mesh: made(shard(model(), mesh["one", "dp"])), ""),
+}
+
+
+def in_parts(_: int) -> dict[str, str]:
+    """Try all of them, one after the other."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("one", "dp", "tp"))
+    return {name: heard(make, mesh) for name, (make, _) in PARTS.items()}
+
+
+def test_parts_and_groups_of_other_kinds_are_refused() -> None:
+    """When it is made; a mesh with a dimension of one rank is none of them."""
+    for found in exactly(4, in_parts):
+        for name, (_, words) in PARTS.items():
+            assert found[name].startswith("ConfigurationError: ") == bool(words), (name, found[name])
+            assert words in found[name], (name, found[name])
+
+
+@pytest.mark.parametrize("make", [lambda: made(model(), mesh="dp"), lambda: Options(mesh="dp")])  # type: ignore[arg-type]
+def test_a_mesh_is_no_longer_taken(make: Callable[[], object]) -> None:
+    """The error names what takes its place."""
+    with pytest.raises(ConfigurationError, match=r"group=mesh\.get_group\(\)"):
+        make()
+
+
+# Groups.
+
+
+def of_some(rank: int) -> Any:
+    """Have two of three ranks train one model, and all of them another."""
+    pair = dist.new_group([0, 2])
+    mine, ours = (nn.Linear(2, 1) for _ in range(2))
+    for p in (*mine.parameters(), *ours.parameters()):
+        nn.init.ones_(p)
+    said = heard(lambda: made(mine, group=pair).backward(mine(torch.ones(rank + 1, 2)).mean()))
+    update = made(ours, group=dist.group.WORLD).backward(ours(torch.ones(rank + 1, 2)).mean())
+    return said.partition(".")[0], float(update.count)
+
+
+def test_a_group_is_for_its_members() -> None:
+    """Others are told that they are none; and what closes is told apart by group."""
+    assert [count for _, count in exactly(3, of_some)] == [6.0] * 3
+    assert [said for said, _ in exactly(3, of_some)] == ["", "ConfigurationError: group must be a torch", ""]
+
+
+def test_a_group_without_ranks_is_refused() -> None:
+    """It says what to call first."""
+    with pytest.raises(ConfigurationError, match="init_process_group"):
+        made(model(), group=object())
+
+
+# Who trains alone among others.
+
+
+def said(work: Callable[[], object]) -> list[str]:
+    """Return the warnings that something gives."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        work()
+    return [f"{Path(each.filename).name}: {each.message}" for each in found if each.category is UserWarning]
+
+
+def without_a_wrapper(rank: int) -> list[list[str]]:
+    """Train a plain model, one of a group, one of this process's own, and one in DDP; and look at one alone."""
+    alone: Any = dist.new_group([rank], use_local_synchronization=True)
+    ways: list[tuple[Any, Any]] = [
+        (model, None),
+        (model, dist.group.WORLD),
+        (model, alone),
+        (lambda: Ddp(model()), None),
+        (lambda: Ddp(model(), process_group=alone), None),
+    ]
+    found = [said(lambda: made(way(), big=big, group=who)) for big in (False, True) for way, who in ways]  # noqa: B023
+    return [*found, said(lambda: verify(model(), mean, micro_batch(8, 1), micro_batch_size=4))]
+
+
+def test_a_process_among_others_that_would_train_alone_is_told() -> None:
+    """It says what to type, and nothing where somebody has said who trains together."""
+    for found in exactly(2, without_a_wrapper):
+        for told in (found[:5], found[5:10]):
+            ((plain,), *others) = told
+            assert plain.startswith("test_discovery.py: this process is one of 2, and nothing says")
+            assert "group=torch.distributed.group.WORLD" in plain
+            assert "init_process_group" not in plain
+            assert others == [[]] * 4
+        assert found[10] == []
+
+
+def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun starts it, and nobody called init_process_group; one process alone hears nothing."""
+    assert said(lambda: made(model())) == []
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert said(lambda: made(model(), big=True)) == []
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (told,) = said(lambda: made(model(), big=True))
+    assert "this process is one of 4" in told
+    assert "Use: torch.distributed.init_process_group(), then" in told
+
+
+def dividing(rank: int) -> list[list[str]]:
+    """Divide the loss by something, with so many steps."""
+    found = []
+    for steps, divisor in [(3, 2), (3, 3), (2, 2), (3, 6), (1, 2), (3, 7)]:
+        network = Ddp(model())
+        accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=0.1), steps=steps)
+        found.append(said(lambda: accumulator.backward(mean(network, micro_batch(5, rank)) / divisor)))  # noqa: B023
+        accumulator.discard()
+    return found
+
+
+def test_a_loss_divided_by_the_number_of_ranks_is_told() -> None:
+    """By the cause it has: ranks, steps, either of them, or both; and by nothing else."""
+    for ranks, steps, either, both, alone, other in exactly(2, dividing):
+        assert "divided by the number of ranks (2) already" in ranks[0]
+        assert "divided by steps (3) already" in steps[0]
+        assert "divided by steps or the number of ranks (2) already" in either[0]
+        assert "divided by steps times the number of ranks (6) already" in both[0]
+        assert "divided by the number of ranks (2) already" in alone[0]
+        assert other == []
+
+
+def as_one_of_one(rank: int) -> Any:
+    """Train bf16 parameters, of which each micro-batch uses some, with DDP and without."""
+    found = []
+    for wrapped in (True, False):
+        plain = two_heads().bfloat16()
+        network: Any = Ddp(plain) if wrapped else plain
+        accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=0.1), steps=2)
+        for number in range(4):
+            x, y = micro_batch(4, 10 * rank + number)
+            accumulator.backward(nn.functional.cross_entropy(network(x.bfloat16(), number % 2).float(), y))
+        found.append([p.tolist() for p in plain.parameters()])
+    return found
+
+
+def test_ddp_of_one_process_is_kept_quiet_too() -> None:
+    """What goes on two ranks goes on one: DDP would refuse float32 sums, and parameters without a gradient."""
+    ((wrapped, plain),) = exactly(1, as_one_of_one)
+    assert wrapped == plain

@@ -1,0 +1,504 @@
+"""However ranks are wrapped and their windows begin and end: the weights of one process on the union of the batches."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch import Accumulator, BigStep, Options
+from bigbatch.distributed import replicas
+from tests.support.rank_loops import (
+    LOSSES,
+    OPTIMIZERS,
+    SIZES,
+    WRAPPERS,
+    Batch,
+    Sizes,
+    assert_same,
+    batches_of,
+    counts,
+    joined,
+    mean,
+    micro_batch,
+    model,
+    parts_of,
+    shards,
+    told,
+    truth,
+    two_heads,
+    weights,
+    windows_of,
+)
+from tests.support.ranks import exactly
+from tests.support.reference import distance
+
+pytestmark = pytest.mark.ranks
+
+UNEVEN = [[3, 5, 2], [6]]
+LATE = [[3], [6, 2, 2, 4, 1]]
+FOUR = [[3, 5, 2, 1], [6, 1, 1, 2], [2, 2, 3, 3], [4, 3, 5, 1]]
+FOUR_UNEVEN = [[3, 5, 2, 1, 4], [6, 1], [2, 2, 3], [4, 3, 1, 2]]
+
+
+class Case(NamedTuple):
+    """A row of the table."""
+
+    kind: str  # of wrapper
+    way: str
+    sizes: Sizes
+    loss: str = "mean"
+    optimizer: str = "adamw"
+
+    def accumulator(self, network: nn.Module, steps: int) -> Accumulator:
+        """Return what makes windows of a wrapped model."""
+        return Accumulator(
+            network,
+            OPTIMIZERS[self.optimizer](network.parameters()),
+            steps=steps,
+            clip_norm=1.0,
+            overlap="overlap" in self.kind,
+            group=dist.group.WORLD if self.kind == "group" else None,
+            counts=counts if self.loss == "two_counts" else None,
+        )
+
+
+def over(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
+    """Give a loader to `over`."""
+    accumulator = case.accumulator(network, 2)
+    return [accumulator.backward(LOSSES[case.loss](network, each)) for each in accumulator.over(batches)]
+
+
+def by_hand(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
+    """Write the loop without `over`."""
+    accumulator = case.accumulator(network, 2)
+    return [accumulator.backward(LOSSES[case.loss](network, each)) for each in batches]
+
+
+def flushed(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
+    """End each window of four after two."""
+    accumulator, found = case.accumulator(network, 4), []
+    for number, batch in enumerate(batches):
+        accumulator.backward(LOSSES[case.loss](network, batch))
+        found += [accumulator.flush()] if number % 2 else []
+    return found
+
+
+def shortened(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
+    """Begin with a longer window, and drop it."""
+    accumulator = case.accumulator(network, 3)
+    for batch in batches[:2]:
+        accumulator.backward(LOSSES[case.loss](network, batch))
+    accumulator.discard()
+    accumulator.steps = 2
+    return [accumulator.backward(LOSSES[case.loss](network, each)) for each in batches]
+
+
+def without_the_last(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
+    """Let two more batches of `over` go by without a backward."""
+    accumulator = case.accumulator(network, 8)
+    for number, batch in enumerate(accumulator.over([*batches, *batches])):
+        if number < len(batches):
+            accumulator.backward(LOSSES[case.loss](network, batch))
+    return []
+
+
+def recomputed(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
+    """Run a forward inside of every backward."""
+    accumulator, found = case.accumulator(network, 2), []
+    for x, y in accumulator.over(batches):
+        found.append(accumulator.backward(F.cross_entropy(checkpoint(network, x, use_reentrant=False), y)))
+    return found
+
+
+def big_steps(network: nn.Module, batches: list[Batch], case: Case) -> list[Any]:
+    """Give each batch as this rank's part of a big one, to a step made twice; one of no samples is None."""
+    optimizer = OPTIMIZERS[case.optimizer](network.parameters())
+    options = Options(group=dist.group.WORLD if case.kind == "group" else None)
+    named: dict[str, Any] = {"micro_batch_size": 2, "clip_norm": 1.0, "options": options}
+    step = BigStep(network, optimizer, LOSSES[case.loss], **named)
+    step = BigStep(network, optimizer, LOSSES[case.loss], **named)
+    return [step(each if len(each[0]) else None) for each in batches]
+
+
+WAYS = {f.__name__: f for f in (over, by_hand, flushed, shortened, without_the_last, recomputed, big_steps)}
+
+
+def trained(rank: int, case: Case) -> Any:
+    """Train on one rank."""
+    wrap = MODELS.get(case.kind) or WRAPPERS[case.kind.partition(",")[0]]
+    network = wrap(model())
+    with patch.object(replicas, "_BUCKET", 64):  # some gradients are larger, and sent from where they are
+        updates = WAYS[case.way](network, batches_of(rank, case.sizes), case)
+    return weights(network), [told(each) for each in updates if each is not None]
+
+
+def in_host_memory(plain: nn.Module) -> nn.Module:
+    """Keep shards in the host's memory."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return shards(plain, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+MODELS: dict[str, Callable[[Any], nn.Module]] = {
+    "ddp, unused": lambda plain: DistributedDataParallel(plain, find_unused_parameters=True),
+    "ddp, static": lambda plain: DistributedDataParallel(plain, static_graph=True),
+    "ddp, static, overlap": lambda plain: DistributedDataParallel(plain, static_graph=True),
+    "ddp, views": lambda plain: DistributedDataParallel(plain, gradient_as_bucket_view=True),
+    "ddp, views, overlap": lambda plain: DistributedDataParallel(plain, gradient_as_bucket_view=True),
+    "shards, freed": lambda plain: parts_of(plain, reshard_after_forward=True),
+    "hsdp, freed": lambda plain: parts_of(plain, shape=(2, 2), reshard_after_forward=True),
+    "shards, host": in_host_memory,
+}
+WAYS = {f.__name__: f for f in (over, by_hand, flushed, shortened, without_the_last, recomputed, big_steps)}
+PARTS = [[3, 5, 4], [7, 1, 6]]
+CASES = [
+    *[Case(kind, "over", SIZES) for kind in WRAPPERS if kind != "hsdp"],
+    *[Case(kind, "over", SIZES) for kind in MODELS if "hsdp" not in kind],
+    *[Case("ddp", "over", SIZES, loss, "sgd") for loss in LOSSES],
+    *[Case("ddp", "over", sizes) for sizes in (UNEVEN, LATE, [[3, 2, 2], []], [[2], [3, 1], [], [4, 4, 4]])],
+    *[Case("ddp", "over", sizes, "two_counts") for sizes in ([[3, 5, 2], []], LATE)],
+    *[Case("ddp, overlap", way, SIZES) for way in ("over", "by_hand", "flushed", "shortened")],
+    *[Case("ddp, static, overlap", "by_hand", SIZES), Case("ddp, overlap", "over", [[3, 5, 2], [6, 1, 1, 7]])],
+    *[Case("ddp", "big_steps", PARTS, loss) for loss in LOSSES],
+    *[Case(kind, "big_steps", [[3, 0, 4], [7, 5, 0]], optimizer="sgd") for kind in ("ddp", "group")],
+    *[Case("ddp", "big_steps", [[4, 4, 0], [7, 3, 5]], "two_counts"), Case("shards", "over", SIZES, "summed", "sgd")],
+    *[Case("shards", "big_steps", sizes) for sizes in (PARTS, [[1, 9], [8, 2], [4, 4], [2, 1]])],
+    *[Case("shards", "over", sizes, optimizer="sgd") for sizes in (UNEVEN, LATE, [[2], [3, 1], [1], [4, 4, 4]])],
+    *[Case("shards, overlap", way, SIZES) for way in ("over", "shortened")],
+    *[Case("shards, overlap", "over", UNEVEN), Case("outermost, overlap", "over", SIZES)],
+    *[Case("inner, overlap", "over", SIZES), Case("shards, freed", "recomputed", SIZES)],
+    *[Case("hsdp", "over", FOUR_UNEVEN), Case("hsdp", "over", FOUR_UNEVEN, "summed", "sgd")],
+    *[Case("hsdp", way, FOUR) for way in ("flushed", "shortened", "big_steps")],
+    *[Case("hsdp", "without_the_last", [each[:2] for each in FOUR]), Case("hsdp, overlap", "over", FOUR)],
+    Case("hsdp, freed", "recomputed", FOUR_UNEVEN),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case)))
+def test_ranks_are_one_process(case: Case) -> None:
+    """Weights, losses, norms and counts, on every rank."""
+    found = exactly(len(case.sizes), trained, case)
+    true = truth(case.sizes, 1 if case.way == "big_steps" else 2, case.loss, case.optimizer)
+    joins = any(len(own) != len(case.sizes[0]) for own in case.sizes) and case.kind == "ddp"
+    assert_same(found, true, all_updates=not joins and case.way != "without_the_last")
+
+
+# Parameters that only some micro-batches use.
+
+
+def heads(rank: int, kind: str, path: Sequence[Sequence[int]]) -> Any:
+    """Make updates of two micro-batches, each through one head."""
+    shape = (2, 2) if "hsdp" in kind else None
+    network: Any = two_heads()
+    network.unused.requires_grad_(kind == "ddp")
+    wrapped = MODELS["ddp, unused"](network) if kind == "ddp" else shards(network, (), shape)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, weight_decay=0.1)
+    accumulator = Accumulator(wrapped, optimizer, steps=2, overlap="overlap" in kind)
+    for head, (x, y) in zip(path[rank], batches_of(rank, FOUR), strict=False):
+        accumulator.backward(F.cross_entropy(wrapped(x, head), y))
+    seen = float(network.seen)
+    return weights(wrapped), [] if kind != "ddp" else [seen]
+
+
+def heads_at_once(kind: str, path: Sequence[Sequence[int]]) -> Any:
+    """Do so in one process; buffers are the first rank's, as DDP has it."""
+    network = two_heads()
+    network.unused.requires_grad_(kind == "ddp")
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.1)
+    for at in range(0, len(path[0]), 2):
+        every = [
+            (head, batch)
+            for rank, own in enumerate(path)
+            for head, batch in zip(own[at : at + 2], batches_of(rank, FOUR)[at : at + 2], strict=False)
+        ]
+        optimizer.zero_grad()
+        sums = torch.stack([F.cross_entropy(network(x, head), y, reduction="sum") for head, (x, y) in every]).sum()
+        (sums / sum(int((y >= 0).sum()) for _, (_, y) in every)).backward()
+        optimizer.step()
+    return weights(network), [float(sum(FOUR[0]))] if kind == "ddp" else []
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        ("ddp", [[0] * 4, [1] * 4]),
+        ("shards", [[0, 1], [0, 1]]),
+        ("shards", [[0, 0], [0, 0]]),
+        ("shards, overlap", [[0, 1], [0, 1]]),
+        ("shards, overlap", [[0, 1], [1, 0]]),
+        ("hsdp", [[0, 1], [0, 1], [1, 1], [1, 1]]),
+    ],
+    ids=str,
+)
+def test_parameters_that_some_micro_batches_use(kind: str, path: list[list[int]]) -> None:
+    """What no micro-batch uses gets no gradient, and no weight decay."""
+    assert_same(exactly(len(path), heads, kind, path), heads_at_once(kind, path))
+
+
+# Several models and loops.
+
+
+def small(out: int = 4, seed: int = 3) -> nn.Module:
+    """Return another model, the same on every rank."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, out)).double()
+
+
+def nested(rank: int, sizes: Sizes) -> Any:
+    """Train one model inside, and another outside, over the same batches."""
+    found: list[Tensor] = []
+    for wrapped in (shards, DistributedDataParallel):
+        inner, outer = shards(small()), wrapped(small())
+        inside = Accumulator(inner, OPTIMIZERS["sgd"](inner.parameters()), steps=2)
+        outside = Accumulator(outer, OPTIMIZERS["sgd"](outer.parameters()), steps=2)
+        for batch in outside.over(inside.over(batches_of(rank, sizes))):
+            inside.backward(mean(inner, batch))
+            outside.backward(mean(outer, batch))
+        found += [*weights(inner), *weights(outer)]
+    return found
+
+
+@pytest.mark.parametrize("sizes", [SIZES, [[3, 5, 2, 4, 3], [6, 1, 1]]], ids=["even", "uneven"])
+def test_nested_loops(sizes: Sizes) -> None:
+    """Both know the last batch, and those that are given out again."""
+    network = small()
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=1)
+    for window in windows_of(sizes, 2):
+        accumulator.backward(mean(network, joined(window)))
+    for each in exactly(2, nested, sizes):
+        assert distance(each, 4 * weights(network)) <= 1e-12
+
+
+def both(rank: int, sizes: Sizes, shape: tuple[int, ...], overlap: bool) -> Any:
+    """Train two models at once, of which the first micro-batch of a window alone uses the second one."""
+    one, two = shards(model(), shape=shape), shards(small(), shape=shape)
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.2)
+    accumulator = Accumulator([one, two], optimizer, steps=2, clip_norm=1.0, overlap=overlap)
+    for number, (x, y) in enumerate(accumulator.over(batches_of(rank, sizes))):
+        accumulator.backward(F.cross_entropy(one(x) if number % 2 else one(x) + two(x), y))
+    return [*weights(one), *weights(two)]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("sizes", "shape"), [(SIZES, (2,)), ([each[:2] for each in FOUR], (2, 2))], ids=str)
+def test_what_the_last_micro_batch_does_not_use_is_reduced(sizes: Sizes, shape: Any, overlap: bool) -> None:
+    """Also where it is a model of its own, which no backward of FSDP finishes then."""
+    one, two = model(), small()
+    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.2)
+    accumulator = Accumulator([one, two], optimizer, steps=99, clip_norm=1.0)
+    for start in range(0, len(sizes[0]), 2):
+        for own in (batches_of(rank, sizes) for rank in range(len(sizes))):
+            for number, (x, y) in enumerate(own[start : start + 2]):
+                accumulator.backward(F.cross_entropy(one(x) if number else one(x) + two(x), y))
+        accumulator.flush()
+    for each in exactly(len(sizes), both, sizes, shape, overlap):
+        assert distance(each, [*weights(one), *weights(two)]) <= 1e-12
+
+
+def playing(rank: int, sizes: Sizes, given: bool, overlap: tuple[bool, bool], kind: str = "shards") -> Any:
+    """Train a generator and a discriminator, each with an accumulator of its own; the first may be given both."""
+    wrap: Any = WRAPPERS["outermost"] if kind == "shards" else WRAPPERS[kind]
+    one, two = wrap(small(5, 0)), wrap(small())
+    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (one, two)]
+    first = Accumulator([one, two] if given else one, optimizers[0], steps=2, overlap=overlap[0])
+    second = Accumulator(two, optimizers[1], steps=2, overlap=overlap[1])
+    for x, y in first.over(second.over(batches_of(rank, sizes))):
+        made = one(x)
+        before = [p.grad for p in two.parameters()]
+        first.backward(F.cross_entropy(two(made), y))
+        assert all(p.grad is gradient for p, gradient in zip(two.parameters(), before, strict=True))
+        second.backward(F.cross_entropy(two(made.detach()), y))
+    return [*weights(one), *weights(two)]
+
+
+def played_at_once(sizes: Sizes) -> list[Tensor]:
+    """Train them on the micro-batches of all ranks, in the same order."""
+    one, two = small(5, 0), small()
+    first, second = (Accumulator(each, OPTIMIZERS["sgd"](each.parameters()), steps=99) for each in (one, two))
+    most = max(map(len, sizes))
+    for number in range(most):
+        every = [batches_of(rank, sizes)[number] for rank in range(len(sizes)) if number < len(sizes[rank])]
+        made = [one(x) for x, _ in every]
+        ends = number % 2 or number == most - 1
+        for accumulator, inputs in ((first, made), (second, [each.detach() for each in made])):
+            for each, (_, y) in zip(inputs, every, strict=True):
+                accumulator.backward(F.cross_entropy(two(each), y))
+            if ends:
+                accumulator.flush()
+    return [*weights(one), *weights(two)]
+
+
+@pytest.mark.parametrize(
+    "way", [(False, (False, False)), (False, (True, False)), (True, (False, True)), (False, (True, True))], ids=str
+)
+@pytest.mark.parametrize("sizes", [SIZES, [[3, 5, 2, 4, 3], [6, 1, 1]]], ids=["even", "uneven"])
+def test_a_loss_leaves_shards_alone_that_another_trains(sizes: Sizes, way: Any) -> None:
+    """The gradients of one player run through the other, and add nothing there."""
+    for each in exactly(2, playing, sizes, *way):
+        assert distance(each, played_at_once(sizes)) <= 1e-12
+
+
+def test_two_players_in_ddp() -> None:
+    """Their windows come in the same order."""
+    for each in exactly(2, playing, SIZES, False, (False, False), "ddp"):
+        assert distance(each, played_at_once(SIZES)) <= 1e-12
+
+
+# Numbers of low precision, scalers, and micro-batches that count nothing.
+
+
+def frozen(rank: int, low: bool) -> Any:
+    """Train below a frozen layer, which FSDP frees from its forward to its backward."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plain = model().float() if low else model()
+    plain[2].requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
+    network = parts_of(plain, mp_policy=policy)
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](plain[0].parameters()), steps=2)
+    for x, y in accumulator.over(batches_of(rank, [[3, 5], [6, 1]])):
+        accumulator.backward(F.cross_entropy(network(x.float() if low else x).double(), y))
+    return [p.double() for p in weights(network)]
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_a_frozen_layer_that_is_freed_after_its_forward(low: bool) -> None:
+    """It is known to be the model's own; and mixed precision is that of the policy."""
+    network = model()
+    mean(network, joined(windows_of([[3, 5], [6, 1]], 2)[0])).backward()
+    OPTIMIZERS["sgd"](network[0].parameters()).step()
+    for each in exactly(2, frozen, low):
+        assert distance(each, weights(network)) <= (3e-3 if low else 1e-12)
+
+
+def in_bfloat16(_: int, kind: str) -> Any:
+    """Train bf16 parameters, whose gradients add up in float32, each adding what bf16 would round away."""
+    network = WRAPPERS[kind](nn.Sequential(nn.Linear(5, 4, bias=False), nn.Identity(), nn.Identity()).bfloat16())
+    nn.init.zeros_(next(network.parameters()))
+    found: list[Tensor] = []
+    accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=1.0), steps=64)
+    accumulator.before_step(lambda: found.extend(p.grad for p in network.parameters()))  # type: ignore[misc]
+    for number in range(64):
+        accumulator.backward(network(torch.full((1, 5), 1.0 + number / 128, dtype=torch.bfloat16)).float().sum())
+    gradient: Any = found[0]
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("outermost", 2), ("hsdp", 4)])
+def test_low_precision_is_added_up_in_float32(kind: str, ranks: int) -> None:
+    """Over micro-batches and over ranks."""
+    for gradient in exactly(ranks, in_bfloat16, kind):
+        assert gradient.dtype == torch.float32
+        assert torch.equal(gradient, torch.full_like(gradient, ranks * sum(1.0 + n / 128 for n in range(64))))
+
+
+def infinite(rank: int, kind: str) -> Any:
+    """Have one rank's gradients be no numbers in the second window."""
+    network = WRAPPERS[kind](model())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=2, scaler=scaler)
+    skipped = []
+    for number, (x, y) in enumerate(accumulator.over(batches_of(rank, [[3, 5, 2, 1, 1, 2]] * 4))):
+        broken = x.fill_(float("nan")) if (rank, number) == (1, 2) else x
+        update = accumulator.backward(F.cross_entropy(network(broken), y.clamp(min=0)))
+        skipped += [update.skipped] if update is not None else []
+    return weights(network), skipped, scaler.get_scale()
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("ddp", 2), ("shards", 2), ("hsdp", 4)])
+def test_what_is_not_finite_on_one_rank_skips_on_all(kind: str, ranks: int) -> None:
+    """And all go on with the same scale and weights."""
+    found = exactly(ranks, infinite, kind)
+    for each, skipped, scale in found:
+        assert (skipped, scale) == ([False, True, False], 2.0**7)
+        assert distance(each, found[0][0]) == 0
+
+
+def scaled(rank: int, kind: str, way: str) -> Any:
+    """Make updates in float16, with the scale that a scaler begins with; a sum over samples would overflow."""
+    torch.manual_seed(0)
+    network = WRAPPERS[kind](nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 4)))
+    optimizer, scaler = torch.optim.SGD(network.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+
+    def loss(net: Any, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            return F.cross_entropy(net(batch[0].float()), batch[1])
+
+    batches = batches_of(rank, [[512] * 4] * 2)
+    if way == "big step":
+        step = BigStep(network, optimizer, loss, micro_batch_size=256, scaler=scaler)
+        updates: list[Any] = [step(batch) for batch in batches]
+    else:
+        accumulator = Accumulator(network, optimizer, steps=2, scaler=scaler, overlap=way == "overlap")
+        updates = [accumulator.backward(loss(network, batch)) for batch in batches]
+    return [each.skipped for each in updates if each is not None], scaler.get_scale()
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"), [("ddp", ""), ("ddp", "overlap"), ("shards", ""), ("shards", "overlap"), ("shards", "big step")]
+)
+def test_weights_do_not_overflow(kind: str, way: str) -> None:
+    """They are those of a mean, in a unit that ranks have agreed on."""
+    for skipped, scale in exactly(2, scaled, kind, way):
+        assert not any(skipped)
+        assert scale == 2.0**16
+
+
+def in_one_unit(rank: int, overlap: bool) -> Any:
+    """Train with a scaler, and with uneven windows."""
+    network = shards(model())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    accumulator = Accumulator(network, optimizer, steps=2, scaler=scaler, overlap=overlap, clip_norm=1.0)
+    for x, y in accumulator.over(batches_of(rank, [[3, 5, 2, 1, 4], [6, 1, 1]])):
+        accumulator.backward(F.cross_entropy(network(x), y))
+    return weights(network), []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_unit_is_corrected_for(overlap: bool) -> None:
+    """With a scaler ranks come to the weights that they come to without."""
+    true = truth([[3, 5, 2, 1, 4], [6, 1, 1]], 2, "mean", "sgd")
+    assert_same(exactly(2, in_one_unit, overlap), true, all_updates=False)
+
+
+NOTHING = [(0, 1), (1, 2)]  # rank and number of micro-batches that count nothing
+
+
+def of_some_values(network: nn.Module, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    """Return a mean that divides by its count by hand, 0 / 0 in some micro-batches, and the count."""
+    values = network(micro_batch(3, 10 * rank + number)[0]).pow(2).mean(1)
+    mask = torch.full_like(values.detach(), float((rank, number) not in NOTHING))
+    return (values * mask).sum() / mask.sum(), mask.sum()
+
+
+def dividing_by_nothing(rank: int, kind: str, numbers: Sequence[int]) -> Any:
+    """Train by such means."""
+    network = WRAPPERS[kind](model())
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    accumulator = Accumulator(network, optimizer, steps=2, overlap=kind == "ddp")
+    for number in accumulator.over(range(numbers[rank])):
+        accumulator.backward(*of_some_values(network, rank, number))
+    return weights(network)
+
+
+@pytest.mark.parametrize(("kind", "numbers"), [("ddp", [4, 4]), ("shards", [4, 3])])
+def test_what_counts_nothing_adds_nothing(kind: str, numbers: list[int]) -> None:
+    """Though its gradient is NaN, also where it is passed by with once more, for company."""
+    network = model()
+    optimizer = OPTIMIZERS["sgd"](network.parameters())
+    for window in ((0, 1), (2, 3)):
+        every = [(rank, number) for rank in (0, 1) for number in window if number < numbers[rank]]
+        means = [of_some_values(network, *each) for each in every if each not in NOTHING]
+        optimizer.zero_grad()
+        (torch.stack([value * count for value, count in means]).sum() / sum(count for _, count in means)).backward()
+        optimizer.step()
+    for each in exactly(2, dividing_by_nothing, kind, numbers):
+        assert distance(each, weights(network)) <= 1e-12
