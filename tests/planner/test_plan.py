@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
-from bigbatch.errors import BatchError, ConfigurationError
+from bigbatch.errors import BigBatchError
 from bigbatch.memory.search import Choice, Probe
 from bigbatch.planner.measure import make_plan, plan
 from bigbatch.planner.plan_report import Plan, advice
 from tests.bombs import seed
+from tests.support.messages import approve
 
 Batch = tuple[Tensor, Tensor]
 GIB = 1 << 30
@@ -57,23 +58,6 @@ def loss_fn(network: nn.Module, samples: Batch) -> Tensor:
     return F.cross_entropy(network(samples[0]), samples[1])
 
 
-def test_a_plan_leaves_everything_as_it_was() -> None:
-    """Parameters, gradients, buffers, generators; an optimizer without state still has none."""
-    network, samples = model(), batch()
-    optimizer = torch.optim.AdamW(network.parameters())
-    gradient = network[0].weight.grad = torch.ones(256, 64)
-    before = {name: t.clone() for name, t in network.state_dict().items()}
-    random = torch.get_rng_state()
-    found = plan(network, loss_fn, samples, optimizer=optimizer)
-    assert found.measured
-    assert all(torch.equal(t, before[name]) for name, t in network.state_dict().items())
-    assert network[0].weight.grad is gradient
-    assert network[4].weight.grad is None
-    assert (gradient == 1).all()
-    assert not optimizer.state
-    assert torch.equal(torch.get_rng_state(), random)
-
-
 class Restless(torch.optim.SGD):
     """An optimizer whose step draws from every generator, as one that samples weights does."""
 
@@ -87,23 +71,30 @@ class Restless(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("memory", [None, "1GiB"], ids=["measured", "traced"])
-def test_a_plan_leaves_the_generators_as_they_were(memory: str | None) -> None:
-    """Whoever draws from them: the model, the loss or the optimizer."""
-    network, given = nn.Sequential(nn.Linear(64, 8), nn.Dropout(0.5)), batch()
+def test_a_plan_leaves_everything_as_it_was(memory: str | None) -> None:
+    """Parameters, gradients, buffers and generators, whoever draws from them; an optimizer without state has none."""
+    network = model()
+    optimizer = Restless(network.parameters(), lr=0.1, momentum=0.9)
+    gradient = network[0].weight.grad = torch.ones(256, 64)
+    before = {name: t.clone() for name, t in network.state_dict().items()}
 
-    def noisy(m: nn.Module, samples: Batch) -> Tensor:
-        return (m(samples[0]) * (1 + random.random() + np.random.rand())).square().mean()  # noqa: NPY002, S311
+    def noisy(network: nn.Module, samples: Batch) -> Tensor:
+        return loss_fn(network, samples) * (1 + random.random() + np.random.rand())  # noqa: NPY002, S311
 
+    def draw() -> tuple[float, float, float]:
+        return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002, S311
+
+    samples = batch()
     seed()
     numbers = draw()
     seed()
-    plan(network, noisy, given, optimizer=Restless(network.parameters(), lr=0.1), memory=memory)
+    plan(network, noisy, samples, optimizer=optimizer, memory=memory)
     assert draw() == numbers
-
-
-def draw() -> tuple[float, float, float]:
-    """One number of each generator."""
-    return float(torch.rand(())), random.random(), float(np.random.rand())  # noqa: NPY002, S311 - those that are restored
+    assert all(torch.equal(t, before[name]) for name, t in network.state_dict().items())
+    assert network[0].weight.grad is gradient
+    assert network[4].weight.grad is None
+    assert (gradient == 1).all()
+    assert not optimizer.state
 
 
 def test_a_plan_that_is_measured() -> None:
@@ -145,77 +136,55 @@ def test_a_plan_for_a_gpu_that_is_not_here() -> None:
 def test_weights_that_do_not_fit_are_told_from_activations() -> None:
     """Each with its numbers, and with what helps."""
     wide = nn.Linear(4096, 4096)
-    samples = torch.empty(8, 4096)
-    heavy = plan(
-        wide, lambda m, x: m(x).sum(), samples, optimizer=torch.optim.AdamW(wide.parameters()), memory="100MiB"
-    )
-    assert heavy.size is None
-    assert heavy.advice[0].startswith(
-        "Weights, gradients, optimizer state and all else that this process holds take 320 MiB, 230 MiB more than"
-    )
-    assert "LoRA" in heavy.advice[1]
-    light = nn.Linear(16, 16)
-    long = torch.empty(8, 1 << 20, 16)
-    deep = plan(light, lambda m, x: m(x).relu().sum(), long, memory="150MiB")
-    assert deep.size is None
-    assert "one sample does not fit into" in deep.advice[0]
-    assert "checkpoint" in deep.advice[1]
+    optimizer = torch.optim.AdamW(wide.parameters())
+    heavy = plan(wide, lambda m, x: m(x).sum(), torch.empty(8, 4096), optimizer=optimizer, memory="100MiB")
+    deep = plan(nn.Linear(16, 16), lambda m, x: m(x).relu().sum(), torch.empty(8, 1 << 20, 16), memory="150MiB")
+    assert heavy.size is deep.size is None
+    approve("plan", "weights that do not fit", "\n".join(heavy.advice))
+    approve("plan", "activations that do not fit", "\n".join(deep.advice))
     assert "Not one sample" in str(deep)
 
 
-def choice(size: int, largest: int, probes: list[Probe], limit: int = 100) -> Choice:
-    """A choice as it would have been made."""
-    return Choice(size, largest, tuple(probes), limit, limit)
+# The size, the largest, probes of (size, peak, seconds), and what is held at any size.
+CHOICES: dict[str, tuple[int, int, list[tuple[int, int | None, float]], int]] = {
+    "all fits": (8, 8, [(1, 20, 1.0), (8, 90, 2.0)], 10),
+    "a part is faster": (2, 8, [(1, 20, 1.0), (2, 30, 1.0), (8, 90, 6.0)], 10),
+    "one large sample": (1, 8, [(1, 90, 1.0), (2, None, 0.0)], 20),
+    "time still falls": (8, 16, [(1, 20, 1.0), (8, 90, 1.1), (16, 160, 1.2)], 10),
+    "many steps": (8, 1024, [(1, 20, 0.1), (8, 90, 0.8), (9, 101, 1.0)], 10),
+}
 
 
-def test_advice() -> None:
-    """Each sentence where it is due, and no other."""
-    whole = choice(8, 8, [Probe(1, 20, 1.0), Probe(8, 90, 2.0)])
-    assert advice(whole, 10) == ("The whole batch fits and nothing is faster: no accumulation is needed.",)
-    slower = choice(2, 8, [Probe(1, 20, 1.0), Probe(2, 30, 1.0), Probe(8, 90, 6.0)])
-    (said,) = advice(slower, 10)
-    assert "The whole batch fits, too, and is 50% slower" in said
-    single = choice(1, 8, [Probe(1, 90, 1.0), Probe(2, None, 0.0)])
-    (said,) = advice(single, 20)
-    assert said.startswith("One sample takes 70 B of the 80 B")
-    assert "checkpoint" in said
-    falling = choice(8, 16, [Probe(1, 20, 1.0), Probe(8, 90, 1.1), Probe(16, 160, 1.2)])
-    (said,) = advice(falling, 10)
-    assert said.startswith("Time per sample is still falling")
-    many = choice(8, 1024, [Probe(1, 20, 0.1), Probe(8, 90, 0.8), Probe(9, 101, 1.0)])
-    (said,) = advice(many, 10)
-    assert said.startswith("128 steps make one update")
-    assert "2507.07101" in said
+@pytest.mark.parametrize("name", CHOICES)
+def test_advice(name: str) -> None:
+    """One sentence where it is due, and no other."""
+    size, largest, probes, held = CHOICES[name]
+    (said,) = advice(Choice(size, largest, tuple(Probe(*each) for each in probes), 100, 100), held)
+    approve("plan", name, said)
 
 
-def test_what_cannot_be_planned() -> None:
+REFUSED: dict[str, tuple[nn.Module, Any, str | None]] = {
+    "no names": (nn.Linear(64, 10), None, None),
+    "no unit": (nn.Linear(64, 10), loss_fn, "20"),
+    "no parameters": (nn.ReLU(), loss_fn, None),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_planned(name: str) -> None:
     """Errors say what was found and what to write."""
-    network = nn.Linear(64, 10)
-    with pytest.raises(BatchError, match=r"model\(\*\*batch\)\.loss, but this batch is a tuple"):
-        plan(network, None, batch())
-    with pytest.raises(ConfigurationError, match="20 of what"):
-        plan(network, loss_fn, batch(), memory="20")
-    with pytest.raises(ConfigurationError, match=r"one device\. Got no parameters"):
-        plan(nn.ReLU(), loss_fn, batch())
+    network, loss, memory = REFUSED[name]
+    with pytest.raises(BigBatchError) as caught:
+        plan(network, loss, batch(), memory=memory)
+    approve("plan", name, caught.value)
 
 
-def test_a_model_that_knows_its_loss() -> None:
-    """As Hugging Face's do: no loss_fn."""
-
-    class Output:
-        def __init__(self, loss: Tensor) -> None:
-            self.loss = loss
-
-    class Knowing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(64, 10)
-
-        def forward(self, x: Tensor, labels: Tensor) -> Output:
-            return Output(F.cross_entropy(self.inner(x), labels))
-
-    inputs, labels = batch(16)
-    assert plan(Knowing(), None, {"x": inputs, "labels": labels}, memory="1GiB").batch_size == 16
+def test_a_loss_that_a_step_would_refuse_is_said() -> None:
+    """A plan for a contrastive loss that does not ask for others."""
+    network = nn.Linear(4, 3)
+    found = plan(network, lambda m, b: F.cross_entropy(m(b) @ m(b).T, torch.arange(len(b))), torch.randn(8, 4))
+    assert found.refused
+    assert any(note.startswith("A step would refuse this loss: the samples of") for note in found.notes)
 
 
 def run(*arguments: str) -> Result:
@@ -291,13 +260,3 @@ def test_batch_norm_is_planned_for_and_what_waits_is_said() -> None:
     assert small.steps is None or small.steps > 1
     assert "micro-batches run in lock-step" in str(small)
     assert not network[1].num_batches_tracked
-
-
-def test_a_loss_that_a_step_would_refuse_is_said() -> None:
-    """A plan for a contrastive loss that does not meet."""
-    network = nn.Linear(4, 3)
-    found = plan(network, lambda m, b: F.cross_entropy(m(b) @ m(b).T, torch.arange(len(b))), torch.randn(8, 4))
-    assert any(
-        note.startswith("A step would refuse this loss: the samples of this loss are coupled") for note in found.notes
-    )
-    assert found.refused

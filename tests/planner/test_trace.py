@@ -77,16 +77,6 @@ def test_a_traced_peak_is_what_tensors_take(
     assert traced.gradients == sum(p.nbytes for p in model.parameters())
 
 
-def test_the_allocator_agrees() -> None:
-    """What the CPU's allocator handed out, with what kernels take within themselves, is close."""
-    model, batch = small_gpt(), tokens(8)
-    traced = predict(model, loss_fn, batch, target="cpu")
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    _, real = peak_bytes(lambda: loss_fn(model, batch).backward(), "cpu")
-    assert abs(traced.backward / real - 1) < 0.03
-
-
 OPTIMIZERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], int]] = {
     "sgd": (lambda p: torch.optim.SGD(p, lr=0.1), 0),
     "momentum": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
@@ -196,38 +186,29 @@ def test_autocast_acts_as_on_cuda() -> None:
             assert (y.sum().dtype, y.sum(0).dtype, y.exp().dtype) == (torch.float32,) * 3
             return F.cross_entropy(y, x.long().amax(-1))
 
+    def look(model: nn.Module, x: Tensor) -> Tensor:
+        assert model(x).dtype == torch.bfloat16
+        return model(x).sum()
+
     assert predict(nn.Linear(8, 8), losses, torch.empty(4, 8)).peak > 0
-    with torch.autocast("cpu", torch.bfloat16):  # and all is as before
+    with torch.autocast("cpu", torch.bfloat16):
+        predict(nn.Linear(8, 8), look, torch.empty(4, 8))  # the one around the call holds inside
+        with pytest.raises(ZeroDivisionError), like_cuda():
+            raise ZeroDivisionError
+        # And all is as before.
         y = torch.ones(2, 8, dtype=torch.bfloat16)
         assert F.softmax(y, -1).dtype == torch.bfloat16
         assert F.dropout(torch.ones(3), 0.0).sum() == 3
 
 
-def test_autocast_around_the_call_counts() -> None:
-    """The one that is active when a plan is asked for holds inside."""
-    seen = []
-
-    def look(model: nn.Module, x: Tensor) -> Tensor:
-        seen.append(model(x).dtype)
-        return model(x).sum()
-
-    with torch.autocast("cpu", torch.bfloat16):
-        predict(nn.Linear(8, 8), look, torch.empty(4, 8))
-    assert seen == [torch.bfloat16]
-
-
-def test_masks_are_taken_as_full() -> None:
-    """A selection by a mask is traced with all of it, which is the most it can be."""
+def test_what_hangs_on_numbers_is_refused() -> None:
+    """A mask is traced as all true, the most it can be; a shape by a number is an error."""
 
     def masked(model: nn.Module, batch: Batch) -> Tensor:
         kept = model(batch[0])[batch[1] > 0]
         return kept.sum() + model(batch[0]).masked_select(batch[1][:, None] > 0).mean() * float(kept.mean())
 
     assert predict(nn.Linear(784, 10), masked, features(8), target="cpu").peak > 0
-
-
-def test_what_hangs_on_numbers_is_refused() -> None:
-    """The error says what was found and where to go."""
 
     def cut(model: nn.Module, batch: Batch) -> Tensor:
         return model(batch[0])[: int(batch[1].max())].sum()
@@ -236,14 +217,6 @@ def test_what_hangs_on_numbers_is_refused() -> None:
         predict(nn.Linear(784, 10), cut, features(8))
     with pytest.raises(ConfigurationError, match=r"must return a loss with a graph\. Got float"):
         predict(nn.Linear(784, 10), lambda _m, _b: 1.0, features(8))
-
-
-def test_kernels_are_taken_out_after_an_error() -> None:
-    """Whatever ends a trace."""
-    with pytest.raises(ZeroDivisionError), like_cuda():
-        raise ZeroDivisionError
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.ones(2, dtype=torch.bfloat16).exp().dtype == torch.bfloat16
 
 
 def test_a_gpt_of_124_million_as_measured_on_an_h200() -> None:
