@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from bigbatch.batch.batch import Batch, SampleShape
 from bigbatch.batch.split import Division, balanced, joined
-from bigbatch.batch.tree import detached, leaves, mapped
+from bigbatch.batch.tree import detached, leaves
 from bigbatch.errors import BatchError, ConfigurationError
-from tests.support.batches import LARGEST, SHARED_ROWS, STRUCTURES, Structure, structures
+from tests.support.batches import LARGEST, SHARED_ROWS, Structure, structures
 from tests.support.messages import approve
 from tests.support.samples import rows
 
@@ -61,25 +61,6 @@ def test_samples_may_be_taken_in_any_order(structure: Structure, order: list[int
     assert all(torch.equal(again[name], taken[name]) for name in taken)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES, ids=str)
-def test_a_copy_of_a_structure_is_one(structure: Structure) -> None:
-    """Every leaf by its path, and back."""
-    wrapped = structure.wrap(rows(3, 0))
-    assert len({path for path, _ in leaves(wrapped)}) == len(list(leaves(wrapped)))
-    copied = mapped(wrapped, lambda _, leaf: leaf)
-    assert structure.kind is None or type(copied) is structure.kind
-    assert copied is not wrapped
-    for (path, leaf), (other_path, other) in zip(leaves(wrapped), leaves(copied), strict=True):
-        assert path == other_path
-        assert leaf is other
-
-
-def test_slices_are_views() -> None:
-    """A cut in order copies nothing."""
-    x = torch.arange(6.0)
-    assert Batch.of(x).take(slice(2, 4)).data_ptr() == x[2:].data_ptr()
-
-
 # Which leaves have samples.
 
 
@@ -96,6 +77,7 @@ def test_slices_are_views() -> None:
         ((torch.zeros(3), (1, 2, 3), (4, 5)), 3, {"batch[0]", "batch[1]"}),
         ((torch.zeros(3), np.zeros((3, 2)), np.float64(1.0)), 3, {"batch[0]", "batch[1]"}),
         ((np.zeros((3, 2)), np.zeros(3)), 3, {"batch[0]", "batch[1]"}),
+        ((torch.zeros(1, 10), torch.zeros(1), torch.zeros(5)), 1, {"batch[0]", "batch[1]"}),  # five class weights
     ],
 )
 def test_samples_are_found_by_agreement(batch: Any, size: int, sampled: set[str]) -> None:
@@ -277,21 +259,6 @@ def contents(tree: Any) -> Iterator[Any]:
         yield from contents(child)
 
 
-def test_collate_may_change_what_holds_a_sample() -> None:
-    """Entries that it pops or replaces are there the next time; long texts are copied and not looked through."""
-    samples: list[Any] = [{"text": list(range(100)), "label": 1} for _ in range(4)]
-
-    def collate(chosen: list[Any]) -> list[int]:
-        for sample in chosen:
-            sample["text"].append(0)
-            sample["text"] = sample["text"][1:]
-        return [sample.pop("label") for sample in chosen]
-
-    batch = Batch.of(samples, collate=collate)
-    assert batch.take(slice(0, 4)) == batch.take([3, 2, 1, 0]) == [1] * 4
-    assert samples == [{"text": list(range(100)), "label": 1} for _ in range(4)]
-
-
 # Joining.
 
 
@@ -328,10 +295,3 @@ def test_extras_keep_no_graph() -> None:
     tensors = [leaf for _, leaf in leaves(found) if isinstance(leaf, Tensor)]
     assert len(tensors) == 3
     assert not any(leaf.requires_grad for leaf in tensors)
-
-
-def test_one_sample_beside_something_shared_is_one_sample() -> None:
-    """Two leaves with one row and one with five: the five are class weights, not samples."""
-    batch = Batch.of((torch.zeros(1, 10), torch.zeros(1), torch.zeros(5)))
-    assert batch.size == 1
-    assert Batch.of((torch.zeros(64, 10), torch.zeros(1, 10))).size == 64

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bigbatch import BigStep, Options, counted
+from bigbatch import BigStep, Options
 from bigbatch.batch.batch import Batch as Cut
 from bigbatch.batch.packing import Padding, lengths_of, pack, rounded, width_of
 from bigbatch.errors import BatchError, CoupledLoss, LossError
@@ -285,22 +285,6 @@ def test_counted_padding_is_refused_by_its_count(loss_fn: Any, check: bool, budg
         step(text([2, 7, 1, 5, 7, 3]))
 
 
-def test_what_a_look_at_padding_may_take() -> None:
-    """Without the check, three small forwards in the first batch with padding, and none later."""
-    calls: list[Any] = []
-
-    def loss_fn(m: Any, batch: Batch) -> Tensor:
-        calls.append(tuple(batch["tokens"].shape))
-        return token_loss(m, batch)
-
-    step = step_for(loss_fn, check=False, token_budget=14)
-    for number, shapes in enumerate(([], [(2, 7), (1, 7), (1, 2)], [])):
-        calls.clear()
-        batch = text([7, 7] if not number else [2, 7, 1, 7], number)
-        update = step(batch)
-        assert calls[: -update.micro_batches] == shapes
-
-
 def test_random_counts_are_not_taken_for_padding() -> None:
     """A loss that draws its targets is over another number of them every time."""
     for seed in range(40):
@@ -347,15 +331,6 @@ def test_padding_that_collate_makes(loss_fn: Any, budget: int, check: bool) -> N
         step(texts([2, 7, 1, 5, 7, 3]))
 
 
-def test_a_count_of_the_users_own_is_not_taken_for_padding() -> None:
-    """counted(loss, 1) is over as much for two samples as for one."""
-
-    def loss_fn(m: Any, batch: Batch) -> Tensor:
-        return counted(token_loss(m, batch), 1)
-
-    step_for(loss_fn, check=False, collate=collated, lengths=lambda b: [len(s.tokens) for s in b])(texts([2, 7, 1]))
-
-
 @given(lengths=lengths_lists, budget=budgets, check=st.booleans(), lists=st.booleans())
 @settings(max_examples=60)
 def test_no_look_takes_more_memory_than_the_step(lengths: list[int], budget: int, check: bool, lists: bool) -> None:
@@ -372,15 +347,6 @@ def test_no_look_takes_more_memory_than_the_step(lengths: list[int], budget: int
     step = step_for(loss_fn, check=check, token_budget=budget, **how)
     step(texts(lengths) if lists else text(lengths))
     assert step.state_dict()["sizes"] == {}  # nothing failed
-
-
-def test_padding_is_looked_at_in_the_first_batch_that_has_any() -> None:
-    """A first batch without padding shows nothing, and one in a single group neither."""
-    step = step_for(all_places, token_budget=21)
-    step(text([7, 7, 7, 7]))
-    step(text([7, 7, 6]))  # one group: nothing is trimmed
-    with pytest.raises(BatchError, match=r"(?s)this loss counts padding: with it the loss is .* over 56, without it"):
-        step(text([2, 7, 1, 5, 7, 3]))
 
 
 def test_class_weights_are_not_taken_for_padding() -> None:
@@ -446,14 +412,6 @@ def test_lengths_that_are_none(name: str) -> None:
     with pytest.raises(BatchError) as caught:
         lengths_of(Cut.of(text([2, 7, 1, 5])), NO_LENGTHS[name])
     approve("batch", f"lengths: {name}", caught.value)
-
-
-def test_the_lengths_of_a_batch() -> None:
-    """By the name of a mask of any dtype, or a function."""
-    batch = Cut.of(text([2, 0, 3]))
-    for lengths in LENGTHS.values():
-        found = lengths_of(batch, lengths)
-        assert found in ([2, 0, 3], [3, 1, 4])
 
 
 def test_padding_is_told() -> None:

@@ -111,16 +111,6 @@ def test_where_peaks_are_the_same_up_to_the_limit(batch: int, tells: bool) -> No
         assert len(device.asked) <= (PROBES if tells else PROBES + HALVINGS)
 
 
-def test_no_more_probes_where_they_gain_nothing() -> None:
-    """On a device that is busy with one sample, six are enough, however many of them fail."""
-    floor = 10**9
-    budget = int((floor + 2) / (1 - MARGIN))
-    for largest in even_sizes(1000, 0, 1000):
-        device = Device([(0, floor // largest), (floor, 0)], affine(0.0, 0.0625), budget)
-        found(device, 1000, budget)
-        assert len(device.asked) <= PROBES
-
-
 @given(devices(), st.lists(st.floats(0.5, 2.0), min_size=20, max_size=20))
 @example((Device([(0, GIB)], affine(1.0, 0.1)), 64, 40 * GIB), [1.0] * 20)
 def test_never_over_the_budget_whatever_the_times(case: tuple[Device, int, int], noise: list[float]) -> None:
@@ -179,22 +169,6 @@ def test_a_kink_in_the_peak_does_not_mislead() -> None:
     choice = found(device, 512, 40 * GIB)
     assert device.peak(choice.size) <= 40 * GIB
     assert choice.steps == min(len(balanced(512, size)) for size in range(1, 37))
-
-
-def test_running_out_of_memory_is_an_answer() -> None:
-    """Probes that fail lead back to what fits."""
-    device = Device([(0, GIB)], affine(1.0, 0.001), capacity=3 * GIB)
-    choice = found(device, 64, 100 * GIB)
-    assert choice.size in {2, 3}
-    assert any(probe.peak_bytes is None for probe in choice.probes)
-
-
-@pytest.mark.parametrize("batch", [1, 2, 3, 7, 13])
-def test_small_batches_need_few_probes(batch: int) -> None:
-    """No size is tried twice, and none beyond the batch."""
-    device = Device([(0, 1)], affine(1.0, 0.1))
-    assert found(device, batch, 1 << 30).size == batch
-    assert len(device.asked) == len(set(device.asked)) <= min(batch, PROBES)
 
 
 @pytest.mark.parametrize("capacity", [math.inf, GIB])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bigbatch.state.rng import Randomness
-from bigbatch.state.snapshot import Buffers, devices_of, untouched
+from bigbatch.state.snapshot import Buffers, untouched
 from tests.bombs import seed
 
 ON_CPU = frozenset({torch.device("cpu")})
@@ -78,54 +78,27 @@ def test_a_step_can_be_undone_whatever_steps_before_it_did(passed: list[set[str]
         assert all(model.get_buffer(name) is buffer for name, buffer in held.items())
 
 
-def test_a_frozen_batch_norm_that_begins_to_train() -> None:
-    """Its statistics have no versions, and it rested before."""
+def settled(model: Store, steps: int, last_step: Buffers | None = None) -> Buffers | None:
+    """Make steps in which the norm runs."""
+    for _ in range(steps):
+        buffers = Buffers([model], last_step)
+        model.norm(torch.randn(4, 3))
+        last_step = buffers.settle()
+    return last_step
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+def test_a_frozen_batch_norm_that_begins_to_train(trained: int) -> None:
+    """Its statistics move without a new version: a copy from when it was frozen must not be trusted."""
     model = Store()
-    last_step: Buffers | None = None
     model.norm.eval()
-    for _ in range(2):
-        buffers = Buffers([model], last_step)
-        model.norm(torch.randn(4, 3))
-        last_step = buffers.settle()
+    last_step = settled(model, 2)
     model.norm.train()
-    for _ in range(2):
-        buffers = Buffers([model], last_step)
-        model.norm(torch.randn(4, 3))
-        last_step = buffers.settle()
+    last_step = settled(model, trained, last_step)
+    model.table.add_(1)  # by the user, between steps
     buffers, before = Buffers([model], last_step), model.values()
     model.norm(torch.randn(4, 3))
-    assert model.values() != before
-    buffers.restore()
-    assert model.values() == before
-
-
-def test_a_buffer_that_is_changed_between_steps() -> None:
-    """It rested in every step, and is written by the user: what is put back is what was there when the step began."""
-    model = Store()
-    last_step: Buffers | None = None
-    for _ in range(2):
-        buffers = Buffers([model], last_step)
-        last_step = buffers.settle()
-    model.table.add_(1)
-    buffers, before = Buffers([model], last_step), model.values()
     model.table.mul_(2)
-    buffers.restore()
-    assert model.values() == before
-    assert model.table[0] == 1
-
-
-def test_a_frozen_batch_norm_whose_first_step_of_training_fails() -> None:
-    """Its statistics have moved without a new version, and a copy from when it was frozen must not be trusted."""
-    model = Store()
-    last_step: Buffers | None = None
-    model.norm.eval()
-    for _ in range(2):
-        buffers = Buffers([model], last_step)
-        model.norm(torch.randn(4, 3))
-        last_step = buffers.settle()
-    model.norm.train()
-    buffers, before = Buffers([model], last_step), model.values()
-    model.norm(torch.randn(4, 3))
     assert model.values() != before
     buffers.restore()
     assert model.values() == before
@@ -144,25 +117,18 @@ def test_buffers_that_never_change_are_copied_once() -> None:
     assert second["counter"] == 1
 
 
-def test_large_buffers_are_copied_to_the_host_and_back() -> None:
-    """A quantised model in buffers must not be doubled on the device."""
+def test_large_buffers_and_those_without_versions() -> None:
+    """A quantized model in buffers must not be doubled on the device; values tell of one made in inference mode."""
     model = nn.Module()
-    model.register_buffer("table", torch.zeros(1 << 19))
-    buffers = Buffers([model])
-    model.get_buffer("table").add_(1)
-    buffers.restore()
-    assert not model.get_buffer("table").any()
-
-
-def test_a_buffer_made_in_inference_mode() -> None:
-    """It has no version; its values tell."""
-    model = nn.Module()
+    model.register_buffer("large", torch.zeros(1 << 19))
     with torch.inference_mode():
         model.register_buffer("table", torch.ones(3))
     buffers = Buffers([model])
-    assert len(buffers.settle().saved) == 1
+    model.get_buffer("large").add_(1)
     buffers.restore()
+    assert not model.get_buffer("large").any()
     assert model.get_buffer("table").tolist() == [1, 1, 1]
+    assert len(Buffers([model]).settle().saved) == 2
 
 
 def test_untouched_leaves_nothing() -> None:
@@ -211,9 +177,3 @@ def test_drawing_is_noticed(drawing: Callable[[], Any]) -> None:
     assert randomness.drawn()
     randomness.restore()
     assert not randomness.drawn()
-
-
-def test_the_devices_of_models() -> None:
-    """Those of their parameters."""
-    assert devices_of([nn.Linear(1, 1)]) == ON_CPU
-    assert devices_of([nn.Tanh()]) == frozenset()
