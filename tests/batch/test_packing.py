@@ -1,7 +1,7 @@
-"""Packing: any lengths in any budget, groups of few widths, and the untrimmed batch's update."""
+"""Packing: any lengths in any budget, the fewest groups and the least padding, and the untrimmed batch's update."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options
 from bigbatch.batch.batch import Batch as Cut
-from bigbatch.batch.packing import Padding, lengths_of, pack, rounded, width_of
+from bigbatch.batch.packing import Padding, lengths_of, pack, pack_alike, rounded, width_of
 from bigbatch.errors import BatchError, CoupledLoss, LossError
 from tests.support.messages import approve
 from tests.support.packed import LENGTHS, LOSSES, Attentive, attentive, text, token_loss
@@ -35,12 +35,10 @@ budgets = st.integers(1, 40)
     st.none() | st.integers(1, 20),
 )
 @settings(max_examples=100)
-def test_every_sample_is_in_one_group_within_the_budget(
-    lengths: list[int], budget: int, extra: int, most: int | None
-) -> None:
+def test_groups_that_should_be_alike_are(lengths: list[int], budget: int, extra: int, most: int | None) -> None:
     """Every sample once, wide enough, within the budget; all but the longest group are full, and widths are few."""
     width = max(*lengths, 1) + extra
-    first, *full = groups = pack(lengths, budget, most, width=width)
+    first, *full = groups = pack_alike(lengths, budget, most, width=width)
     assert sorted(i for group, _ in groups for i in group) == list(range(len(lengths)))
     allowed = most or len(lengths)
     for group, wide in groups:
@@ -55,7 +53,7 @@ def test_every_sample_is_in_one_group_within_the_budget(
 @pytest.mark.parametrize("width", [0, 5, 99])
 def test_a_width_that_is_too_small_cuts_nothing_off(width: int) -> None:
     """Samples are as wide as they must be."""
-    assert pack([10, 100], 64, width=width) == [([1], 100), ([0], 40)]
+    assert pack_alike([10, 100], 64, width=width) == [([1], 100), ([0], 40)]
 
 
 def test_few_widths_serve_all_lengths() -> None:
@@ -63,6 +61,39 @@ def test_few_widths_serve_all_lengths() -> None:
     widths = {rounded(length) for length in range(1, 1025)}
     assert len(widths) == 40
     assert all(length <= rounded(length) <= max(length * 9 / 8, length + 7) for length in range(1, 4097))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.integers(1, 20), st.none() | st.integers(1, 4))
+@settings(max_examples=80)
+def test_no_other_grouping_is_better(lengths: list[int], budget: int, most: int | None) -> None:
+    """Every sample once; of all ways to group within the budget the fewest groups, and of those the least padding."""
+
+    def cost(groups: list[list[int]]) -> tuple[int, int]:
+        return len(groups), sum(map(padded, groups))
+
+    def padded(group: list[int]) -> int:
+        return len(group) * max(1, *(lengths[i] for i in group))
+
+    def fits(group: list[int]) -> bool:
+        return len(group) == 1 or (padded(group) <= budget and len(group) <= (most or len(group)))
+
+    found = pack(lengths, budget, most)
+    assert sorted(i for group, _ in found for i in group) == list(range(len(lengths)))
+    assert all(wide * len(group) == padded(group) and fits(group) for group, wide in found)
+    every = (groups for groups in partitions(list(range(len(lengths)))) if all(map(fits, groups)))
+    assert cost([group for group, _ in found]) == min(map(cost, every))
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """Every way to make groups of some items."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for groups in partitions(rest):
+        yield [[first], *groups]
+        for place in range(len(groups)):
+            yield [*groups[:place], [first, *groups[place]], *groups[place + 1 :]]
 
 
 # The update.
@@ -192,15 +223,15 @@ def test_extras_return_in_the_batchs_own_order() -> None:
         loss = F.cross_entropy(logits.flatten(0, 1), part["labels"].flatten())
         return loss, {"lengths": part["lengths"], "tokens": part["tokens"], "mean": loss, "names": "a"}
 
-    step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="attention_mask", token_budget=14))
+    step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="attention_mask", token_budget=10))
     update = step(batch)
-    assert update.micro_batches == 3
+    assert update.micro_batches == 4
     assert torch.equal(update.extras["lengths"], batch["lengths"])
     assert len(update.extras["tokens"]) == 6
     for row, whole, length in zip(update.extras["tokens"], batch["tokens"], batch["lengths"].tolist(), strict=True):
         assert torch.equal(row[:length], whole[:length])
-    assert update.extras["mean"].shape == (3,)
-    assert update.extras["names"] == ["a"] * 3
+    assert update.extras["mean"].shape == (4,)
+    assert update.extras["names"] == ["a"] * 4
 
 
 # What is refused.
@@ -253,7 +284,7 @@ def test_counted_padding_is_refused_where_the_loss_is_the_same() -> None:
     def loss_fn(m: Any, batch: Batch) -> Tensor:
         return F.cross_entropy(m(batch["tokens"], batch["attention_mask"]).flatten(0, 1), batch["tokens"].flatten())
 
-    step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="attention_mask", token_budget=14))
+    step = BigStep(model, sgd(trained(model)), loss_fn, options=Options(lengths="attention_mask", token_budget=10))
     with pytest.raises(BatchError, match=r"with it the loss is 1\.38629 over \d+, without it 1\.38629 over \d"):
         step(text([2, 7, 1, 5, 7, 3]))
 

@@ -6,6 +6,7 @@ trimmed to its longest.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 import torch
@@ -36,14 +37,35 @@ class Padding:
         )
 
 
-def pack(
+def pack(lengths: Sequence[int], budget: int, most: int | None = None) -> list[tuple[list[int], int]]:
+    """Group samples of like length, the longest first; each group comes with its width, that of its longest sample.
+
+    A group has at most `budget` padded tokens and `most` samples; a sample longer than the budget has its own. There
+    are as few groups as there can be, and of those the least padding: with greedy cuts two groups may have half more.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    sizes = [max(lengths[i], 1) for i in order]
+    best = [(0, 0, 0)] * (len(order) + 1)  # from each place on: groups, padded tokens, the first one's end
+    for i in reversed(range(len(order))):
+        last = min(len(order), i + max(budget // sizes[i], 1), i + (most or len(order)))
+        # Cutting later never takes more groups, so only the last few places are tried.
+        ends = takewhile(lambda end: best[end][0] == best[last][0], range(last, i, -1))  # noqa: B023 - used at once
+        found = [(1 + best[end][0], best[end][1] + sizes[i] * (end - i), end) for end in ends]
+        best[i] = min(found, key=lambda each: each[:2])
+    groups, i = [], 0
+    while i < len(order):
+        groups.append((order[i : best[i][2]], sizes[i]))
+        i = best[i][2]
+    return groups
+
+
+def pack_alike(
     lengths: Sequence[int], budget: int, most: int | None = None, *, width: int = 0
 ) -> list[tuple[list[int], int]]:
-    """Group samples of like length, the longest first; each group comes with its width.
+    """Group samples so that shapes come again from batch to batch, as captured graphs need.
 
-    A group has at most `budget` padded tokens and `most` samples; a sample longer than the budget has its own. Widths
-    are those of `rounded`, at most `width`, and only the first group, of the longest samples, has fewer samples than
-    its width allows: so shapes come again from batch to batch.
+    Widths are those of `rounded`, at most `width`. Only the first group, of the longest samples, has fewer samples than
+    its width allows: a group has few of those, so its shapes are few.
     """
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     width = max(width, *lengths, 1)  # nothing is ever cut off

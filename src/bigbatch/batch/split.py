@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bigbatch.batch.batch import Batch, Indices, numbers_on
-from bigbatch.batch.packing import Padding, pack, trimmed, width_of
+from bigbatch.batch.packing import Padding, pack, pack_alike, trimmed, width_of
 from bigbatch.batch.tree import leaves, mapped
 from bigbatch.errors import ConfigurationError
 
@@ -41,14 +41,12 @@ class Division:
     ) -> "Division":
         """Cut into micro-batches of samples of like length, of at most `budget` padded tokens and `most` samples.
 
-        Each is trimmed to its longest sample, or, where shapes should be `alike`, to one of a few widths.
+        Each is trimmed to its longest sample, or, where they should be `alike`, to one of a few widths.
         """
         width, odd = width_of(batch, max(*lengths, 1)), None
-        packed = pack(lengths, budget, most, width=width)
+        packed = pack_alike(lengths, budget, most, width=width) if alike else pack(lengths, budget, most)
         full = min(max(budget // packed[0][1], 1), most or batch.size)
-        if not alike:
-            packed = [(group, max(1, *(lengths[i] for i in group))) for group, _ in packed]
-        elif len(packed) > 1 and len(packed[0][0]) < full:
+        if alike and len(packed) > 1 and len(packed[0][0]) < full:
             # If its shape is new, it takes the host a while: in the middle the device has enough to do meanwhile.
             place = (len(packed) - 1) // 2
             packed.insert(place, packed.pop(0))

@@ -82,7 +82,7 @@ class Divider:
 
         def probe(size: int, limit: int) -> Probe:
             chosen = order[:size]
-            rehearsed = Division.packed(whole.only(chosen), [lengths[i] for i in chosen], 8 * longest * size, most=size)
+            rehearsed = Division.packed(whole.only(chosen), [lengths[i] for i in chosen], longest * size)
             return self._rehearse(rehearsed, limit, run)
 
         budget = self._sizes.tokens(self._options.token_budget, lengths, probe)

@@ -50,12 +50,16 @@ class LiveBytes(TorchDispatchMode):
         # An output may alias an input (a view, an in-place result), whose storage was there before.
         for tensor in tree_leaves((args, kwargs)):
             self._remember(tensor, new=False)
-        outputs = func(*args, **kwargs)
+        outputs = self.computed(func, args, kwargs)
         self.add(outputs)
         self.peak = max(self.peak, self.now)
         if self._limit is not None and self.now > self._limit:
             raise OverLimit(f"{func} made this {self.now:,} bytes of at most {self._limit:,}")
         return outputs
+
+    def computed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; a subclass may run another one."""
+        return func(*args, **kwargs)
 
     def _remember(self, tensor: object, *, new: bool) -> None:
         if not isinstance(tensor, Tensor):
