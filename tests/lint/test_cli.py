@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from bigbatch.cli import app
 from bigbatch_lint.output import check
-from bigbatch_lint.rules import RULES, Hit, find
+from bigbatch_lint.rules import RULES, find
 
 LOOP = """\
 for x, y in loader:
@@ -233,7 +233,7 @@ def test_torch_is_not_loaded(script: str) -> None:
 def test_a_mistake_of_the_linter_hides_nothing(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error on stderr with a status of its own, and the other files are checked."""
 
-    def breaks(tree: ast.Module) -> Iterator[tuple[str, Hit]]:
+    def breaks(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
         if isinstance(tree.body[0], ast.Assign):
             raise ZeroDivisionError("oops")
         return find(tree)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from bigbatch_lint.output.check import lint
-from bigbatch_lint.output.config import Settings, UsageError, read_settings, settings_of
-from bigbatch_lint.output.files import files_in
+from bigbatch_lint.output.config import Settings, UsageError, files_in, read_settings, settings_of
 from bigbatch_lint.rules import REMOVED, RULES
 
 LOOP = "for x in loader:\n    loss = net(x)\n    loss.backward()\n    opt.step()\n    total += loss\n"

@@ -9,8 +9,9 @@ exclude = ["legacy", "*_old.py"]
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,12 @@ from typing import Any
 from bigbatch_lint.rules import REMOVED, RULES
 
 _KEYS = ("exclude", "extend-select", "ignore", "select")
+# What is installed, made or kept by tools; ruff leaves out the same.
+EXCLUDED = tuple(
+    ".bzr .direnv .eggs .git .git-rewrite .hg .hypothesis .ipynb_checkpoints .mypy_cache .nox .pants.d .pyenv "
+    ".pytest_cache .pytype .ruff_cache .svn .tox .venv .vscode __pycache__ __pypackages__ _build buck-out build dist "
+    "node_modules site-packages venv".split()
+)
 
 
 class UsageError(Exception):
@@ -46,11 +53,9 @@ class Settings:
         extend, ignore = (*self.extend_select, *given.extend_select), (*self.ignore, *given.ignore)
         for code in (*(select or ()), *extend, *ignore):
             if code in REMOVED:
-                problem = f"the rule {code} was removed."
-                raise UsageError(problem, REMOVED[code])
+                raise UsageError(f"the rule {code} was removed.", REMOVED[code])
             if code != "ALL" and not any(rule.startswith(code) for rule in RULES):
-                problem = f"no rule's code begins with {code!r}."
-                raise UsageError(problem, f"The rules are {', '.join(RULES)}.")
+                raise UsageError(f"no rule's code begins with {code!r}.", f"The rules are {', '.join(RULES)}.")
         wanted = (*(("ALL",) if select is None else select), *extend)
         return frozenset(code for code in RULES if _fit(code, wanted) > _fit(code, ignore))
 
@@ -67,8 +72,7 @@ def settings_of(file: Path, known: dict[Path, Settings | None]) -> Settings:
     for folder in Path(os.path.realpath(file)).parents:
         if folder not in known:
             known[folder] = read_settings(folder / "pyproject.toml")
-        found = known[folder]
-        if found is not None:
+        if (found := known[folder]) is not None:
             return found
     return Settings()
 
@@ -77,35 +81,56 @@ def read_settings(path: Path) -> Settings | None:
     """Return what a pyproject.toml says; None if there is none, or nothing in it."""
     if not path.is_file():
         return None
-    tool = _read_toml(path).get("tool")
-    ours = tool.get("bigbatch") if isinstance(tool, dict) else None
-    table = ours.get("lint") if isinstance(ours, dict) else None
+    # Python 3.10 has no TOML reader of its own; there `tomli` is the same one.
+    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        table: Any = toml.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    for key in ("tool", "bigbatch", "lint"):
+        table = table.get(key) if isinstance(table, dict) else None
     if not isinstance(table, dict):
         return None
-    lists: dict[str, Any] = {}
     for key, value in table.items():
         if key not in _KEYS:
-            problem = f"{path}: [tool.bigbatch.lint] knows no {key!r}."
-            raise UsageError(problem, f"It knows {', '.join(_KEYS)}.")
+            raise UsageError(f"{path}: [tool.bigbatch.lint] knows no {key!r}.", f"It knows {', '.join(_KEYS)}.")
         if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             problem = f"{path}: {key} in [tool.bigbatch.lint] must be a list of strings; found {value!r}."
             raise UsageError(problem, f'Write  {key} = ["BB103"]')
-        lists[key.replace("-", "_")] = tuple(value)
+    lists: dict[str, Any] = {key.replace("-", "_"): tuple(value) for key, value in table.items()}
     settings = Settings(**lists, folder=path.parent)
     try:
         settings.codes()
     except UsageError as error:
-        problem = f"{path}: {error.problem}"
-        raise UsageError(problem, error.hint) from error
+        raise UsageError(f"{path}: {error.problem}", error.hint) from error
     return settings
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    # Python 3.10 has no TOML reader of its own; there `tomli` is the same one.
-    toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    try:
-        data: dict[str, Any] = toml.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, toml.TOMLDecodeError) as error:
-        problem = f"{path} cannot be read: {error}"
-        raise UsageError(problem) from error
-    return data
+def files_in(paths: Iterable[Path], patterns: tuple[str, ...] = EXCLUDED) -> Iterator[Path]:
+    """Yield scripts and notebooks, each once and in order; a file that was named is read whatever it is called."""
+    seen: set[Path] = set()
+    for path in paths:
+        for file in _walk(path, patterns) if path.is_dir() else (path,):
+            if file not in seen:
+                seen.add(file)
+                yield file
+
+
+def _walk(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    for root, folders, files in os.walk(folder):
+        here = Path(root)
+        folders[:] = sorted(name for name in folders if not _fits(here / name, folder, patterns))
+        scripts = sorted(here / name for name in files if name.endswith((".py", ".ipynb")))
+        yield from (file for file in scripts if not _fits(file, folder, patterns))
+
+
+def _fits(path: Path, base: Path, patterns: tuple[str, ...]) -> bool:
+    """Tell whether a pattern fits the name, or the path below `base`: `build`, `*_old.py`, `scripts/legacy`."""
+    below = path.relative_to(base).as_posix() if path.is_relative_to(base) else path.as_posix()
+    return any(fnmatch(path.name, pattern) or fnmatch(below, pattern.rstrip("/")) for pattern in patterns)
+
+
+def is_left_out(file: Path, base: Path, patterns: tuple[str, ...]) -> bool:
+    """Tell whether a pattern fits a file or a folder it is in."""
+    whole = Path(os.path.realpath(file))  # Path.resolve fails on a link that leads to itself
+    return any(_fits(each, base, patterns) for each in (whole, *whole.parents) if each != base)

@@ -1,18 +1,38 @@
-"""Findings as text for people, JSON for programs, and annotations for GitHub."""
+"""Findings, as text for people, JSON for programs, and annotations for GitHub."""
 
 import os
 import shutil
 import sys
 import textwrap
 from collections import Counter
+from dataclasses import asdict, dataclass
 from unicodedata import category
-
-from bigbatch_lint.output.check import Finding
 
 _COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m"}
 _LONGEST = 160  # characters of a line that are shown
 _READABLE = 100
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One mistake at one place; lines and columns count from 1, in a notebook within their cell."""
+
+    path: str
+    cell: int  # of a notebook, from 1; 0 in a plain file
+    line: int
+    column: int
+    code: str
+    slug: str
+    severity: str
+    message: str
+    remedy: str
+    end_line: int
+    text: str  # the line, as it is written
+
+    def as_dict(self) -> dict[str, object]:
+        """Return plain data for JSON; a plain file has no cell."""
+        return {key: value for key, value in {**asdict(self), "cell": self.cell or None}.items() if key != "text"}
 
 
 def escaped(text: str) -> str:
@@ -33,34 +53,28 @@ def as_text(finding: Finding) -> str:
     line = line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
     colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     code = f"{_COLORS[finding.severity]}{finding.code}\x1b[0m" if colored else finding.code
-    parts = [
-        f"{escaped(finding.place())}: {code} {finding.severity} {finding.slug}",
-        *([f"    {line}"] if line else []),
-    ]
+    cell = f"cell {finding.cell}:" if finding.cell else ""
+    place = escaped(f"{finding.path}:{cell}{finding.line}:{finding.column}")
+    parts = [f"{place}: {code} {finding.severity} {finding.slug}", *([f"    {line}"] if line else [])]
     return "\n".join([*parts, wrapped(f"  {finding.message}"), wrapped(f"  fix: {finding.remedy}"), "\n"])
 
 
 def as_github(finding: Finding) -> str:
     """Return a finding as GitHub's runners turn it into an annotation."""
-    place = f"file={_percent_encoded(finding.path)}"
+    place = f",line={finding.line},endLine={finding.end_line},col={finding.column}"
     title = f"{finding.code} {finding.slug}"
     if finding.cell:  # its line is the cell's, and GitHub would look for it in the JSON
-        title += f" (cell {finding.cell}, line {finding.line})"
-    else:
-        place += f",line={finding.line},endLine={finding.end_line},col={finding.column}"
+        place, title = "", f"{title} (cell {finding.cell}, line {finding.line})"
+    path, title = (
+        escaped(each.translate({ord(c): f"%{ord(c):02X}" for c in "%\r\n:,"})) for each in (finding.path, title)
+    )
     message = escaped(f"{finding.message}; fix: {finding.remedy}".replace("%", "%25"))
-    return f"::{finding.severity} {place},title={_percent_encoded(title)}::{message}\n"
-
-
-def _percent_encoded(text: str) -> str:
-    for character in "%\r\n:,":
-        text = text.replace(character, f"%{ord(character):02X}")
-    return escaped(text)
+    return f"::{finding.severity} file={path}{place},title={title}::{message}\n"
 
 
 def summary(findings: list[Finding], files: int) -> str:
     """Say how many findings of which severity there are."""
-    read = f"{files} file{'' if files == 1 else 's'} read."
     counts = sorted(Counter(finding.severity for finding in findings).items())
-    parts = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts]
+    parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts]
+    read = f"{files} file{'s' * (files != 1)} read."
     return f"Found {', '.join(parts)} in {read}" if parts else f"All checks passed: {read}"

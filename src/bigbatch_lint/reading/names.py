@@ -99,9 +99,16 @@ def walk(node: ast.AST) -> list[ast.AST]:
     return below
 
 
+@cache
+def targets(node: ast.AST) -> frozenset[str]:
+    """Return the names that are bound below a node, with all their beginnings."""
+    stored = [each for each in walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
+    return frozenset(dotted(part) for each in stored for part in walk(each)) - {""}
+
+
 def forget_nodes() -> None:
     """Forget what was noted on the nodes of a file."""
-    for noted in (dotted, children, walk):
+    for noted in (dotted, children, walk, targets):
         noted.cache_clear()
 
 

@@ -1,4 +1,4 @@
-"""A file as text and syntax tree, or the reasons why it, or a cell of it, cannot be read.
+"""A file as text and syntax tree, or why it, or a cell of it, cannot be read; and what its comments silence.
 
 The code cells of a notebook are joined in their order: what one defines, the next ones use. A line of IPython's own
 (`%time`, `!pip`, `model?`) becomes `pass`, so that all other lines stay where they were.
@@ -10,6 +10,8 @@ import json
 import re
 import tokenize
 import warnings
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,9 @@ _MAGIC = re.compile(r"^(\s*)(?:[%!?].*|.*\?\??\s*)$")
 _ASSIGNED_MAGIC = re.compile(r"^(\s*[\w.,\s]+=)\s*[!%].*$")
 # Cell magics whose body is still Python that runs here.
 _PYTHON_CELLS = {"time", "timeit", "capture", "prun", "python", "python3", "python2"}
+_NOQA = re.compile(
+    r"#\s*(?P<whole>bigbatch\s*:\s*)?noqa\b(?:\s*:\s*(?P<codes>[A-Z]+[0-9]*(?:[\s,]+[A-Z]+[0-9]+)*))?", re.IGNORECASE
+)
 
 
 class _Unreadable(Exception):
@@ -25,63 +30,51 @@ class _Unreadable(Exception):
         self.why, self.line, self.column = why, line, column
 
 
-@dataclass(frozen=True)
+@dataclass
 class Source:
     """A file: its text as Python (of a notebook: the joined code), its tree, and where its lines are."""
 
     path: str
     text: str
     tree: ast.Module
-    cells: tuple[tuple[int, int], ...] = ()  # of a notebook: the number of each code cell, and its first line
+    cells: list[tuple[int, int]]  # of a notebook: the number of each code cell, and its first line
     problems: tuple[str, ...] = ()  # where and why the file, or a cell of it, was not checked
 
     def place(self, line: int) -> tuple[int, int]:
         """Return a line's cell (0 in a plain file) and its number there."""
-        return _place(self.cells, line)
-
-
-def _place(cells: tuple[tuple[int, int], ...], line: int) -> tuple[int, int]:
-    number, first = next((cell for cell in reversed(cells) if line >= cell[1]), (0, 1))
-    return number, line - first + 1
+        number, first = next((cell for cell in reversed(self.cells) if line >= cell[1]), (0, 1))
+        return number, line - first + 1
 
 
 def read_source(path: str, data: bytes | None = None) -> Source:
     """Read and parse a file; what cannot be read has an empty tree and says why. `data` stands in for its content."""
-    text, tree = "", ast.Module(body=[], type_ignores=[])
-    cells: tuple[tuple[int, int], ...] = ()
+    source = Source(path, "", ast.Module(body=[], type_ignores=[]), [])
     broken: list[_Unreadable] = []
     try:
-        text = _decoded(_content(path) if data is None else data)
+        source.text = _decoded(path, data)
         if path.endswith(".ipynb"):
-            text, cells, broken = _joined(text)
-        tree = _parsed(text)
+            source.text, source.cells = _joined(source.text, broken)
+        source.tree = _parsed(source.text)
     except _Unreadable as error:
-        broken = [error, *broken]
-    problems = []
+        broken.insert(0, error)
     for each in broken:
-        cell, line = _place(cells, each.line)
+        cell, line = source.place(each.line)
         place = f"cell {cell}:{line}" if cell else str(line)
-        problems.append(f"{path}:{place}:{each.column}: cannot be checked: {each.why}")
-    return Source(path, text, tree, cells, tuple(problems))
+        source.problems += (f"{path}:{place}:{each.column}: cannot be checked: {each.why}",)
+    return source
 
 
-def _content(path: str) -> bytes:
-    if Path(path).is_fifo():
-        msg = "it is a named pipe; use - for standard input"
-        raise _Unreadable(msg)
+def _decoded(path: str, data: bytes | None) -> str:
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise _Unreadable(error.strerror or str(error)) from error
-
-
-def _decoded(data: bytes) -> str:
-    try:
+        if data is None and Path(path).is_fifo():
+            raise _Unreadable("it is a named pipe; use - for standard input")
+        data = Path(path).read_bytes() if data is None else data
         encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         return io.TextIOWrapper(io.BytesIO(data), encoding).read()
+    except OSError as error:
+        raise _Unreadable(error.strerror or str(error)) from error
     except (SyntaxError, LookupError, ValueError) as error:
-        msg = f"it is no text: {error}"
-        raise _Unreadable(msg) from error
+        raise _Unreadable(f"it is no text: {error}") from error
 
 
 def _parsed(text: str) -> ast.Module:
@@ -95,47 +88,57 @@ def _parsed(text: str) -> ast.Module:
         raise _Unreadable(str(error) or "it is nested too deeply") from error
 
 
-def _joined(text: str) -> tuple[str, tuple[tuple[int, int], ...], list[_Unreadable]]:
-    """Join the code cells of a notebook's JSON; return also number and first line of each, and what is no Python."""
+def _joined(text: str, broken: list[_Unreadable]) -> tuple[str, list[tuple[int, int]]]:
+    """Join the code cells of a notebook's JSON; return also number and first line of each. Add what is no Python."""
     try:
         notebook = json.loads(text)
     except (ValueError, RecursionError) as error:
-        msg = f"it is no notebook: no JSON: {error}"
-        raise _Unreadable(msg) from error
+        raise _Unreadable(f"it is no notebook: no JSON: {error}") from error
     found = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(found, list):
-        msg = "it is no notebook: no list of cells"
-        raise _Unreadable(msg)
-    parts: list[str] = []
+        raise _Unreadable("it is no notebook: no list of cells")
     cells: list[tuple[int, int]] = []
-    broken: list[_Unreadable] = []
-    line = 1
+    joined: list[str] = []
     for number, cell in enumerate(found, start=1):
-        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
-            continue
-        lines = cell.get("source", "")
-        lines = lines if isinstance(lines, list) else [lines]
-        python = "".join(each for each in lines if isinstance(each, str)).replace("\r\n", "\n").replace("\r", "\n")
-        try:
-            python = _as_python(python)
-        except _Unreadable as error:
-            broken.append(_Unreadable(error.why, line))
-            python = "\n" * python.count("\n")
-        parts.append(python)
-        cells.append((number, line))
-        line += python.count("\n") + 1
-    return "\n".join(parts), tuple(cells), broken
+        if isinstance(cell, dict) and cell.get("cell_type") == "code":
+            lines = cell.get("source", "")
+            given = [each for each in (lines if isinstance(lines, list) else [lines]) if isinstance(each, str)]
+            code = "".join(given).replace("\r\n", "\n").replace("\r", "\n")
+            cells.append((number, len(joined) + 1))
+            try:
+                code = _as_python(code)
+            except _Unreadable as error:
+                broken.append(_Unreadable(error.why, len(joined) + 1))
+                code = "\n" * code.count("\n")
+            joined += code.split("\n")
+    return "\n".join(joined), cells
 
 
 def _as_python(code: str) -> str:
     """Return code that parses, with as many lines."""
-    try:
+    with suppress(_Unreadable):
         _parsed(code)
-    except _Unreadable:
-        lines = code.split("\n")
-        first = [*code.split(maxsplit=1), ""][0]
-        if first.startswith("%%") and first[2:] not in _PYTHON_CELLS:
-            return "\n" * (len(lines) - 1)  # another language
-        code = "\n".join(_ASSIGNED_MAGIC.sub(r"\1 None", _MAGIC.sub(r"\1pass", line)) for line in lines)
-        _parsed(code)
+        return code
+    lines = code.split("\n")
+    first = [*code.split(maxsplit=1), ""][0]
+    if first.startswith("%%") and first[2:] not in _PYTHON_CELLS:
+        return "\n" * (len(lines) - 1)  # another language
+    code = "\n".join(_ASSIGNED_MAGIC.sub(r"\1 None", _MAGIC.sub(r"\1pass", line)) for line in lines)
+    _parsed(code)
     return code
+
+
+def read_noqa(text: str) -> dict[int, tuple[str, ...]]:
+    """Return the beginnings of codes that comments silence, by line; 0 is the whole file. An empty one fits all.
+
+    `# noqa` silences everything on its line, `# noqa: BB201,BB2` some rules; `# bigbatch: noqa` does so in the file.
+    """
+    silenced: dict[int, tuple[str, ...]] = defaultdict(tuple)
+    # Strings that look like a comment are none, and the tokens end where the text is no Python.
+    with suppress(tokenize.TokenError, SyntaxError):
+        for token in tokenize.generate_tokens(io.StringIO(text).readline) if "noqa" in text.lower() else ():
+            found = _NOQA.search(token.string) if token.type == tokenize.COMMENT else None
+            if found:
+                codes = re.split(r"[\s,]+", found["codes"].upper()) if found["codes"] else [""]
+                silenced[0 if found["whole"] else token.start[0]] += tuple(codes)
+    return silenced

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 
 from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import forget_nodes
-from bigbatch_lint.rules.rule_set import REMOVED, RULES, Hit
+from bigbatch_lint.rules.rule_set import REMOVED, RULES
 from bigbatch_lint.rules.windows import training_loops
 from bigbatch_lint.running.entry import run_file
 
-__all__ = ["REMOVED", "RULES", "Hit", "find"]
+__all__ = ["REMOVED", "RULES", "find"]
 
 
-def find(tree: ast.Module) -> Iterator[tuple[str, Hit]]:
+def find(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
     """Yield what all rules find in a file, each place once."""
     forget_nodes()
     module = Module(tree)
@@ -20,7 +20,7 @@ def find(tree: ast.Module) -> Iterator[tuple[str, Hit]]:
     for events, steps in () if module.is_of_another_library else run_file(module):
         for loop in training_loops(events, module, steps):
             for code, rule in RULES.items():
-                for hit in rule.check(loop) if loop.shape in rule.shapes else ():
-                    if (code, hit.node) not in seen:
-                        seen.add((code, hit.node))
-                        yield code, hit
+                for node, message in rule.check(loop) if loop.shape in rule.shapes else ():
+                    if (code, node) not in seen:
+                        seen.add((code, node))
+                        yield code, node, message

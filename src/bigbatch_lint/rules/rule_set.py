@@ -28,14 +28,7 @@ REMOVED = {
 }
 
 
-@dataclass(frozen=True)
-class Hit:
-    """One place where a rule is broken, and what is wrong there."""
-
-    node: ast.AST
-    message: str
-
-
+Hit = tuple[ast.AST, str]  # one place where a rule is broken, and what is wrong there
 Severity = Literal["error", "warning"]
 Check = Callable[[TrainingLoop], Iterator[Hit]]
 
@@ -53,12 +46,14 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+_ALL: tuple[Shape, ...] = ("unknown", "engine", "plain", "each", "accumulating")
 
 
-def _rule(code: str, slug: str, severity: Severity, remedy: str, *shapes: Shape) -> Callable[[Check], Check]:
-    """Register a rule for loops of some shapes; without any, for those that accumulate."""
+def _rule(code: str, severity: Severity, remedy: str, *shapes: Shape) -> Callable[[Check], Check]:
+    """Register a rule, with its function's name, for loops of some shapes; without any, for those that accumulate."""
 
     def register(check: Check) -> Check:
+        slug = getattr(check, "__name__", "").strip("_").replace("_", "-")
         RULES[code] = Rule(code, slug, severity, remedy, check, shapes or ("accumulating",))
         return check
 
@@ -66,8 +61,8 @@ def _rule(code: str, slug: str, severity: Severity, remedy: str, *shapes: Shape)
 
 
 # BB1: which micro-batches enter a step.
-@_rule("BB101", "zero-grad-inside-window", "error", "clear gradients right after the step, under the same condition")
-def _zero_inside(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB101", "error", "clear gradients right after the step, under the same condition")
+def _zero_grad_inside_window(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.zeroed is not None:
         event, before_step = loop.zeroed
         often = (
@@ -75,20 +70,18 @@ def _zero_inside(loop: TrainingLoop) -> Iterator[Hit]:
             f"only the last of {loop.steps_text} micro-batches counts"
         )
         before = "gradients are cleared right before the step: it steps with none of them"
-        yield Hit(event.node, before if before_step else often)
+        yield event.node, before if before_step else often
 
 
-@_rule("BB102", "step-every-micro-batch", "error", "step and clear only when a window is complete", "each")
-def _step_each(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB102", "error", "step and clear only when a window is complete", "each")
+def _step_every_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
     announced = f"though a window of {loop.steps_text} is announced: nothing is accumulated"
     divided = f"with gradients divided by {loop.steps}: without accelerator.accumulate nothing is accumulated"
     why = announced if loop.is_announced else divided
-    yield Hit(loop.steps_inside[0].step.node, f"the optimizer steps with every micro-batch, {why}")
+    yield loop.steps_inside[0].step.node, f"the optimizer steps with every micro-batch, {why}"
 
 
-@_rule(
-    "BB103", "leftover-dropped", "warning", "step once more for the rest, divided by the number of micro-batches in it"
-)
+@_rule("BB103", "warning", "step once more for the rest, divided by the number of micro-batches in it")
 def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
     by_lightning = loop.backwards[0].via == "lightning" or "automatic_optimization" in loop.module.words
     if loop.has_framework or not loop.steps_inside or (loop.is_function and not by_lightning):
@@ -108,16 +101,11 @@ def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
     known = f"the last {left} of {at.total} micro-batches"
     unknown = f"micro-batches left over after the last full window of {loop.steps_text}"
     which = known if at.is_known and at.total else unknown
-    yield Hit(loop.steps_inside[0].place(), f"{which} are never stepped{leak}")
+    yield loop.steps_inside[0].place(), f"{which} are never stepped{leak}"
 
 
-@_rule(
-    "BB104",
-    "leftover-stepped-as-whole",
-    "warning",
-    "divide by the number of micro-batches that are really in the window",
-)
-def _leftover_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB104", "warning", "divide by the number of micro-batches that are really in the window")
+def _leftover_stepped_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.has_framework or loop.kind == "endless" or loop.everywhere("rescale"):
         return
     full = max((rounds_in(window.reached) for window in loop.whole), default=loop.steps)
@@ -128,7 +116,7 @@ def _leftover_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
         short = 0 < rounds_in(window.reached) < full and loop.is_same_pass(previous, window)
         if short and weight is not None and weight < 0.999:  # noqa: PLR2004
             text = f"a short last window is divided by {loop.steps_text} too, as if it were full"
-            yield Hit(window.place(), f"{text}: its gradient is too small")
+            yield window.place(), f"{text}: its gradient is too small"
             return
 
 
@@ -139,8 +127,8 @@ def _is_mean(window: Window, size: int) -> bool:
     return one_each and means and math.isclose(weight_of(window.reached) or 0, 1.0)
 
 
-@_rule("BB105", "off-by-one-modulo", "error", "ask for (i + 1) % steps == 0, and count a round before asking")
-def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB105", "error", "ask for (i + 1) % steps == 0, and count a round before asking")
+def _off_by_one_modulo(loop: TrainingLoop) -> Iterator[Hit]:
     n, inside = loop.steps, loop.steps_inside
     if loop.has_framework or len(inside) < 2 or n < 2 or loop.kind in {"pieces", "batched"}:  # noqa: PLR2004
         return
@@ -153,10 +141,10 @@ def _off_by_one(loop: TrainingLoop) -> Iterator[Hit]:
         "the first one is one too short",
     }
     if second == n != first and first in reasons:
-        yield Hit(inside[0].place(), reasons[first])
+        yield inside[0].place(), reasons[first]
 
 
-@_rule("BB106", "never-zeroed", "error", "call optimizer.zero_grad() after each step", "plain", "accumulating")
+@_rule("BB106", "error", "call optimizer.zero_grad() after each step", "plain", "accumulating")
 def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
     inside = loop.steps_inside
     if loop.has_framework or loop.of("handed") or not loop.windows or (loop.is_cleared and not inside):
@@ -170,16 +158,16 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
         # Clearing something else than another optimizer may clear this one's gradients too.
         if cleared <= steps.keys() - {subject}:
             often = "only outside the loop" if loop.is_cleared and not cleared else "never"
-            yield Hit(step.node, f"gradients are {often} cleared: every step also takes those of all steps before")
+            yield step.node, f"gradients are {often} cleared: every step also takes those of all steps before"
     after = [each.step for each in loop.windows if not each.is_inside and inside]
     if zeros == loop.everywhere("zero") and zeros and after and loop.passes > 1 and loop.shape == "accumulating":
         text = "the leftover's gradients are not cleared after their step: the next epoch's first window holds them too"
-        yield Hit(after[0].node, text)
+        yield after[0].node, text
 
 
 # BB2: the weights.
-@_rule("BB201", "loss-not-scaled", "error", "divide each loss by the number of micro-batches in its window")
-def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB201", "error", "divide each loss by the number of micro-batches in its window")
+def _loss_not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
     window = loop.whole[0] if loop.whole else None
     means = all(event.loss.reduction in {"mean", "?"} for event in loop.backwards)
     if window is None or len(window.backwards) != window.size or not means:
@@ -190,33 +178,23 @@ def _not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
     if weight is not None and math.isclose(weight, window.size) and not unknown and not divided:
         text = loop.steps_text
         why = f"the gradient is {text} times that of the big batch's mean"
-        yield Hit(first.node, f"{text} losses are added up and none is divided: {why}")
+        yield first.node, f"{text} losses are added up and none is divided: {why}"
 
 
-@_rule(
-    "BB202",
-    "loss-scaled-twice",
-    "warning",
-    "divide once, or leave it to the framework; a factor that is meant: # noqa: BB202",
-    "unknown",
-    "engine",
-    "plain",
-    "each",
-    "accumulating",
-)
-def _scaled_twice(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB202", "warning", "divide once, or leave it to the framework; a factor that is meant: # noqa: BB202", *_ALL)
+def _loss_scaled_twice(loop: TrainingLoop) -> Iterator[Hit]:
     event = loop.backwards[0]
     written = [each for each in event.loss.divisions if loop.is_of_steps(each)]
     framework = next((each for each in written if _divides_too(loop, event, each)), None)
     rescaled = loop.everywhere("rescale")
     if framework is not None:
         name = _NAMES.get(event.via, "the framework")
-        yield Hit(framework.node, f"{name} divides by the number of steps as well: divided twice")
+        yield framework.node, f"{name} divides by the number of steps as well: divided twice"
     elif written and loop.shape == "accumulating":
         if len(written) > 1:
-            yield Hit(written[1].node, f"the loss is divided by {loop.steps_text} a second time")
+            yield written[1].node, f"the loss is divided by {loop.steps_text} a second time"
         elif rescaled and isinstance(factor := rescaled[0].factor, NUMBERS) and factor == written[0].value:
-            yield Hit(rescaled[0].node, f"loss and gradients are both divided by {loop.steps_text}")
+            yield rescaled[0].node, f"loss and gradients are both divided by {loop.steps_text}"
 
 
 def _divides_too(loop: TrainingLoop, event: Event, division: Division) -> bool:
@@ -227,13 +205,8 @@ def _divides_too(loop: TrainingLoop, event: Event, division: Division) -> bool:
     return bool(event.divides) or (accumulates and announces_steps(division.text))
 
 
-@_rule(
-    "BB203",
-    "masked-mean-divided-by-constant",
-    "warning",
-    "sum the losses, and divide by the number of targets in the whole window",
-)
-def _masked_mean(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB203", "warning", "sum the losses, and divide by the number of targets in the whole window")
+def _masked_mean_divided_by_constant(loop: TrainingLoop) -> Iterator[Hit]:
     event = loop.backwards[0]
     if event.loss.masked is None or event.loss.reduction != "mean" or loop.everywhere("rescale"):
         return
@@ -241,11 +214,9 @@ def _masked_mean(loop: TrainingLoop) -> Iterator[Hit]:
     written = [each.node for each in event.loss.divisions if each.value in full or announces_steps(each.text)]
     by_framework = loop.has_framework and event.via in {"accelerator", "lightning"} and event.divides is not False
     if written or by_framework:
-        yield Hit(
-            written[-1] if written else event.node,
-            "each micro-batch's mean is over its own number of targets, and all weigh the same: "
-            "the big batch's mean weighs them by that number",
-        )
+        why = "the big batch's mean weighs them by that number"
+        text = f"each micro-batch's mean is over its own number of targets, and all weigh the same: {why}"
+        yield written[-1] if written else event.node, text
 
 
 # BB3: what belongs between the last backward and the step.
@@ -267,57 +238,45 @@ def _after_step(loop: TrainingLoop, kind: Kind, known: list[Event]) -> Iterator[
             yield event
 
 
-@_rule(
-    "BB301",
-    "clip-in-wrong-place",
-    "error",
-    "clip once, after the window's last backward and before the step",
-    "plain",
-    "accumulating",
-)
-def _clip(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB301", "error", "clip once, after the window's last backward and before the step", "plain", "accumulating")
+def _clip_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
     often = _too_early(loop, "clip")
     for event in often:
-        yield Hit(event.node, "partial sums are clipped with every micro-batch, not the window's gradient once")
+        yield event.node, "partial sums are clipped with every micro-batch, not the window's gradient once"
     before = {event.node for event in loop.events[: loop.events.index(loop.backwards[0])]}
     for event in _after_step(loop, "clip", often):
         why = "before backward has added to it" if event.node in before else "after the step that used it"
-        yield Hit(event.node, f"the gradient is clipped {why}")
+        yield event.node, f"the gradient is clipped {why}"
 
 
 @_rule(
-    "BB302",
-    "unscale-in-wrong-place",
-    "error",
-    "call scaler.unscale_(optimizer) once per window, right before clipping",
-    "plain",
-    "accumulating",
+    "BB302", "error", "call scaler.unscale_(optimizer) once per window, right before clipping", "plain", "accumulating"
 )
-def _unscale(loop: TrainingLoop) -> Iterator[Hit]:
+def _unscale_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
     often = _too_early(loop, "unscale")
     for event in often:
-        yield Hit(event.node, "gradients are unscaled with every micro-batch: what is added later is still scaled")
+        yield event.node, "gradients are unscaled with every micro-batch: what is added later is still scaled"
     for event in _after_step(loop, "unscale", often):
-        yield Hit(event.node, "gradients are unscaled after the step that used them")
+        yield event.node, "gradients are unscaled after the step that used them"
     scaled = any(event.via == "scaler" for event in loop.backwards) and not loop.everywhere("handed")
     unscaled = False
     for event in loop.events if scaled else ():
         if event.kind in {"unscale", "step"}:
             unscaled = event.kind == "unscale"
         elif event.kind == "clip" and not unscaled and event.subject.rpartition(".")[2] in _TORCH_CLIPS:
-            yield Hit(event.node, "gradients are clipped while they are still multiplied by the scaler's scale")
+            yield event.node, "gradients are clipped while they are still multiplied by the scaler's scale"
 
 
-@_rule("BB303", "scaler-per-micro-batch", "error", "call scaler.step and scaler.update once per window")
-def _scaler(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB303", "error", "call scaler.step and scaler.update once per window")
+def _scaler_per_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
     for event in _repeated(loop, "update"):
-        yield Hit(event.node, "the scaler is updated with every micro-batch: its scale may change in mid-window")
+        yield event.node, "the scaler is updated with every micro-batch: its scale may change in mid-window"
 
 
-@_rule("BB304", "scheduler-per-micro-batch", "warning", "step the scheduler after each optimizer step")
-def _scheduler(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB304", "warning", "step the scheduler after each optimizer step")
+def _scheduler_per_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
     for event in _repeated(loop, "scheduler"):
-        yield Hit(event.node, f"the schedule advances {loop.steps_text} times per update")
+        yield event.node, f"the schedule advances {loop.steps_text} times per update"
 
 
 def _repeated(loop: TrainingLoop, kind: Kind) -> list[Event]:
@@ -334,16 +293,11 @@ def _repeated(loop: TrainingLoop, kind: Kind) -> list[Event]:
 
 
 # BB4: several devices.
-@_rule(
-    "BB401",
-    "ddp-without-no-sync",
-    "warning",
-    "run forward and backward of all but the last micro-batch under model.no_sync()",
-)
-def _without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB401", "warning", "run forward and backward of all but the last micro-batch under model.no_sync()")
+def _ddp_without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
     if not loop.has_framework and not loop.module.words & _NO_SYNC and _is_distributed(loop.module):
         once = f"one exchange per window of {loop.steps_text} gives the same"
-        yield Hit(loop.backwards[0].node, f"ranks exchange gradients with every micro-batch; {once}")
+        yield loop.backwards[0].node, f"ranks exchange gradients with every micro-batch; {once}"
 
 
 @lru_cache(maxsize=8)  # asked for each loop of a file
@@ -358,8 +312,8 @@ def _is_distributed(module: Module) -> bool:
     return False
 
 
-@_rule("BB402", "no-sync-around-backward-only", "error", "put the forward into the same no_sync block")
-def _around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB402", "error", "put the forward into the same no_sync block")
+def _no_sync_around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
     forwards: dict[tuple[int, ...], list[Event]] = {}
     for event in loop.inside:
         if event.kind == "forward":
@@ -369,44 +323,29 @@ def _around_backward_only(loop: TrainingLoop) -> Iterator[Hit]:
             own = [each for each in forwards.get(event.place, ()) if not block.text or each.subject == block.text]
             if own and not any(each.made is block.made for forward in own for each in forward.contexts):
                 why = "DDP decides in forward whether it will synchronise"
-                yield Hit(block.made or event.node, f"forward runs outside no_sync, backward inside: {why}")
+                yield block.made or event.node, f"forward runs outside no_sync, backward inside: {why}"
 
 
 # BB5 and BB6: the loss besides backward, and layers that see the micro-batch.
-@_rule(
-    "BB501",
-    "running-loss-keeps-graph",
-    "error",
-    "add loss.detach(), and read it once per window or epoch",
-    "unknown",
-    "engine",
-    "plain",
-    "each",
-    "accumulating",
-)
-def _keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB501", "error", "add loss.detach(), and read it once per window or epoch", *_ALL)
+def _running_loss_keeps_graph(loop: TrainingLoop) -> Iterator[Hit]:
     everything = frozenset().union(*(event.loss.origins for event in loop.backwards))
     for event in loop.of("keep"):
         without = any(each.context in {"no_grad", "inference_mode"} for each in event.contexts)
         # A loss that is made of several terms is no sum that outlives it.
         if not without and not {id(event.node), event.subject} & everything and event.loss.live & everything:
-            yield Hit(event.node, f"{event.subject or 'it'} keeps the graph of every loss that is added to it")
+            yield event.node, f"{event.subject or 'it'} keeps the graph of every loss that is added to it"
 
 
-@_rule(
-    "BB601",
-    "batch-norm-under-accumulation",
-    "warning",
-    "use bigbatch.BigStep, GroupNorm or LayerNorm, or freeze the layers",
-)
-def _batch_norm(loop: TrainingLoop) -> Iterator[Hit]:
+@_rule("BB601", "warning", "use bigbatch.BigStep, GroupNorm or LayerNorm, or freeze the layers")
+def _batch_norm_under_accumulation(loop: TrainingLoop) -> Iterator[Hit]:
     # Under a framework, somebody must say that there is more than one micro-batch to a window.
     is_certain = not loop.has_framework or loop.is_announced or loop.divides
     models = frozenset(event.subject for event in loop.of("forward"))
     call = _brings_batch_norm(loop.module, models) if is_certain else None
     if call is not None:
         why = "accumulation is an approximation here"
-        yield Hit(call, f"BatchNorm normalises by each micro-batch's statistics, not by the big batch's: {why}")
+        yield call, f"BatchNorm normalises by each micro-batch's statistics, not by the big batch's: {why}"
 
 
 @lru_cache(maxsize=8)  # asked for each loop of a file

@@ -141,7 +141,7 @@ class TrainingLoop:
             return "unknown"
         several = any(window.size > 1 for window in self.windows)
         outside = self.divides and not self.has_framework and not self.module.words & _ACCUMULATING
-        unprepared = self.has_framework and any(window.step.is_prepared is False for window in self.windows)
+        unprepared = self.has_framework and any(window.step.is_unprepared for window in self.windows)
         rounds = {(each.number, each.passage) for event in self.backwards for each in event.rounds}
         nearly_all = max(2, _MOST * min(len(rounds), rounds_in(self.backwards)))
         announced = self.is_announced or outside or unprepared

@@ -1,12 +1,11 @@
 """Known calls that train, and those that make things: optimizers, scalers, loaders, iterators."""
 
 import ast
-import itertools
 from dataclasses import replace
 
 from bigbatch_lint.reading.names import announces_steps, role_made_by
 from bigbatch_lint.running.machine import Call, Machine, Table, batch
-from bigbatch_lint.running.values import NUMBERS, Function, Items, Kind, Loss, Opaque, Via, as_loss, new_loss
+from bigbatch_lint.running.values import Items, Kind, Loss, Opaque, Via, as_loss, new_loss
 
 CALLS = Table()
 _ENDLESS = {"endless", "infinite", "repeat", "forever", "loop_forever"}
@@ -17,10 +16,9 @@ _VIA: dict[str | None, Via] = {
 
 
 # Calls that train: backward, step, clear, clip, scale, and what frameworks have for them.
-def _is_prepared(call: Call) -> bool | None:
-    """Tell whether a framework has wrapped the receiver; None where its making was not seen."""
-    seen = isinstance(call.receiver, Opaque) and (call.receiver.is_prepared or call.receiver.made is not None)
-    return call.receiver.is_prepared if seen and isinstance(call.receiver, Opaque) else None
+def _is_unprepared(call: Call) -> bool:
+    """Tell whether the receiver is called as the file has made it; what `prepare` returns is of unknown making."""
+    return isinstance(call.receiver, Opaque) and call.receiver.made is not None
 
 
 @CALLS.on("backward manual_backward")
@@ -51,32 +49,27 @@ def _backward(machine: Machine, call: Call) -> object:
 def _step(machine: Machine, call: Call) -> object:
     if call.role == "scheduler":
         if not call.args:
-            machine.emit("scheduler", call.node, subject=call.on, is_prepared=_is_prepared(call))
+            machine.emit("scheduler", call.node, subject=call.on, is_unprepared=_is_unprepared(call))
         return Opaque()
     if call.role == "scaler":
         machine.emit("step", call.node, via="scaler", subject=call.written(0))
         return Opaque(is_setting=False)
     if call.role not in {"optimizer", "engine"} or not isinstance(call.receiver, Opaque):
         return NotImplemented
-    if call.args and isinstance(call.args[0], Function):
-        machine.call_function(call.args[0], (), {})
     made = call.receiver.made
     told = isinstance(made, ast.Call) and any(announces_steps(word.arg or "") for word in made.keywords)
     via = "engine" if told else _VIA.get(call.role, "torch")
     closure = bool(call.args)
-    machine.emit("step", call.node, via=via, subject=call.on, is_prepared=_is_prepared(call), has_closure=closure)
+    machine.emit("step", call.node, via=via, subject=call.on, is_unprepared=_is_unprepared(call), has_closure=closure)
     return Opaque(is_setting=False)
 
 
-@CALLS.on(
-    "zero_grad clear_grad clear_grads zero_gradients clear_gradients zero_ _foreach_zero_ unscale_ unscale_gradients "
-    "update"
-)
+@CALLS.on("zero_grad clear_grad clear_grads zero_gradients clear_gradients zero_ unscale_ unscale_gradients update")
 def _on_gradients(machine: Machine, call: Call) -> object:
     if call.role != {"zero_": "gradient", "update": "scaler"}.get(call.name, call.role):
         return NotImplemented
     kind: Kind = "update" if call.name == "update" else "unscale" if call.name.startswith("unscale") else "zero"
-    machine.emit(kind, call.node, subject=call.on, is_prepared=_is_prepared(call))
+    machine.emit(kind, call.node, subject=call.on, is_unprepared=_is_unprepared(call))
     return Opaque()
 
 
@@ -87,40 +80,18 @@ def _scale(_: Machine, call: Call) -> object:
     return replace(as_loss(call.first), is_scaled=call.name == "scale")
 
 
-@CALLS.on("div_ mul_ _foreach_div_ _foreach_mul_")
+@CALLS.on("div_ mul_")
 def _rescale(machine: Machine, call: Call) -> object:
-    if call.role != "gradient" and not call.name.startswith("_foreach"):
+    if call.role != "gradient":
         return NotImplemented
-    factor = call.args[-1] if call.args else None
-    if "mul" in call.name:
-        factor = 1 / factor if isinstance(factor, NUMBERS) and factor else None
-    machine.emit("rescale", call.node, factor=factor)
+    machine.emit("rescale", call.node, factor=call.args[-1] if call.args and "div" in call.name else None)
     return Opaque()
 
 
 @CALLS.on("no_sync no_backward_sync accumulate no_grad inference_mode nullcontext")
 def _context(machine: Machine, call: Call) -> object:
-    if call.name == "accumulate" and call.role not in {"accelerator", None}:
-        return NotImplemented
     subject = call.on if call.name == "no_sync" and call.role != "accelerator" else call.written(0)
-    off = "enabled" in call.words and machine.truth(call.words["enabled"], call.node) is False
-    kind = "nullcontext" if off else call.name.replace("no_backward_sync", "no_sync")
-    return Opaque(subject, "context", made=call.node, context=kind)
-
-
-@CALLS.on("prepare setup setup_module setup_optimizers gather gather_for_metrics all_gather all_reduce reduce")
-def _of_framework(_: Machine, call: Call) -> object:
-    if call.role not in {"accelerator", "fabric"}:
-        return NotImplemented
-    if call.name.startswith(("prepare", "setup")):
-        given = tuple(replace(each, is_prepared=True) if isinstance(each, Opaque) else each for each in call.args)
-        return given[0] if len(given) == 1 else given
-    return call.first.detached() if isinstance(call.first, Loss) else NotImplemented
-
-
-@CALLS.on("optimizers lr_schedulers")
-def _of_lightning(_: Machine, call: Call) -> object:
-    return Opaque(f"{call.on}.{call.name}()", "optimizer" if call.name == "optimizers" else "scheduler")
+    return Opaque(subject, "context", made=call.node, context=call.name.replace("no_backward_sync", "no_sync"))
 
 
 # Calls that make things.
@@ -144,25 +115,26 @@ def reduction_of(machine: Machine, call: Call) -> tuple[str, ast.AST | None]:
     return reduction, call.node if reduction == "mean" and masks and ignores else None
 
 
-@CALLS.on("Accelerator GradientAccumulationPlugin")
-def _accelerator(_: Machine, call: Call) -> object:
-    if call.name == "GradientAccumulationPlugin":
-        return Opaque(call.name, "context", made=call.node, steps=call.words.get("num_steps", call.first))
-    steps, plugin = call.words.get("gradient_accumulation_steps"), call.words.get("gradient_accumulation_plugin")
-    unseen = any(word == "**" or word.startswith(("deepspeed", "megatron")) for word in call.words)
-    steps = plugin.steps if isinstance(plugin, Opaque) else steps
-    return Opaque(call.name, "accelerator", made=None if unseen else call.node, steps=steps)
-
-
-@CALLS.on("initialize")
 def _deepspeed(_: Machine, call: Call) -> object:
     engine = Opaque("deepspeed", "engine", made=call.node)
     return (engine, engine, Opaque(), Opaque()) if "deepspeed" in call.full else NotImplemented
 
 
-@CALLS.on("compile")
-def _compiled(_: Machine, call: Call) -> object:
-    return call.first if isinstance(call.first, Opaque) else NotImplemented
+CALLS.update(
+    TensorDataset=lambda _, call: call.first if isinstance(call.first, Items) else Items(None, batch, "dataset"),
+    compile=lambda _, call: call.first if isinstance(call.first, Opaque) else NotImplemented,
+    dict=lambda _, call: NotImplemented if call.args else dict(call.words),
+    initialize=_deepspeed,
+    lr_schedulers=lambda _, call: Opaque(f"{call.on}.lr_schedulers()", "scheduler"),
+    optimizers=lambda _, call: Opaque(f"{call.on}.optimizers()", "optimizer"),
+)
+
+
+@CALLS.on("Accelerator")
+def _accelerator(_: Machine, call: Call) -> object:
+    unseen = any(word == "**" or "plugin" in word for word in call.words)
+    steps = call.words.get("gradient_accumulation_steps")
+    return Opaque(call.name, "accelerator", made=None if unseen else call.node, steps=steps)
 
 
 @CALLS.on("randn rand zeros ones randint empty")
@@ -175,11 +147,6 @@ def _data(_: Machine, call: Call) -> object:
     return new_loss(id(call.node))
 
 
-@CALLS.on("TensorDataset")
-def _dataset(_: Machine, call: Call) -> object:
-    return call.first if isinstance(call.first, Items) else Items(None, batch, "dataset")
-
-
 @CALLS.on("DataLoader")
 def _loader(machine: Machine, call: Call) -> object:
     data, size, drops = call.argument(0, "dataset"), call.argument(1, "batch_size"), call.words.get("drop_last", False)
@@ -187,11 +154,6 @@ def _loader(machine: Machine, call: Call) -> object:
     if known and isinstance(data, Items) and data.length and isinstance(size, int) and size > 0:
         return Items(data.length // size if drops else -(-data.length // size), batch, is_known=True)
     return Items(machine.length, batch)
-
-
-@CALLS.on("dict")
-def _dict(_: Machine, call: Call) -> object:
-    return NotImplemented if call.args else dict(call.words)
 
 
 @CALLS.on("range trange")
@@ -237,15 +199,13 @@ def _same_items(machine: Machine, call: Call) -> object:
 def _endless(_: Machine, call: Call) -> object:
     if isinstance(call.receiver, Loss):
         return NotImplemented
-    if call.name == "count":
-        start, step = call.argument(0, "start") or 0, call.argument(1, "step") or 1
-        if not (isinstance(start, int) and isinstance(step, int)):
-            return Items(None, lambda _: Opaque(is_setting=False), "endless")
+    start, step = call.argument(0, "start") or 0, call.argument(1, "step") or 1
+    if call.name == "count" and isinstance(start, int) and isinstance(step, int):
         return Items(None, lambda k: start + k * step, "endless")
-    if isinstance(call.first, (list, tuple)) and call.first:
-        again = list(itertools.islice(call.first, _LONGEST_LIST))
+    again = call.first if isinstance(call.first, (list, tuple)) else ()
+    if again:
         return Items(None, lambda k: again[k % len(again)], "endless")
-    return Items(None, batch, "endless")
+    return Items(None, batch if call.name != "count" else lambda _: Opaque(is_setting=False), "endless")
 
 
 @CALLS.on("islice batched chunked grouper ichunked")

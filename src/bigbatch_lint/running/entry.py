@@ -7,8 +7,8 @@ from contextlib import suppress
 from bigbatch_lint.reading.module import FunctionDef, Module
 from bigbatch_lint.reading.names import called_name, dotted, walk
 from bigbatch_lint.running.interpreter import Interpreter
-from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole
-from bigbatch_lint.running.values import Class, Environment, Event, Function, Loss, Opaque, Round, Via
+from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, ReturnValue, WindowsAreWhole
+from bigbatch_lint.running.values import Environment, Event, Function, Loss, Opaque, Round, Via
 
 _SAYS_OTHERWISE = {"accepts_loss_kwargs", "model_accepts_loss_kwargs", "loss_is_scaled_for_ga", "compute_loss_func"}
 _COUNTERS = {"i", "idx", "step", "iteration", "it", "micro_step", "data_iter_step"}
@@ -38,7 +38,6 @@ def run_file(module: Module) -> list[Story]:
 def _stories(machine: Interpreter) -> list[Story]:
     """Run the file, then its functions that train and were not called."""
     module, env = machine.module, Environment()
-    machine.define(module.tree.body, env)
     stories = [_story(machine, lambda: machine.run(module.tree.body, env))]
     owners = {member: cls for cls in module.classes.values() for member in cls.body}
     for only_uncalled in (True, False):
@@ -53,7 +52,7 @@ def _stories(machine: Interpreter) -> list[Story]:
 
 def _story(machine: Interpreter, run: Callable[[], None]) -> Story:
     machine.begin()
-    with suppress(ReturnValue, BreakLoop, ContinueLoop, OutOfBudget):
+    with suppress(ReturnValue, BreakLoop, ContinueLoop):
         run()
     return machine.events, machine.steps
 
@@ -69,7 +68,8 @@ def _run_root(machine: Interpreter, node: FunctionDef, owner: ast.ClassDef | Non
         via = "trainer"
     if owner is not None:
         with suppress(ReturnValue, BreakLoop, ContinueLoop):
-            function.owner = machine.construct(Class(owner, env), [], {})
+            made = machine.construct(owner, env, (), {})
+            function = Function(node, made, made)
     if via is None and node in module.holds_loop:
         counted = [each.target for each in walk(owner) if isinstance(each, ast.AugAssign)] if owner else []
         # What an object counts goes on in its next call.
@@ -78,7 +78,7 @@ def _run_root(machine: Interpreter, node: FunctionDef, owner: ast.ClassDef | Non
         return
     names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)][owner is not None :]
     bound = {dotted(target) for each in walk(node) for target in getattr(each, "targets", ())}
-    machine.assigned.append({*names, *(text for text in bound if text.startswith("self."))})
+    machine.assigned.append(frozenset(names) | {text for text in bound if text.startswith("self.")})
     total = machine.length if via == "lightning" else None
     for number in range(machine.length):
         machine.rounds.append(Round(node, number, is_micro=True, total=total, kind="range"))

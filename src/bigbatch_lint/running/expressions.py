@@ -4,7 +4,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from bigbatch_lint.reading.module import Module
@@ -15,16 +15,15 @@ from bigbatch_lint.running.tensor_calls import TENSOR_CALLS
 from bigbatch_lint.running.values import (
     NUMBERS,
     PLAIN,
-    Class,
     Division,
     Environment,
     Function,
-    Instance,
     Items,
     Loss,
     Opaque,
     Round,
     new_loss,
+    sum_of,
 )
 
 _ARITHMETIC: dict[type[ast.operator], Callable[..., object]] = {
@@ -103,39 +102,34 @@ class Expressions(Machine):
         bound = env.find(text) if text else None
         if bound is not None:
             return bound
-        if node.attr in {"sync_gradients", "is_gradient_accumulation_boundary"}:
+        if node.attr == "sync_gradients":
             return self.is_synchronizing()
         if node.attr == "is_last_batch":
             return bool(self.rounds) and self.rounds[-1].is_last()
         base = self.evaluate(node.value, env)
         if node.attr == "grad":
             return Opaque(text, "gradient")
-        if isinstance(base, Instance):
+        if isinstance(base, Environment):
             return self._member(base, node.attr, text)
-        if isinstance(base, dict) and node.attr in base:
-            return base[node.attr]
         if isinstance(base, Loss):
             return self._tensor_attribute(base, node)
         if isinstance(base, Opaque) and base.role is not None and node.attr in {"data", "module"}:
             return base
-        found = self.unknown(text or node.attr)
-        if isinstance(found, Opaque) and isinstance(base, Opaque):
-            found.is_setting = base.is_setting
-        return found
+        return self.unknown(text or node.attr)
 
-    def _member(self, base: Instance, name: str, text: str) -> object:
-        method = self.module.method(base.cls.node, name)
-        if name in base.attributes or method is None:
-            return base.attributes[name] if name in base.attributes else self.unknown(text or name)
-        bound = Function(method, base.cls.env, base)
+    def _member(self, base: Environment, name: str, text: str) -> object:
+        """Return an attribute of an object of the file."""
+        method = self.module.method(base.cls, name) if base.cls is not None else None
+        found = base.get(f"self.{name}")
+        if found is not None or method is None:
+            return self.unknown(text or name) if found is None else found
+        bound = Function(method, base, base)
         is_property = any(last_part(dotted(each)).endswith("property") for each in method.decorator_list)
         return self.call_function(bound, (), {}) if is_property else bound
 
     def _tensor_attribute(self, base: Loss, node: ast.Attribute) -> object:
         if isinstance(self.unknown(node.attr), int):
             return self.steps
-        if node.attr == "shape":
-            return Opaque(is_setting=False)
         if node.attr == "data":
             return base.detached()
         part = base.part(node.attr)
@@ -150,12 +144,10 @@ class Expressions(Machine):
         base, index = self.evaluate(node.value, env), self.evaluate(node.slice, env)
         if isinstance(base, dict) and isinstance(index, PLAIN):
             return base.get(index, Opaque(text))
-        if is_mask_key(text) and not isinstance(base, Instance):
+        if is_mask_key(text):
             return Opaque(text, "mask")
         if isinstance(base, (tuple, list)) and isinstance(index, int):
             return base[index] if -len(base) <= index < len(base) else Opaque(text)
-        if isinstance(base, Items):
-            return base.item(index) if isinstance(index, int) else base
         if isinstance(base, Opaque) and base.role is not None:
             return base
         if isinstance(base, Loss):
@@ -203,8 +195,6 @@ class Expressions(Machine):
             return computed(_COMPARISONS[type(op)], left, right)
         if isinstance(op, (ast.Is, ast.IsNot)) and (left is None or right is None):
             return self._is_something(left if right is None else right) is isinstance(op, ast.IsNot)
-        if isinstance(op, (ast.In, ast.NotIn)) and isinstance(left, PLAIN) and isinstance(right, (list, tuple, dict)):
-            return (left in right) is isinstance(op, ast.In)
         text = self.module.text(node)
         if isinstance(op, (ast.NotEq, ast.Gt, ast.GtE)) and re.search("-100|ignore_index|pad", text, re.IGNORECASE):
             return Opaque(text, "mask")
@@ -219,7 +209,7 @@ class Expressions(Machine):
         if isinstance(value, Opaque):
             is_seen = value.made is not None or value.role == "gradient"
             return value.role != "nothing" and (is_seen or self.setting())
-        return isinstance(value, (Loss, Items, Function, Instance, Class)) or self.setting()
+        return isinstance(value, (Loss, Items, Function, Environment)) or self.setting()
 
     def _round_compared(self, node: ast.Compare, left: object, right: object) -> Round | None:
         """Return the round whose own number is compared with a length, whatever that is called: `i + 1 == total`."""
@@ -254,17 +244,16 @@ class Expressions(Machine):
     ) -> object:
         """Return what an operator makes of two values, each given with its expression."""
         left, right = first[0], second[0]
-        is_sum = isinstance(left, (str, list, tuple)) and type(left) is type(right) and isinstance(op, ast.Add)
-        if is_sum or (isinstance(left, NUMBERS) and isinstance(right, NUMBERS) and type(op) in _ARITHMETIC):
+        if isinstance(left, NUMBERS) and isinstance(right, NUMBERS) and type(op) in _ARITHMETIC:
             return computed(_ARITHMETIC[type(op)], left, right)
         if isinstance(op, (ast.Div, ast.FloorDiv)) and _is_divisible(left, second):
             return self._quotient(left, node, second)
         losses = [each for each in (left, right) if isinstance(each, Loss)]
         if losses and isinstance(op, ast.Mult):
             other = second if isinstance(left, Loss) else first
-            return replace(_sum_of(node, losses), weight=None) if losses[1:] else self._product(losses[0], node, other)
+            return replace(sum_of(node, losses), weight=None) if losses[1:] else self._product(losses[0], node, other)
         if losses:
-            return _sum_of(node, losses)
+            return sum_of(node, losses)
         rest = isinstance(op, ast.Mod) and isinstance(right, int) and isinstance(left, Opaque) and left.role is None
         if rest and self.rounds:
             return Opaque(is_setting=False, is_remainder=True)
@@ -281,15 +270,12 @@ class Expressions(Machine):
         return loss.divided(Division(number, self.module.text(expression), node, is_weight))
 
     def _product(self, loss: Loss, node: ast.AST, factor: tuple[object, ast.expr]) -> Loss:
-        """Return a loss times a number: one over the steps is a division, and a division may be undone."""
+        """Return a loss times a number: one over the steps is a division."""
         value, expression = factor
         if isinstance(value, Opaque) and value.role == "mask":
             return loss
         if not isinstance(value, NUMBERS) or isinstance(value, bool):
             return replace(loss, weight=None, masked=None)
-        left = tuple(each for each in loss.divisions if not math.isclose(each.value or 0, value))
-        if value and len(left) < len(loss.divisions):
-            return replace(loss, weight=None if loss.weight is None else loss.weight * value, divisions=left)
         written = isinstance(expression, ast.Constant)
         if 0 < value < 1 and (not written or math.isclose(1 / value, self.steps)):
             text = f"× {value}" if written else self.module.text(expression)
@@ -302,13 +288,10 @@ class Expressions(Machine):
         receiver, function = self._callee(node, text, env)
         args = [self.evaluate(each, env) for each in node.args]
         words = {word.arg or "**": self.evaluate(word.value, env) for word in node.keywords}
-        if isinstance(function, Instance):
-            method = self.module.method(function.cls.node, "__call__")
-            function = Function(method, function.cls.env, function) if method is not None else function
+        if isinstance(function, Environment):
+            function = self._member(function, "__call__", text)
         if isinstance(function, Function):
             return self.call_function(function, args, words)
-        if isinstance(function, Class):
-            return self._instance(function, args, words)
         is_method = isinstance(node.func, ast.Attribute)
         full = self.module.full_name(text) if text else ""
         name = full.rpartition(".")[2] or (node.func.attr if isinstance(node.func, ast.Attribute) else text)
@@ -330,30 +313,29 @@ class Expressions(Machine):
             return None, self.evaluate(node.func, env)
         receiver = self.evaluate(node.func.value, env)
         bound = env.find(text) if text else None
-        if bound is None and isinstance(receiver, Instance):
-            method = self.module.method(receiver.cls.node, node.func.attr)
-            own = Function(method, receiver.cls.env, receiver) if method is not None else None
-            return receiver, receiver.attributes.get(node.func.attr, own)
+        if bound is None and isinstance(receiver, Environment):
+            return receiver, self._member(receiver, node.func.attr, text)
         return receiver, bound
 
-    def _instance(self, cls: Class, args: list[object], words: dict[str, object]) -> object:
-        """Return an object of a class of the file; models, optimizers and datasets stay opaque."""
-        bases, name = self.module.bases(cls.node), cls.node.name
+    def instance(
+        self, cls: ast.ClassDef, env: Environment, args: Sequence[object], words: Mapping[str, object]
+    ) -> object:
+        """Return an object of a class of the file; models and optimizers stay opaque."""
+        bases, name = self.module.bases(cls), cls.name
         if bases & _MODULES:
             is_loss = name.lower().endswith(("loss", "criterion"))
-            return Opaque(name, "criterion" if is_loss else "model", made=cls.node)
+            return Opaque(name, "criterion" if is_loss else "model", made=cls)
         if any(base.endswith("Optimizer") for base in bases):
-            return Opaque(name, "optimizer", made=cls.node)
-        if any("Dataset" in base for base in bases):
-            return Items(None, lambda _: Opaque(is_setting=False), "dataset")
-        return self.construct(cls, args, words)
+            return Opaque(name, "optimizer", made=cls)
+        return self.construct(cls, env, args, words)
 
-    def construct(self, cls: Class, args: list[object], words: dict[str, object]) -> Instance:
+    def construct(
+        self, cls: ast.ClassDef, env: Environment, args: Sequence[object], words: Mapping[str, object]
+    ) -> Environment:
         """Return an object of a class of the file, after its `__init__`."""
-        made = Instance(cls)
-        method = self.module.method(cls.node, "__init__")
+        made, method = Environment(env, cls), self.module.method(cls, "__init__")
         if method is not None:
-            self.call_function(Function(method, cls.env, made), args, words)
+            self.call_function(Function(method, made, made), args, words)
         return made
 
     def _of_thing(self, call: Call, thing: object, text: str) -> object:
@@ -395,22 +377,3 @@ def _is_divisible(value: object, divisor: tuple[object, ast.expr]) -> bool:
     """Tell whether a division is one of a loss, also where only the divisor says so."""
     announced = isinstance(divisor[0], int) and announces_steps(dotted(divisor[1]))
     return isinstance(value, Loss) or (announced and isinstance(value, Opaque) and value.role is None)
-
-
-def _sum_of(node: ast.AST, parts: list[Loss]) -> Loss:
-    """Return the sum of tensors: divided as often as that part which was divided most."""
-    made = {id(node)} if len(parts) > 1 and all(part.live for part in parts) else set()
-    most = max(parts, key=lambda part: len(part.divisions))
-    least = min(parts, key=lambda part: len(part.divisions))
-    weight = least.weight
-    if len(least.divisions) != len(most.divisions) and weight is not None:
-        weight = max(part.weight or 0.0 for part in parts)
-    return Loss(
-        frozenset().union(*(part.origins for part in parts), made),
-        weight,
-        most.divisions,
-        parts[0].reduction if len({part.reduction for part in parts}) == 1 else "?",
-        next((part.masked for part in parts if part.masked is not None), None),
-        frozenset().union(*(part.live for part in parts), made),
-        any(part.is_scaled for part in parts),
-    )

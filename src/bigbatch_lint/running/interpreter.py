@@ -4,17 +4,14 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from bigbatch_lint.reading.module import FUNCTIONS, LONGEST_WINDOW, Module
-from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, walk
+from bigbatch_lint.reading.module import LONGEST_WINDOW, Module
+from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, targets, walk
 from bigbatch_lint.running.expressions import Expressions
-from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, OutOfBudget, ReturnValue, WindowsAreWhole, batch
+from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, ReturnValue, WindowsAreWhole, batch
 from bigbatch_lint.running.values import (
-    NUMBERS,
     PLAIN,
-    Class,
     Environment,
     Function,
-    Instance,
     Items,
     Loss,
     Opaque,
@@ -26,7 +23,6 @@ _EPOCHS = 2  # of loops around a training loop
 _WHILE = 11  # rounds of a loop without a length, at least
 _DEEPEST = 6  # calls of functions in one another
 _PARTS = set("p param params opt optimizer optim name group param_group module sched scheduler".split())
-_CUTTERS = ("chunk", "window", "batched", "micro", "split", "group")
 
 
 class Interpreter(Expressions):
@@ -34,9 +30,9 @@ class Interpreter(Expressions):
 
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
         super().__init__(module, length, settings=settings)
-        self._known_targets: dict[ast.AST, set[str]] = {}
+        self._sums: dict[ast.AugAssign, ast.BinOp] = {}
         self._statements: dict[type[ast.AST], Callable[..., object]] = {
-            ast.Expr: self._expression,
+            ast.Expr: lambda node, env: self.evaluate(node.value, env),
             ast.Assign: self._assignment,
             ast.AnnAssign: self._assignment,
             ast.AugAssign: self._augmented,
@@ -65,27 +61,15 @@ class Interpreter(Expressions):
         for statement in body:
             self.budget -= 1
             if self.budget < 0:
-                raise OutOfBudget
+                raise ReturnValue(None)
             act = self._statements.get(type(statement))
             if act is not None:
                 act(statement, env)
 
-    def define(self, body: Sequence[ast.stmt], env: Environment) -> None:
-        """Bind the functions and classes of a body ahead of time."""
-        for statement in body:
-            if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
-                self._define(statement, env)
-
     def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, env: Environment) -> None:
-        env[node.name] = Class(node, env) if isinstance(node, ast.ClassDef) else Function(node, env)
+        env[node.name] = Function(node, env)
 
     # Plain statements.
-    def _expression(self, node: ast.Expr, env: Environment) -> None:
-        value = self.evaluate(node.value, env)
-        entered = isinstance(node.value, ast.Call) and called_name(node.value) == "enter_context"
-        if entered and isinstance(value, Opaque) and value.role == "context":
-            self.contexts.append(value)
-
     def _assignment(self, node: ast.Assign | ast.AnnAssign, env: Environment) -> None:
         value = self.evaluate(node.value, env)
         for target in node.targets if isinstance(node, ast.Assign) else [node.target] if node.value else []:
@@ -109,12 +93,10 @@ class Interpreter(Expressions):
             factor = self.evaluate(source.right, env) if divides and isinstance(source, ast.BinOp) else None
             self.emit("zero" if cleared else "rescale", target, subject=dotted(target.value), factor=factor)
             return
-        holder = self.evaluate(target.value, env) if isinstance(target, (ast.Attribute, ast.Subscript)) else None
-        if isinstance(holder, dict) and isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-            holder[target.slice.value] = value
-        if isinstance(holder, Instance) and isinstance(target, ast.Attribute):
-            holder.attributes[target.attr] = self.named(text, value)
-        elif text:
+        if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+            holder = self.evaluate(target.value, env)
+            (holder if isinstance(holder, dict) else {})[target.slice.value] = value
+        if text:
             self._learn_steps(last_part(text), value)
             env.bind(text, self.named(text, value), outside=text in self.globals)
 
@@ -140,34 +122,19 @@ class Interpreter(Expressions):
         return Opaque(is_setting=False) if isinstance(found, int) and not isinstance(value, (tuple, list)) else found
 
     def _augmented(self, node: ast.AugAssign, env: Environment) -> None:
-        value, text = self.evaluate(node.value, env), dotted(node.target)
-        before = self.evaluate(node.target, env)
-        if isinstance(before, Opaque) and before.role == "gradient":
-            inverse = 1 / value if isinstance(value, NUMBERS) and value else None
-            self.emit("rescale", node, factor=value if isinstance(node.op, ast.Div) else inverse)
-            return
-        if isinstance(node.op, ast.Add) and isinstance(value, Loss) and value.live:
-            value = self._keep(node, text or self.module.text(node.target), value)
-        after = self.combine(node, node.op, (before, node.target), (value, node.value))
-        holder = self.evaluate(node.target.value, env) if isinstance(node.target, ast.Attribute) else None
-        if isinstance(holder, Instance) and isinstance(node.target, ast.Attribute):
-            holder.attributes[node.target.attr] = after
-        elif text:
-            env.bind(text, after, outside=text in self.globals)
+        """Run `a += b` as `a = a + b`."""
+        total = self._sums.setdefault(node, ast.copy_location(ast.BinOp(node.target, node.op, node.value), node))
+        self.assign(node.target, self.evaluate(total, env), env, total)
 
     def _kept_sum(self, target: ast.AST, text: str, value: object, source: ast.expr | None) -> object:
         """Record `total = total + loss`, which keeps the graph of every loss."""
-        if isinstance(value, Loss) and value.live and text:
-            for part in [source.body, source.orelse] if isinstance(source, ast.IfExp) else [source]:
-                is_sum = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add)
-                names = {dotted(each) for each in walk(part)} - {""} if is_sum and part is not None else set()
-                if text in names and len(names) > 1:
-                    return self._keep(target, text, value)
+        for part in [source.body, source.orelse] if isinstance(source, ast.IfExp) else [source]:
+            if isinstance(value, Loss) and value.live and isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
+                names = {dotted(each) for each in walk(part)} - {""}
+                if (part.left is target or text in names) and any(not text.startswith(each) for each in names):
+                    self.emit("keep", target, loss=value, subject=text or self.module.text(target))
+                    return value.part(id(target))
         return value
-
-    def _keep(self, node: ast.AST, text: str, loss: Loss) -> Loss:
-        self.emit("keep", node, loss=loss, subject=text)
-        return loss.part(id(node))
 
     # Conditions.
     def _if(self, node: ast.If, env: Environment) -> None:
@@ -209,10 +176,6 @@ class Interpreter(Expressions):
             return fits
         if isinstance(pattern, ast.MatchOr):
             return any(self._fits(each, subject, env) for each in pattern.patterns)
-        if isinstance(pattern, ast.MatchSequence) and isinstance(subject, (tuple, list)):
-            pairs = list(zip(pattern.patterns, subject))  # noqa: B905 - the lengths are compared
-            same = len(subject) == len(pattern.patterns)
-            return same and all(self._fits(each, value, env) for each, value in pairs)
         if isinstance(pattern, (ast.MatchValue, ast.MatchSingleton)):
             value = self.evaluate(pattern.value, env) if isinstance(pattern, ast.MatchValue) else pattern.value
             return isinstance(subject, PLAIN) and isinstance(value, PLAIN) and subject == value
@@ -251,12 +214,10 @@ class Interpreter(Expressions):
             return range(2 * self.steps + 1), target not in _PARTS
         # Middle windows of a long loop, or in a later epoch, are skipped.
         windows = 1 if node in self.passages and items.kind != "pieces" else 2
-        if windows > 1 and length <= 4 * self.steps:
-            return range(length), target not in _PARTS
         end = length // self.steps * self.steps
         first = min(windows * self.steps, end)
-        rounds = [*range(first), *range(max(end - (windows - 1) * self.steps, first), length)]
-        return rounds, target not in _PARTS
+        last = max(end - (windows - 1) * self.steps, first)
+        return [*range(first), *range(last, length)], target not in _PARTS
 
     def _counts_otherwise(self, head: ast.expr) -> bool:
         """Tell whether a number of micro-steps is not the window's: another name decides on the update."""
@@ -283,7 +244,7 @@ class Interpreter(Expressions):
         env: Environment,
     ) -> None:
         """Run the rounds of a loop; `begin` binds its target, or asks its condition and tells whether to go on."""
-        self.assigned.append(self._targets(node))
+        self.assigned.append(targets(node))
         like.passage = self.passages[node] = self.passages.get(node, 0) + 1
         depth, is_exhausted = len(self.contexts), like.total is not None
         try:
@@ -306,13 +267,6 @@ class Interpreter(Expressions):
         if like.is_micro:
             self.emit("end", node, is_exhausted=is_exhausted)
 
-    def _targets(self, node: ast.AST) -> set[str]:
-        """Return the names that a loop binds anew."""
-        if node not in self._known_targets:
-            targets = [target for each in walk(node) for target in _targets_of(each)]
-            self._known_targets[node] = {dotted(each) for target in targets for each in walk(target)} - {""}
-        return self._known_targets[node]
-
     # Blocks.
     def _with(self, node: ast.With | ast.AsyncWith, env: Environment) -> None:
         depth = len(self.contexts)
@@ -334,45 +288,47 @@ class Interpreter(Expressions):
 
     # Functions.
     def call_function(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> object:
-        """Run a function of the file; a generator becomes something to loop over."""
+        """Run a function of the file; a class becomes an object, a generator something to loop over."""
         node = function.node
+        if isinstance(node, ast.ClassDef):
+            return self.instance(node, function.env, args, words)
         if self.depth >= _DEEPEST:
             return replace(new_loss(id(node)), weight=None)
         self.entered.add(node)
-        env = self._arguments(function, args, words)
+        env = self._arguments(function, node.args, args, words)
         if isinstance(node, ast.Lambda):
             return self.evaluate(node.body, env)
         if node in self.module.generators:
             endless = any(isinstance(n, ast.While) and getattr(n.test, "value", False) for n in walk(node))
-            if any(word in node.name for word in _CUTTERS):
-                return Items(3, lambda _: Items(self.steps, batch, "pieces"), "list")
             return Items(None if endless else self.length, batch, "endless" if endless else "loader")
         self.depth += 1
         guards, self.guards = self.guards, list(self.guards)
         try:
             self.run(node.body, env)
         except ReturnValue as returned:
-            return returned.value
+            return returned.args[0]
         finally:
             self.depth -= 1
             self.guards = guards
         return None
 
-    def _arguments(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> Environment:
-        env, given = Environment(function.env), function.node.args
-        named = [each.arg for each in (*given.posonlyargs, *given.args)]
-        defaults = dict(zip(reversed(named), reversed(given.defaults)))  # noqa: B905 - the last ones have them
-        defaults |= {each.arg: value for each, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value}
-        if function.owner is not None and named:
-            env[named.pop(0)] = function.owner
-        for name in (*named, *(each.arg for each in given.kwonlyargs)):
-            default, value = defaults.get(name), self.unknown(name)
-            plain = isinstance(default, ast.Constant) and not isinstance(default.value, (bool, type(None)))
-            is_open = isinstance(value, Opaque) and value.role is None
-            env[name] = self.evaluate(default, env) if plain and is_open else value
-        for name, value in (*zip(named, args), *words.items()):  # noqa: B905 - `*args` takes the rest
-            if name in env and not (isinstance(value, Opaque) and value.role is None and not value.text):
-                env[name] = value
+    def _arguments(
+        self, function: Function, names: ast.arguments, args: Sequence[object], words: Mapping[str, object]
+    ) -> Environment:
+        env, positional = Environment(function.env), [each.arg for each in (*names.posonlyargs, *names.args)]
+        defaults = dict(zip(reversed(positional), reversed(names.defaults)))  # noqa: B905 - the last ones have them
+        defaults |= {each.arg: value for each, value in zip(names.kwonlyargs, names.kw_defaults, strict=True) if value}
+        if function.owner is not None and positional:
+            env[positional.pop(0)] = function.owner
+        given = {**dict(zip(positional, args)), **words}  # noqa: B905 - `*args` takes the rest
+        for name in (*positional, *(each.arg for each in names.kwonlyargs)):
+            default, value = defaults.get(name), given.get(name, Opaque())
+            if isinstance(value, Opaque) and value.role is None and not value.text:
+                value = self.unknown(name)
+                plain = isinstance(default, ast.Constant) and not isinstance(default.value, (bool, type(None)))
+                is_open = isinstance(value, Opaque) and value.role is None
+                value = self.evaluate(default, env) if plain and is_open else value
+            env[name] = value
         return env
 
 
@@ -383,10 +339,3 @@ def _decides_on_update(node: ast.If) -> bool:
 
 def _asks_for_remainder(test: ast.expr) -> bool:
     return any(isinstance(each, ast.Mod) for each in walk(test))
-
-
-def _targets_of(node: ast.AST) -> list[ast.expr]:
-    if isinstance(node, ast.Assign):
-        return node.targets
-    single = (ast.AugAssign, ast.AnnAssign, ast.For, ast.AsyncFor, ast.NamedExpr)
-    return [node.target] if isinstance(node, single) else []

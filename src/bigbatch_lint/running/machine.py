@@ -9,11 +9,9 @@ from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import ENDLESS, PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of
 from bigbatch_lint.running.values import (
     NUMBERS,
-    Class,
     Environment,
     Event,
     Function,
-    Instance,
     Items,
     Kind,
     Loss,
@@ -38,25 +36,18 @@ class ContinueLoop(Exception):
 
 
 class ReturnValue(Exception):
-    """`return`, or the end of a run that raises."""
-
-    def __init__(self, value: object = None) -> None:
-        super().__init__()
-        self.value = value
+    """`return` with its value, or the end of a run that raises."""
 
 
 class WindowsAreWhole(Exception):
     """The script refuses a leftover: it is run again with a length that leaves none."""
 
 
-class OutOfBudget(Exception):
-    """The skeleton runs too long."""
-
-
 class Machine:
     """Names, loops and events; evaluating and calling is for the classes that build on it."""
 
     evaluate: Callable[[ast.expr | None, Environment], object]
+    combine: Callable[[ast.AST, ast.operator, tuple[object, ast.expr], tuple[object, ast.expr]], object]
     call_function: Callable[[Function, Sequence[object], Mapping[str, object]], object]
 
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
@@ -67,7 +58,7 @@ class Machine:
         self.asked = False  # whether anything depended on settings
         self.entered: set[ast.AST] = set()
         self.globals: set[str] = set()
-        self.assigned: list[set[str]] = []  # what each loop around binds anew
+        self.assigned: list[frozenset[str]] = []  # what each loop around binds anew
         self.budget = _BUDGET
         self.begin()
 
@@ -82,7 +73,7 @@ class Machine:
 
     def emit(self, kind: Kind, node: ast.AST, **notes: Any) -> None:
         """Record what happens, with what is around it."""
-        held = kind in _HELD_BACK and notes.get("is_prepared") is not False
+        held = kind in _HELD_BACK and not notes.get("is_unprepared")
         if held and any(each.context == "accumulate" for each in self.contexts) and not self.is_synchronizing():
             return
         guard = next((guard for guard in reversed(self.guards) if guard is not None), None)
@@ -131,7 +122,7 @@ class Machine:
         if isinstance(value, Loss):
             return None
         if not isinstance(value, Opaque):
-            return isinstance(value, (Items, Function, Instance, Class)) or bool(value)
+            return isinstance(value, (Items, Function, Environment)) or bool(value)
         if value.role is not None:
             decided = {"nothing": False, "mask": None, "count": None}
             return decided[value.role] if value.role in decided else value.made is not None or self.setting()
@@ -143,7 +134,7 @@ class Machine:
         """Return what a loop goes over."""
         if isinstance(value, Items):
             return value
-        if isinstance(value, (list, tuple, dict, str)):
+        if isinstance(value, (list, tuple, dict, str)) and not isinstance(value, Environment):
             listed = list(value)
             return Items(
                 len(listed), lambda k: listed[k] if k < len(listed) else Opaque(is_setting=False), "list", is_known=True

@@ -8,7 +8,7 @@ from typing import Literal
 
 from bigbatch_lint.reading.names import Role
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 NUMBERS = (int, float)
 PLAIN = (int, float, str, bool, type(None))
 # "update" is of a GradScaler, "rescale" of gradients; "keep" holds on to a loss; "handed" gives an optimizer or scaler
@@ -31,7 +31,6 @@ class Opaque:
     reduction: str = "?"  # of a criterion
     masked: ast.AST | None = None
     steps: object = None  # of an Accelerator: how many micro-batches it was made for
-    is_prepared: bool = False
     is_remainder: bool = False  # of something unknown: rarely zero
 
 
@@ -82,6 +81,25 @@ def as_loss(value: object) -> Loss:
     return value if isinstance(value, Loss) else new_loss(getattr(value, "text", "") or id(value))
 
 
+def sum_of(node: ast.AST, parts: list[Loss]) -> Loss:
+    """Return the sum of tensors: divided as often as that part which was divided most."""
+    made = {id(node)} if len(parts) > 1 and all(part.live for part in parts) else set()
+    most = max(parts, key=lambda part: len(part.divisions))
+    least = min(parts, key=lambda part: len(part.divisions))
+    weight = least.weight
+    if len(least.divisions) != len(most.divisions) and weight is not None:
+        weight = max(part.weight or 0.0 for part in parts)
+    return Loss(
+        frozenset().union(*(part.origins for part in parts), made),
+        weight,
+        most.divisions,
+        parts[0].reduction if len({part.reduction for part in parts}) == 1 else "?",
+        next((part.masked for part in parts if part.masked is not None), None),
+        frozenset().union(*(part.live for part in parts), made),
+        any(part.is_scaled for part in parts),
+    )
+
+
 @dataclass(eq=False)
 class Items:
     """Something to loop over."""
@@ -99,11 +117,14 @@ class Items:
 
 
 class Environment(dict[str, object]):
-    """Names, also dotted ones, and what they are bound to; what is not here is looked up outside."""
+    """Names, also dotted ones, and what they are bound to; what is not here is looked up outside.
 
-    def __init__(self, outer: "Environment | None" = None) -> None:
+    An object of a class of the file is one, too: it holds the names that begin with `self`.
+    """
+
+    def __init__(self, outer: "Environment | None" = None, cls: ast.ClassDef | None = None) -> None:
         super().__init__()
-        self.outer = outer
+        self.outer, self.cls = outer, cls
 
     def find(self, name: str) -> object:
         """Return what a name is bound to; None if it is not."""
@@ -114,37 +135,22 @@ class Environment(dict[str, object]):
             scope = scope.outer
         return None
 
-    def bind(self, name: str, value: object, *, outside: bool) -> None:
-        """Bind a name here, or where it is already bound outside, as `global` and `nonlocal` say."""
+    def bind(self, name: str, value: object, *, outside: bool = False) -> None:
+        """Bind a name here; an attribute in its object; where it is bound outside, as `global` and `nonlocal` say."""
         scope: Environment | None = self
-        while outside and scope is not None and name not in scope:
+        is_own = name.startswith("self.")
+        while scope is not None and ((outside and name not in scope) or (is_own and scope.cls is None)):
             scope = scope.outer
         (self if scope is None else scope)[name] = value
 
 
 @dataclass(eq=False)
-class Class:
-    """A class of the file."""
-
-    node: ast.ClassDef
-    env: Environment
-
-
-@dataclass(eq=False)
-class Instance:
-    """An object of a class of the file."""
-
-    cls: Class
-    attributes: dict[str, object] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
 class Function:
-    """A function of the file; a method is bound to its object."""
+    """A function or class of the file; a method is bound to its object."""
 
     node: FunctionNode
     env: Environment
-    owner: Instance | None = None
+    owner: Environment | None = None
 
 
 @dataclass(eq=False)
@@ -178,7 +184,7 @@ class Event:
     via: Via = "torch"
     divides: bool | None = False  # whether a framework divides the loss; None: nobody knows
     steps: object = None  # by how many the framework divides, where the file says so
-    is_prepared: bool | None = None  # whether the object went through `prepare`; None: nobody knows
+    is_unprepared: bool = False  # by a framework: the file makes the object, and calls it as it is
     factor: object = None  # by which gradients are divided
     has_closure: bool = False
     is_exhausted: bool = False  # of an end: the loop ended by itself
