@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from bigbatch.errors import BatchError, BigBatchError, CoupledLoss, LossError, P
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_watch import Rows, Watch, quiet
 from bigbatch.loss import refusals
-from bigbatch.loss.count import Kind, Term
+from bigbatch.loss.count import Term
 from bigbatch.options import Options
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go
@@ -46,21 +46,16 @@ _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 _LITTLE = 1 << 25  # bytes that a piece may hold in any case, and the gradients that are compared
 _PARTS = 64  # of a piece, at most
 
-
-class SideBySide(Protocol):
-    """Evaluates parts of one batch in lock-step."""
-
-    def __call__(
-        self, forward: Callable[[int], "_Forward"], weighed: "_Weigher", sizes: list[int], *, resting: bool = False
-    ) -> "list[Part]":
-        """Run each forward, then each backward; `resting` BatchNorm uses its running statistics."""
+# An error, or that all is well, or that random numbers hide the losses, or the gradients alone.
+Verdict = BigBatchError | Literal["agrees", "hidden", "unsure"]
+SideBySide = Callable[..., "list[Part]"]  # runs forwards, then backwards, in lock-step
 
 
 class Part(NamedTuple):
     """The loss and the gradient of some samples."""
 
     value: float
-    kinds: tuple[Kind, ...]  # of the terms of the loss
+    kinds: tuple[str, ...]  # of the terms of the loss
     counts: tuple[float, ...]  # of what they were averaged over
     weight: float  # of the loss among the other parts'; NaN where its terms have weights of their own
     gradient: tuple[Tensor, ...]  # times the weight
@@ -79,17 +74,6 @@ class _Forward(NamedTuple):
     is_first: bool
     watch: Watch
     numbers: Randomness  # before it
-
-
-_Weigher = Callable[[Sequence[_Forward]], list[Callable[[], Part]]]
-
-
-class _Outcome(NamedTuple):
-    """What a comparison shows: that all is well, an error, or nothing, where random numbers hide it."""
-
-    error: BigBatchError | None = None
-    agrees: bool = False
-    hidden: bool = False
 
 
 class FirstCheck:
@@ -124,7 +108,7 @@ class FirstCheck:
             self._refuse_counted_padding(division)
         if self._options.check and self._is_hidden(division) and not self._warned:
             self._warned = True
-            warnings.warn(_UNSEEN.format(" or at padding" if trimmed else ""), stacklevel=outside())
+            warnings.warn(_UNSEEN, stacklevel=outside())
         return True
 
     def passed(self, *, looked: bool, stepped: bool = True) -> None:
@@ -142,25 +126,23 @@ class FirstCheck:
             with untouched(self.models), quiet(modules):
                 found = self._first_that_runs(division)
             division.batch.refuse_changed()  # or the step would use other samples than were compared
-            if found.agrees:
+            if found == "agrees":
                 return hidden
-            if found.error is not None and not (accepts and modules is resting):  # accepted statistics, not torch's own
-                raise self._dated(found.error)
-            hidden = hidden or found.hidden or found.error is not None
+            if isinstance(found, BigBatchError) and not (accepts and modules is resting):
+                raise self._dated(found)
+            hidden = hidden or found != "unsure"  # an error: of statistics that were accepted, and are not torch's own
         return hidden
 
     def _dated(self, error: BigBatchError) -> BigBatchError:
         """Name the updates that were made before a coupling was seen."""
-        if not self._updates:
-            return error
         since = f" This did not show at first: the updates before this one, {self._updates} by now, may not be right."
-        return type(error)(error.problem + since, fix=error.fix)
+        return type(error)(error.problem + since, fix=error.fix) if self._updates else error
 
-    def _first_that_runs(self, division: Division) -> _Outcome:
+    def _first_that_runs(self, division: Division) -> Verdict:
         """Compare uneven parts and even parts; where neither can be evaluated, two micro-batches."""
         ran = False
-        for shares, instead, watched in self._attempts(division):
-            if instead and ran:
+        for shares, is_instead, watched in self._attempts(division):
+            if is_instead and ran:
                 break
             try:
                 found = _Piece(self, division, shares, watched=watched).compared()
@@ -172,25 +154,24 @@ class FirstCheck:
                 continue
             finally:
                 torch.clear_autocast_cache()  # or the step would use copies of weights that were made here
-            if not found.agrees:
+            if found != "agrees":
                 return found
             ran = True
-        return _Outcome(agrees=True)
+        return "agrees"
 
     def _attempts(self, division: Division) -> Iterator[tuple[list[list[int]], bool, bool]]:
         """Yield the parts of pieces, whether they are tried instead of those before, and whether they are watched."""
         groups = _groups(division)
-        size = len(groups[0])
+        size, peak = len(groups[0]), _LITTLE
         self.is_away = False
         try:
-            peak = _Piece(self, division, groups[:1], parts=False).whole.peak
+            peak = _Piece(self, division, groups[:1], probes=()).whole.peak
         except NeedsLockStep:
             raise
         except BigBatchError:
             return  # a refusal of the micro-batch itself, which comes in the step
         except Exception as error:  # noqa: BLE001 - as above
             _forget(error)
-            peak = _LITTLE
         samples = max(size * _LITTLE // max(peak, 1), size, 2)
         self.is_away = samples > size and samples * peak > size * _LITTLE  # two samples, where one is a micro-batch
         yield _shares(groups, samples, uneven=True), False, True
@@ -228,49 +209,44 @@ class _Piece:
         shares: list[list[int]],
         *,
         watched: bool = True,
-        parts: bool = True,
+        probes: tuple[Tensor, ...] | None = None,
     ) -> None:
-        """Evaluate them together; without `parts`, for the memory alone."""
+        """Evaluate them together; `probes` are the parameters whose gradients are compared."""
         self._check, self._division, self._shares, self._watched = check, division, shares, watched
+        self._probes = check.runner.probes(_LITTLE) if probes is None else probes
         self._state, self._tape = Snapshot(check.models), list[Tensor]()
-        self._of_parts = False  # whether parts are evaluated
-        self._probes = check.runner.probes(_LITTLE) if parts else ()
         self._samples = [i for share in shares for i in share]
-        (self.whole,) = self._evaluated([self._samples], [_widest(division)], totals=None)
+        self._in_parts = False
+        (self.whole,) = self._evaluated([self._samples], [_widest(division)], None)
 
     def parts(self, widths: Sequence[int | None] | None = None, *, goes_on: bool = False) -> list[Part]:
         """Evaluate the parts; their random numbers are those of the piece, or go on from part to part."""
-        self._of_parts = True
+        self._in_parts = True
         widths = widths or [_width(self._division, share) for share in self._shares]
-        found = self._evaluated(self._shares, widths, totals=self.whole.counts, goes_on=goes_on)
-        found = [part for part in found if part.kinds] or found  # a loss of zero adds nothing
-        if self._check.side_by_side is None and len({part.kinds for part in found}) == 1:
-            totals = _totals(found)
-            alike = len(totals) == len(self.whole.counts) and all(
-                math.isclose(a, b, rel_tol=_COUNT_TOLERANCE) for a, b in zip(totals, self.whole.counts, strict=True)
-            )
-            if not alike:  # the piece has another count, or its graph cannot be read
-                found = self._evaluated(self._shares, widths, totals=totals, goes_on=goes_on)
-                found = [part for part in found if part.kinds] or found
-        return found
+        totals = self.whole.counts
+        found = self._evaluated(self._shares, widths, totals, goes_on=goes_on)
+        came = _totals(found)
+        alike = len(came) == len(totals) and all(map(partial(math.isclose, rel_tol=_COUNT_TOLERANCE), came, totals))
+        if not alike and self._check.side_by_side is None:  # the piece has another count, or a graph of another kind
+            found = self._evaluated(self._shares, widths, came, goes_on=goes_on)
+        return [part for part in found if part.kinds] or found  # a loss of zero adds nothing
 
-    def compared(self) -> _Outcome:
+    def compared(self) -> Verdict:
         """Compare the gradient of the piece with that of its parts."""
-        check, whole = self._check, self.whole
-        found = self.parts() if check.side_by_side is None else self._in_lockstep(self.parts)
+        whole, found, in_lockstep = self.whole, self.parts(), self._check.side_by_side is not None
         alike = len({part.kinds for part in found}) == 1 and whole.norms == found[0].norms
-        goes_on = alike and whole.drew and check.side_by_side is None
+        goes_on = alike and whole.drew and not in_lockstep
         if (alike and _agree(whole, found)) or (goes_on and _agree(whole, self.parts(goes_on=True))):
-            return _Outcome(agrees=True)
+            return "agrees"
         if whole.drew and not all(part.certain for part in found):
-            return _Outcome(hidden=True)
+            return "hidden"
         if whole.norms > found[0].norms:
-            return _Outcome(_more_norms(whole, found, len(self._samples)))
+            return _more_norms(whole, found, len(self._samples))
         if self._is_of_padding():
-            return _Outcome(_padded(whole, found))
+            return _padded(whole, found)
         if whole.drew and _is_near(whole.value, _together(found), (whole, *found)):
-            return _Outcome()  # what is run again in backward, or a fused kernel, draws numbers of its own there
-        return _Outcome(_coupled(whole, found, len(self._samples), in_lockstep=check.side_by_side is not None))
+            return "unsure"  # what is run again in backward, or a fused kernel, draws numbers of its own there
+        return _coupled(whole, found, len(self._samples), _IN_LOCKSTEP if in_lockstep else _CAUSES)
 
     def _is_of_padding(self) -> bool:
         """Whether parts that have all of it make the piece."""
@@ -278,81 +254,65 @@ class _Piece:
             return False
         return _agree(self.whole, self.parts([_widest(self._division)] * len(self._shares)))
 
-    def _in_lockstep(self, together: Callable[[], list[Part]]) -> list[Part]:
-        """Evaluate parts; raise an error of its own where they fail in lock-step and run alone."""
-        try:
-            return together()
-        except Exception as error:
-            if isinstance(error, BigBatchError) or is_out_of_memory(error):
-                raise
-            for share in self._shares:  # raises where lock-step is not the reason
-                self._evaluated([share], [_width(self._division, share)], totals=None)
-            try:
-                return together()
-            except type(error):  # again: an error that comes once is the user's own
-                raise _shared_state(error) from error
-
     def _evaluated(
         self,
         shares: Sequence[list[int]],
         widths: Sequence[int | None],
-        *,
         totals: Sequence[float] | None,
+        *,
         goes_on: bool = False,
     ) -> list[Part]:
         """Evaluate samples: each share by itself, or in lock-step where their losses ask for each other."""
         sizes = [len(share) for share in shares]
-        together = self._check.side_by_side
-        if self._of_parts:
+        together, in_parts = self._check.side_by_side, self._in_parts
+        if in_parts:
             self._state.restore()
 
         def forward(number: int) -> _Forward:
-            rows = Rows(sum(sizes[:number]), sizes[number], sum(sizes)) if self._of_parts else None
-            if rows is not None and together is None:
+            if in_parts and together is None:
                 self._state.restore(randomness=not goes_on)
+            rows = Rows(sum(sizes[:number]), sizes[number], sum(sizes)) if in_parts else None
             return self._forward(self._division.part(shares[number], widths[number]), rows, is_first=not number)
 
         def weighed(found: Sequence[_Forward]) -> list[Callable[[], Part]]:
-            rows = [[float(term.count) for term in each.terms] for each in found if each.terms]
-            return [partial(self._backward, each, _sums(rows)) for each in found]
+            known = _sums([float(term.count) for term in each.terms] for each in found if each.terms)
+            return [partial(self._backward, each, known) for each in found]
 
         if together is not None:
             return together(forward, weighed, sizes)
         return [self._backward(forward(number), totals) for number in range(len(shares))]
 
     def _forward(self, given: Any, rows: Rows | None, *, is_first: bool) -> _Forward:
-        runner, mover = self._check.runner, self._check.mover
-        micro_batch, watch = mover.moved(given), Watch(self._tape, rows)
-        before = Snapshot(self._check.models).randomness
+        runner = self._check.runner
+        micro_batch, watch = self._check.mover.moved(given), Watch(self._tape, rows)
+        numbers = Snapshot(self._check.models).randomness
         away = saved_tensors_hooks(_to_host, _from_host) if self._check.is_away else nullcontext()
         with away, torch.enable_grad(), watch if self._watched else nullcontext():
             loss, _ = runner.loss(micro_batch)
         terms = list[Term]()
-        with nullcontext() if self._of_parts else suppress(LossError):  # a piece may be more than a micro-batch
+        with nullcontext() if self._in_parts else suppress(LossError):  # a piece may be more than a micro-batch
             terms = runner.read(loss)
-        return _Forward(loss, terms, is_first, watch, before)
+        return _Forward(loss, terms, is_first, watch, numbers)
 
     def _backward(self, forward: _Forward, totals: Sequence[float] | None) -> Part:
         """Compute the gradient, weighed by what the terms come to in all parts; None: of this one alone."""
         loss, terms, is_first, watch, numbers = forward
         worker = scope.worker()
-        tolerance = self._tolerance(loss, watch.lowest)
-        if worker is not None:
-            tolerance = min(_LOCKSTEP * tolerance, _LOW_PRECISION_TOLERANCE)
-        alone = totals is None or len(totals) != len(terms)
-        weights = Weights() if alone else _weights(terms, totals or (), is_first=is_first)
-        counts = self._probes and not (weights.nothing and worker is None)  # in lock-step others wait for its backward
-        gradient = self._gradient(loss, terms, weights) if counts else ()
+        weights = Weights()
+        if terms and totals is not None and len(totals) == len(terms):
+            weights = _weights(terms, totals, is_first=is_first)
+        # In lock-step others wait for its backward, whatever it counts.
+        counts = self._probes and not (weights.nothing and worker is None)
         return Part(
             float(loss.detach()),
             tuple(term.kind for term in terms),
             tuple(float(term.count) for term in terms),
             math.nan if weights.each else float(weights.whole),
-            gradient or tuple(torch.zeros_like(p) for p in self._probes),
-            tolerance,
+            self._gradient(loss, terms, weights) if counts else tuple(map(torch.zeros_like, self._probes)),
+            self._tolerance(loss, watch.lowest),
             worker.visits.get("BatchNorm", 0) if worker is not None else 0,
             watch.is_calmed or numbers.drawn(),
-            watch.certain and not (self._of_parts and numbers.drawn()),
+            watch.certain and not (self._in_parts and numbers.drawn()),
             watch.peak,
         )
 
@@ -366,15 +326,19 @@ class _Piece:
             for hook in hooks:
                 hook.remove()
         known = (torch.zeros_like(p) if g is None else g for g, p in zip(found, self._probes, strict=True))
-        return tuple(g.detach().to_dense().to(_wide(g.dtype)) / scale for g in known)
+        return tuple(g.detach().to_dense().to(torch.promote_types(g.dtype, torch.float32)) / scale for g in known)
 
     def _tolerance(self, loss: Tensor, lowest: torch.dtype | None) -> float:
         """Return how far the least precise numbers of a forward may move its gradient, relatively."""
         device = loss.device.type
-        used = {loss.dtype, *(p.dtype for model in self._check.models for p in model.parameters())}
-        used |= {lowest} if lowest is not None else set()
+        used = {
+            loss.dtype,
+            lowest or loss.dtype,
+            *(p.dtype for model in self._check.models for p in model.parameters()),
+        }
         used |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
-        return max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used if each.is_floating_point)
+        found = max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used if each.is_floating_point)
+        return found if scope.worker() is None else min(_LOCKSTEP * found, _LOW_PRECISION_TOLERANCE)
 
 
 def _weights(terms: Sequence[Term], totals: Sequence[float], *, is_first: bool) -> Weights:
@@ -384,23 +348,20 @@ def _weights(terms: Sequence[Term], totals: Sequence[float], *, is_first: bool) 
         for term, total in zip(terms, totals, strict=True)
     ]
     means = [share for term, share in zip(terms, shares, strict=True) if term.kind == "mean"]
-    others = {term.kind for term in terms} - {"mean"}
-    first = (means or shares)[0]
+    kinds = {term.kind for term in terms}
     # Shares of means add up to 1 over the parts, so terms that count once come out right, too.
-    if len(terms) == 1 or ("sum" not in others and math.isclose(min(means or [0.0]), max(means or [1.0]))):
-        return Weights(first)
-    if others == {"sum"} and not means:
-        return Weights(1.0)
+    if len(terms) == 1 or kinds == {"sum"} or ("sum" not in kinds and means and math.isclose(min(means), max(means))):
+        return Weights((means or shares)[0])
     return Weights(1.0, tuple((term.node, share) for term, share in zip(terms, shares, strict=True) if term.node))
 
 
-def _sums(rows: Sequence[Sequence[float]]) -> list[float]:
+def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
     return [math.fsum(column) for column in zip(*rows, strict=False)]
 
 
 def _totals(parts: Sequence[Part]) -> list[float]:
     """Return what each term was averaged over in all parts."""
-    return _sums([part.counts for part in parts])
+    return _sums(part.counts for part in parts if part.kinds)
 
 
 def _agree(whole: Part, parts: Sequence[Part]) -> bool:
@@ -418,7 +379,7 @@ def _agree(whole: Part, parts: Sequence[Part]) -> bool:
 
 
 def _apart(whole: Part, parts: Sequence[Part]) -> float:
-    together = (sum(each) for each in zip(*(part.gradient for part in parts), strict=True))
+    together = map(sum, zip(*(part.gradient for part in parts), strict=True))
     return _norm(one - other for one, other in zip(whole.gradient, together, strict=True))
 
 
@@ -435,10 +396,6 @@ def _is_near(one: float, other: float, parts: Sequence[Part]) -> bool:
     """Whether two losses differ by rounding alone, or one is not known."""
     size = max(_FLOOR, abs(one), *(abs(part.value) for part in parts))
     return not abs(one - other) > _OF_LOSS * max(part.tolerance for part in parts) * size
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
@@ -498,46 +455,29 @@ def _shares(groups: Sequence[list[int]], samples: int, *, uneven: bool) -> list[
 
 
 _UNSEEN = (
-    "this loss draws random numbers that cannot be drawn again for a part of a batch, as torch.randperm, or numpy's "
-    "for one sample after the other. So the check could not see, in training mode, whether samples are coupled: "
-    "whether the gradient of a batch is that of its parts. If no sample looks at another{}, all is well; "
-    "Options(check=False) says that you know. To have it checked, "
-    "draw them before the step and give them with the batch, a row for each sample."
-)
-_TURNS = (
-    "Micro-batches take turns at BatchNorm and at `across`: what the model, a hook or the loss keeps outside of the "
-    "call, as in self.features = x, is another micro-batch's after that. Return it, or pass it on as an argument."
+    "this loss draws random numbers that cannot be drawn again for a part of a batch, as torch.randperm. So the check "
+    "could not see, in training mode, whether samples are coupled.\n"
+    "Use: numbers drawn before the step, a row for each sample of the batch; or Options(check=False)"
 )
 _CAUSES = (
     "Common causes: attention, pooling or a statistic over the batch dimension, also without gradient (normalized "
-    "advantages, class weights of the batch, a threshold); padding that the loss counts; a divisor that is no count, "
-    "where the term is counted(term, 'sum'); a tensor that all samples share and that has as many rows as there are "
-    "samples; an average, a queue or a counter that moves in every call, which belongs after step(batch)."
+    "advantages, class weights of the batch, a threshold); padding that the loss counts; a divisor that is no count; a "
+    "tensor that all samples share and that has as many rows as there are samples; a state that moves in every call."
 )
-_CAUSES_IN_LOCKSTEP = (
-    "Common causes: rows of own samples begin at across.offset(), and what is made of across.gather must be the same "
-    "in each micro-batch. "
+_IN_LOCKSTEP = (
+    "Common causes: rows of own samples begin at across.offset(); what is made of across.gather must be the same in "
+    "each micro-batch; and what the model or the loss keeps outside of the call, as in self.features = x, is another "
+    "micro-batch's after BatchNorm and `across`."
 )
 
 
-def _shared_state(error: Exception) -> CoupledLoss:
-    """Explain that a micro-batch fails beside others, though it runs alone."""
-    said = str(error).strip().splitlines()
-    return CoupledLoss(
-        f"a micro-batch runs alone, and fails beside others with {type(error).__name__}: {said[0] if said else ''}\n"
-        f"{_TURNS} Or only one side of a comparison was gathered: across.gather(features) goes with "
-        "across.gather(labels)."
-    )
-
-
-def _coupled(whole: Part, parts: Sequence[Part], samples: int, *, in_lockstep: bool) -> LossError:
+def _coupled(whole: Part, parts: Sequence[Part], samples: int, causes: str) -> LossError:
     """Say that the parts do not make the whole."""
     numbers = [len(part.kinds) for part in parts]
     if len(set(numbers)) > 1:
         return CoupledLoss(
             f"the losses of {len(parts)} parts of {samples} samples have {', '.join(map(str, numbers))} terms: there "
-            "are terms for single samples, or for what happens to be in a batch, and what they are averaged over does "
-            "not show.",
+            "are terms for single samples, or for what happens to be in a batch.",
             fix="one tensor of all samples' losses, reduced once; or counted(loss, n), counted(loss, 'sum')",
         )
     alike = all(_is_near(parts[0].value, part.value, parts) for part in parts)
@@ -547,8 +487,7 @@ def _coupled(whole: Part, parts: Sequence[Part], samples: int, *, in_lockstep: b
     return CoupledLoss(
         f"the samples of this batch are coupled: the gradient of {samples} of them is {away:.2g} of its norm away from "
         f"that of {len(parts)} parts of them together. Their losses are {whole.value:.6g} and {_together(parts):.6g}. "
-        f"No split into micro-batches gives the big batch's gradient.\n"
-        f"{_CAUSES_IN_LOCKSTEP + _TURNS if in_lockstep else _CAUSES}",
+        f"No split into micro-batches gives the big batch's gradient.\n{causes}",
         fix="print(bigbatch.verify(model, loss_fn, batch, micro_batch_size=...)) to find the cause; "
         "Options(check=False) where the loss only looks coupled, as with random numbers of its own",
     )
@@ -566,13 +505,10 @@ def _more_norms(whole: Part, parts: Sequence[Part], samples: int) -> CoupledLoss
 
 def _padded(whole: Part, parts: Sequence[Part]) -> BatchError:
     """Say that a loss is another one without its padding."""
+    over = [" over " + " and ".join(f"{count:g}" for count in counts) for counts in (whole.counts, _totals(parts))]
     return BatchError(
-        f"this loss counts padding: with it the loss is {whole.value:.6g}{_listed(whole.counts)}, without it "
-        f"{_together(parts):.6g}{_listed(_totals(parts))}, so packing would change it.",
+        f"this loss counts padding: with it the loss is {whole.value:.6g}{over[0]}, without it {_together(parts):.6g}"
+        f"{over[1]}, so packing would change it.",
         fix="a loss that ignores padding, as cross_entropy ignores labels of -100, and an attention mask for the "
         "model; or leave lengths= out",
     )
-
-
-def _listed(counts: Sequence[float]) -> str:
-    return " over " + " and ".join(f"{count:g}" for count in counts) if counts else ""

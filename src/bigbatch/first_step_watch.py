@@ -2,8 +2,9 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,10 @@ class Watch(LiveBytes):
         self.is_calmed = False  # whether a kernel was kept from drawing some, which its backward does not know
         self._tape, self._rows, self._place = tape, rows, 0
 
-    def computed(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation; numbers that are less precise than those it was given are rounded."""
         is_random = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
-        result = self._drawn(func, args, kwargs) if is_random else func(*args, **kwargs)
+        result = super().__torch_dispatch__(partial(self._drawn, func) if is_random else func, types, args, kwargs)
         given = [torch.finfo(each.dtype).eps for each in tree_leaves((args, kwargs)) if _is_real(each)]
         for each in tree_leaves(result) if given else ():
             known = 0.0 if self.lowest is None else torch.finfo(self.lowest).eps
@@ -46,7 +47,7 @@ class Watch(LiveBytes):
                 self.lowest = each.dtype
         return result
 
-    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _drawn(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run an operation that draws random numbers."""
         names = [argument.name for argument in func._schema.arguments]  # noqa: SLF001 - no public name
         calm = {name: value for name, value in _CALM.items() if name in names}

@@ -49,8 +49,7 @@ def test_numbers_that_cannot_be_drawn_again_are_said_once() -> None:
     (words,) = first
     assert words.startswith("this loss draws random numbers that cannot be drawn again for a part of a batch")
     assert "could not see, in training mode, whether samples are coupled" in words
-    assert "padding" not in words
-    assert "give them with the batch" in words
+    assert "a row for each sample of the batch" in words
     assert "Options(check=False)" in words
 
 

@@ -103,7 +103,8 @@ class Runner:
         """Add one micro-batch; returns its extras."""
         with self._launching():
             loss, extra = self.loss(micro_batch)
-            window.check()  # loss_fn is the user's: it may have run a backward of its own
+            if window.untouched:  # else `add` checks: loss_fn is the user's, and may have run a backward of its own
+                window.check()
             terms = self.read(loss)
             with self._adding_up(loss), self._admission.sparing_others():
                 window.add(loss, terms, only_own=self._admission.only_own)
