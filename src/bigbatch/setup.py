@@ -147,7 +147,7 @@ def calling(what: str, when: str = "") -> Iterator[None]:
     """Name the call into a user's file that an exception came out of; those of the library say what is wrong."""
     try:
         yield
-    except BigBatchError:
+    except (BigBatchError, UserCodeError):
         raise
     except (Exception, SystemExit) as error:  # a file that calls sys.exit() must not end the command unexplained
         raise UserCodeError(f"{what} failed {when}".rstrip()) from error

@@ -117,8 +117,7 @@ class Batch:
             return
         who = "loss_fn has changed its batch" if self.collate is None else "collate has changed its samples"
         raise BatchError(
-            f"{who} in place, and the same samples run a second time, as to check them or after running out of memory, "
-            "would be other data. This batch has been changed; the model has not.",
+            f"{who} in place, and a second run of the same samples would see other data. The model is unchanged.",
             fix="x = (x - mean) / std instead of x.sub_(mean).div_(std), or clone what you change",
         )
 
@@ -169,8 +168,7 @@ def _agreed(lengths: dict[str, int], whole: Any) -> int:
             f"The tensors of this batch disagree on how many samples there are: {size} and {others[0][0]} rows are "
             "found equally often.",
             found=", ".join(shown[:_SHOWN]) + more,
-            fix="one row per sample in every tensor, and keep what all samples share out of the batch, as in  "
-            "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], weight=weights)",
+            fix="one row per sample in every tensor, and what all samples share in loss_fn, not in the batch",
         )
     if not size:
         raise _empty()
@@ -215,14 +213,12 @@ def _refuse_columns(whole: Any) -> None:
     rows = {_length(leaf) for key, part in parts.items() if key not in lists for _, leaf in leaves(part)} - {None}
     inside = {_length(leaf) for part in lists.values() for _, leaf in leaves(part)} - {None}
     numbers = rows | {len(part) for part in lists.values()}
-    if not lists or len(numbers) > 1 or inside <= numbers or (not rows and len(inside) == 1):
-        return
-    key, part = next(iter(lists.items()))
-    raise BatchError(
-        f"batch{key} is a {type(part).__name__} of {len(part)}, one for each sample, not a tensor with a row for each.",
-        fix="DataLoader(data, batch_size=4096, collate_fn=list) and\n"
-        "    BigStep(..., options=Options(collate=lambda samples: tuple(zip(*samples))))",
-    )
+    if lists and len(numbers) == 1 and not inside <= numbers and (rows or len(inside) > 1):
+        key, part = next(iter(lists.items()))
+        raise BatchError(
+            f"batch{key} is a {type(part).__name__} of {len(part)}, one for each sample, not a tensor of rows.",
+            fix="DataLoader(..., collate_fn=list) and Options(collate=lambda samples: tuple(zip(*samples)))",
+        )
 
 
 def _kind(whole: Any) -> str:

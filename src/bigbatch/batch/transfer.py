@@ -16,10 +16,8 @@ _AHEAD = 8  # micro-batches that are on the device at once, at most: enough to k
 class Mover:
     """Moves micro-batches to one device, on a stream of its own where that is a CUDA device.
 
-    The host runs ahead of the device, so when a micro-batch is asked for, the one before is still running: the copy,
-    from pinned memory, goes on beside it. It runs ahead by eight micro-batches at most: from the ninth on it waits for
-    the event that an earlier one has been used, while the device has the others to do. No stream and no device is
-    waited for.
+    The host runs ahead of the device, so when a micro-batch is asked for, the one before is still running, and the copy
+    goes on beside it. From the ninth on the host waits until an earlier one has been used, while the device has others.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -47,8 +47,7 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
     if isinstance(tree, PackedSequence):
         raise BatchError(
             "This batch holds a PackedSequence, whose samples lie interleaved and cannot be cut apart.",
-            fix="pass the padded tensor and its lengths, and in loss_fn  pack_padded_sequence(batch['x'], "
-            "batch['lengths'].cpu(), batch_first=True, enforce_sorted=False)",
+            fix="the padded tensor and its lengths, and pack_padded_sequence(..., enforce_sorted=False) in loss_fn",
         )
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return [(f".{name}", child) for name, child in zip(tree._fields, tree, strict=True)]

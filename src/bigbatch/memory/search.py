@@ -76,27 +76,20 @@ class Choice:
         return batch_seconds(size, self.largest, self.probes)
 
 
-def choose(
-    probe: Callable[[int], Probe],
-    largest: int,
-    budget: int,
-    *,
-    margin: float = MARGIN,
-    probes: int = PROBES,
-) -> Choice:
+def choose(probe: Callable[[int], Probe], largest: int, budget: int, *, margin: float = MARGIN) -> Choice:
     """Find the size whose micro-batches are through the batch first, and whose peak stays inside the budget.
 
     Sizes within 2 % of the fastest count as equally fast; of those, one that cuts the batch into equal parts is taken
-    before one that does not, then the one that needs the least memory. The size that is returned was probed.
+    before one that does not, then the one that needs the least memory. The size that is returned was probed. There are
+    six probes, and up to four more where memory ran out and the sizes left differ by 5 % in speed.
 
     Args:
         probe: runs one micro-step of so many samples. Running out of memory is an answer, not an error.
         largest: samples in the batch.
         budget: bytes that the peak must stay inside, margin included.
         margin: the part of the budget to leave free.
-        probes: how many may be made; up to four more where memory ran out and the sizes left differ by 5 % in speed.
     """
-    search = _Search(probe, largest, int(budget * (1 - margin)), probes)
+    search = _Search(probe, largest, int(budget * (1 - margin)))
     search.start(budget)
     search.reach_the_largest_that_fits()
     search.look_for_a_faster_one()
@@ -107,10 +100,10 @@ def choose(
 class _Search:
     """The probes made so far, and which to make next."""
 
-    def __init__(self, probe: Callable[[int], Probe], largest: int, limit: int, probes: int) -> None:
+    def __init__(self, probe: Callable[[int], Probe], largest: int, limit: int) -> None:
         self.limit = limit
         self._probe, self._largest = probe, largest
-        self._left, self._more = probes, HALVINGS
+        self._left, self._more = PROBES, HALVINGS
         self._seen: dict[int, Probe] = {}
 
     def seen(self) -> list[Probe]:
@@ -267,6 +260,5 @@ def _too_big(probe: Probe, limit: int, budget: int) -> OutOfMemory:
         )
     return OutOfMemory(
         f"one sample does not fit: its forward and backward, with weights, gradients and optimizer state, {found}.",
-        fix="torch.utils.checkpoint around each block, shorter sequences or smaller images, torch.autocast to "
-        "bfloat16, an optimizer with less state, or fewer trained weights (LoRA)",
+        fix="torch.utils.checkpoint around each block, shorter sequences or smaller images, bfloat16 autocast, or LoRA",
     )

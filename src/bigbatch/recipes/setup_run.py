@@ -3,20 +3,21 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
 from bigbatch.big_step import BigStep
-from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError, LossError
+from bigbatch.errors import BatchNormError, ConfigurationError, LossError
 from bigbatch.lockstep.threads import current
 from bigbatch.options import Options
-from bigbatch.setup import Setup, UserCodeError, calling
+from bigbatch.setup import Setup, calling
 from bigbatch.update import Update
 from bigbatch.window.awake_norms import batch_norms, is_awake
 
-_BATCH, _UPDATE = "making a batch of data", "the loss's backward, or the update after it,"
+_BATCH = "making a batch of data"
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,7 @@ class _Steps:
 
     def __init__(self, setup: Setup) -> None:
         self.ran_in_lock_step = False
-        self._setup = setup
-        self._doing = _UPDATE  # the call into the user's code that has not returned, if any
+        self._setup, self._when = setup, ""
         self._step = BigStep(
             setup.model,
             setup.optimizer,
@@ -119,35 +119,28 @@ class _Steps:
     def epoch(self, number: int) -> Iterator[Update]:
         """Make the updates of one pass over the data."""
         batches = iter(replace(self._setup, collate=list, micro_batch_size=None).micro_batches())
-        for place in range(1, 1 << 62):
+        for place in count(1):
             with calling(_BATCH, f"in epoch {number}"):
                 batch = next(batches, None)
             if batch is None:
                 return
-            self._doing = _UPDATE
-            try:
-                yield self._step(batch)
-            except LossError as error:
-                error.args = (f"loss_fn: {error}",)
-                raise
-            except BigBatchError:
-                raise
-            except (Exception, SystemExit) as error:
-                raise UserCodeError(f"{self._doing} failed in epoch {number}, update {place}") from error
+            self._when = f"in epoch {number}, update {place}"
+            with calling("the loss's backward, or the update after it,", self._when):
+                try:
+                    update = self._step(batch)
+                except LossError as error:
+                    error.args = (f"loss_fn: {error}",)
+                    raise
+            yield update
 
-    def _loss(self, model: Any, batch: Any) -> Any:
-        del model  # the Setup has it
+    def _loss(self, _: Any, batch: Any) -> Any:
         self.ran_in_lock_step = self.ran_in_lock_step or current() is not None
-        self._doing = "loss_fn" if self._setup.loss_fn else "model(**batch).loss"
-        loss = self._setup.loss(batch)
-        self._doing = _UPDATE
-        return loss
+        with calling("loss_fn" if self._setup.loss_fn else "model(**batch).loss", self._when):
+            return self._setup.loss(batch)
 
     def _collate(self, samples: list[Any]) -> Any:
-        self._doing = _BATCH
-        batch = (self._setup.collate or default_collate)(samples)
-        self._doing = _UPDATE
-        return batch
+        with calling(_BATCH, self._when):
+            return (self._setup.collate or default_collate)(samples)
 
 
 def _summarize(setup: Setup, number: int, updates: list[Update], started: float) -> Epoch:
