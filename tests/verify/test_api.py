@@ -5,161 +5,123 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
 from bigbatch import Options, errors, verify
-from bigbatch.verification.result import KINDS, REMEDIES, Cause, Difference, Verification
+from bigbatch.verification.result import KINDS, Cause, Difference, Verification
 from tests.bombs import OUT_OF_MEMORY
 from tests.support import defects
 from tests.support.defects import Batch, by_samples, mean, network, samples
 from tests.support.messages import approve
 
 
-def test_a_gradient_hook_counts() -> None:
-    """A copy would lose the hooks of parameters, so a model with some is lent itself."""
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
     torch.manual_seed(0)
-    model = network()
-    calls: list[int] = []
-
-    def doubled(gradient: Tensor) -> Tensor:
-        calls.append(1)
-        return 2 * gradient
-
-    next(model.parameters()).register_hook(doubled)
-    assert verify(model, mean, samples(), 4).exact
-    assert calls
 
 
 def test_several_models() -> None:
     """As loss_fn takes them; parameters are named by the model's number."""
-    torch.manual_seed(0)
-    models = [nn.Linear(6, 8), nn.Linear(8, 3)]
 
     def loss_fn(both: list[nn.Module], batch: Batch) -> Tensor:
         return F.cross_entropy(both[1](both[0](batch[0])), batch[1])
 
-    found = verify(models, loss_fn, samples(), 4)
+    found = verify([nn.Linear(6, 8), nn.Linear(8, 3)], loss_fn, samples(), 4)
     assert found.exact
     assert [each.name for each in found.differences] == ["[0].weight", "[0].bias", "[1].weight", "[1].bias"]
 
 
+class Knowing(nn.Module):
+    """A model with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        """Return it as an attribute."""
+        return SimpleNamespace(loss=mean(self.inner, (x, labels)))
+
+
 def test_a_model_that_knows_its_loss_and_extras() -> None:
     """Without loss_fn, and with one that returns extras."""
-    torch.manual_seed(0)
-    model, batch = network(), samples()
-    assert verify(model, lambda m, b: (mean(m, b), {"inputs": b[0]}), batch, 4).exact
-
-    class Output:
-        def __init__(self, loss: Tensor) -> None:
-            self.loss = loss
-
-    class Knowing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(6, 3)
-
-        def forward(self, x: Tensor, labels: Tensor) -> Output:
-            return Output(F.cross_entropy(self.inner(x), labels))
-
-    assert verify(Knowing(), None, {"x": batch[0], "labels": batch[1]}, 4).exact
+    inputs, labels = samples()
+    assert verify(network(), lambda m, b: (mean(m, b), {"inputs": b[0]}), (inputs, labels), 4).exact
+    assert verify(Knowing(), None, {"x": inputs, "labels": labels}, 4).exact
 
 
 def test_a_list_of_samples_is_collated() -> None:
     """As BigStep takes it, in float64, too."""
-    torch.manual_seed(0)
-    inputs, labels = samples()
-    options = Options(collate=torch.utils.data.default_collate)
-    pairs = [(x, int(y)) for x, y in zip(inputs, labels, strict=True)]
+    options = Options(collate=default_collate)
+    pairs = [(x, int(y)) for x, y in zip(*samples(), strict=True)]
     assert verify(network(), mean, pairs, 4, options=options).exact
     assert verify(network(), mean, pairs, 4, options=options, train_window=by_samples(mean)).exact
 
 
 def test_packed_sequences_are_verified_as_they_are_packed() -> None:
     """The sizes are those of BigStep's own micro-batches."""
-    torch.manual_seed(0)
-    lengths = torch.tensor([2, 7, 3, 5, 7, 1])
-    mask = (torch.arange(7) < lengths[:, None]).float()
-    batch = {"x": torch.randn(6, 7, 4) * mask[..., None], "attention_mask": mask}
-
-    class PerToken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)
+    mask = (torch.arange(7) < torch.tensor([2, 7, 3, 5, 7, 1])[:, None]).float()
 
     def loss_fn(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
         labels = torch.where(given["attention_mask"] > 0, 1, -100)
         return F.cross_entropy(model(given["x"]).flatten(0, 1), labels.flatten())
 
-    found = verify(PerToken(), loss_fn, batch, 3, options=Options(lengths="attention_mask", token_budget=8))
+    batch, options = (
+        {"x": torch.randn(6, 7, 4) * mask[..., None], "attention_mask": mask},
+        Options(lengths="attention_mask", token_budget=8),
+    )
+    found = verify(nn.Sequential(nn.Linear(4, 3)), loss_fn, batch, 3, options=options)
     assert found.exact, str(found)
     assert sum(found.micro_batches) == 6
     assert len(found.micro_batches) > 2
 
 
-# Low precision.
-
-
-def same_sign(number: int) -> Batch:
-    """Samples whose gradients agree in sign, so that small ones are lost in a large sum."""
-    return torch.rand(number, 6) + 0.5, torch.zeros(number, dtype=torch.long)
+# Precision.
 
 
 def test_sums_in_low_precision_are_found() -> None:
-    """Exact in float64, and a bfloat16 sum of many that agree loses more than the big batch does."""
-    torch.manual_seed(0)
-    model = nn.Linear(6, 3).bfloat16()
+    """Exact in float64, and a bfloat16 sum of many that agree in sign loses more than the big batch does."""
+    model, batch = nn.Linear(6, 3).bfloat16(), (torch.rand(512, 6) + 0.5, torch.zeros(512, dtype=torch.long))
 
     def summed(given: Any, batch: Batch) -> Tensor:
         return given(batch[0].to(given.weight.dtype)).sum(1).mean()
 
-    found = verify(model, summed, same_sign(512), 1, train_window=by_samples(summed))
+    found = verify(model, summed, batch, 1, train_window=by_samples(summed))
     assert not found.exact
     assert [cause.kind for cause in found.causes] == ["precision"], str(found)
     assert found.worst is not None
     assert found.worst.exact_difference <= 1e-12
     assert str(found).count("Exact in float64, not in bfloat16")
-    assert verify(model, summed, same_sign(512), 1).exact  # float32 sums
-    narrow = verify(model, summed, same_sign(512), 1, options=Options(gradient_dtype=None))
+    assert verify(model, summed, batch, 1).exact  # float32 sums
+    narrow = verify(model, summed, batch, 1, options=Options(gradient_dtype=None))
     assert [cause.kind for cause in narrow.causes] == ["precision"]
     assert "Options(gradient_dtype=torch.float32)" in narrow.causes[0].remedy
 
 
-def test_gradients_kept_in_fewer_digits_are_found() -> None:
-    """A loop that keeps float32 copies of a float64 model's gradients."""
-    torch.manual_seed(0)
+class Narrow(nn.Module):
+    """A model that has no float64."""
 
-    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
-        by_samples(mean)(model, micro_batches)
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad = p.grad.to(torch.bfloat16).to(p.dtype)
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = network()
 
-    found = verify(network(), mean, samples(), 4, train_window=train_window)
-    assert [(cause.kind, cause.where) for cause in found.causes] == [("precision", "bfloat16 gradients")]
+    def forward(self, x: Tensor) -> Tensor:
+        """Refuse it as torch does."""
+        if x.dtype == torch.float64:
+            raise RuntimeError("expected scalar type Float but found Double")
+        found: Tensor = self.inner(x)
+        return found
 
 
 def test_a_model_that_does_not_run_in_float64_is_judged_in_its_own() -> None:
     """And says so; a mistake is still found."""
-    torch.manual_seed(0)
-
-    class Narrow(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = network()
-
-        def forward(self, x: Tensor) -> Tensor:
-            if x.dtype == torch.float64:
-                raise RuntimeError("expected scalar type Float but found Double")
-            return self.inner(x)
-
     found = verify(Narrow(), mean, samples(), 4)
     assert found.exact, str(found)
     assert not found.in_float64
@@ -171,18 +133,45 @@ def test_a_model_that_does_not_run_in_float64_is_judged_in_its_own() -> None:
 
 def test_a_loop_under_autocast_is_judged_by_a_big_batch_under_autocast() -> None:
     """Its rounding is the autocast's, not a mistake."""
-    torch.manual_seed(0)
 
-    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
-        total = sum(len(labels) for _, labels in micro_batches)
-        for batch in micro_batches:
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = mean(model, batch)
-            (loss * len(batch[1]) / total).backward()
+    def lowered(model: nn.Module, batch: Batch) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return mean(model, batch)
 
-    found = verify(network(), mean, samples(), 4, train_window=train_window)
+    found = verify(network(), mean, samples(), 4, train_window=by_samples(lowered))
     assert found.exact, str(found)
     assert found.differences[0].own_floor > 1e-4
+
+
+def test_a_mistake_in_the_own_dtype_alone_is_no_proof() -> None:
+    """As of a kernel that float64 goes around."""
+
+    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
+        by_samples(mean)(model, micro_batches)
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad *= 1.3 if p.dtype == torch.float32 else 1.0
+
+    found = verify(network(), mean, samples(), 4, train_window=train_window)
+    assert not found.exact
+    assert "No proof: " in str(found)
+    assert found.notes[0].startswith("In float32 the gradient is off by 0.3, where the big batch's own is off by")
+    with pytest.raises(errors.GradientsDiffer):
+        found.raise_if_wrong()
+
+
+class Coarse(nn.Module):
+    """Rounds to few digits inside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute in bfloat16."""
+        return x.bfloat16().tanh().to(x.dtype)
+
+
+def test_rounding_to_few_digits_inside_is_no_mistake_in_the_own_dtype() -> None:
+    """It is the same in float32 and in float64 for the big batch, and another one for its parts."""
+    found = verify(network(Coarse()), mean, samples(), 4)
+    assert found.exact, str(found)
 
 
 # Memory.
@@ -191,7 +180,6 @@ def test_a_loop_under_autocast_is_judged_by_a_big_batch_under_autocast() -> None
 @pytest.mark.parametrize("error", OUT_OF_MEMORY)
 def test_a_batch_that_does_not_fit_is_proved_in_part(error: Callable[[], BaseException]) -> None:
     """Half of it, or a quarter, and the text says how much."""
-    torch.manual_seed(0)
 
     def small(model: Any, batch: Batch) -> Tensor:
         if len(batch[1]) > 5:
@@ -207,27 +195,16 @@ def test_a_batch_that_does_not_fit_is_proved_in_part(error: Callable[[], BaseExc
     assert [cause.kind for cause in wrong.causes] == ["wrong-count"]
 
 
-def test_a_model_that_fits_in_its_own_dtype_alone_is_judged_in_that() -> None:
-    """All of the batch, once float64 was given up."""
-    torch.manual_seed(0)
-
-    def small(model: Any, batch: Batch) -> Tensor:
-        if batch[0].dtype == torch.float64:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-        return mean(model, batch)
-
-    found = verify(network(), small, samples(), 4)
-    assert found.exact, str(found)
-    assert (found.samples_proved, found.in_float64) == (11, False)
-    assert found.notes[0].startswith("Not even two samples fit into memory in float64, so it was judged in float32")
-
-
-def test_what_does_not_fit_at_all_is_an_error() -> None:
-    """With two samples there is nothing left to halve."""
+def test_what_does_not_fit_in_float64_is_judged_in_its_own_dtype_or_is_an_error() -> None:
+    """All of the batch, once float64 was given up; with two samples there is nothing left to halve."""
 
     def never(_: Any, batch: Batch) -> Tensor:
         raise torch.OutOfMemoryError(f"Tried to allocate 20.00 GiB for {len(batch)}")
 
+    found = verify(network(), lambda m, b: (never if b[0].dtype == torch.float64 else mean)(m, b), samples(), 4)
+    assert found.exact, str(found)
+    assert (found.samples_proved, found.in_float64) == (11, False)
+    assert found.notes[0].startswith("Not even two samples fit into memory in float64, so it was judged in float32")
     with pytest.raises(errors.OutOfMemory) as raised:
         verify(network(), never, samples(), 4)
     approve("verify", "nothing fits", raised.value)
@@ -237,15 +214,15 @@ def test_what_does_not_fit_at_all_is_an_error() -> None:
 
 
 def test_the_result_as_plain_data() -> None:
-    """JSON takes it, and has all fields."""
-    torch.manual_seed(0)
+    """JSON takes it, and has all fields; a loop that returns its loss is asked for it."""
     found = verify(network(), mean, samples(), 4)
     data = json.loads(json.dumps(found.to_dict()))
     assert set(data) == {*Verification.__dataclass_fields__, "worst"}
-    assert data["micro_batches"] == [4, 4, 3]
-    assert data["dtype"] == "float32"
+    assert (data["micro_batches"], data["dtype"]) == ([4, 4, 3], "float32")
     assert data["loss"][0] == pytest.approx(data["loss"][1])
     assert found.worst in found.differences
+    loop = by_samples(mean)
+    assert verify(network(), mean, samples(), 4, train_window=lambda *given: loop(*given) or 0.25).loss[1] == 0.25
 
 
 def difference(**changed: float) -> Difference:
@@ -278,14 +255,13 @@ def verification(*causes: str, exact: bool = False, **changed: Any) -> Verificat
 def test_a_test_suite_can_ask() -> None:
     """An AssertionError with the whole text, unless all causes are accepted."""
     verification(exact=True).raise_if_wrong()
+    verification("randomness").raise_if_wrong(allow={"randomness"})
     with pytest.raises(errors.GradientsDiffer, match="Not exact") as raised:
         verification("batch-norm").raise_if_wrong()
     assert isinstance(raised.value, AssertionError)
-    verification("randomness").raise_if_wrong(allow={"randomness"})
-    with pytest.raises(errors.GradientsDiffer):
-        verification("randomness", "batch-norm").raise_if_wrong(allow={"randomness"})
-    with pytest.raises(errors.GradientsDiffer):
-        verification().raise_if_wrong(allow={"randomness"})  # its cause was not found
+    for wrong in (verification("randomness", "batch-norm"), verification()):  # its cause was not found
+        with pytest.raises(errors.GradientsDiffer):
+            wrong.raise_if_wrong(allow={"randomness"})
 
 
 def test_the_verdict_in_words() -> None:
@@ -302,71 +278,16 @@ def test_the_verdict_in_words() -> None:
     assert verification().to_dict()["loss"] == [1.0, None]
 
 
-def test_a_mistake_in_the_own_dtype_alone_is_no_proof() -> None:
-    """As of a kernel that float64 goes around."""
-    torch.manual_seed(0)
+class Drawing(nn.Module):
+    """Draws from Python's generator, which no operation shows."""
 
-    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
-        by_samples(mean)(model, micro_batches)
-        for p in model.parameters():
-            assert p.grad is not None
-            p.grad *= 1.3 if p.dtype == torch.float32 else 1.0
-
-    found = verify(network(), mean, samples(), 4, train_window=train_window)
-    assert not found.exact
-    assert "No proof: " in str(found)
-    assert found.notes[0].startswith("In float32 the gradient is off by 0.3, where the big batch's own is off by")
-    with pytest.raises(errors.GradientsDiffer):
-        found.raise_if_wrong()
-
-
-def test_rounding_to_few_digits_inside_is_no_mistake_in_the_own_dtype() -> None:
-    """It is the same in float32 and in float64 for the big batch, and another one for its parts."""
-
-    class Coarse(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x.bfloat16().tanh().to(x.dtype)
-
-    torch.manual_seed(0)
-    found = verify(network(Coarse()), mean, samples(), 4)
-    assert found.exact, str(found)
-
-
-def test_a_loop_that_returns_its_loss() -> None:
-    """It stands beside the big batch's."""
-    torch.manual_seed(0)
-
-    def train_window(model: nn.Module, micro_batches: list[Batch]) -> float:
-        by_samples(mean)(model, micro_batches)
-        return 0.25
-
-    assert verify(network(), mean, samples(), 4, train_window=train_window).loss[1] == 0.25
-
-
-def test_a_loop_that_clips_once_is_compared_before_that() -> None:
-    """Clipping is no mistake where it belongs."""
-    torch.manual_seed(0)
-
-    def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
-        optimizer = torch.optim.AdamW(model.parameters())
-        by_samples(mean)(model, micro_batches)
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    found = verify(network(), mean, samples(), 4, train_window=train_window)
-    assert found.exact
-    assert found.notes == ("The loop clips its gradient; what was compared is the gradient before that.",)
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale by a random number."""
+        return x * random.random()  # noqa: S311 - no secret
 
 
 def test_numbers_of_python_are_placed_where_they_are_drawn() -> None:
-    """No operation shows them: the module that runs while a generator moves is the one."""
-
-    class Drawing(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * random.random()  # noqa: S311 - no secret
-
-    torch.manual_seed(0)
+    """The module that runs while a generator moves is the one."""
     inside = verify(network(nn.Identity(), Drawing()), mean, samples(), 4)
     assert [(cause.kind, cause.where) for cause in inside.causes] == [("randomness", "2")], str(inside)
 
@@ -379,7 +300,6 @@ def test_numbers_of_python_are_placed_where_they_are_drawn() -> None:
 
 def test_the_text_has_table_verdict_and_causes() -> None:
     """The worst first, at most ten rows."""
-    torch.manual_seed(0)
     layers = [nn.Linear(8, 8) for _ in range(6)]
     text = str(verify(network(*layers, nn.BatchNorm1d(8)), mean, samples(), 4, options=Options(batch_norm="micro")))
     parts = [
@@ -397,7 +317,6 @@ def test_a_refusal_of_big_step_is_noted_and_its_cause_is_found() -> None:
     torch.manual_seed(1)
     found = verify(network(), defects.masked, samples(), 4)
     assert found.notes[0].startswith(f"BigStep refuses this: {found.refused}")
-    assert "in proportion to (batch[1] != 0).sum()" in found.causes[0].found
     assert found.causes[0].remedy == "Say what the loss was averaged over:  return counted(loss, (batch[1] != 0).sum())"
     even = torch.randn(8, 6), torch.tensor([0, 1] * 4)
     equal = verify(network(), defects.masked, even, 4)
@@ -411,7 +330,6 @@ def test_a_refusal_of_big_step_is_noted_and_its_cause_is_found() -> None:
 
 def test_what_no_experiment_explains_is_an_unknown_cause() -> None:
     """Also beside causes that are known, and it is not accepted with those."""
-    torch.manual_seed(0)
 
     def train_window(model: nn.Module, micro_batches: list[Batch]) -> None:
         by_samples(mean)(model, micro_batches)
@@ -429,24 +347,27 @@ def test_what_no_experiment_explains_is_an_unknown_cause() -> None:
 
 def test_the_documentation_lists_every_kind() -> None:
     """A kind that is shown can be looked up."""
-    page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/verify.md").read_text()
     assert all(f"`{kind}`" in page for kind in KINDS)
-    assert set(KINDS) == set(REMEDIES)
+
+
+def every_layer() -> tuple[nn.Module, ...]:
+    """One for each cause in a model."""
+    return nn.BatchNorm1d(8), nn.Dropout(0.3), defects.Attending(), defects.Fading()
 
 
 @pytest.mark.parametrize(
     ("layers", "loop", "least", "most"),
     [
-        ((), None, 6, 11),
-        ((), by_samples, 6, 6),
-        ((), defects.textbook, 12, 18),
-        ((nn.BatchNorm1d(8), nn.Dropout(0.3), defects.Attending(), defects.Fading()), defects.undivided, 20, 60),
+        (tuple, None, 6, 11),
+        (tuple, by_samples, 6, 6),
+        (tuple, defects.textbook, 12, 18),
+        (every_layer, defects.undivided, 20, 60),
     ],
     ids=["exact", "a loop that is exact", "one cause", "six causes"],
 )
-def test_what_a_verification_costs(layers: tuple[nn.Module, ...], loop: Any, least: int, most: int) -> None:
+def test_what_a_verification_costs(layers: Any, loop: Any, least: int, most: int) -> None:
     """How often all samples go through the model, as the documentation has it."""
-    torch.manual_seed(0)
     passed = 0
 
     def counting(model: Any, batch: Batch) -> Tensor:
@@ -455,5 +376,5 @@ def test_what_a_verification_costs(layers: tuple[nn.Module, ...], loop: Any, lea
         return mean(model, batch)
 
     window = None if loop is None else loop(counting)
-    verify(network(*layers), counting, samples(), 4, train_window=window)
+    verify(network(*layers()), counting, samples(), 4, train_window=window)
     assert least * 11 <= passed <= most * 11, passed / 11
