@@ -1,0 +1,785 @@
+"""BatchNorm in a `BigStep` normalises by the big batch: outputs, gradients, running statistics, loss and norm."""
+
+import copy
+import gc
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import batch_norm as imported_by_name
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch import BigStep, Options
+from bigbatch.errors import BatchNormError, CoupledLoss, LossError, OutOfMemory
+from bigbatch.lockstep.threads import current
+from tests.bombs import OTHER, OUT_OF_MEMORY, Bomb, Fuse, everything, seed
+from tests.support.coupled import (
+    KINDS,
+    PLACES,
+    assert_big_batch,
+    assert_refused,
+    data,
+    gradients_of,
+    masked,
+    net,
+    plain,
+    told_apart,
+)
+from tests.support.reference import close, distance, sgd, trained, weights
+from tests.support.samples import CLASSES, Batch, rows, seeded, sequences
+from tests.support.strategies import OPTIMIZERS
+
+PLAIN = F.batch_norm
+
+
+@pytest.fixture(autouse=True)
+def _put_back() -> Iterator[None]:
+    """Torch's function is torch's again."""
+    yield
+    assert F.batch_norm is PLAIN
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_collection() -> Iterator[None]:
+    """Each retry collects garbage; what the imports have made need not be looked through every time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+# Exact; any layer in any split is in test_run.py.
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_every_layer_in_every_place(kind: tuple[int, str]) -> None:
+    """As they come from torch, unevenly cut."""
+    for place in PLACES:
+        assert_big_batch(partial(net, kind, place), plain, [data(kind[0])(n, n) for n in (7, 5)], 3)
+
+
+@pytest.mark.parametrize("momentum", [None, 0.0, 0.1, 1.0])
+@pytest.mark.parametrize("place", ["middle", "twice"])
+def test_running_statistics_move_once_per_window(place: str, momentum: float | None) -> None:
+    """And once per use: a window counts as one batch, whatever the number of micro-batches."""
+    model = net(place=place, momentum=momentum)
+    assert_big_batch(lambda: model, plain, [rows(6, number) for number in range(4)], 1)
+    assert model.get_submodule("norm").num_batches_tracked == (8 if place == "twice" else 4)
+
+
+class Transposed(nn.Module):
+    """An input that is neither contiguous nor channels-last, as a transposed sequence is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, steps, 3) → (n, classes)."""
+        h = self.norm(self.layer(x).transpose(1, 2)).transpose(1, 2)
+        return self.head(torch.tanh(h)).mean(1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_memory_formats(size: int) -> None:
+    """Channels last, which a convolution likes best, and a tensor that lies across."""
+    batches = [data(2)(7, number) for number in range(2)]
+    for batch in batches:
+        batch["x"] = batch["x"].to(memory_format=torch.channels_last)
+    last = {"memory_format": torch.channels_last}
+    assert_big_batch(lambda: net((2, "BatchNorm2d"), "twice").to(**last), plain, batches, size)  # type: ignore[call-overload]
+    batches = [{"x": sequences(n, n)["x"], "label": rows(n, n)["label"]} for n in (7, 4)]
+    assert_big_batch(seeded(Transposed), plain, batches, size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_samples(size: int) -> None:
+    """The smallest batch that BatchNorm trains on; one sample is refused, as torch does."""
+    assert_big_batch(partial(net, eps=0.1), plain, [rows(2, 0), rows(3, 1)], size)
+    assert_refused(net, plain, rows(1, 0), size, ValueError, "more than 1 value per channel")
+
+
+def test_where_nothing_counts() -> None:
+    """Samples are part of the statistics all the same; a batch in which nothing counts makes no update."""
+    batch = rows(8, 0)
+    batch["partly"] = torch.tensor([-100, -100, 1, -100, -100, -100, 2, 0])
+    for loss in (masked, told_apart):
+        assert_big_batch(net, loss, [batch], 2)
+    batch["partly"] = torch.full((8,), -100)
+    model = net()
+    before = weights(model)
+    assert BigStep(model, sgd(trained(model)), masked, micro_batch_size=2)(batch).skipped
+    assert distance(weights(model), before) == 0
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_frozen_parts_beside_batch_norm(norm: bool) -> None:
+    """A frozen first layer: the norm's input has no gradient, and micro-batches do not meet there in backward."""
+
+    def make() -> nn.Module:
+        model = net(place="two")
+        model.get_submodule("one").requires_grad_(requires_grad=False)
+        model.get_submodule("norm").requires_grad_(norm)
+        return model
+
+    assert_big_batch(make, plain, [rows(7, 0), rows(5, 1)], 3)
+
+
+@pytest.mark.parametrize("activations", ["keep", "offload", "auto"])
+@pytest.mark.parametrize("size", [3, "auto"])
+def test_wherever_activations_stay(activations: str, size: Any) -> None:
+    """On the CPU they are where they are; `auto` finds a size by itself."""
+    assert_big_batch(partial(net, place="two"), plain, [rows(8, 0), rows(8, 1)], size, activations=activations)
+
+
+def test_several_models_and_optimizers() -> None:
+    """One window, one global norm; the second model has a norm, too."""
+
+    def run(*, ours: bool) -> tuple[list[Tensor], list[Tensor], list[float]]:
+        body, head = net(place="twice"), seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))()
+        optimizers = [torch.optim.SGD(trained(body), lr=0.1, momentum=0.9), OPTIMIZERS["adamw"](trained(head))]
+        norms = []
+
+        def loss_fn(models: Any, batch: Batch) -> Tensor:
+            return F.mse_loss(models[1](models[0](batch["x"]))[:, :CLASSES], batch["value"])
+
+        step = BigStep([body, head], optimizers, loss_fn, micro_batch_size=3, clip_norm=0.2)
+        for number in range(3):
+            batch = rows(7, number)
+            if ours:
+                norm = step(batch).grad_norm
+                assert norm is not None
+            else:
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                loss_fn([body, head], batch).backward()
+                norm = clip_grad_norm_([*trained(body), *trained(head)], 0.2)
+                for optimizer in optimizers:
+                    optimizer.step()
+            norms.append(float(norm))
+        buffers = [b.double() for model in (body, head) for b in model.buffers()]
+        return [*weights(body), *weights(head)], buffers, norms
+
+    ours, true = run(ours=True), run(ours=False)
+    assert distance(ours[0], true[0]) <= 1e-11
+    assert distance(ours[1], true[1]) <= 1e-11
+    assert all(close(a, b, 1e-11) for a, b in zip(ours[2], true[2], strict=True))
+
+
+def test_a_model_of_a_teacher_that_tracks_along() -> None:
+    """Given to the step, a norm without gradient meets, too, and its statistics move once."""
+    student, teacher = net(), net(place="two")
+    twins = copy.deepcopy([student, teacher])
+
+    def loss_fn(models: Any, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            target = models[1](batch["x"])
+        return F.mse_loss(models[0](batch["x"]), target)
+
+    step = BigStep([student, teacher], sgd(trained(student)), loss_fn, micro_batch_size=2)
+    updater = sgd(trained(twins[0]))
+    for number in range(2):
+        step(rows(7, number))
+        updater.zero_grad()
+        loss_fn(twins, rows(7, number)).backward()
+        updater.step()
+    assert distance(weights(student), weights(twins[0])) <= 1e-11
+    for mine, true in zip(teacher.buffers(), twins[1].buffers(), strict=True):
+        assert distance([mine], [true]) <= 1e-12
+
+
+def penalized(m: Any, batch: Batch) -> Tensor:
+    """A second derivative through lock-step would see this micro-batch alone."""
+    x = batch["x"].clone().requires_grad_()
+    out = m(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return F.mse_loss(slope, torch.ones_like(slope)) + F.mse_loss(out, batch["value"])
+
+
+def attacked(m: Any, batch: Batch, reduction: str = "mean", *, by_backward: bool = False) -> Tensor:
+    """A first derivative would add up those of all micro-batches: exact of the whole batch, refused of a part."""
+    x = batch["x"].clone().requires_grad_()
+    inner = F.cross_entropy(m(x), batch["label"], reduction=reduction)
+    if by_backward:
+        inner.backward(inputs=[x])
+        slope: Any = x.grad
+    else:
+        (slope,) = torch.autograd.grad(inner, x)
+    return F.cross_entropy(m(batch["x"] + 0.1 * slope.sign()), batch["label"])
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_derivative_inside_of_a_loss(check: bool) -> None:
+    """Of a frozen norm it is exact, and in a batch of one micro-batch."""
+    assert_refused(net, penalized, rows(6, 0), 3, RuntimeError, "cannot be differentiated twice", check=check)
+    for reduction in ("sum", "mean"):
+        for by_backward in (True, False):
+            loss = partial(attacked, reduction=reduction, by_backward=by_backward)
+            assert_big_batch(net, loss, [rows(7, 0)], 7)
+            told = "a derivative inside of the loss goes through BatchNorm"
+            assert_refused(net, loss, rows(7, 0), 3, LossError, told, check=check)
+
+
+def test_an_attack_on_a_frozen_model_inside_of_a_loss() -> None:
+    """A plain backward adds to no weight there, so that no gradient shows it."""
+    model, teacher = net(), net()
+    teacher.requires_grad_(False)
+
+    def loss_fn(models: Any, batch: Batch) -> Tensor:
+        x = batch["x"].clone().requires_grad_()
+        F.cross_entropy(models[1](x), batch["label"]).backward()
+        assert x.grad is not None
+        return F.cross_entropy(models[0](batch["x"] + 0.1 * x.grad.sign()), batch["label"])
+
+    step = BigStep([model, teacher], sgd(trained(model)), loss_fn, micro_batch_size=3)
+    with pytest.raises(LossError, match="a derivative inside of the loss"):
+        step(rows(7, 0))
+
+
+# Checkpoints and random numbers.
+
+
+class Dropping(nn.Module):
+    """Dropout that takes down its masks, and whether it ran in a backward; or drops by given ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: Tensor | None = None
+        self.seen: list[tuple[int, bool, Tensor]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop about half."""
+        mask = torch.bernoulli(torch.full_like(x, 0.5)) if self.given is None else self.given
+        worker, again = current(), torch._C._current_graph_task_id() != -1
+        self.seen.append((worker.number if worker is not None else 0, again, mask))
+        return x * mask * 2
+
+
+class Checkpointed(nn.Module):
+    """A block of norm, dropout, layer, norm under a checkpoint, or without."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(3, 6), nn.Linear(6, CLASSES), reentrant
+        self.dropping = Dropping()
+        self.block = nn.Sequential(nn.BatchNorm1d(6), self.dropping, nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3) → (n, classes)."""
+        h = torch.tanh(self.first(x))
+        h = self.block(h) if self.reentrant is None else checkpoint(self.block, h, use_reentrant=self.reentrant)
+        return self.last(h)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_checkpoints_run_again_with_the_same_numbers(reentrant: bool | None, size: int) -> None:
+    """What backward computes again has the masks of the forward; with them the big batch has the same gradient."""
+    model = seeded(lambda: Checkpointed(reentrant))()
+    assert isinstance(model, Checkpointed)
+    twin = copy.deepcopy(model)
+    batch, true = rows(7, 0), twin.dropping
+    seed()
+    options = Options(check=False, activations="keep")
+    BigStep(model, sgd(trained(model)), plain, micro_batch_size=size, options=options)(batch)
+    numbers = sorted({number for number, _, _ in model.dropping.seen})
+    assert numbers == list(range(math.ceil(7 / size)))
+    masks = []
+    for number in numbers:
+        forward, *again = (mask for at, _, mask in model.dropping.seen if at == number)
+        assert len(again) == (reentrant is not None)
+        assert all(torch.equal(forward, mask) for mask in again)
+        masks.append(forward)
+    assert [later for _, later, _ in model.dropping.seen].count(True) == (reentrant is not None) * len(numbers)
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == len(masks)  # each has its own
+    true.given = torch.cat(masks)
+    plain(twin, batch)[0].backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+    assert distance(list(model.buffers()), list(twin.buffers())) <= 1e-12
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_are_exact_over_several_updates(reentrant: bool) -> None:
+    """Without dropout; statistics move twice, as they do for a big batch under a checkpoint."""
+
+    def make() -> nn.Module:
+        model = seeded(lambda: Checkpointed(reentrant))()
+        model.get_submodule("dropping").given = torch.ones(())
+        return model
+
+    batches = [rows(7, number) for number in range(3)]
+    assert_big_batch(make, masked, batches, 2, optimizer=OPTIMIZERS["adamw"], clip_norm=0.3)
+
+
+def test_the_same_seed_gives_the_same_update() -> None:
+    """Bit by bit, and another seed another one; the next step draws new numbers."""
+
+    def run(number: int) -> list[Any]:
+        seed(number)
+        model = seeded(lambda: Checkpointed(reentrant=False))()
+        optimizer = OPTIMIZERS["adamw"](trained(model))
+        options = Options(check=False, activations="keep")
+        step = BigStep(model, optimizer, plain, micro_batch_size=2, options=options)
+        for each in range(3):
+            step(rows(7, each))
+        assert isinstance(model, Checkpointed)
+        masks = [mask.flatten().tolist() for _, again, mask in model.dropping.seen if not again]
+        assert len({tuple(mask) for mask in masks}) == len(masks) == 12
+        return everything(model, optimizer)
+
+    assert run(0) == run(0)
+    assert run(0)[0] != run(1)[0]
+
+
+def test_a_step_without_random_numbers_leaves_the_generators_alone() -> None:
+    """Whoever draws nothing moves nothing."""
+    model = net()
+    step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=2)
+    seed()
+    before = torch.get_rng_state()
+    step(rows(6, 0))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# Low precision, judged beside the big batch's own rounding.
+
+
+def lowered(batch: Batch, dtype: torch.dtype) -> Batch:
+    """The same in another precision."""
+    return {name: leaf.to(dtype) if leaf.is_floating_point() else leaf for name, leaf in batch.items()}
+
+
+def one_step(model: nn.Module, batch: Batch, size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradient of a step, and the statistics after it."""
+    found: list[Tensor] = []
+    step = BigStep(model, sgd(trained(model)), plain, micro_batch_size=size)
+    step.before_step(lambda: found.extend(gradients_of(model)))
+    step(batch)
+    return found, [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+@pytest.mark.parametrize("size", [3, 5])
+@pytest.mark.parametrize("kind", [(0, "BatchNorm1d"), (2, "BatchNorm2d"), (2, "Activated")], ids=str)
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+def test_rounding_is_the_big_batches_own(precision: str, kind: tuple[int, str], size: int) -> None:
+    """Against float64, ours is not much further off than the whole batch in the same precision."""
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    size = 4 if precision == "bfloat16" else size  # whose weights it does not round
+    ours = theirs = 0.0
+    for number in range(6):
+        exact = net(kind, "two", eps=1e-2)
+        low = copy.deepcopy(exact).to(dtype)
+        full, batch = copy.deepcopy(low), data(kind[0])(16, number)
+        true = one_step(exact, batch, 16)
+        around: AbstractContextManager[Any] = nullcontext()
+        if precision == "autocast":
+            around = torch.autocast("cpu", torch.bfloat16)
+        with around:
+            mine, whole = one_step(low, lowered(batch, dtype), size), one_step(full, lowered(batch, dtype), 16)
+        assert all(p.dtype == dtype for p in low.parameters())
+        ours += sum(distance(a, b) ** 2 for a, b in zip(mine, true, strict=True))
+        theirs += sum(distance(a, b) ** 2 for a, b in zip(whole, true, strict=True))
+    assert 0 < math.sqrt(ours) <= 2.5 * math.sqrt(theirs)
+
+
+@pytest.mark.parametrize("size", [3, 7])
+def test_weights_that_bfloat16_would_round_are_refused(size: int) -> None:
+    """All backwards begin before the first ends, so there is no rescaling between them."""
+    batch = lowered(rows(16, 0), torch.bfloat16)
+    assert_refused(lambda: net().bfloat16(), plain, batch, size, LossError, "Compute the loss in float32")
+
+
+# What is asked for otherwise, and what cannot be met.
+
+
+def test_micro_batch_statistics_where_they_are_accepted() -> None:
+    """Each micro-batch by its own: what torch does in a loop, and not the big batch."""
+    model = net()
+    twin, whole, batch = copy.deepcopy(model), copy.deepcopy(model), rows(6, 0)
+    options = Options(batch_norm="micro")
+    BigStep(model, sgd(trained(model)), plain, micro_batch_size=3, options=options)(batch)
+    for start in (0, 3):
+        part = {name: leaf[start : start + 3] for name, leaf in batch.items()}
+        (plain(twin, part)[0] / 2).backward()
+    sgd(trained(twin)).step()
+    assert distance(weights(model), weights(twin)) <= 1e-12
+    assert model.get_submodule("norm").num_batches_tracked == 2
+    plain(whole, batch)[0].backward()
+    sgd(trained(whole)).step()
+    assert distance(weights(model), weights(whole)) > 1e-3
+
+
+def test_no_statistics_where_they_are_refused() -> None:
+    """Before anything is run."""
+
+    def loss_fn(m: Any, batch: Batch) -> Any:
+        raise AssertionError((m, batch))
+
+    told = r"BatchNorm1d 'norm' is in training mode"
+    assert_refused(net, loss_fn, rows(6, 0), 3, BatchNormError, told, batch_norm="refuse")
+    compiled = lambda: torch.compile(net(), backend="eager")  # noqa: E731
+    told = "is compiled and holds BatchNorm in training mode"
+    assert_refused(compiled, loss_fn, rows(6, 0), 3, BatchNormError, told)  # type: ignore[arg-type]
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "GroupNorm": lambda: nn.GroupNorm(2, 4),
+    "LayerNorm": lambda: nn.LayerNorm([4, 3, 3]),
+    "InstanceNorm": lambda: nn.InstanceNorm2d(4),
+    "InstanceNorm, affine": lambda: nn.InstanceNorm2d(4, affine=True),
+    "BatchNorm, frozen": lambda: nn.BatchNorm2d(4).eval(),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_other_norms_never_enter_lock_step(name: str) -> None:
+    """They need nothing and get nothing: no thread is made, and the result is the big batch's as ever."""
+
+    def make() -> nn.Module:
+        layers = (nn.Conv2d(2, 4, 3, padding=1), NORMS[name](), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES))
+        return nn.Sequential(*layers)
+
+    before = threading.active_count()
+    step = assert_big_batch(seeded(make), plain, [data(2)(5, 0)], 2)
+    assert threading.active_count() <= before, step
+
+
+class Escaping(nn.Module):
+    """A layer that does not end in `F.batch_norm` as it is when called."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last, self.how = nn.Linear(3, 6), nn.Linear(6, CLASSES), how
+        self.norm, self.asleep = nn.BatchNorm1d(6), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3) → (n, classes)."""
+        if "reentrant" in self.how:
+            return self.last(checkpoint(self.escape, self.first(x), use_reentrant="not" not in self.how))
+        return self.last(self.escape(self.first(x)))
+
+    def escape(self, h: Tensor) -> Tensor:
+        """Normalise by the micro-batch."""
+        norm = self.norm
+        if self.how == "imported by name":
+            return imported_by_name(h, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=True)
+        running = (norm.running_mean, norm.running_var)
+        return torch.batch_norm(h, norm.weight, norm.bias, *running, not self.asleep, 0.1, 1e-5, True)
+
+
+ESCAPES = ["direct", "imported by name", "not reentrant"]
+
+
+@pytest.mark.parametrize("how", [*ESCAPES, "reentrant"])
+def test_a_norm_that_escapes_is_detected(how: str) -> None:
+    """In every step: it would have normalised by the micro-batch."""
+    make = seeded(lambda: Escaping(how))
+    told = r"(?s)cannot meet at.*torch\.nn\.functional\.batch_norm"
+    step = assert_refused(make, plain, rows(6, 0), 3, BatchNormError, told, check=False)
+    with pytest.raises(BatchNormError, match="cannot meet at"):
+        step(rows(6, 1))
+
+
+def test_a_norm_that_escapes_later() -> None:
+    """It was frozen at first, in a step that runs in lock-step from the beginning."""
+    model = seeded(lambda: Escaping("direct"))()
+    assert isinstance(model, Escaping)
+    model.asleep, model.beginning = True, nn.BatchNorm1d(3).double()
+    loss = lambda m, b: F.cross_entropy(m(m.beginning(b["x"])), b["label"])  # noqa: E731
+    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=3, options=Options(check=False))
+    step(rows(6, 0))
+    model.asleep = False
+    with pytest.raises(BatchNormError, match="cannot meet at"):
+        step(rows(6, 1))
+
+
+def without_gradient(m: Any, batch: Batch) -> Tensor:
+    """No graph shows the norm."""
+    with torch.no_grad():
+        target = m(batch["x"])
+    return F.mse_loss(m.last(m.first(batch["x"])), target)
+
+
+@pytest.mark.parametrize("how", [*ESCAPES, "reentrant", "without gradient"])
+def test_a_norm_that_escapes_is_seen_by_the_first_check(how: str) -> None:
+    """By its loss, also where no graph shows it."""
+    hidden = how == "without gradient"
+    make, loss = seeded(lambda: Escaping("direct" if hidden else how)), without_gradient if hidden else plain
+    assert_refused(make, loss, rows(8, 0), 4, (BatchNormError, CoupledLoss))
+
+
+@pytest.mark.parametrize("how", ["never", "once for two"])
+def test_a_layer_that_counts_in_its_own_way(how: str) -> None:
+    """`num_batches_tracked` is the big batch's, whatever the layer does with it."""
+
+    class Counting(nn.BatchNorm1d):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
+            assert self.num_batches_tracked is not None
+            norm = partial(F.batch_norm, weight=self.weight, bias=self.bias, training=self.training)
+            if how == "never":
+                return norm(input, self.running_mean, self.running_var)
+            self.num_batches_tracked.add_(1)
+            return norm(norm(input, self.running_mean, self.running_var) ** 2, self.running_mean, self.running_var)
+
+    make = seeded(lambda: nn.Sequential(nn.Linear(3, 5), Counting(5), nn.Linear(5, CLASSES)))
+    assert_big_batch(make, plain, [rows(6, number) for number in range(2)], 2)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("gradient", [True, False])
+def test_a_model_that_nobody_told_of(size: int, gradient: bool) -> None:
+    """Its running statistics could not be put back: refused, with what to type; in evaluation mode it is welcome."""
+    model, teacher = seeded(lambda: nn.Linear(3, CLASSES))(), net()
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        with nullcontext() if gradient else torch.no_grad():
+            target = teacher(batch["x"])
+        return F.mse_loss(m(batch["x"]), target)
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=size)
+    with pytest.raises((BatchNormError, CoupledLoss), match=r"BigStep\(\[model, teacher\]|are coupled"):
+        step(rows(8, 0))
+    teacher.eval()
+    step(rows(8, 0))
+
+
+@pytest.mark.parametrize("how", ["a centred batch", "attention", "a largest value"])
+def test_coupling_beside_batch_norm_is_refused(how: str) -> None:
+    """Micro-batches meet at the norms alone."""
+
+    class Coupled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.norm(self.first(x)))
+            if how == "attention":
+                h = (h @ h.T).softmax(-1) @ h
+            else:
+                h = h - h.mean(0) if how == "a centred batch" else h / h.abs().max()
+            return self.last(h)
+
+    assert_refused(seeded(Coupled), plain, rows(8, 0), 4, CoupledLoss)
+
+
+def test_other_threads_normalise_as_ever() -> None:
+    """The swap acts on the window's own threads alone."""
+    model, x = net(), torch.randn(5, 3, dtype=torch.float64)
+    expected = F.batch_norm(x, None, None, training=True)
+    found: list[Tensor] = []
+
+    def loss_fn(m: Any, batch: Batch) -> Any:
+        assert F.batch_norm is not PLAIN
+        thread = threading.Thread(target=lambda: found.append(F.batch_norm(x, None, None, training=True)))
+        thread.start()
+        thread.join()
+        return plain(m, batch)
+
+    BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2)(rows(6, 0))
+    assert len(found) >= 3
+    assert all(torch.equal(each, expected) for each in found)
+
+
+# Failures.
+
+
+class Fragile(nn.Module):
+    """Norms, dropout, and points before, between and after them at which it may fail, forwards and backwards."""
+
+    def __init__(self, bomb: Bomb | None = None) -> None:
+        super().__init__()
+        self.bomb = bomb or Bomb()
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.first, self.middle, self.last = (nn.Linear(a, b).double() for a, b in ((3, 6), (6, 6), (6, CLASSES)))
+        self.norms = nn.ModuleList([nn.BatchNorm1d(6).double() for _ in range(2)])
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3) → (n, classes)."""
+        self.bomb.pass_by("forward", len(x))
+        h = self.norms[0](self._fused("below", self.first(x)))
+        self.bomb.pass_by("between norms", len(x))
+        h = self.norms[1](self.middle(self._fused("between", self.dropout(torch.tanh(h)))))
+        self.bomb.pass_by("after norms", len(x))
+        return self.last(self._fused("above", h))
+
+    def _fused(self, where: str, x: Tensor) -> Tensor:
+        found: Tensor = Fuse.apply(x, _Elsewhere(self.bomb, where))  # type: ignore[no-untyped-call]
+        return found
+
+
+class _Elsewhere(Bomb):
+    """A bomb whose backward has a name of its own."""
+
+    def __init__(self, bomb: Bomb, where: str) -> None:
+        super().__init__()
+        self.bomb, self.where = bomb, where
+
+    def pass_by(self, point: str, samples: int) -> None:
+        """Come to a point of a micro-step."""
+        self.bomb.pass_by(f"{point} {self.where}", samples)
+
+
+POINTS = (
+    "forward", "between norms", "after norms", "loss",
+    "backward above", "backward between", "backward below",
+)  # fmt: skip
+
+
+class Session:
+    """A fragile model in training."""
+
+    def __init__(self, bomb: Bomb | None = None, size: Any = 2, **options: Any) -> None:
+        seed()
+        self.model = Fragile(bomb)
+        self.optimizer = torch.optim.AdamW(trained(self.model), lr=0.05, foreach=False)
+        self.step = BigStep(
+            self.model, self.optimizer, self.loss, micro_batch_size=size, clip_norm=1.0, options=Options(**options)
+        )
+
+    @staticmethod
+    def loss(model: Any, batch: Batch) -> Tensor:
+        """A masked cross-entropy with noise."""
+        out = model(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
+        model.bomb.pass_by("loss", len(batch["x"]))
+        return F.cross_entropy(out, batch["partly"])
+
+    @property
+    def all(self) -> list[Any]:
+        """All that a step may change."""
+        return everything(self.model, self.optimizer)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 3])
+@pytest.mark.parametrize("point", POINTS)
+def test_an_error_in_any_micro_batch_changes_nothing(point: str, after: int) -> None:
+    """Weights, gradients, state, statistics and generators; the error is the one raised; the next step works."""
+    error = OTHER[(after + len(point)) % len(OTHER)]
+    true = Session()
+    for number in range(3):
+        true.step(rows(8, number))
+    expected, session = true.all, Session(Bomb())
+    for number in range(2):  # samples are compared in both
+        session.step(rows(8, number))
+    before, bomb = session.all, session.model.bomb
+    bomb.point, bomb.after, bomb.error = point, after, error
+    with pytest.raises(type(error())) as caught:
+        session.step(rows(8, 2))
+    assert bomb.went_off == 1
+    assert "pass_by" in [each.name for each in caught.traceback]  # the line that failed is in it
+    assert session.all == before
+    bomb.point = ""
+    session.step(rows(8, 2))
+    assert session.all == expected
+
+
+def _learned(step: BigStep) -> int:
+    (found,) = step.state_dict()["sizes"].values()
+    return found["size"]
+
+
+@given(
+    point=st.sampled_from(POINTS),
+    error=st.sampled_from(OUT_OF_MEMORY),
+    n=st.integers(4, 9),
+    size=st.integers(3, 8),
+    fits=st.integers(1, 2),
+    after=st.integers(0, 3),
+)
+@settings(max_examples=20)
+def test_out_of_memory_is_as_if_it_had_never_been(
+    *, point: str, error: Callable[[], BaseException], n: int, size: int, fits: int, after: int
+) -> None:
+    """The size is halved, and the update is, bit by bit, that of the smaller size all along."""
+    bomb = Bomb(point, fits, after, error)
+    session = Session(bomb, size)
+    update, found = session.step(rows(n, 0)), session.all
+    if not bomb.went_off:
+        return
+    learned = _learned(session.step)
+    assert learned < min(size, n)
+    true = Session(size=learned)
+    expected = true.step(rows(n, 0))
+    assert found == true.all
+    assert update.micro_batches == expected.micro_batches == math.ceil(n / learned)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_sample_that_does_not_fit(point: str) -> None:
+    """Says so, and changes nothing."""
+    session = Session(Bomb(point, fits=0, error=OUT_OF_MEMORY[0]), 4)
+    before = session.all
+    with pytest.raises(OutOfMemory, match="out of memory with one sample at a time"):
+        session.step(rows(6, 0))
+    assert session.all == before
+
+
+# A thousand windows.
+
+
+def test_a_thousand_windows_leave_nothing_behind() -> None:
+    """No thread, no tensor, no object more than after the first few, though some windows fail."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)))()
+    failing: list[int] = []
+
+    def loss_fn(m: Any, batch: Batch) -> Tensor:
+        loss = F.cross_entropy(m(batch["x"]), batch["label"])
+        worker = current()
+        if failing and worker is not None and worker.number == failing[0]:
+            raise ValueError("of the loss")
+        return loss
+
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2)
+    batch = {name: leaf for name, leaf in rows(6, 0).items() if name in {"x", "label"}}
+
+    def windows(number: int) -> None:
+        for each in range(number):
+            failing[:] = [each % 3] if each % 10 == 9 else []
+            if failing:
+                with pytest.raises(ValueError, match="of the loss"):
+                    step(batch)
+            else:
+                step(batch)
+
+    def tensors() -> int:
+        return sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+
+    windows(20)
+    gc.collect()
+    alive, objects, threads = tensors(), len(gc.get_objects()), set(threading.enumerate())
+    windows(980)
+    gc.collect()
+    # Those that a test before has left may end meanwhile; none may come.
+    assert set(threading.enumerate()) <= threads
+    assert tensors() <= alive
+    assert len(gc.get_objects()) <= objects + 50
+
+
+def test_threads_end_with_their_step() -> None:
+    """A step that nobody holds leaves no thread behind."""
+    gc.collect()
+    before = set(threading.enumerate())
+    model = net()
+    step: BigStep | None = BigStep(model, sgd(trained(model)), plain, micro_batch_size=2)
+    assert step is not None
+    step(rows(6, 0))
+    mine = set(threading.enumerate()) - before
+    assert len(mine) == 3
+    step = None
+    gc.collect()
+    for thread in mine:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in mine)

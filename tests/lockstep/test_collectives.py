@@ -1,0 +1,604 @@
+"""What a loss or a model asks of all micro-batches: the big batch's gradients, or an error that changes nothing."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bigbatch import BigStep, Options, across
+from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, PathsDiffer, UnreadableLoss
+from bigbatch.lockstep.threads import current
+from bigbatch.memory.meter import LiveBytes
+from tests.bombs import everything, seed
+from tests.support.coupled import (
+    LOSSES,
+    Inside,
+    LossFunction,
+    assert_big_batch,
+    assert_refused,
+    balance,
+    clip,
+    gradients_of,
+    masked,
+    mine,
+    plain,
+    rmse,
+    twins,
+)
+from tests.support.reference import distance, sgd, trained
+from tests.support.samples import CLASSES, Batch, generator, rows, seeded
+from tests.support.strategies import OPTIMIZERS
+
+# Exact; any loss in any split is in test_run.py.
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute", "offload", "auto"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_wherever_activations_stay(loss: str, activations: str) -> None:
+    """Unevenly cut, and in single samples."""
+    for size in (1, 3):
+        assert_big_batch(twins, LOSSES[loss], [rows(7, 0), rows(5, 1)], size, activations=activations)
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("how", ["centred", "scaled", "attending"])
+def test_inside_of_a_model(how: str, last: bool) -> None:
+    """Between its layers, or after the last; its activations are kept then."""
+    for size in (1, 4):
+        assert_big_batch(seeded(lambda: Inside(how, last=last)), masked, [rows(7, 0), rows(6, 1)], size)
+
+
+def beside_batch_norm() -> nn.Module:
+    """Both meet."""
+    model: Any = twins()
+    model.one.insert(1, nn.BatchNorm1d(6).double())
+    return model
+
+
+def attending(model: Any, batch: Batch) -> Tensor:
+    """A product of what is a sample's own with what all have in common, twice."""
+    out = model.one(batch["x"])
+    every = across.gather(out)
+    return F.mse_loss((out @ every.T).softmax(1) @ every, batch["value"])
+
+
+def frozen_keys(model: Any, batch: Batch) -> Tensor:
+    """Of all samples, as a momentum encoder makes them."""
+    one, two, scale = model(batch)
+    return F.cross_entropy(scale * one @ across.gather(two.detach()).T, mine(one))
+
+
+def two_views(model: Any, batch: Batch) -> Tensor:
+    """Rows that are not samples: two views of each, one below the other."""
+    one, two, scale = model(batch)
+    views = torch.cat([one, two])
+    return F.mse_loss(views * (scale + across.gather(views).square().sum(0)), torch.zeros_like(views))
+
+
+def in_turns(model: Any, batch: Batch) -> Tensor:
+    """The same value asked for twice; results of one go into another."""
+    out = model.one(batch["x"])
+    first, again = across.mean(out.mean(0)), across.mean(out.mean(0))
+    further = across.mean((out * first).mean(0))
+    return F.mse_loss(out + first - 0.5 * again + further, batch["value"])
+
+
+def with_nothing(model: Any, batch: Batch) -> Tensor:
+    """A mean that is NaN where a micro-batch has nothing to average: it counts nothing."""
+    out, counts = model.one(batch["x"]), batch["partly"] != -100
+    return across.once(across.mean(out[counts].square().mean(), counts.sum()).sqrt())
+
+
+def of_classes(model: Any, batch: Batch) -> Tensor:
+    """A mean of each class over as many as there are of it, which may be 0 in a micro-batch."""
+    of = F.one_hot(batch["label"], CLASSES).double()
+    number = of.sum(0)[:, None]
+    return across.once(across.mean(of.T @ model.one(batch["x"]) / number.clamp(min=1), number).var(0).sum())
+
+
+EXACT: dict[str, LossFunction] = {
+    "attending": attending,
+    "keys without gradient": frozen_keys,
+    "two views": two_views,
+    "in turns": in_turns,
+    "extras": lambda m, b: (clip(m, b), m.one(b["x"])),
+    "a mean over nothing": with_nothing,
+    "a mean of each class": of_classes,
+}
+
+
+@pytest.mark.parametrize("how", EXACT)
+def test_other_losses_of_all(how: str) -> None:
+    """Whatever is asked for, and what for."""
+    batch = rows(7, 0)
+    batch["partly"] = torch.tensor([1, -100, 3, -100, -100, -100, 0])
+    for size in (1, 3):
+        assert_big_batch(twins, EXACT[how], [batch], size)
+
+
+def test_beside_batch_norm() -> None:
+    """Both meet."""
+    for loss in (clip, balance, rmse):
+        assert_big_batch(beside_batch_norm, loss, [rows(7, 0), rows(5, 1)], 2)
+
+
+def test_what_each_micro_batch_is_told() -> None:
+    """Rows in the batch's own order, from where its own begin; sums and means of all; types as they came."""
+    batch = rows(7, 0)
+    seen: list[tuple[int, int]] = []
+
+    def loss_fn(model: Any, b: Batch) -> Tensor:
+        worker = current()
+        if worker is not None and worker.size == 3:
+            seen.append((across.offset(), len(b["x"])))
+            gathered = across.gather(b["x"])
+            assert torch.equal(gathered, batch["x"])
+            assert torch.equal(gathered[mine(b["x"])], b["x"])
+            assert torch.equal(across.gather(b["label"]), batch["label"])
+            assert across.gather(b["label"] > 1).dtype == torch.bool
+            assert torch.equal(across.gather(b["x"].bfloat16()), batch["x"].bfloat16())
+            assert torch.allclose(across.sum(b["x"].sum(0)), batch["x"].sum(0), rtol=1e-13)
+            assert torch.allclose(across.mean(b["x"].mean(0)), batch["x"].mean(0), rtol=1e-13)
+            assert across.sum(torch.tensor(len(b["x"]))) == 7
+            number = (b["partly"] != -100).sum()
+            kept = b["scalar"][b["partly"] != -100]
+            found = across.mean(kept.mean() if number else torch.zeros((), dtype=torch.float64), number)
+            assert torch.allclose(found, batch["scalar"][batch["partly"] != -100].mean(), rtol=1e-13)
+            assert across.mean(torch.ones(2, dtype=torch.float16), count=70_000).eq(1).all()  # no number of float16
+        return F.mse_loss(model.one(b["x"]) + 0 * across.offset(), b["value"])
+
+    model, options = twins(), Options(activations="keep", check=False)
+    BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=3, options=options)(batch)
+    assert seen == [(0, 3), (3, 2), (5, 2)]
+
+
+def test_low_precision_is_added_up_in_float32() -> None:
+    """A sum of many bf16 values is rounded once; against float64, beside the whole batch."""
+    batch = {"x": torch.randn(64, 3, generator=generator(0))}
+    make = seeded(lambda: nn.Linear(3, 4))
+
+    def loss_fn(model: Any, b: Batch) -> Tensor:
+        return across.once(across.sum(model(b["x"].bfloat16()).sum(0)).float().square().sum())
+
+    def run(size: int) -> list[Tensor]:
+        model, found = make().bfloat16(), list[Tensor]()
+        step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.0), loss_fn, micro_batch_size=size)
+        step.before_step(lambda: found.extend(gradients_of(model)))
+        step(batch)
+        return found
+
+    exact = make().bfloat16().double()
+    exact(batch["x"].bfloat16().double()).sum(0).square().sum().backward()
+    true = gradients_of(exact)
+    assert distance(run(1), true) <= max(2.5 * distance(run(64), true), 2**-8)
+
+
+# Terms that are the same in every micro-batch.
+
+COUNTED_OFTEN: dict[str, LossFunction] = {
+    "a root of a mean": lambda m, b: across.mean(F.mse_loss(m.one(b["x"]), b["value"])).sqrt(),
+    "a mean": lambda m, b: across.mean(F.mse_loss(m.one(b["x"]), b["value"])),
+    "a sum": lambda m, b: across.sum(F.mse_loss(m.one(b["x"]), b["value"], reduction="sum")),
+    "a mean of gathered rows": lambda m, b: across.gather(m.one(b["x"])).square().mean(),
+    "a sum of gathered rows": lambda m, b: across.gather(m.one(b["x"])).square().sum(),
+    "a cross-entropy of gathered rows": lambda m, b: F.cross_entropy(
+        across.gather(m.one(b["x"])), across.gather(b["label"])
+    ),
+    "a product of means": lambda m, b: across.mean(m.one(b["x"]).mean()) * across.mean(m.two(b["x"]).mean()),
+    "a ratio of sums, one without gradient": lambda m, b: (
+        1
+        - (2 * across.sum((m.one(b["x"]).sigmoid() * b["value"].sigmoid()).sum()) + 1)
+        / (across.sum(m.one(b["x"]).sigmoid().sum()) + across.sum(b["value"].sigmoid().sum()) + 1)
+    ),
+    "times a parameter": lambda m, b: across.mean(m.one(b["x"]).mean()) * m.scale,
+    "beside a mean over samples": lambda m, b: (
+        F.mse_loss(m.one(b["x"]), b["value"]) + 0.1 * across.mean(m.one(b["x"]).mean()).square()
+    ),
+    "all against all": lambda m, b: F.cross_entropy(
+        across.gather(m.one(b["x"])) @ across.gather(m.two(b["x2"])).T,
+        torch.arange(across.gather(b["x"]).shape[0]),
+    ),
+    "through a layer": lambda m, b: F.mse_loss(m.two(across.gather(m.one(b["x"]))[:, :3]), across.gather(b["value"])),
+    "through a layer, summed": lambda m, b: m.two(across.gather(m.one(b["x"]))[:, :3]).square().sum(),
+}
+
+
+@pytest.mark.parametrize("how", COUNTED_OFTEN)
+def test_a_term_of_values_of_all_counts_once(how: str) -> None:
+    """Marked or not; where the whole loss is one, what it costs is said once."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_big_batch(twins, COUNTED_OFTEN[how], [rows(7, number) for number in range(2)], 3)
+    alone = [str(each.message) for each in caught if "computes all of it" in str(each.message)]
+    assert len(alone) == (0 if "beside" in how else 1)
+    if "beside" not in how:
+        assert_big_batch(twins, lambda m, b: across.once(COUNTED_OFTEN[how](m, b)), [rows(7, 0)], 3)
+
+
+@pytest.mark.filterwarnings("ignore:this loss is made of values of all")
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("how", ["a layer", "two layers", "a norm"])
+def test_a_sum_through_layers_that_every_micro_batch_would_count(how: str, check: bool) -> None:
+    """However far down the gathered rows are, it is refused or counted once."""
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        every = across.gather(m.one(b["x"]))[:, :3]
+        if how == "two layers":
+            every = m.two(every)[:, :3]
+        elif how == "a norm":
+            every = F.layer_norm(every, (3,))
+        return m.two(every).square().sum()
+
+    try:
+        assert_big_batch(twins, loss_fn, [rows(7, 0)], 3, check=check)
+    except LossError:
+        return
+
+
+def _two_terms(m: Any, b: Batch) -> tuple[Tensor, Tensor]:
+    """One that is the same in every micro-batch, and one that is not."""
+    out = m.one(b["x"])
+    return across.mean(out.square().mean()).sqrt(), F.mse_loss(out, b["value"]).sqrt() * across.mean(out.mean()).exp()
+
+
+def _beside_a_mean(m: Any, b: Batch) -> Tensor:
+    out = m.one(b["x"])
+    return F.mse_loss(out, b["value"]) + across.once(out.square().mean() * across.mean(out.mean()))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        _beside_a_mean,
+        lambda m, b: sum((across.once(t) for t in _two_terms(m, b)), start=torch.zeros(())),  # one line marks several
+        lambda m, b: across.once(F.mse_loss(centred_rows(m.one(b["x"])), b["value"])),
+    ],
+)
+def test_a_term_marked_though_it_is_a_micro_batchs_own(loss: LossFunction, check: bool) -> None:
+    """The first window looks: the values differ, and are shown."""
+    told = r"(?s)the same in every micro-batch.*Got .*, .*Use: across\.gather"
+    assert_refused(twins, loss, rows(6, 0), 2, LossError, told, check=check)
+
+
+def centred_rows(x: Tensor) -> Tensor:
+    """Rows less their mean over the batch."""
+    return x - across.mean(x.mean(0))
+
+
+def test_a_marked_term_is_looked_at_when_it_says_something() -> None:
+    """A hinge that is zero before it is passed, and a term that begins after a warm-up."""
+    for late in (False, True):
+
+        def loss_fn(m: Any, b: Batch, late: bool = late) -> Tensor:
+            out = m.one(b["x"])
+            own = F.relu((out - b["value"]).square().mean().sqrt() - 1e3 * b["x"][0, 0]) * across.mean(out.mean()).exp()
+            loss = F.mse_loss(out, b["value"]) + across.once(across.mean(out.mean()))
+            return loss if late and b["x"][0, 0] else loss + across.once(own)
+
+        model = twins()
+        step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2)
+        batch = rows(6, 0)
+        batch["x"][:, 0] = 1.0
+        step(batch)
+        step(batch)
+        batch["x"][:, 0] = 0.0
+        with pytest.raises(LossError, match="the same in every micro-batch"):
+            step(batch)
+
+
+def test_a_marked_term_is_looked_at_no_more_when_it_was_seen_to_be_the_same() -> None:
+    """It waits for a device."""
+    model, meetings = twins(), []
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        found = rmse(m, b)
+        worker = current()
+        if worker is not None and worker.size == 3 and not worker.number:
+            meetings.append(worker.meetings)
+        return found
+
+    options = Options(activations="keep", check=False)
+    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2, options=options)
+    for number in range(3):
+        step(rows(6, number))
+    assert meetings == [2, 1, 1]  # a mean and a look; then the mean
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="own values without gradient, a target or a weight, do not count as data where values of all are met: a "
+    "mean over this micro-batch's samples is refused as if it were the same in each",
+)
+def test_values_of_all_against_what_has_no_gradient_are_a_mean_over_samples() -> None:
+    """A prediction for all, set against each sample's own target."""
+
+    def loss_fn(model: Any, batch: Batch) -> Tensor:
+        return F.mse_loss(across.mean(model.one(batch["x"]).mean(0)) * batch["signs"], batch["value"])
+
+    assert_big_batch(twins, loss_fn, [rows(7, 0)], 3)
+
+
+# Refused.
+
+
+def own_number(m: Any, b: Batch) -> Tensor:
+    """It has no gradient, and no place in a graph; where it is the same in all, it is not the big batch's."""
+    own = torch.tensor(float(len(b["x"])), dtype=torch.float64)
+    return across.sum(m.one(b["x"]).square().sum()) / (across.sum(m.two(b["x"]).square().sum()) + own)
+
+
+def changing(m: Any, b: Batch) -> Tensor:
+    """A loss that is another one for some."""
+    out = centred_rows(m.one(b["x"]))
+    return F.mse_loss(out, b["value"]) if _some(b) else F.cross_entropy(out, b["label"])
+
+
+def changed_in_place(m: Any, b: Batch, *, ask: Callable[[Tensor], Tensor], late: bool = False) -> Tensor:
+    """A result is one tensor for all micro-batches."""
+    out = m.one(b["x"])
+    shared = ask(out if ask is across.gather else out.mean(0))
+
+    def change(_: Tensor) -> None:
+        with torch.no_grad():
+            shared.mul_(2)
+
+    if late:
+        shared.register_hook(change)
+    else:
+        shared.mul_(2)
+    return F.mse_loss(out * shared.sum(0), b["value"])
+
+
+def penalized(m: Any, b: Batch, *, gathers: bool) -> Tensor:
+    """A penalty on the slope of a model that asks would see this micro-batch alone."""
+    x = b["x"].clone().requires_grad_()
+    out = m.one(x)
+    shared = across.gather(out).square().mean(0) if gathers else across.mean(out.square().mean(0))
+    (slope,) = torch.autograd.grad((out * shared).square().sum(), x, create_graph=True)
+    return F.mse_loss(slope, torch.ones_like(slope)) + F.mse_loss(out, b["value"])
+
+
+def attacked(m: Any, b: Batch) -> Tensor:
+    """A derivative inside of the loss would add up those of all micro-batches."""
+    x = b["x"].clone().requires_grad_()
+    (slope,) = torch.autograd.grad(F.cross_entropy(centred_rows(m.one(x)), b["label"], reduction="sum"), x)
+    return F.cross_entropy(centred_rows(m.one(b["x"] + 0.1 * slope.sign())), b["label"])
+
+
+IN_PLACE = r"(?s)across\.\w+ of .* was changed in place.*clone it first"
+REFUSED: dict[str, tuple[LossFunction, Any, str]] = {
+    "an own number": (own_number, (UnreadableLoss, CoupledLoss), "made of values of all|coupled"),
+    "own rows of values of all": (
+        lambda m, b: across.gather(m.one(b["x"]))[mine(b["x"])].square().mean(),
+        UnreadableLoss,
+        r"(?s)made of values of all micro-batches alone.*counted\(term, n\)",
+    ),
+    "another loss": (changing, LossError, r"changes within a batch: its terms are .* in one and .* in another"),
+    "a gathered number": (
+        lambda m, b: across.gather(m.one(b["x"]).mean()).mean(), LossError, r"(?s)takes rows.*0-d.*across\.sum\(x\)"
+    ),
+    "a term with rows": (lambda m, b: across.once(m.one(b["x"]).mean(1)), LossError, "takes a 0-d tensor"),
+    "a sum of a number": (lambda m, b: across.sum(1.0) * m(b)[2], LossError, r"takes a tensor\. Got float"),  # type: ignore[arg-type]
+    "a count with gradient": (
+        lambda m, b: across.once(across.mean(m.one(b["x"]).mean(), m.scale.exp())), LossError, "without gradient"
+    ),
+    "a count below nothing": (
+        lambda m, b: across.once(across.mean(m.one(b["x"]).mean(), torch.tensor(-2.0))), LossError, r"Got -2"
+    ),
+    "gathered, changed": (partial(changed_in_place, ask=across.gather), RuntimeError, IN_PLACE),
+    "summed, changed": (partial(changed_in_place, ask=across.sum), RuntimeError, IN_PLACE),
+    "averaged, changed": (partial(changed_in_place, ask=across.mean), RuntimeError, IN_PLACE),
+    "gathered, changed in backward": (partial(changed_in_place, ask=across.gather, late=True), RuntimeError, IN_PLACE),
+    "averaged, changed in backward": (partial(changed_in_place, ask=across.mean, late=True), RuntimeError, IN_PLACE),
+    "a second derivative": (partial(penalized, gathers=True), RuntimeError, "cannot be differentiated twice"),
+    "another": (partial(penalized, gathers=False), RuntimeError, "cannot be differentiated twice"),
+    "an attack": (attacked, LossError, "a derivative inside of the loss goes through across"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_is_refused(how: str) -> None:
+    """In words, with and without a check; nothing is changed."""
+    loss, error, told = REFUSED[how]
+    batch = rows(5, 0)
+    batch["x"][:, 0] = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0])
+    for check in (True, False) if "changed" not in how and how != "another loss" else (False,):
+        activations = ("keep", "recompute") if "changed" in how else ("auto",)
+        for each in activations:
+            assert_refused(twins, loss, batch, 2, error, told, check=check, activations=each)
+
+
+def test_own_values_without_gradient_changed_in_place() -> None:
+    """Refused, or each micro-batch has its own."""
+
+    def loss_fn(m: Any, b: Batch, ask: Callable[[Tensor], Tensor]) -> Tensor:
+        shared = ask(b["unit"] if ask is across.gather else b["unit"].sum(0))
+        shared.add_(1.0)
+        return F.mse_loss(m.one(b["x"]) * float(shared.mean()), b["value"])
+
+    for ask in (across.gather, across.sum):
+        with pytest.raises(RuntimeError, match="in place"):
+            assert_big_batch(twins, partial(loss_fn, ask=ask), [rows(6, 0)], 2, check=False)
+
+
+# Different paths.
+
+
+def _some(batch: Batch) -> bool:
+    return bool(batch["x"][0, 0] > 0)
+
+
+def _either(values: Sequence[Tensor], first: bool) -> Tensor:
+    return values[0] + values[1].detach() if first else values[0].detach() + values[1]
+
+
+def mean_of(m: Any, b: Batch, scale: float = 1) -> Tensor:
+    """The mean output over the batch."""
+    return across.mean(m.one(b["x"]).mean(0) * scale)
+
+
+ADDED: dict[str, Callable[[Any, Batch], Any]] = {
+    "gathered by some": lambda m, b: across.gather(m.one(b["x"])).mean(0) if _some(b) else 0,
+    "summed by some": lambda m, b: across.sum(m.one(b["x"]).sum(0)) if _some(b) else 0,
+    "something else by some": lambda m, b: across.gather(m.one(b["x"])).mean(0) if _some(b) else mean_of(m, b),
+    "another shape": lambda m, b: across.sum(m.one(b["x"])[:, : 3 if _some(b) else 2].sum(0)).sum(),
+    "another order": lambda m, b: sum(
+        (across.mean if which else across.sum)(m.one(b["x"]).mean(0)) for which in ((0, 1) if _some(b) else (1, 0))
+    ),
+    "once more by some": lambda m, b: sum(mean_of(m, b) for _ in range(1 + _some(b))),
+    "without gradient in some": lambda m, b: across.mean(
+        (m.one(b["x"]) if _some(b) else m.one(b["x"]).detach()).mean(0)
+    ),
+    "one of two means that look alike": lambda m, b: _either([mean_of(m, b, s) for s in (1, 2)], _some(b)),
+    "one of two gathered that look alike": lambda m, b: _either(
+        [across.gather(m.one(b["x"]) * s) for s in (1, 2)], _some(b)
+    ).mean(0),
+    "used in the loss of some": lambda m, b: mean_of(m, b) if _some(b) else mean_of(m, b).detach(),
+}
+
+
+@pytest.mark.parametrize("signs", [(1, -1, -1), (-1, 1, -1), (-1, -1, 1)])
+@pytest.mark.parametrize("how", ADDED)
+def test_micro_batches_that_take_different_paths_are_reported(how: str, signs: tuple[int, ...]) -> None:
+    """With what each waits at; never a hang, and nothing is changed."""
+    loss = lambda m, b: F.mse_loss(m.one(b["x"]) + ADDED[how](m, b), b["value"])  # noqa: E731
+    batch = rows(6, 0)
+    batch["x"][:, 0] = torch.tensor([float(sign) for sign in signs for _ in range(2)])
+    told = r"(?s)took different paths.*micro-batch.* (is|are) at .*micro-batch.* at "
+    step = assert_refused(twins, loss, batch, 2, PathsDiffer, told, check=False, activations="keep")
+    batch["x"][:, 0] = 1.0
+    step(batch)  # all take one path
+
+
+def test_two_questions_that_look_alike_are_at_different_places() -> None:
+    """By the lines that ask them."""
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        out = m.one(b["x"])
+        if _some(b):  # noqa: SIM108 - two lines, which is the point
+            out = out - across.mean(out.mean(0))
+        else:
+            out = out + across.mean(out.mean(0))
+        return F.cross_entropy(out, b["label"])
+
+    batch = rows(4, 0)
+    batch["x"][:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    told = r"(?s)across\.mean of .*test_collectives\.py, line \d+"
+    assert_refused(twins, loss_fn, batch, 2, PathsDiffer, told, check=False)
+
+
+# Where activations stay.
+
+
+class Wide(nn.Module):
+    """Much inside, little outside; tells how often it ran, where no second run is undone."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, CLASSES))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 3) → (n, classes)."""
+        calls.append(1)
+        h = self.one(x)
+        return centred_rows(h) if self.how == "meeting" else h
+
+
+calls: list[int] = []
+
+
+def spread(model: Any, batch: Batch) -> Tensor:
+    """A contrastive loss of one encoder."""
+    out = model(batch["x"])
+    return F.cross_entropy(out @ across.gather(out).T, mine(out))
+
+
+def test_recomputing_holds_one_micro_batch_at_a_time() -> None:
+    """Tensor memory is about that of one micro-batch; kept, it is that of all of them."""
+
+    def peak(n: int, activations: Any) -> int:
+        model = seeded(Wide)()
+        options = Options(activations=activations, check=False)
+        loss = lambda m, b: F.mse_loss(centred_rows(m(b["x"])), b["value"])  # noqa: E731
+        step = BigStep(model, torch.optim.SGD(trained(model), lr=0.1), loss, micro_batch_size=128, options=options)
+        batch = {name: leaf for name, leaf in rows(n, 0).items() if name in {"x", "value"}}
+        step(batch)
+        with LiveBytes() as live:
+            step(batch)
+        return live.peak
+
+    one, kept, recomputed = peak(128, "keep"), peak(1024, "keep"), peak(1024, "recompute")
+    assert kept > 4 * one
+    assert recomputed < 1.7 * one
+
+
+@pytest.mark.parametrize(("activations", "number"), [("keep", 4), ("recompute", 7), ("auto", 7), ("offload", 4)])
+def test_how_often_a_model_runs(activations: Any, number: int) -> None:
+    """Twice where it is recomputed, but for the first micro-batch, whose backward comes first."""
+    model = seeded(Wide)()
+    options = Options(activations=activations, check=False)
+    step = BigStep(model, sgd(trained(model)), spread, micro_batch_size=2, options=options)
+    step(rows(8, 0))
+    calls.clear()
+    step(rows(8, 1))
+    assert len(calls) == number
+    assert "forward" not in vars(model)  # as it was
+
+
+def test_recomputing_a_model_that_meets_inside_is_refused() -> None:
+    """It says what to take instead, and nothing is changed; `auto` keeps them then."""
+    make = seeded(lambda: Wide("meeting"))
+    told = r'(?s)runs again.*across\.mean.*inside.*"keep".*"offload"'
+    assert_refused(make, plain, rows(6, 0), 2, ConfigurationError, told, check=False, activations="recompute")
+    assert_big_batch(make, plain, [rows(6, 0), rows(5, 1)], 2)
+    normed = seeded(lambda: nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, CLASSES)))
+    told = "BatchNorm '1' over"
+    assert_refused(normed, plain, rows(6, 0), 2, ConfigurationError, told, activations="recompute")
+
+
+# Failures.
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("moment", ["before", "after", "backward"])
+def test_an_error_in_any_micro_batch_changes_nothing(moment: str, number: int, activations: Any) -> None:
+    """Before and after a meeting, and in backward; the next step works."""
+    model, failing = twins(), [False]
+    optimizer = OPTIMIZERS["adamw"](trained(model))
+
+    def fail(*_: Any) -> None:
+        worker = current()
+        if failing[0] and worker is not None and worker.number == number:
+            raise ZeroDivisionError("of the loss")
+
+    def loss_fn(m: Any, b: Batch) -> Tensor:
+        one, two, scale = m(b)
+        if moment == "before":
+            fail()
+        every = across.gather(two)
+        if moment == "after":
+            fail()
+        if moment == "backward":
+            one.register_hook(fail)
+        return F.cross_entropy(scale * one @ every.T, mine(one))
+
+    step = BigStep(model, optimizer, loss_fn, micro_batch_size=2, options=Options(activations=activations))
+    for each in (0, 2):  # samples are compared in both
+        step(rows(6, each))
+    seed()
+    before = everything(model, optimizer)
+    failing[0] = True
+    with pytest.raises(ZeroDivisionError, match="of the loss"):
+        step(rows(6, 1))
+    assert everything(model, optimizer) == before
+    failing[0] = False
+    step(rows(6, 1))
+    assert everything(model, optimizer)[0] != before[0]

@@ -1,0 +1,790 @@
+"""A window in lock-step: any coupled model in any split is the big batch, or refused in words."""
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from bigbatch import BigStep, Options, across, counted
+from bigbatch.errors import (
+    ConfigurationError,
+    CoupledLoss,
+    LossError,
+    OutOfMemory,
+    PathsDiffer,
+    WindowDisturbed,
+    WindowError,
+)
+from bigbatch.lockstep.activations import _SHAPES, Activations
+from tests.support.coupled import Case, assert_big_batch, assert_refused, cases, gradients_of
+from tests.support.reference import distance, sgd, trained, weights
+
+Batch = tuple[Tensor, Tensor]
+
+
+@given(cases())
+@settings(max_examples=200)
+def test_any_coupled_model_in_any_split(case: Case) -> None:
+    """Losses of all samples, models that look at all, BatchNorm anywhere; over several updates, clipped or not."""
+    assert_big_batch(case.make, case.loss_fn, case.batches, case.size, **case.settings)
+
+
+# What micro-batches find of each other when they take turns.
+
+
+def samples(number: int, seed: int = 0) -> Batch:
+    """Return some with classes."""
+    by = torch.Generator().manual_seed(seed)
+    return torch.randn(number, 6, generator=by, dtype=torch.float64), torch.randint(3, (number,), generator=by)
+
+
+def cross_entropy(model: Any, batch: Batch) -> Tensor:
+    """Return the mean over samples, in float32 at least."""
+    scores = model(batch[0])
+    return F.cross_entropy(scores.float() if scores.dtype == torch.bfloat16 else scores, batch[1])
+
+
+def layer() -> nn.Module:
+    """Return a model without a norm."""
+    torch.manual_seed(0)
+    return nn.Linear(6, 3).double()
+
+
+class Student(nn.Module):
+    """A norm in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.double()
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 6) → (n, 3)."""
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+class PutsAside(Student):
+    """Keeps a value of its input before the norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 6) → (n, 3)."""
+        self.kept = x.abs().mean(1)
+        return super().forward(x)
+
+
+class UsesAfter(Student):
+    """Uses what it was given before the norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 6) → (n, 3)."""
+        return self.last(torch.relu(self.norm(self.first(x))) * self.kept)
+
+
+def by_a_hook() -> Callable[[Any, Batch], Tensor]:
+    """A teacher's features, caught by a hook, are read after the student has run."""
+    teacher = nn.Linear(6, 3).double().requires_grad_(False)
+    features: dict[str, Tensor] = {}
+    teacher.register_forward_hook(lambda _, __, out: features.__setitem__("teacher", out))
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        teacher(batch[0])
+        return F.mse_loss(model(batch[0]), features["teacher"])
+
+    return loss
+
+
+def by_an_attribute(model: Any, batch: Batch) -> Tensor:
+    """Weigh samples by what the model has put aside."""
+    scores = model(batch[0])
+    return (F.cross_entropy(scores, batch[1], reduction="none") * model.kept).mean()
+
+
+def by_a_setting(model: Any, batch: Batch) -> Tensor:
+    """Give the model something that is no argument."""
+    model.kept = (batch[0].repeat(1, 2)[:, :8] > 0).double()
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def by_a_gathered_one(model: Any, batch: Batch) -> Tensor:
+    """Read what was put aside after asking for the others."""
+    scores = model(batch[0])
+    every = across.gather(scores)
+    return (
+        F.cross_entropy(scores @ every.T, across.offset() + torch.arange(len(scores)), reduction="none") * model.kept
+    ).mean()
+
+
+SHARED: dict[str, tuple[type[Student], Callable[[], Callable[[Any, Batch], Tensor]]]] = {
+    "a hook": (Student, by_a_hook),
+    "an attribute": (PutsAside, lambda: by_an_attribute),
+    "a setting": (UsesAfter, lambda: by_a_setting),
+    "before across": (PutsAside, lambda: by_a_gathered_one),
+}
+
+
+@pytest.mark.parametrize("how", SHARED)
+def test_what_is_kept_outside_of_a_call_is_another_micro_batchs(how: str) -> None:
+    """Seen at the first step, which changes nothing, and told what it is."""
+    kind, loss = SHARED[how]
+    told = r"(?s)Micro-batches take turns at BatchNorm and at `across`.*Return it"
+    for size in (2, 4, 5):
+        assert_refused(kind, loss(), samples(20), size, CoupledLoss, told)
+
+
+@pytest.mark.parametrize("how", ["a hook", "an attribute"])
+def test_what_is_kept_is_ones_own_where_nobody_takes_turns(how: str) -> None:
+    """The same losses with a frozen norm are exact."""
+    kind, loss = SHARED[how]
+
+    def make() -> nn.Module:
+        model = kind()
+        model.norm.eval()
+        return model
+
+    assert_big_batch(make, loss(), [samples(20)], 4)
+
+
+WEIGHED: dict[str, Callable[[Any, Batch], Tensor]] = {
+    "a count that is not one": lambda m, b: counted(F.mse_loss(m(b[0]), b[0][:, :3]), 1),
+    "means of sums": lambda m, b: across.once(across.mean(m(b[0]).square().sum()) / across.mean(b[0].square().sum())),
+    "a masked mean without its count": lambda m, b: across.once(
+        across.mean((m(b[0]).square().mean(1) * (b[1] > 0)).sum() / (b[1] > 0).sum()).sqrt()
+    ),
+}
+
+
+@pytest.mark.parametrize("how", WEIGHED)
+def test_what_equal_parts_would_hide(how: str) -> None:
+    """Mistakes in weighing show where parts differ in size."""
+    for size in (4, 5, 8):
+        assert_refused(layer, WEIGHED[how], samples(23, 3), size, CoupledLoss, "the samples of this batch are coupled")
+
+
+class Centring(Student):
+    """Looks at other samples in training mode."""
+
+    looks = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 6) → (n, 3)."""
+        self.looks += 1
+        hidden = self.first(x)
+        return self.last(hidden - hidden.mean(0) if self.norm.training else hidden)
+
+
+def test_what_couples_samples_when_it_trains_later() -> None:
+    """Samples are looked at again where other modules train than before; not where that was seen."""
+    model = Centring()
+    model.norm.eval()
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=4)
+    for _ in range(2):  # samples are compared in both
+        step(samples(8))
+    model.train()
+    with pytest.raises(CoupledLoss):
+        step(samples(8))
+    model.norm.eval()
+    looked = model.looks
+    step(samples(8))
+    assert model.looks - looked == 8 // 4
+
+
+def test_a_step_inside_of_another_is_refused() -> None:
+    """It would run in the midst of a forward."""
+    other = Student()
+    inner = BigStep(other, sgd(trained(other)), cross_entropy, micro_batch_size=2)
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        inner(samples(4))
+        return cross_entropy(model, batch)
+
+    assert_refused(Student, loss, samples(8), 4, WindowError, "inside of another's loss_fn", check=False)
+
+
+def test_a_lazy_layer_is_to_run_once_before() -> None:
+    """It has no size that could be put back."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 3)).double()
+    with pytest.raises(ConfigurationError, match=r"(?s)LazyBatchNorm1d '1' has no size yet.*torch\.no_grad"):
+        BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=4)
+    with torch.no_grad():
+        model(samples(8)[0])
+    assert_big_batch(lambda: model, cross_entropy, [samples(8)], 3)
+
+
+def test_norms_by_the_micro_batch_beside_across() -> None:
+    """What was accepted is what is done, also where micro-batches meet elsewhere."""
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return across.once(across.mean(F.cross_entropy(model(batch[0]), batch[1])).sqrt())
+
+    model = Student()
+    twin = copy.deepcopy(model)
+    BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=Options(batch_norm="micro"))(samples(8))
+    parts = zip(*(each.split(4) for each in samples(8)), strict=True)
+    torch.stack([F.cross_entropy(twin(x), y) for x, y in parts]).mean().sqrt().backward()
+    sgd(trained(twin)).step()
+    assert distance([*weights(model), *model.buffers()], [*weights(twin), *twin.buffers()]) <= 1e-12
+
+
+def test_somebody_elses_norms_where_those_of_micro_batches_are_accepted() -> None:
+    """Nothing of a teacher is put back where nothing meets: also where one micro-batch runs alone, to be measured."""
+
+    class Gated(Student):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.norm(self.first(x))
+            return self.last(hidden * across.mean(hidden.square().mean(0)).sigmoid())
+
+    teacher = Student()
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            wanted = teacher(batch[0])
+        return F.mse_loss(model(batch[0]), wanted)
+
+    model = Gated()
+    options = Options(batch_norm="micro", check=False)
+    BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=options)(samples(8))
+    assert model.norm.num_batches_tracked == 2
+
+
+def halved(model: Any, batch: Batch) -> Tensor:
+    """Call the model with other weights."""
+    other = {"last.weight": model.last.weight / 2, "first.weight": model.first.weight * 1.5}
+    return F.cross_entropy(torch.func.functional_call(model, other, batch[0]), batch[1])
+
+
+def by_exchange(model: Any, batch: Batch) -> Tensor:
+    """Have a teacher by exchanging memory, in training mode."""
+
+    def exchange() -> None:
+        for p, slow in zip(model.parameters(), model.slow, strict=True):
+            p.data, slow.data = slow.data, p.data
+
+    exchange()
+    with torch.no_grad():
+        target = model(batch[0])
+    exchange()
+    return F.mse_loss(model(batch[0]), target)
+
+
+def by_copies(model: Any, batch: Batch) -> Tensor:
+    """Have a teacher by copying weights in and out."""
+    with torch.no_grad():
+        own = [p.clone() for p in model.parameters()]
+        for p, slow in zip(model.parameters(), model.slow, strict=True):
+            p.copy_(slow)
+        target = model(batch[0])
+        for p, before in zip(model.parameters(), own, strict=True):
+            p.copy_(before)
+    return F.mse_loss(model(batch[0]), target)
+
+
+class Slow(Student):
+    """A student that keeps slower weights, near to its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = [p.detach() * 0.999 for p in self.parameters()]
+
+
+@pytest.mark.parametrize(("loss", "check"), [(halved, True), (halved, False), (by_exchange, True), (by_copies, True)])
+def test_other_weights_at_a_norm_are_another_micro_batchs(loss: Callable[[Any, Batch], Tensor], check: bool) -> None:
+    """Told as that, however near they are, and the model has its own again."""
+    model = Slow()
+    optimizer = sgd(trained(model))
+    parameters, before = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
+    memory = [p.data_ptr() for p in parameters]
+    step = BigStep(model, optimizer, loss, micro_batch_size=4, options=Options(check=check))
+    with pytest.raises(LossError, match=r"is another one after the forwards|are coupled"):
+        step(samples(20))
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert [p.data_ptr() for p in model.parameters()] == memory
+    if loss is not by_copies:
+        assert distance(weights(model), before) == 0
+
+
+@pytest.mark.parametrize("loss", [halved, by_exchange])
+def test_other_weights_where_nobody_meets(loss: Callable[[Any, Batch], Tensor]) -> None:
+    """With the norm in evaluation mode they are exact."""
+
+    def make() -> nn.Module:
+        model = Slow()
+        model.norm.eval()
+        return model
+
+    assert_big_batch(make, loss, [samples(18, number) for number in range(2)], 4)
+
+
+# Buffers, counters and modes.
+
+
+def between(norm: nn.Module) -> nn.Module:
+    """Return a model with a norm in the middle."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+class Renewing(nn.BatchNorm1d):
+    """Counts batches in a new tensor each time."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name
+        """Count, and normalise as ever."""
+        count = self.num_batches_tracked
+        assert count is not None
+        if self.training:
+            self.num_batches_tracked = count + 1
+        return F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+        )
+
+
+class OwnNames(nn.Module):
+    """A norm of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m: Tensor
+        self.v: Tensor
+        self.register_buffer("m", torch.zeros(8))
+        self.register_buffer("v", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 8) → the same."""
+        return F.batch_norm(x, self.m, self.v, training=self.training)
+
+
+class Counting(nn.Module):
+    """Counts what it has seen in a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Count the rows."""
+        self.seen += len(x)
+        found: Tensor = self.layer(x)
+        return found
+
+
+def contrasted(model: Any, batch: Batch) -> Tensor:
+    """A loss of all samples."""
+    rows = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(rows @ across.gather(rows).T, across.offset() + torch.arange(len(rows)))
+
+
+@pytest.mark.parametrize("make", [lambda: between(Renewing(8)), lambda: between(OwnNames())])
+def test_norms_that_keep_their_own(make: Callable[[], nn.Module]) -> None:
+    """A counter that is another tensor each time, and statistics of other names: they move once per window."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_big_batch(make, cross_entropy, [samples(10, number) for number in range(3)], 4)
+
+
+@pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
+def test_a_buffer_moves_once_though_the_model_runs_twice(activations: str) -> None:
+    """What backward runs again was counted in forward."""
+    assert_big_batch(Counting, contrasted, [samples(11)], 4, activations=activations, check=False)
+
+
+class Turning(nn.Module):
+    """A weight that is another each time it is asked for in training, as a spectral norm's is."""
+
+    asked: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("asked", torch.zeros(()))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Count how often."""
+        if self.training:
+            self.asked += 1
+        return weight * (1 + 0.01 * self.asked.clone())
+
+
+def test_a_computed_weight_of_a_norm_is_asked_for_by_its_micro_batches_alone() -> None:
+    """To look up the layers of a model moves nothing: as often as there are micro-batches, it is computed."""
+    norm, counting = nn.BatchNorm1d(8), Turning()
+    parametrize.register_parametrization(norm, "weight", counting)
+    model = between(norm)
+    before = int(counting.asked)
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=4, options=Options(check=False))
+    update = step(samples(10))
+    assert int(counting.asked) - before == update.micro_batches == 3
+
+
+class Centred(nn.Module):
+    """Moves a buffer whenever it runs, by less than anyone sees in the loss."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 3), nn.BatchNorm1d(3) if norm else nn.Identity()
+        self.centre: Tensor
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 6) → (n, 3)."""
+        out: Tensor = self.norm(self.first(x))
+        with torch.no_grad():
+            self.centre += out.mean(0)
+        return out
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_buffers_that_a_forward_changes_are_told_of(norm: bool) -> None:
+    """Once: each micro-batch moves them."""
+    model = Centred(norm=norm).double()
+    step = BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, micro_batch_size=4)
+    with pytest.warns(UserWarning, match=r"changes buffers when it runs \(Centred\.centre\)"):
+        step(samples(11))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(samples(11))
+        BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, micro_batch_size=11)(samples(11))
+
+
+def test_who_is_told_of_buffers_that_move() -> None:
+    """A spectral norm turns with every forward; an average that the optimizer moves is right once per update."""
+    model = nn.Sequential(spectral_norm(nn.Linear(6, 4)), nn.Tanh(), nn.Linear(4, 3)).double()
+    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=4, options=Options(check=False))
+    with pytest.warns(UserWarning, match="_SpectralNorm._u"):
+        step(samples(11))
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+    average = torch.zeros(3, 6, dtype=torch.float64)
+    model.register_buffer("average", average)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weight = model.get_parameter("0.weight")
+    optimizer.register_step_post_hook(lambda *_: average.lerp_(weight.detach(), 0.5))  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BigStep(model, optimizer, cross_entropy, micro_batch_size=4)(samples(11))
+
+
+def test_a_model_that_leaves_training_mode_between_steps() -> None:
+    """Its loss_fn puts it there and back: the second step begins in evaluation mode, and is exact all the same."""
+
+    def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
+        model.train()
+        loss = cross_entropy(model, batch)
+        model.eval()
+        return loss
+
+    def make() -> nn.Module:
+        return Student().eval()
+
+    assert_big_batch(make, loss_fn, [samples(8, number) for number in range(3)], 4, check=False)
+
+
+class Keeping(Student):
+    """Keeps what it has computed on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 6) → (n, 3)."""
+        self.kept = self.first(x)
+        found: Tensor = self.last(self.norm(self.kept))
+        return found
+
+
+def of_kept(model: Any, batch: Batch) -> Tensor:
+    """Features that are kept are of another."""
+    return cross_entropy(model, batch) + 0.1 * model.kept.square().mean()
+
+
+def changing(model: Any, batch: Batch) -> Tensor:
+    """Micro-batches are parts of a batch that is changed in place."""
+    out = model(batch[0])
+    batch[0].mul_(2)
+    return F.cross_entropy(out, batch[1])
+
+
+class Standardised(Student):
+    """A standard deviation over the batch, which is NaN of one sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 6) → (n, 3)."""
+        hidden = self.first(x)
+        found: Tensor = self.last((hidden - hidden.mean(0)) / hidden.std(0))
+        return found
+
+
+def with_a_backward(model: Any, batch: Batch) -> Tensor:
+    """Its gradients would be added to the window's."""
+    loss = cross_entropy(model, batch)
+    loss.backward(retain_graph=True)
+    return loss
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str, bool]] = {
+    "kept features": (Keeping, of_kept, LossError, r"(?s)take turns at BatchNorm.*self\.features = x.*Return it", True),
+    "a changed batch": (Student, changing, RuntimeError, "modified by an inplace operation", False),
+    "NaN of one sample": (Standardised, cross_entropy, CoupledLoss, "the samples of this batch are coupled", True),
+    "a backward": (Student, with_a_backward, (WindowDisturbed, LossError), "", False),
+    "a backward, one at a time": (layer, with_a_backward, (WindowDisturbed, LossError), "", False),
+}
+
+
+@pytest.mark.filterwarnings("ignore:std")
+@pytest.mark.parametrize("how", REFUSED)
+def test_what_is_refused(how: str) -> None:
+    """In words; nothing is changed."""
+    make, loss, error, told, check = REFUSED[how]
+    for size in (2, 3):
+        assert_refused(make, loss, samples(8), size, error, told or None, check=check)
+
+
+def masked(model: Any, batch: Batch) -> Tensor:
+    """A mean over what counts, divided by hand."""
+    mask = batch[1] != -100
+    values = F.cross_entropy(model(batch[0]), batch[1].clamp(min=0), reduction="none")
+    return counted((values * mask).sum() / mask.sum(), mask.sum())
+
+
+@pytest.mark.parametrize("skipping", [False, True])
+def test_a_mean_over_nothing_is_not_stepped_with(skipping: bool) -> None:
+    """Its 0 / 0 is in the gradient, whatever it weighs. Torch's own mean over no targets has a gradient of zero."""
+    x, y = samples(12)
+    y[4:8] = -100
+    assert_big_batch(Student, cross_entropy, [(x, y)], 4)
+    if not skipping:
+        step = assert_refused(Student, masked, (x, y), 4, LossError, r"counts nothing[\s\S]*clamp\(min=1\)")
+    else:
+        model = Student()
+        options = Options(skip_nonfinite=True)
+        step = BigStep(model, sgd(trained(model)), masked, micro_batch_size=4, options=options)
+        assert step((x, y)).skipped
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+    y[4:8] = 1
+    assert not step((x, y)).skipped
+
+
+class Branching(Student):
+    """One of two norms of the same size, by the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.BatchNorm1d(8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Choose."""
+        hidden = self.first(x)
+        found: Tensor = self.last(self.norm(hidden) if bool(x[0, 0] > 0) else self.other(hidden))
+        return found
+
+
+def test_two_norms_that_look_alike_are_not_pooled() -> None:
+    """Micro-batches at different layers are at different places."""
+    x, y = samples(8)
+    x[:4, 0], x[4:, 0] = 1.0, -1.0
+    told = r"(?s)BatchNorm 'norm' over.*BatchNorm 'other' over"
+    assert_refused(Branching, cross_entropy, (x, y), 4, PathsDiffer, told, check=False)
+
+
+def by_its_own(own: list[bool], model: Any, batch: Batch) -> Tensor:
+    """A sum by a count of all and then by its own: the two graphs look alike."""
+    number = torch.tensor(float(len(batch[0])), dtype=torch.float64)
+    every = across.sum(number)
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="sum") / (number.clone() if own else every)
+
+
+def test_a_sum_by_a_count_of_all_and_then_by_its_own() -> None:
+    """Only one divisor is the same in every micro-batch."""
+    model, own = layer(), list[bool]()
+    loss = partial(by_its_own, own)
+    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=Options(check=False))
+    step(samples(8))
+    own.append(True)
+    with pytest.raises(LossError, match="cannot tell what this loss was averaged over"):
+        step(samples(8, 1))
+
+
+class Scaled(Student):
+    """Has a learned number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+
+TERMS: dict[str, Callable[[Any, Batch], Tensor]] = {
+    "regulariser": lambda m, b: cross_entropy(m, b) + m.scale * sum(p.square().sum() for p in m.parameters()),
+    "learned factor": lambda m, b: (-m.scale).exp() * cross_entropy(m, b) + m.scale,
+}
+
+
+@pytest.mark.parametrize("how", TERMS)
+def test_a_mean_and_a_term_of_parameters_beside_batch_norm(how: str) -> None:
+    """Exact, and its value is known."""
+    assert_big_batch(Scaled, TERMS[how], [samples(8)], 3, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+
+
+# Low precision, other devices, several threads, others' parameters.
+
+
+def test_low_precision_parameters_add_up_in_float32() -> None:
+    """Also above the last norm, where all micro-batches have added before the first backward ends."""
+    x, y = samples(512)
+    exact = Student()
+    cross_entropy(exact, (x, y)).backward()
+    true, errors = gradients_of(exact)[-1], []
+    for size in (512, 2):
+        low, found = Student().bfloat16(), list[Tensor]()
+        optimizer, options = torch.optim.SGD(low.parameters(), lr=0.0), Options(check=False)
+        step = BigStep(low, optimizer, cross_entropy, micro_batch_size=size, options=options)
+        step.before_step(lambda low=low, found=found: found.extend(gradients_of(low)))  # type: ignore[misc]
+        step((x.bfloat16(), y))
+        errors.append(distance(found[-1:], [true]))
+    assert errors[1] < 2 * errors[0] + 5e-3
+
+
+def test_parameters_that_get_no_gradient() -> None:
+    """One of low precision that is not used keeps none, or it would decay; a loss that reaches none is refused."""
+    model = Student().bfloat16()
+    unused = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW([*model.parameters(), unused], lr=0.1, weight_decay=0.5)
+    x, y = samples(8)
+    BigStep(model, optimizer, cross_entropy, micro_batch_size=4)((x.bfloat16(), y))
+    assert torch.equal(unused, torch.ones_like(unused))
+    student, other = Student(), layer()
+    loss = lambda models, batch: cross_entropy(models[0], batch)  # noqa: E731
+    step = BigStep([student, other], sgd(trained(other)), loss, micro_batch_size=4, options=Options(check=False))
+    with pytest.raises(LossError, match="reaches none of the optimizer's 2 parameters"):
+        step(samples(8))
+
+
+def test_parameters_of_no_optimizer_are_left_alone_by_reentrant_checkpoints() -> None:
+    """From the first window on, in which it is not known yet that there is one."""
+
+    class Checkpointed(Student):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+            return found
+
+    model = Checkpointed()
+    rest = [*model.norm.parameters(), *model.last.parameters()]
+    BigStep(model, sgd(rest), cross_entropy, micro_batch_size=4, options=Options(check=False))(samples(8))
+    assert all(p.grad is None for p in model.first.parameters())
+
+
+def test_several_threads_each_with_a_step_of_their_own() -> None:
+    """One of them ends before another, and torch's function is torch's again."""
+    plain, errors = F.batch_norm, list[BaseException]()
+
+    def train(number: int) -> None:
+        model = Student()
+        twin = copy.deepcopy(model)
+        # Random generators are the process's: with others at work, the first check would see them move.
+        step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=3, options=Options(check=False))
+        optimizer = sgd(trained(twin))
+        try:
+            for each in range(10 + 5 * number):
+                step(samples(8, each))
+                optimizer.zero_grad()
+                # A plain model on this thread, while others' windows run: nobody meets here.
+                cross_entropy(twin, samples(8, each)).backward()
+                optimizer.step()
+            assert distance(weights(model), weights(twin)) <= 1e-10
+        except BaseException as error:  # noqa: BLE001 - shown below
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors, errors
+    assert F.batch_norm is plain
+
+
+def test_a_default_device_does_no_harm() -> None:
+    """What is made on the host is made there."""
+    torch.set_default_device("meta")
+    try:
+        with torch.device("cpu"):
+            model, batch = Student(), samples(8)
+        twin = copy.deepcopy(model)
+        BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=3, options=Options(check=False))(batch)
+    finally:
+        torch.set_default_device(None)
+    BigStep(twin, sgd(trained(twin)), cross_entropy, micro_batch_size=3)(batch)
+    assert distance(weights(model), weights(twin)) <= 1e-12
+
+
+# Room for what waits.
+
+
+def step_of_sequences() -> tuple[nn.Module, BigStep]:
+    """Return a model whose activations grow with the length, and a step."""
+    torch.manual_seed(0)
+    layers = nn.Conv1d(3, 8, 3, padding=1), nn.BatchNorm1d(8), nn.Tanh(), nn.AdaptiveAvgPool1d(1), nn.Flatten()
+    model, options = nn.Sequential(*layers), Options(check=False)
+    loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+    return model, BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=options)
+
+
+def test_longer_samples_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch that is too long is refused after short ones, and short ones are not after long ones."""
+    model, step = step_of_sequences()
+    monkeypatch.setattr("bigbatch.lockstep.activations.host_available", lambda: 1 << 20)
+    step(torch.randn(8, 3, 16))
+    before = weights(model)
+    told = r"(?s)activations of all 8 wait in the host's memory.*about .* MiB, and 1 MiB for them.*\"keep\""
+    with pytest.raises(OutOfMemory, match=told):
+        step(torch.randn(8, 3, 16 * 256))
+    assert distance(weights(model), before) == 0
+    step(torch.randn(8, 3, 16))
+
+
+def test_weights_do_not_wait_with_every_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer saves its weight for backward, and it is one for all: it is no sample's activation."""
+    layers = nn.Linear(6, 500), nn.BatchNorm1d(500), nn.Linear(500, 500), nn.Linear(500, 3)
+    model, options = nn.Sequential(*layers).double(), Options(check=False)
+    monkeypatch.setattr("bigbatch.lockstep.activations.host_available", lambda: 4 * 20 * 500 * 8)  # rows, no square
+    BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=1, options=options)(samples(4))
+
+
+def test_what_memory_allows_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is less than the host has."""
+    monkeypatch.setattr("bigbatch.lockstep.activations.resident", lambda: 0)
+    where = Activations("auto", torch.device("cpu"))
+    with pytest.raises(OutOfMemory, match="1 KiB for them within memory="):
+        where.make_room(lambda: 256.0, 8, "a shape", meets_inside=True, budget=1024, pinned=0)
+    where.make_room(lambda: 128.0, 8, "another", meets_inside=True, budget=1024, pinned=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=60))
+def test_shapes_are_measured_where_it_matters(asked: list[tuple[int, int]]) -> None:
+    """Each of the first ones once; of others the largest is taken, unless it would not fit."""
+    waiting, measured = Activations("auto", torch.device("cpu")), list[int]()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("bigbatch.lockstep.activations.host_available", lambda: 1 << 40)
+        patched.setattr("bigbatch.lockstep.activations.resident", lambda: 0)
+        for shape, room in asked:
+
+            def measure(shape: int = shape) -> float:
+                measured.append(shape)
+                return 1 + shape % 4
+
+            try:
+                waiting.make_room(measure, 1000, str(shape), meets_inside=True, budget=1000 * room, pinned=0)
+            except OutOfMemory:
+                assert 1 + shape % 4 > 0.9 * room
+            if shape not in measured:
+                assert len(set(measured)) >= _SHAPES
+    assert len(measured) == len(set(measured))
