@@ -14,7 +14,7 @@ from torch.distributed import group
 from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator, BigStep, Options, across
-from bigbatch.distributed.statement import Agreement
+from bigbatch.distributed.statement import Statement
 from bigbatch.errors import BatchNormError, StateError, WindowBroken
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import Buffers, untouched
@@ -76,7 +76,7 @@ COUNTING: dict[str, tuple[type, tuple[str, ...], Callable[[Once, Callable[..., A
     "after the count": (Ledger, ("enter", "enter_alike"), after),
     "after all of it": (Window, ("add",), after),
     "before the step": (Window, ("close",), before),
-    "in the step": (Agreement, ("big_loss",), before),
+    "in the step": (Statement, ("big_loss",), before),
 }
 
 

@@ -421,14 +421,13 @@ class Accumulator:
         """Begin an `over`; a window that was loaded is gone on with, once."""
         self._refuse_open_window()
         self._resumed, self._loop = False, Loop(asked=times_asked())
-        self._team.begin_loop()
         return self._loop
 
     def _announce(self, loop: Loop, last: bool, totals: tuple[Count, ...] | None) -> None:  # noqa: FBT001 - by Over
         """Note the next batch of an `over`: whether it is the last, and what its window comes to."""
         if not loop.begun:
             loop.begun = True
-            self._team.check_batches(self._device, has_batches=True)
+            self._team.begin_loop(self._device, has_batches=True)
         if not loop.spent:
             self._refuse_backward_by_hand()
         self._loop, loop.last, loop.totals, loop.spent = loop, last, totals, False
@@ -442,7 +441,7 @@ class Accumulator:
         """All batches were given out; the last one may have made no backward."""
         if not loop.begun:
             loop.begun = True
-            self._team.check_batches(self._device, has_batches=False)
+            self._team.begin_loop(self._device, has_batches=False)
         if not loop.spent:
             self._refuse_backward_by_hand()
             self._team.check_last_batch()

@@ -9,16 +9,13 @@ import torch
 from torch import nn
 
 from bigbatch.distributed.statement import (
-    KINDS,
     REFUSALS,
     REFUSED,
-    Agreement,
-    Row,
+    Statement,
     agree,
     fingerprint,
     in_words,
     of_optimizers,
-    of_scaler,
     rates,
     trained,
     weights_in_one,
@@ -26,23 +23,22 @@ from bigbatch.distributed.statement import (
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
 from tests.support.messages import approve
 
-MEAN, SUM, KNOWN = (float(KINDS.index(kind)) for kind in ("mean", "sum", "known"))
-ROW = Row(kind=MEAN, total=4.0, loss=2.0, micro_batches=1.0, common=7.0, weights=2.0)
-EMPTY = Row(common=7.0, weights=2.0)
+ROW = Statement("mean", total=4.0, loss=2.0, micro_batches=1, common=7.0, weights=2.0)
+EMPTY = Statement(common=7.0, weights=2.0)
 WORDS: dict[str, list[Any]] = {
     "common": [{"lr": "0.1", "clip_norm": "None"}, {"lr": "0.2", "clip_norm": "None"}],
     "form": [{"loss": "MseLoss times 2"}, {"loss": "MseLoss times 3"}],
 }
 
 
-def agreed(*rows: Row) -> Agreement:
+def agreed(*rows: Statement) -> Statement:
     """Agree, with some ranks of a larger group."""
-    return agree(rows, WORDS.__getitem__, range(1, len(rows) + 1))
+    return agree([[float(each) for each in row.numbers] for row in rows], WORDS.__getitem__, range(1, len(rows) + 1))
 
 
 def test_totals_are_added_up() -> None:
     """And a rank without a micro-batch has no kind of loss."""
-    found = agreed(ROW, ROW._replace(total=6.0, loss=5.0, going=1.0, missing=2.0), EMPTY)
+    found = agreed(ROW, ROW._replace(total=6.0, loss=5.0, going=1, missing=True), EMPTY)
     assert (found.kind, found.total, found.loss, found.micro_batches) == ("mean", 10.0, 7.0, 2)
     assert (found.going, found.missing, found.loss_known, found.hooks) == (1, True, True, False)
     assert found.big_loss() == 0.7
@@ -50,7 +46,7 @@ def test_totals_are_added_up() -> None:
 
 def test_nobody_has_a_micro_batch() -> None:
     """Nothing was counted."""
-    found = agreed(Row(), Row())
+    found = agreed(Statement(), Statement())
     assert (found.kind, found.total, found.micro_batches) == ("", 0.0, 0)
 
 
@@ -61,12 +57,12 @@ def test_an_infinite_loss_is_added_up() -> None:
 
 def test_a_loss_that_is_not_known_is_the_average() -> None:
     """Of the micro-batches of all ranks."""
-    row = ROW._replace(kind=KNOWN, plain=3.0, unknown=1.0)
-    assert agreed(row, row._replace(plain=5.0, unknown=0.0)).big_loss() == 4.0
+    row = ROW._replace(kind="known", plain=3.0, loss_known=False)
+    assert agreed(row, row._replace(plain=5.0, loss_known=True)).big_loss() == 4.0
 
 
-DIFFER: dict[str, tuple[dict[str, float], type[BigBatchError]]] = {
-    "kind": ({"kind": SUM}, LossError),
+DIFFER: dict[str, tuple[dict[str, Any], type[BigBatchError]]] = {
+    "kind": ({"kind": "sum"}, LossError),
     "form": ({"form": 3.0}, LossError),
     "ratio": ({"ratio": 0.5000001}, SeveralCounts),
     "weights": ({"weights": 2.1}, WindowError),
@@ -89,7 +85,7 @@ def test_what_differs_is_refused(name: str) -> None:
 def test_a_term_that_counts_once_needs_every_rank() -> None:
     """Beside a sum each rank adds its share of it."""
     with pytest.raises(WindowError, match="rank 2 has no micro-batch"):
-        agreed(ROW._replace(kind=SUM, shares_once=1.0), EMPTY)
+        agreed(ROW._replace(kind="sum", shares_once=True), EMPTY)
 
 
 def test_what_is_no_difference() -> None:
@@ -100,11 +96,10 @@ def test_what_is_no_difference() -> None:
 
 
 def test_fingerprints_are_numbers_that_a_wire_holds_exactly() -> None:
-    """Whole numbers below 2 ** 53; and what a window came to goes into the row."""
+    """Whole numbers below 2 ** 53; kinds are numbers, too."""
     assert 0 < fingerprint("MseLoss") == int(fingerprint("MseLoss")) < 2**53
     assert fingerprint() == fingerprint("") == 0.0
-    row = Row(going=1.0).with_totals(Agreement("mean", 3.0, 1.5, micro_batches=2))
-    assert (row.kind, row.total, row.going, row.ratio) == (MEAN, 3.0, 1.0, -1.0)
+    assert Statement("mean", 3.0, going=1).numbers[:2] == [1, 3.0]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 512), (torch.float16, 512)], ids=str)
@@ -140,5 +135,5 @@ def test_settings_are_told_in_words() -> None:
     assert "betas=(0.9, 0.99)" in of_optimizers([optimizer])["options of the optimizer"]
     optimizer.param_groups[0]["lr"] = torch.empty((), device="meta")  # whoever reads it raises
     assert rates([optimizer]) == "on the device"
-    assert of_scaler(None) == "None"
+    assert in_words({}) == in_words(None) == "None"
     assert in_words(object()) == "object"

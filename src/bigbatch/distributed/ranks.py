@@ -6,7 +6,7 @@ its sum by that, and the gradients cross the wire once.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.distributed.statement import REFUSED, Agreement, Row, Words, agree, fingerprint, trained
+from bigbatch.distributed.statement import REFUSED, Statement, Words, agree, fingerprint, trained
 from bigbatch.distributed.team import Team
 from bigbatch.errors import BatchError, BigBatchError, LossError, PathsDiffer, RankFailed, SeveralCounts, WindowError
 from bigbatch.loss.count import Count, TotalOfSum
@@ -44,7 +44,6 @@ class Ranks(Team):
         self.group = group
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)
-        self.windows = 0  # made together until now
         self._loops = 0
         self._number = 0  # of all that these processes make together: the same on every rank
 
@@ -52,10 +51,6 @@ class Ranks(Team):
         """Begin. It is counted only now, so that one which was refused on one rank alone leaves numbers the same."""
         super().serve(owner)
         self._number = _made[self.group] = _made.get(self.group, 0) + 1
-
-    def begin_loop(self) -> None:
-        """Begin a loop over batches: a window of one epoch is not made with that of another."""
-        self._loops += 1
 
     def open_window(self) -> None:
         """Begin a window, of which nothing was said yet."""
@@ -141,8 +136,9 @@ class Ranks(Team):
                 "`if` on the rank or on the data, no tensors of different shapes",
             )
 
-    def check_batches(self, device: torch.device, *, has_batches: bool) -> None:
-        """Make sure, before DDP reduces by itself, that all ranks have batches, or none: it could not be told there."""
+    def begin_loop(self, device: torch.device, *, has_batches: bool) -> None:
+        """Begin a loop; where DDP reduces by itself, all ranks must have batches, or none: it cannot be told there."""
+        self._loops += 1
         if not self.overlap or self.sharded:
             return
         there = [row[0] for row in self.rows("batches", [has_batches], device)]
@@ -177,34 +173,31 @@ class Ranks(Team):
         self.unit = max(sum(row[0] for row in self.rows("unit", [total], device)), 1.0)
         return self.unit
 
-    def agree(
-        self, mine: Agreement, describe: Callable[[bool], tuple[Row, Words]], gradients: "Gradients"
-    ) -> Agreement:
+    def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
         """Contribute this rank's row and get those of all others. This waits: for the slowest rank, and the device.
 
         Where ranks cannot make one batch of what they have, all of them raise the same error.
         """
-        row, words = describe(not self.windows)
-        row = self._completed(row.with_totals(mine), gradients)
-        common = {**words["common"], **self._common(row, gradients)}
-        words = {**words, "common": common}
-        row = row._replace(**{name: fingerprint(*said.values()) for name, said in words.items()})
-        return self._agreed(row, words, gradients.device)
+        mine = self._completed(mine._replace(missing=any(p.grad is None for p in gradients.parameters)), gradients)
+        words = {**words, "common": {**words["common"], **self._common(mine, gradients)}}
+        form, common = (fingerprint(*words[name].values()) for name in ("form", "common"))
+        return self._agreed(mine._replace(form=form, common=common), words, gradients.device)
 
-    def _agreed(self, row: Row, words: Words, device: torch.device) -> Agreement:
+    def _agreed(self, mine: Statement, words: Words, device: torch.device) -> Statement:
         self.spoken = True
-        rows = [Row(*each[: len(row)]) for each in self.rows("statement", row, device)]
+        rows = self.rows("statement", mine.numbers, device)
         found = agree(rows, lambda name: self._exchange(words[name]), self._names)
-        self.others_go_on = bool(found.going > row.going)
+        self.others_go_on = found.going > mine.going
         return found
 
-    def _completed(self, row: Row, gradients: "Gradients") -> Row:
-        """Return a row with what this team knows of the gradients and of itself."""
-        return row._replace(missing=float(sum(p.grad is None for p in gradients.parameters)))
+    def _completed(self, mine: Statement, gradients: "Gradients") -> Statement:
+        """Return a statement with what this team knows of the gradients and of itself."""
+        del gradients
+        return mine
 
-    def _common(self, row: Row, gradients: "Gradients") -> dict[str, str]:
+    def _common(self, mine: Statement, gradients: "Gradients") -> dict[str, str]:
         """Return in words what all ranks must have alike."""
-        del row
+        del mine
         return {"parameters trained": trained(gradients.every), "windows made": str(self.windows)}
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
@@ -223,10 +216,6 @@ class Ranks(Team):
                 fix="loss = (values * mask).sum() / mask.sum().clamp(min=1), with count=mask.sum()",
             )
 
-    def stepped(self) -> None:
-        """Note that a window was made together."""
-        self.windows += 1
-
     @contextmanager
     def telling_of_failure(self, device: torch.device) -> Iterator[None]:
         """Tell other ranks, who wait for this one's statement, of an error inside, if they have not heard from it."""
@@ -244,7 +233,7 @@ class Ranks(Team):
         """Tell others that counts must be known in advance."""
         if not self.spoken:
             with suppress(SeveralCounts):
-                self._agreed(Row(refused=REFUSED["several"]), {}, device)
+                self._agreed(Statement(refused=REFUSED["several"]), {}, device)
 
 
 def is_of_the_wire(error: BaseException) -> bool:

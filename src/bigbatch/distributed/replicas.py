@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.distributed.ddp_internals import has_reduced, hooked, left_out, let_speak, share_buffers, silence
 from bigbatch.distributed.fsdp_internals import held
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.statement import REFUSED, Agreement, Row, weights_in_one
+from bigbatch.distributed.statement import REFUSED, Statement, weights_in_one
 from bigbatch.distributed.team import adding_zeros
 from bigbatch.errors import LossError, WindowDisturbed, WindowError
 from bigbatch.loss.count import LOW_PRECISION, Count
@@ -90,30 +90,27 @@ class Replicas(Ranks):
         self._reduced = reached is not None
         self._left_out = 0 if reached is None else reached.left_out()
 
-    def _completed(self, row: Row, gradients: "Gradients") -> Row:
-        row = super()._completed(row, gradients)
+    def _completed(self, mine: Statement, gradients: "Gradients") -> Statement:
         if not self.windows:
-            row = row._replace(weights=weights_in_one([*gradients.parameters, *self._frozen()], gradients.device))
+            mine = mine._replace(weights=weights_in_one([*gradients.parameters, *self._frozen()], gradients.device))
         if self._reduced:
             left = self._left_out + left_out(self.wrappers, gradients.parameters)
             wrong = "left out" if left or not all(map(has_reduced, self.wrappers)) else ""
         else:
             is_sparse = any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters)
             wrong = "sparse" if is_sparse else "hooked" if not self.overlap and hooked(self.wrappers) else ""
-        return row._replace(refused=row.refused or REFUSED[wrong])
+        return mine._replace(refused=mine.refused or REFUSED[wrong])
 
-    def _common(self, row: Row, gradients: "Gradients") -> dict[str, str]:
-        found = super()._common(row, gradients)
-        if self.overlap and self._reduced:
-            found["batches left, with overlap=True"] = str(bool(row.going))
-        return found
+    def _common(self, mine: Statement, gradients: "Gradients") -> dict[str, str]:
+        reduced = {"batches left, with overlap=True": str(bool(mine.going))} if self._reduced else {}
+        return {**super()._common(mine, gradients), **reduced}
 
     def _frozen(self) -> list[Tensor]:
         """Return the weights that nobody trains, and that all should have in common; but for packed ones (8 bits)."""
         every = (p for model in self._models for p in model.parameters() if not p.requires_grad)
         return [p for p in every if type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1]
 
-    def reduce(self, gradients: "Gradients", correction: Count, agreement: Agreement) -> Count:
+    def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct the gradients and add them up over all ranks, unless DDP has."""
         if self._reduced:
             gradients.scale(correction * self.size)  # DDP has averaged
@@ -160,7 +157,7 @@ def refuse_rounded(dtype: torch.dtype) -> None:
 
 
 def add_up_corrected(
-    ranks: Ranks, group: dist.ProcessGroup, gradients: "Gradients", correction: Count, agreement: Agreement
+    ranks: Ranks, group: dist.ProcessGroup, gradients: "Gradients", correction: Count, agreement: Statement
 ) -> None:
     """Correct the gradients, fill those that only other ranks have reached with zeros, and add all up over a group."""
     if agreement.missing:

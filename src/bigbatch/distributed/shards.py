@@ -28,7 +28,7 @@ from bigbatch.distributed.fsdp_internals import (
 )
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
 from bigbatch.distributed.replicas import Reached, add_up_corrected, refuse_rounded
-from bigbatch.distributed.statement import REFUSED, Agreement, Row
+from bigbatch.distributed.statement import REFUSED, Statement
 from bigbatch.distributed.team import adding_zeros
 from bigbatch.errors import ConfigurationError, RankFailed
 from bigbatch.loss.count import Count
@@ -92,20 +92,21 @@ class Shards(Ranks):
         super().open_window()
         self.holds_back = False
 
-    def _completed(self, row: Row, gradients: "Gradients") -> Row:
+    def _completed(self, mine: Statement, gradients: "Gradients") -> Statement:
+        del gradients
         digest, self._digest = self._digest, 0  # compared once, whatever comes of it
         is_hooked = any(getattr(group, "_all_reduce_hook", None) is not None for group in self._groups)
         wrong = "early" if self.holds_back else "hooked" if is_hooked else ""
         replica = min(dist.get_process_group_ranks(self.within if self._apart else self.group))
-        row = row._replace(reached=float(digest), replica=float(replica), refused=row.refused or REFUSED[wrong])
-        return super()._completed(row, gradients)
+        refused = mine.refused or REFUSED[wrong]
+        return mine._replace(reached=float(digest), replica=float(replica), refused=refused)
 
     def fail(self, device: torch.device) -> None:
         """Tell the others; what backwards have reached until now is compared no more."""
         self._digest = 0
         super().fail(device)
 
-    def reduce(self, gradients: "Gradients", correction: Count, agreement: Agreement) -> Count:
+    def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct what backwards have added up; replicas of shards are added up here."""
         if self._apart and self.replicas is not None:
             add_up_corrected(self, self.replicas, gradients, correction, agreement)

@@ -9,11 +9,10 @@ import math
 import zlib
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from bigbatch.distributed.fsdp_internals import local
@@ -26,8 +25,8 @@ _SAME = 1e-6  # relative: sums of weights in float32
 _NOT_SAID = frozenset("lr params param_names fused foreach capturable differentiable initial_lr".split())
 
 
-class Agreement(NamedTuple):
-    """What a window came to: on one rank, or on all of them together."""
+class Statement(NamedTuple):
+    """What a window came to, on one rank or on all together, and what ranks compare; words are their fingerprints."""
 
     kind: str = ""
     total: Count = 0.0  # what its one term over data counted
@@ -36,10 +35,23 @@ class Agreement(NamedTuple):
     micro_batches: int = 0
     loss_known: bool | Tensor = True  # whether `loss` is, or `plain` has to do
     precise: bool = False  # whether a loss is of float64
+    nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
     going: int = 0  # ranks that have batches for another window
     hooks: bool = False  # whether any rank calls some before the step
     missing: bool = False  # whether a parameter has no gradient on some rank
-    nothings: bool = False  # whether a micro-batch counts nothing, and was added all the same
+    shares_once: bool = False  # whether this rank has added its share of a term that counts once
+    refused: int = 0  # what this rank alone would refuse, by its place in REFUSALS
+    ratio: Count = -1.0  # of its several counts to the first, where it has counted anything
+    form: float = 0.0  # its terms and their factors, where those are the same in every micro-batch
+    common: float = 0.0  # what all must have alike: windows made, parameters trained, learning rates, settings
+    weights: float = 0.0  # the parameters' values, before the first window
+    reached: float = 0.0  # which shards its backwards have reached
+    replica: float = 0.0  # with whom it scatters them
+
+    @property
+    def numbers(self) -> list[Count]:
+        """What is sent."""
+        return [KINDS.index(self.kind), *self[1:]]
 
     def big_loss(self) -> Count:
         """Return the big batch's own loss; where it cannot be known, the average of the micro-batches'."""
@@ -51,50 +63,14 @@ class Agreement(NamedTuple):
         return torch.where(self.loss_known, self.loss, average) if isinstance(self.loss_known, Tensor) else average
 
 
-class Row(NamedTuple):
-    """What a rank says, in numbers; words are their fingerprints."""
-
-    kind: Count = 0.0
-    total: Count = 0.0
-    loss: Count = 0.0
-    plain: Count = 0.0
-    micro_batches: Count = 0.0
-    unknown: Count = 0.0  # whether its loss is not known
-    precise: Count = 0.0
-    going: Count = 0.0  # whether this rank has batches for another window
-    shares_once: Count = 0.0  # whether it has added its share of a term that counts once
-    ratio: Count = -1.0  # of its several counts to the first, where it has counted anything
-    refused: Count = 0.0  # what this rank alone would refuse, by its place in REFUSALS
-    form: Count = 0.0  # its terms and their factors, where those are the same in every micro-batch
-    missing: Count = 0.0  # parameters that got no gradient
-    hooks: Count = 0.0  # whether it has any of its own to call before the step
-    nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
-    reached: Count = 0.0  # which shards its backwards have reached
-    replica: Count = 0.0  # with whom it scatters them
-    common: Count = 0.0  # what all must have alike: windows made, parameters trained, learning rates, settings
-    weights: Count = 0.0  # the parameters' values, before the first window
-
-    def with_totals(self, mine: Agreement) -> "Row":
-        """Return the row with what this rank's window came to."""
-        known = mine.loss_known
-        return self._replace(
-            kind=float(KINDS.index(mine.kind)),
-            total=mine.total if mine.kind == "mean" else 0.0,
-            loss=mine.loss,
-            plain=mine.plain,
-            micro_batches=float(mine.micro_batches),
-            unknown=1.0 - known.double() if isinstance(known, Tensor) else float(not known),
-            precise=float(mine.precise),
-        )
-
-
-def agree(rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequence[int]) -> Agreement:
+def agree(numbers: Sequence[Any], exchange: Callable[[str], list[Any]], ranks: Sequence[int]) -> Statement:
     """Return what the windows of all ranks come to. All ranks have the same rows, so all raise the same, or none.
 
     `exchange` returns the words of all ranks behind a fingerprint; `ranks` are their numbers.
     """
-    for name, (error, problem, fix) in REFUSALS.items():
-        if name and (found := _named(ranks, [row.refused == REFUSED[name] for row in rows])):
+    rows = [Statement(KINDS[int(each[0])], *each[1 : len(Statement._fields)]) for each in numbers]
+    for place, (error, problem, fix) in enumerate(REFUSALS.values()):
+        if place and (found := _named(ranks, [row.refused == place for row in rows])):
             raise error(problem.format(found), fix=fix)
     for check in _ALIKE:
         _refuse_difference(check, rows, exchange, ranks)
@@ -104,19 +80,19 @@ def agree(rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequ
             f"{empty} has no micro-batch in this window.",
             fix="a micro-batch on every rank; or weight_decay= of the optimizer in the term's place",
         )
-    kinds = [row.kind for row in rows if row.micro_batches]
-    return Agreement(
-        kind=KINDS[int(kinds[0])] if kinds else "",
-        total=sum(row.total for row in rows),
+    kind = next((row.kind for row in rows if row.micro_batches), "")
+    return Statement(
+        kind=kind,
+        total=sum(row.total for row in rows) if kind == "mean" else 0.0,
         loss=sum(row.loss for row in rows),
         plain=sum(row.plain for row in rows),
         micro_batches=sum(int(row.micro_batches) for row in rows),
-        loss_known=not any(row.unknown for row in rows),
+        loss_known=all(row.loss_known for row in rows),
         precise=any(row.precise for row in rows),
+        nothings=sum(row.nothings for row in rows),
         going=sum(bool(row.going) for row in rows),
         hooks=any(row.hooks for row in rows),
         missing=any(row.missing for row in rows),
-        nothings=any(row.nothings for row in rows),
     )
 
 
@@ -128,31 +104,28 @@ class _Check(NamedTuple):
     problem: str
     fix: str
     fix_in_step: str | None = None
-    shows: Literal["ranks", "numbers", "words"] = "ranks"  # what the error tells of the rows
     within: float = 0.0  # relative: numbers so close are the same
-    counts: Callable[[Row], object] = lambda _: True  # whether a rank has anything to compare
+    counts: Callable[[Statement], object] = lambda _: True  # whether a rank has anything to compare
     among: str = ""  # a field: only ranks that have it alike are compared
 
 
 def _refuse_difference(
-    check: _Check, rows: Sequence[Row], exchange: Callable[[str], list[Any]], ranks: Sequence[int]
+    check: _Check, rows: Sequence[Statement], exchange: Callable[[str], list[Any]], ranks: Sequence[int]
 ) -> None:
-    first: dict[Count, Count] = {}  # by the field `among`
+    first: dict[Any, Any] = {}  # by the field `among`
     differ = []
     for row in rows:
         mine = getattr(row, check.field)
-        than = first.setdefault(getattr(row, check.among, 0.0), mine) if check.counts(row) else mine
-        differ.append(abs(mine - than) > check.within * max(abs(mine), abs(than)))
+        than = first.setdefault(getattr(row, check.among, None), mine) if check.counts(row) else mine
+        differ.append(abs(mine - than) > check.within * max(abs(mine), abs(than)) if check.within else mine != than)
     if not any(differ):
         return
     found = f"others on {_named(ranks, differ)}"
-    if check.shows == "words":
+    if check.field in {"common", "form"}:
         said: list[Mapping[str, str]] = exchange(check.field)
         differing = [name for name in {**said[0], **said[-1]} if len({each.get(name) for each in said}) > 1]
         names = [name for name in differing if all(name in each for each in said)] or differing
         found = "; ".join(f"{name}: {_listed(ranks, (each.get(name, '') for each in said))}" for name in names)
-    elif check.shows == "numbers":
-        found = _listed(ranks, (f"{getattr(row, check.field):.15g}" if check.counts(row) else "" for row in rows))
     raise check.error(check.problem, found=found, fix=check.fix, fix_in_step=check.fix_in_step)
 
 
@@ -196,14 +169,13 @@ REFUSALS: dict[str, tuple[type[BigBatchError], str, str]] = {
         _COUNTS,
     ),
 }
-REFUSED = {name: float(place) for place, name in enumerate(REFUSALS)}
+REFUSED = {name: place for place, name in enumerate(REFUSALS)}
 _ALIKE = (
     _Check(
         "common",
         ConfigurationError,
         "the ranks of this window differ, so each would make a step of its own. Nothing was stepped.",
         "the same settings, trained parameters and checkpoint on every rank",
-        shows="words",
     ),
     _Check(
         "weights",
@@ -226,7 +198,6 @@ _ALIKE = (
         "may be a count in disguise.",
         f"{_SAME_LOSS}accumulator.backward(loss, count=n)",
         f"{_SAME_LOSS}return counted(loss, n)",
-        shows="words",
         counts=lambda row: row.form,
     ),
     _Check(
@@ -235,7 +206,6 @@ _ALIKE = (
         "the terms of this loss were averaged over different things, and the ratio of their counts is not the same on "
         "all ranks.",
         _COUNTS,
-        shows="numbers",
         within=RATIO_TOLERANCE,
         counts=lambda row: row.ratio >= 0,
     ),
@@ -267,23 +237,14 @@ def rates(optimizers: Sequence[Optimizer]) -> str:
 
 def of_optimizers(optimizers: Sequence[Optimizer]) -> dict[str, str]:
     """Return what else a step depends on, by names that are the same on every rank."""
-    options = [
-        ", ".join(f"{name}={in_words(value)}" for name, value in sorted(group.items()) if name not in _NOT_SAID)
-        for each in optimizers
-        for group in each.param_groups
-    ]
+    groups: list[dict[str, Any]] = [group for each in optimizers for group in each.param_groups]
+    options = [{name: group[name] for name in sorted(group.keys() - _NOT_SAID)} for group in groups]
     return {
         "optimizer": " and ".join(f"{type(each).__name__} of {len(each.param_groups)} groups" for each in optimizers),
-        "options of the optimizer": "; ".join(options),
+        "options of the optimizer": in_words(options),
         # What it holds may be each rank's own, as that of ZeroRedundancyOptimizer is.
         "state of the optimizer": "some" if any(each.state for each in optimizers) else "none",
     }
-
-
-def of_scaler(scaler: GradScaler | None) -> str:
-    """Return what a loss scale is and will be; this waits for a device that has it."""
-    known = {} if scaler is None else scaler.state_dict()  # nothing of one that is not enabled
-    return ", ".join(f"{name} {in_words(value)}" for name, value in known.items()) or "None"
 
 
 def in_words(value: object) -> str:
@@ -292,6 +253,8 @@ def in_words(value: object) -> str:
         return in_words(float(value)) if value.device.type == "cpu" and value.numel() == 1 else "on the device"
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={in_words(each)}" for name, each in value.items()) or "None"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(in_words, value))})"
     return str(value) if value is None or isinstance(value, bool | int | str) else type(value).__name__

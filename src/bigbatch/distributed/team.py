@@ -1,6 +1,6 @@
 """What a window asks of the processes that make its big batch. One process is a team of one: nothing waits."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.distributed.ddp_internals import keep_quiet
-from bigbatch.distributed.statement import Agreement, Row, Words
+from bigbatch.distributed.statement import Statement, Words
 from bigbatch.loss.count import Count
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ class Team:
 
     size, rank = 1, 0
     is_alone = True
+    windows = 0  # made until now
     sharded = False  # whether every pass through the model needs all ranks
     overlap = False  # whether gradients are reduced in a window's last backward
     in_common = False  # whether a backward adds up what ranks have: then weights need one unit, and loops look ahead
@@ -45,11 +46,8 @@ class Team:
     def prepare(self, *, last: bool) -> None:
         """Before a forward: say whether its backward is the window's last."""
 
-    def begin_loop(self) -> None:
-        """Begin a loop over batches: a window of one epoch is not made with that of another."""
-
-    def check_batches(self, device: torch.device, *, has_batches: bool) -> None:
-        """At the beginning of a loop: raise where ranks must have as many windows, and cannot."""
+    def begin_loop(self, device: torch.device, *, has_batches: bool) -> None:
+        """Begin a loop, whose windows are not made with those of another; raise where ranks cannot have as many."""
 
     def check_last_batch(self) -> None:
         """At the end of a loop whose last batch had no backward: raise where others wait inside of theirs."""
@@ -82,17 +80,12 @@ class Team:
     def announce(self, title: str, device: torch.device) -> None:
         """Say which collective this rank has come to; raise where others have come to another."""
 
-    def agree(
-        self, mine: Agreement, describe: Callable[[bool], tuple[Row, Words]], gradients: "Gradients"
-    ) -> Agreement:
-        """Return what the windows of all come to. One process knows, and its numbers stay on the device.
-
-        `describe(first)` returns what else a window says; the settings, too, in the first one.
-        """
-        del describe, gradients
+    def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
+        """Return what the windows of all come to. One process knows, and its numbers stay on the device."""
+        del words, gradients
         return mine
 
-    def reduce(self, gradients: "Gradients", correction: Count, agreement: Agreement) -> Count:
+    def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct the gradients and add them up; returns what is still to be multiplied in."""
         del gradients, agreement
         return correction
@@ -109,9 +102,6 @@ class Team:
 
     def share_buffers(self) -> None:
         """Send the first rank's buffers to all, as DDP does where it was told to."""
-
-    def stepped(self) -> None:
-        """Note that a window was made together."""
 
     def drop(self, own: Sequence[Tensor]) -> None:
         """Drop what a window has left with others."""

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from bigbatch.caller import outside
-from bigbatch.distributed.statement import in_words, of_optimizers, of_scaler
+from bigbatch.distributed.statement import in_words, of_optimizers
 from bigbatch.distributed.team import Team
 from bigbatch.errors import ConfigurationError, StateError, WindowDisturbed
 from bigbatch.loss.count import Arrival, Count
@@ -108,7 +108,7 @@ class Stepper:
         return {
             **of_optimizers(self.optimizers),
             "scheduler": " and ".join(type(each).__name__ for each in self.schedulers) or "None",
-            "scaler": of_scaler(self.scaler),
+            "scaler": in_words(self.scaler.state_dict() if self.scaler is not None else None),
             "clip_norm": in_words(self.clip_norm),
             "skip_nonfinite": str(self.skip_nonfinite),
             "gradient_dtype": str(gradient_dtype),

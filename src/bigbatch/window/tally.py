@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.distributed.statement import Agreement
+from bigbatch.distributed.statement import Statement
 from bigbatch.errors import SeveralCounts, StateError
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Count, Term
@@ -313,17 +313,17 @@ class Ledger:
                 name = self.over[place] if place < len(self.over) else ""
                 raise SeveralCounts(other_total(place, len(self.came), name, float(came), float(total)))
 
-    def agreement(self, *, precise: bool) -> Agreement:
+    def statement(self, *, precise: bool) -> Statement:
         """Return what this window came to."""
-        return Agreement(self.kind, self.total, self.loss, self.plain, self.micro_batches, self.loss_known, precise)
+        return Statement(self.kind, self.total, self.loss, self.plain, self.micro_batches, self.loss_known, precise)
 
-    def correction(self, agreement: Agreement | None = None) -> Count:
+    def correction(self, agreement: Statement | None = None) -> Count:
         """Return what the summed gradient is to be multiplied with; `agreement` is that of all ranks."""
         kind, total = (self.kind, self.total) if agreement is None else (agreement.kind, agreement.total)
         # A window that counted nothing makes no update.
         return (self.provisional or 1.0) / total if kind == "mean" else 1.0
 
-    def count_of(self, agreement: Agreement) -> Count | tuple[Count, ...]:
+    def count_of(self, agreement: Statement) -> Count | tuple[Count, ...]:
         """Return what the loss was averaged over; several numbers for several terms, on a rank without any, too."""
         if agreement.kind in {"mean", "sum"}:
             return agreement.total if agreement.kind == "mean" else 1.0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.distributed.statement import REFUSED, Agreement, Row, Words, rates
+from bigbatch.distributed.statement import REFUSED, Statement, Words, rates
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.loss import refusals
 from bigbatch.loss.count import LOW_PRECISION, Count, Term, finite, wide
@@ -378,8 +378,8 @@ class Window:
         ledger, gradients, team, stepper = self.ledger, self.gradients, self._team, self._stepper
         if ledger.totals is not None:
             ledger.refuse_other_totals()
-        mine = ledger.agreement(precise=self._loss_dtype == torch.float64)
-        agreement = mine if team.is_alone else team.agree(mine, partial(self._statement, goes_on), gradients)
+        mine = ledger.statement(precise=self._loss_dtype == torch.float64)
+        agreement = mine if team.is_alone else team.agree(*self._said(mine, goes_on=goes_on), gradients)
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
         loss, _ = agreement.big_loss(), finite(agreement.total)
@@ -400,7 +400,7 @@ class Window:
                 stepper.hand_over(gradients, rest, hooks_elsewhere=agreement.hooks)
                 gradients.let_go()
                 skipped = False
-        team.stepped()
+        team.windows += 1
         self._end(released=stepping or skipped is True)
         return Update(
             micro_batches=agreement.micro_batches,
@@ -412,19 +412,19 @@ class Window:
             _loss_known=agreement.loss_known,
         )
 
-    def _statement(self, goes_on: bool, first: bool) -> tuple[Row, Words]:  # noqa: FBT001 - a partial
-        """Say what other ranks must know of this window beside its totals; the settings in the `first` one."""
+    def _said(self, mine: Statement, *, goes_on: bool) -> tuple[Statement, Words]:
+        """Say what other ranks must know of this window beside its totals; the settings in the first one."""
         ledger, stepper = self.ledger, self._stepper
-        row = Row(
-            going=float(goes_on),
-            shares_once=float(ledger.shares_once and ledger.kind != "mean"),
+        mine = mine._replace(
+            going=int(goes_on),
+            shares_once=ledger.shares_once and ledger.kind != "mean",
             ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else -1.0,
-            refused=REFUSED["several"] if ledger.in_ratio is not None and not bool(ledger.in_ratio) else 0.0,
-            hooks=float(bool(stepper.hooks)),
+            refused=REFUSED["several"] if ledger.in_ratio is not None and not bool(ledger.in_ratio) else 0,
+            hooks=bool(stepper.hooks),
             nothings=ledger.nothings,
         )
-        settings = stepper.settings(self.gradients.dtype) if first else {}
-        return row, {"form": {"loss": ledger.form()}, "common": {"lr": rates(stepper.optimizers), **settings}}
+        settings = {} if self._team.windows else stepper.settings(self.gradients.dtype)
+        return mine, {"form": {"loss": ledger.form()}, "common": {"lr": rates(stepper.optimizers), **settings}}
 
     def discard(self) -> None:
         """Drop the window: no gradient is left of it."""
@@ -439,7 +439,7 @@ class Window:
         self._team.drop(self.gradients.parameters)
         self.state, self._stepper.window = CLOSED, None
 
-    def _counted_anything(self, agreement: Agreement) -> bool:
+    def _counted_anything(self, agreement: Statement) -> bool:
         """Whether anything was counted, by anyone; an empty window makes no update."""
         is_under_way = self._first_count is not None and agreement.kind in {"mean", "known"}
         if is_under_way and self._stepper.arrival.read() > 0:
