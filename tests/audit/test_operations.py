@@ -13,8 +13,7 @@ from torch import Tensor
 
 from bigbatch.loss.graph import LOOKS_THROUGH, operation
 from bigbatch.loss.origin import PURE_OF_WEIGHTS
-from bigbatch.loss.rules import MATMULS
-from bigbatch.loss.selections import RULES
+from bigbatch.loss.rules import MATMULS, RULES
 from tests.audit.judge import Batch, LossFunction, Verdict, adds_up, judge, judge_big_step
 from tests.audit.recipes import APART, CLOSED, ELSEWHERE, MIXED, UNSEEN, Net, Row, batches, rows
 

@@ -148,7 +148,7 @@ def test_a_factor_that_is_nan_is_called_so() -> None:
     accumulator = Accumulator(model, sgd(trained(model)), steps=2)
     first, second = plain.micro_batches((3, 2))
     accumulator.backward(float("nan") * plain.loss(model, first))
-    with pytest.raises(UnreadableLoss, match=r"^this loss is multiplied by NaN: .*\nLook at what computes the factor"):
+    with pytest.raises(UnreadableLoss, match=r"^this loss is multiplied by NaN"):
         accumulator.backward(float("nan") * plain.loss(model, second))
     accumulator.discard()
 

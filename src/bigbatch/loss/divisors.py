@@ -12,20 +12,9 @@ from torch.autograd.graph import Node
 
 from bigbatch.caller import outside
 from bigbatch.errors import LossError
-from bigbatch.loss import refusals
+from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import Count, Divisor, wide
-from bigbatch.loss.graph import (
-    Edge,
-    edges,
-    is_shared_value,
-    operation,
-    python_number,
-    saved,
-    saved_number,
-    saved_tensor,
-    shape,
-    signed,
-)
+from bigbatch.loss.graph import Edge, edges, operation, python_number, saved, saved_number, saved_tensor, shape, size_of
 from bigbatch.loss.origin import Trail
 from bigbatch.loss.rules import NLL, POINTWISE_LOSSES, PURE_POINTWISE, VIEWS
 
@@ -38,13 +27,8 @@ _LIKELY = (
     "be as large: it is taken for {}. accumulator.backward(loss, count=n) says that it is a mean over n samples, "
     "counted(term, 'sum') that it is a sum"
 )
-_MASKED = (
-    PURE_POINTWISE
-    | VIEWS
-    | NLL
-    | POINTWISE_LOSSES
-    | frozenset("Sum Where MaskedFill Index MaskedSelect Squeeze Unsqueeze".split())
-)
+_MASKED = PURE_POINTWISE | VIEWS | NLL | POINTWISE_LOSSES
+_MASKED |= frozenset("Sum Where MaskedFill Index MaskedSelect Squeeze Unsqueeze".split())
 
 
 class Meaning(Enum):
@@ -115,17 +99,17 @@ def read_factors(factors: Iterable[Node], sizes: Sizes | None, trail: Trail) -> 
     shared = [factor for factor in every if _is_shared(factor)]
     trail.weights.extend((factor, "other") for factor in shared)  # to be looked at again
     read = {factor: _read(factor, sizes, trail) for factor in every if factor not in shared}
-    counts = [(factor, each) for factor, each in read.items() if isinstance(each, float)]
+    counting, count = next(((each, n) for each, n in reversed(read.items()) if isinstance(n, float)), (None, None))
     doubts = [(factor, each) for factor, each in read.items() if isinstance(each, LossError)]
-    counting, count = counts[-1] if counts else (None, None)
-    divisor = _divisor(doubts[0][0], sizes, trail) if trail.known.divisors and len(doubts) == 1 else None
-    if divisor is not None and (divisor.mask or count is None):
-        source = doubts[0][0]
-        found = divided_by(source, divisor)
-        if found is not None:
-            return Divided(found, numbers(each for each in read if each is not source), source, divisor)
-    if count is None and doubts:
-        raise doubts[0][1]
+    if doubts:
+        source, error = doubts[0]
+        divisor = _divisor(source, sizes, trail) if trail.known.divisors and len(doubts) == 1 else None
+        if divisor is not None and (divisor.mask or count is None):
+            found = divided_by(source, divisor)
+            if found is not None:
+                return Divided(found, numbers(each for each in read if each is not source), source, divisor)
+        if count is None:
+            raise error
     return Divided(count, numbers(each for each in read if each is not counting))
 
 
@@ -145,7 +129,7 @@ def _read(factor: Node, sizes: Sizes | None, trail: Trail) -> float | LossError 
     if meaning in {Meaning.SAMPLES, Meaning.OTHERS}:
         over_samples = meaning is Meaning.SAMPLES
         seen.add(over_samples)
-    elif meaning is Meaning.NOTHING:
+    elif meaning is Meaning.NOTHING:  # a whole number may be a count of something else
         over_samples = None if divides and divisor == round(divisor) else False
     elif seen:
         over_samples = next(iter(seen)) if len(seen) == 1 else None
@@ -174,7 +158,7 @@ def _is_learned(factor: Node) -> bool:
 def _is_shared(factor: Node) -> bool:
     """Tell whether a sum was divided by what is the same in every micro-batch, as a count over all of them."""
     tensor = saved_tensor(factor, "other") if operation(factor) in {"Mul", "Div"} else None
-    return tensor is not None and is_shared_value(tensor)
+    return tensor is not None and graph.is_shared_value(tensor)
 
 
 def numbers(factors: Iterable[Node]) -> tuple[float | None, ...]:
@@ -209,8 +193,8 @@ def _averages(factor: Node) -> bool:
     below = edges(factor)[0][0]
     if operation(factor) != "Div" or below is None or operation(below) != "Sum":
         return False
-    whole, rest = saved(below, "self_sym_sizes"), shape(below)
-    return bool(python_number(factor, "other") == math.prod(whole) / max(math.prod(rest), 1))
+    whole = math.prod(saved(below, "self_sym_sizes"))
+    return bool(python_number(factor, "other") == whole / max(math.prod(shape(below)), 1))
 
 
 def _by_scalar(node: Node) -> bool:
@@ -294,7 +278,7 @@ def _masks(division: Node, trail: Trail | None = None) -> list[tuple[Tensor, lis
             kept = saved_tensor(node, "self" if inputs[0][0] is None else "other")
         elif name in NLL:
             target = saved_tensor(node, "target")
-            kept = target != signed(saved(node, "ignore_index")) if target is not None else None
+            kept = target != graph.signed(saved(node, "ignore_index")) if target is not None else None
         elif name in {"Where", "MaskedFill"}:
             chosen = saved_tensor(node, "condition" if name == "Where" else "mask")
             is_kept = name == "Where" and inputs[0][0] is not None
@@ -303,7 +287,8 @@ def _masks(division: Node, trail: Trail | None = None) -> list[tuple[Tensor, lis
             kept = torch.ones(()).expand(shape(node)[:1])
         if kept is not None and kept.dim():
             masks.append((kept, [math.prod(shape(node)) / max(kept.numel(), 1)]))
-        node, output = next((each for each in inputs if each[0] is not None), (None, 0))
-        for mask, features in masks if node is not None else ():
-            features.append(math.prod(shape(node, output)) / max(mask.numel(), 1))  # type: ignore[arg-type]
+        below = next((each for each in inputs if each[0] is not None), (None, 0))
+        for mask, features in masks:
+            features.append(math.prod(size_of(below)) / max(mask.numel(), 1))
+        node = below[0]
     return masks

@@ -18,10 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 Edge: TypeAlias = tuple[Node | None, int]
 Shape: TypeAlias = tuple[int, ...]
 
-_LEAF = "AccumulateGrad"
 _WRAP = 1 << 63  # torch shows a saved negative integer as unsigned 64-bit
-
-
 _dispatching, _overriding = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
 
 
@@ -45,9 +42,8 @@ def unseen() -> Iterator[None]:
 def operation(node: Node) -> str:
     """Give the operation behind a node: `NllLossBackward0` is `NllLoss`."""
     sort = type(node)
-    known = _names.get(sort)
-    if known is not None:
-        return known
+    if sort in _names:
+        return _names[sort]
     name = node.name().rpartition("::")[2]
     found: str = getattr(sort, _STANDS_FOR, "")
     found = found or name.removesuffix("_copy").rstrip("0123456789").removesuffix("Backward")
@@ -108,30 +104,27 @@ def shape(node: Node, output: int = 0) -> Shape:
     return tuple(metadata._input_metadata[output].shape)
 
 
+def results(node: Node) -> int:
+    """Return how many results an operation has."""
+    metadata: object = getattr(node, "_input_metadata", ())
+    return len(metadata) if isinstance(metadata, list | tuple) else 1
+
+
+def size_of(edge: Edge) -> Shape:
+    """Return the shape of an input; () for one without gradient."""
+    node, output = edge
+    return shape(node, output) if node is not None else ()
+
+
 def is_leaf(node: Node) -> bool:
     """Tell whether the node is a tensor that gradients are added to."""
-    return operation(node) == _LEAF
+    return operation(node) == "AccumulateGrad"
 
 
 def is_custom(node: Node) -> bool:
     """Tell whether the node is a Python `autograd.Function`; compiled code and checkpoints are, too."""
     found: Any = node
     return isinstance(found, BackwardCFunction) and not is_stand_in(type(node))
-
-
-def is_placement(node: Node, output: int = 0) -> bool:
-    """Tell whether a node has the numbers of the one below it, all of them, as a DTensor or out of one."""
-    if not is_custom(node):
-        return False
-    function = getattr(type(node), "_forward_cls", None)
-    home = getattr(function, "__module__", "")
-    if not home.startswith("torch.distributed.tensor") or operation(node) not in _PLACEMENTS:
-        return False
-    (below, place), *_ = edges(node)
-    return below is None or is_leaf(below) or shape(below, place) == shape(node, output)
-
-
-_PLACEMENTS = frozenset("_ToTorchTensor _FromTorchTensor Redistribute".split())
 
 
 def variable(leaf: Node) -> Tensor:
@@ -162,9 +155,7 @@ def saved_dims(node: Node, rank: int) -> Shape:
     dims = getattr(node, "_saved_dim", None)
     if dims is None or dims == ():
         return tuple(range(rank))
-    if isinstance(dims, int):
-        dims = (dims,)
-    return tuple(signed(dim) % rank for dim in dims)
+    return tuple(signed(dim) % rank for dim in ((dims,) if isinstance(dims, int) else dims))
 
 
 def saved_tensor(node: Node, name: str) -> Tensor | None:
@@ -204,19 +195,11 @@ def is_guarded(node: Node, name: str, raw: Any) -> bool:
     marks = metadata.setdefault("bigbatch has looked at", set())
     if name not in marks:
         try:
-            raw.register_hooks(_detached, _same)
+            raw.register_hooks(Tensor.detach, lambda tensor: tensor)  # an output that held itself would never be freed
         except RuntimeError:
             return True
         marks.add(name)
     return False
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    return tensor.detach()  # an output that held itself would never be freed
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def saved_number(node: Node, name: str) -> float | None:
@@ -254,11 +237,10 @@ def is_parameter(node: Node | None, own: frozenset[int] = frozenset()) -> bool:
     for _ in range(8):
         if node is None:
             return False
-        name = operation(node)
-        if name == _LEAF:
+        if is_leaf(node):
             found = variable(node)
             return isinstance(found, torch.nn.Parameter) or id(found) in own
-        if name not in LOOKS_THROUGH:
+        if operation(node) not in LOOKS_THROUGH:
             return False
         node = node.next_functions[0][0]
     return False

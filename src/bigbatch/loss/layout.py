@@ -80,6 +80,11 @@ def mix(layout: Layout, sizes: Shape, dims: Collection[int], by: str) -> Layout:
     return tuple(((size, by),) if dim in dims else layout[dim] for dim, size in enumerate(sizes))
 
 
+def with_dim(layout: Layout, dim: int, to: Dim) -> Layout:
+    """Return the layout with another dimension in the place of one."""
+    return (*layout[:dim], to, *layout[dim + 1 :])
+
+
 def broadcast(layout: Layout, sizes: Shape, out: Shape, by: str) -> Layout:
     """Return the layout of an input that was broadcast from `sizes` to `out`."""
     skip = len(out) - len(sizes)

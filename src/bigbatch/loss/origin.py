@@ -1,4 +1,4 @@
-"""What a value is made of: of parameters alone, of values of all micro-batches, or of this micro-batch's data."""
+"""What a reading knows beside the graph; and what a value is made of: parameters, values of all micro-batches, data."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -10,24 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from bigbatch.loss import refusals
+from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import Arrival
-from bigbatch.loss.graph import (
-    Edge,
-    Shape,
-    edges,
-    is_custom,
-    is_leaf,
-    is_parameter,
-    is_shared_by_all,
-    is_shared_value,
-    operation,
-    python_number,
-    saved_number,
-    saved_tensor,
-    shape,
-    variable,
-)
+from bigbatch.loss.graph import Edge, Shape, edges, operation, saved_tensor, shape
 from bigbatch.loss.rules import MATMULS, MATRICES, PURE_POINTWISE, REDUCTIONS, VIEWS
 
 # How a kind of graph was read where it could be read in one way only: that holds where it might be two.
@@ -61,11 +46,6 @@ class Trail:
         """Take note of a node."""
         self.nodes[node] = None
 
-    def add(self, other: "Trail") -> None:
-        """Take over what was looked at on a trail of its own."""
-        self.nodes.update(other.nodes)
-        self.weights.extend(other.weights)
-
     def kind(self, *about: Hashable) -> tuple[Hashable, ...]:
         """Return the key of a precedent: of what, in graphs that are of one kind so far."""
         return (*about, *map(type, self.nodes))
@@ -92,14 +72,8 @@ class Origin(Enum):
 
 _OF_VECTORS = frozenset("Dot Vdot Mv Addmv".split())
 _NORMS = frozenset("NativeLayerNorm FusedRmsNorm NativeGroupNorm".split())
-_PURE = (
-    PURE_POINTWISE
-    | REDUCTIONS
-    | VIEWS
-    | MATRICES
-    | frozenset(MATMULS)
-    | frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
-)
+_PURE = PURE_POINTWISE | REDUCTIONS | VIEWS | MATRICES | frozenset(MATMULS)
+_PURE |= frozenset("Unsqueeze Squeeze T Transpose Permute Slice Split Select Unbind Cat Stack Diagonal".split())
 PURE_OF_WEIGHTS = _PURE | _OF_VECTORS | frozenset("WeightNormInterface Softmax Renorm Where".split())
 _OF_SHARED = _NORMS | frozenset("Softmax LogSoftmax Index IndexSelect Gather Clamp ClampMin ClampMax".split())
 _ALLOWED = {
@@ -110,16 +84,13 @@ _ALLOWED = {
 }
 _WEIGHTS = frozenset({Origin.WEIGHT, Origin.BESIDE})
 _NODES_OF_A_WEIGHT = 128  # more are a model's, not a weight's
-# under which names torch saves the two factors, where it saves them
-_SAVED_AS = {
-    "Cdist": ("x1", "x2"),
-    "EuclideanDist": ("x1", "x2"),
+_SAVED_AS = {  # under which names torch saves the two factors; others are `self` and `mat2`
+    **dict.fromkeys(("Cdist", "EuclideanDist"), ("x1", "x2")),
     "Addmm": ("mat1", "mat2"),
     "Addmv": ("mat", "vec"),
     "Mv": ("self", "vec"),
     "Baddbmm": ("batch1", "batch2"),
-    "Mul": ("self", "other"),
-    "Div": ("self", "other"),
+    **dict.fromkeys(("Mul", "Div"), ("self", "other")),
 }
 
 
@@ -128,7 +99,8 @@ def is_made_of(origin: Origin, edge: Edge, trail: Trail) -> bool:
     looked = Trail(trail.known)
     found = _is_made_of(origin, edge, looked)
     if found or origin is Origin.PARAMETERS:  # else the reading does not depend on what was looked at
-        trail.add(looked)
+        trail.nodes.update(looked.nodes)
+        trail.weights.extend(looked.weights)
     return found
 
 
@@ -141,41 +113,36 @@ def _is_made_of(origin: Origin, edge: Edge, looked: Trail) -> bool:
         if node in looked.nodes:
             continue
         looked.passed(node)
-        if origin is Origin.SHARED and is_shared_by_all(node):
+        if origin is Origin.SHARED and graph.is_shared_by_all(node):
             shared = True
-        elif is_leaf(node):
-            if not is_parameter(node, looked.known.own):
+        elif graph.is_leaf(node):
+            if not graph.is_parameter(node, looked.known.own):
                 return False
         else:
-            free = _unexplained(origin, node, looked)
+            free = _holds_others(origin, node, looked)
             if free is None or (free and origin is not Origin.BESIDE):
                 return False
             spread |= {shape(node)} if free and not _keeps_size(node) else set()
             stack.extend(below for below, _ in edges(node) if below is not None)
-    sizes = {tuple(variable(node).shape) for node in looked.nodes if is_leaf(node)} if spread else spread
+    sizes = {tuple(graph.variable(node).shape) for node in looked.nodes if graph.is_leaf(node)} if spread else spread
     return spread <= sizes and (shared or origin is not Origin.SHARED)
 
 
-def _unexplained(origin: Origin, node: Node, looked: Trail) -> bool | None:
+def _holds_others(origin: Origin, node: Node, looked: Trail) -> bool | None:
     """Tell whether an operation has an operand without gradient that may be a sample; None where it may be a layer."""
     name = operation(node)
-    if is_custom(node):  # one that rounds weights, with its settings
+    if graph.is_custom(node):  # one that rounds weights, with its settings
         return False if origin is Origin.BESIDE and _keeps_size(node) else None
     if name not in _ALLOWED[origin]:
         return None  # below it is the model, and with it this micro-batch
-    gradless = (place for place, (below, _) in enumerate(edges(node)) if below is None)
-    free = not all(_is_fixed(origin, node, place, looked) for place in gradless)
-    return None if free and name in MATMULS.keys() - _OF_VECTORS else free
-
-
-def _is_fixed(origin: Origin, node: Node, place: int, looked: Trail) -> bool:
-    """Tell whether an operand without gradient is no sample: a number, or for a weight a tensor of the model's own."""
-    name = operation(node)
+    gradless = [place for place, (below, _) in enumerate(edges(node)) if below is None]
     if origin in _WEIGHTS:
         factors = MATMULS.get(name, (0, 1))
-        return place in factors and _is_constant(node, name, factors.index(place), looked)
-    # A 0-d tensor, which is compared with all others', or a norm without weights.
-    return not shape(node) or by_number(node, name) or (origin is Origin.SHARED and name in _NORMS)
+        free = not all(each in factors and _is_constant(node, name, factors.index(each), looked) for each in gradless)
+    else:  # a 0-d tensor is compared with all others'; a norm may have no weights
+        free = bool(gradless and shape(node)) and not by_number(node, name)
+        free = free and not (origin is Origin.SHARED and name in _NORMS)
+    return None if free and name in MATMULS.keys() - _OF_VECTORS else free
 
 
 def _keeps_size(node: Node) -> bool:
@@ -187,11 +154,11 @@ def _keeps_size(node: Node) -> bool:
 def _is_constant(node: Node, name: str, place: int, looked: Trail) -> bool:
     """Tell whether an operand without gradient is a written number or the model's own."""
     if name == "Pow":
-        return python_number(node, "exponent") is not None
+        return graph.python_number(node, "exponent") is not None
     if name not in MATMULS and name not in {"Mul", "Div"}:
         return False
     which = saved_factor(name, place)
-    if name not in MATMULS and python_number(node, which) is not None:
+    if name not in MATMULS and graph.python_number(node, which) is not None:
         return True
     tensor = saved_tensor(node, which)
     if tensor is None or not looked.known.is_weight(tensor):
@@ -207,9 +174,8 @@ def saved_factor(name: str, place: int) -> str:
 
 def by_number(node: Node, name: str) -> bool:
     """Tell whether what has no gradient here is a number, as in `0.5 * p`."""
-    if name not in {"Mul", "Div", "Pow"}:
-        return False
-    return any(saved_number(node, which) is not None for which in ("other", "self", "exponent"))
+    names = ("other", "self", "exponent") if name in {"Mul", "Div", "Pow"} else ()
+    return any(graph.saved_number(node, which) is not None for which in names)
 
 
 # Frozen weights have no place in the graph, so they are known by their memory.
@@ -234,24 +200,17 @@ class FrozenWeights:
 
     def __call__(self, tensor: Tensor) -> bool:
         """Tell whether a tensor is one of the models' own, or the same in every micro-batch as they are."""
-        return (
-            is_shared_value(tensor)
-            or self._is_known(tensor)
-            or self._is_known_cast(tensor)
-            or self._is_own(tensor)
-            or self._is_cast(tensor)
-        )
+        if graph.is_shared_value(tensor) or self._is_known(tensor) or self._is_known_cast(tensor):
+            return True
+        # A weight may have been moved or loaded anew.
+        self._at = {_address(own): weakref.ref(own) for own in (*self._own(), *self._beside())}
+        return _address(tensor) in self._at or self._is_cast(tensor)
 
     def _is_known(self, tensor: Tensor) -> bool:
         address = _address(tensor)
         known = self._at.get(address)
         own = known() if known is not None else None
         return own is not None and _address(own) == address
-
-    def _is_own(self, tensor: Tensor) -> bool:
-        """Look through the models: a weight may have been moved or loaded anew."""
-        self._at = {_address(own): weakref.ref(own) for own in self._tensors()}
-        return _address(tensor) in self._at
 
     def _is_known_cast(self, tensor: Tensor) -> bool:
         """Tell a new copy of a weight that was compared before, by some of its numbers (read later on a device)."""
@@ -280,10 +239,6 @@ class FrozenWeights:
                     self._casts[tensor.shape, tensor.dtype] = weakref.ref(own)
                     return True
         return False
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self._own()
-        yield from self._beside()
 
     def _own(self) -> Iterator[Tensor]:
         for model in self._models:

@@ -7,31 +7,21 @@ for counts that are in tensors; and frozen weights, which are in no graph, must 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.loss.count import Kind, Term
+from bigbatch.loss import graph
+from bigbatch.loss.count import Count, Term
 from bigbatch.loss.divisors import divided_by
-from bigbatch.loss.graph import (
-    LOOKS_THROUGH,
-    edges,
-    is_custom,
-    is_leaf,
-    is_number,
-    is_shared_by_all,
-    is_stand_in,
-    is_watched,
-    operation,
-    saved_tensor,
-    unseen,
-)
+from bigbatch.loss.graph import edges, is_number, operation, saved_tensor
 from bigbatch.loss.origin import Precedents, Surroundings, Trail
 from bigbatch.loss.reductions import targets
 from bigbatch.loss.rules import MATMULS, NLL, PURE_POINTWISE
-from bigbatch.loss.selections import results, rows_index
+from bigbatch.loss.selections import rows_index
 from bigbatch.loss.terms import read
 
 _KINDS, _SHAPES = 32, 512  # how many kinds of graphs are remembered, and of each how many shapes
@@ -47,7 +37,7 @@ Input: TypeAlias = tuple[type, int, int]  # its type, which of its results it is
 class _Reading(NamedTuple):
     """One reading of a kind of graphs; nodes are numbered as the walk meets them."""
 
-    terms: tuple[tuple[int, int | None, Callable[[Node, Any], Term | None]], ...]  # node, that of the count, renewal
+    terms: tuple[tuple[int, int | None, Term], ...]  # the numbers of its node and of that of its count; without either
     weights: tuple[tuple[int, str], ...]  # nodes, and which of their saved tensors is a frozen weight
 
 
@@ -95,8 +85,8 @@ class Reader:
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""
-        if is_watched():
-            with unseen():
+        if graph.is_watched():
+            with graph.unseen():
                 return self._read(loss)
         return self._read(loss)
 
@@ -127,13 +117,10 @@ class Reader:
             tensor = saved_tensor(nodes[at], which)
             if tensor is None or not self._is_weight(tensor):
                 return None
-        terms: list[Term] = []
-        for at, source, renew in reading.terms:
-            term = renew(nodes[at], None if source is None else nodes[source])
-            if term is None:
-                return None
-            terms.append(term)
-        return terms
+        terms = [
+            _renewed(term, nodes[at], None if source is None else nodes[source]) for at, source, term in reading.terms
+        ]
+        return None if None in terms else terms  # type: ignore[return-value]
 
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
         nothing = any(term.kind == "mean" and term.source is None and not term.count for term in terms)
@@ -161,7 +148,11 @@ class Reader:
             self._kinds.insert(0, kind)
             del self._kinds[_KINDS:]
         found = tuple(
-            (numbers[term.node or root], None if term.source is None else numbers[term.source], _renewal(term))
+            (
+                numbers[term.node or root],
+                None if term.source is None else numbers[term.source],
+                replace(term, node=None, source=None, value=None, count=term.count if term.source is None else 0.0),
+            )  # which keeps no graph alive
             for term in terms
         )
         key = kind.key([node for node in numbers if node is not None])
@@ -173,13 +164,13 @@ class Reader:
     def _looks(self, node: Node, divides: bool) -> list[Inspection]:  # noqa: FBT001 - by a count, which is read anew
         """Return what there is to see of a node beside its type, and those of its inputs."""
         name, sort = operation(node), type(node)
-        if is_leaf(node):
+        if graph.is_leaf(node):
             return []
         if sort not in self._settings:
             self._settings[sort] = _settings(node, name)
         looks = [self._settings[sort]]
         if name not in _OF_INPUTS or any(below is None for below, _ in edges(node)):
-            looks.append(_size if results(node) == 1 else _sizes)
+            looks.append(_size if graph.results(node) == 1 else _sizes)
         if name in {"Mul", "Div", "Pow"}:
             looks.append(_is_by_number if divides else _factors)
         return [look for look in looks if look is not None]
@@ -193,7 +184,7 @@ def _with_parameters(nodes: dict[Node, None]) -> dict[Node, None]:
     found = dict(nodes)
     for node in nodes:
         for below, _ in edges(node):
-            while below is not None and below not in found and operation(below) in LOOKS_THROUGH:
+            while below is not None and below not in found and operation(below) in graph.LOOKS_THROUGH:
                 found[below] = None
                 below = edges(below)[0][0]  # noqa: PLW2901 - from one to the next
     return found
@@ -201,9 +192,9 @@ def _with_parameters(nodes: dict[Node, None]) -> dict[Node, None]:
 
 def _is_told_by_type(node: Node) -> bool:
     """Tell whether nodes of the same type are the same operation."""
-    if is_custom(node):
-        return operation(node) in _OURS or is_shared_by_all(node)
-    return is_stand_in(type(node)) or type(node).__name__ == node.name().rpartition("::")[2]
+    if graph.is_custom(node):
+        return operation(node) in _OURS or graph.is_shared_by_all(node)
+    return graph.is_stand_in(type(node)) or type(node).__name__ == node.name().rpartition("::")[2]
 
 
 def _is_by_tensor(node: Node) -> bool:
@@ -248,26 +239,20 @@ def _is_by_number(node: Node) -> object:
     return divisor is None or is_number(divisor)
 
 
-def _renewal(term: Term) -> Callable[[Node, Any], Term | None]:
-    """Return what makes the same term of another graph; it must not keep this graph and its activations alive."""
-    name, divided, factors, doubtful = term.name, term.divided, term.factors, term.doubtful
-    about, shared, divisor, chosen = term.about, term.shared, term.divisor, term.chosen
-    by, own = "" if term.source is None else operation(term.source), 0.0 if term.source else term.count
-    known: Kind = term.kind
-
-    def renew(node: Node, source: Any) -> Term | None:
-        kind, value = known, None
-        count: Any = own
-        if source is None:
-            pass
-        elif by in NLL:
-            count = targets(source)
-        elif divisor is not None:
-            count = divided_by(source, divisor)
-            if count is None:
-                return None
-        else:
-            kind, count, value = source.kind, source.count, source.value
-        return Term(node, kind, count, name, value, divided, factors, doubtful, source, about, shared, divisor, chosen)
-
-    return renew
+def _renewed(term: Term, node: Node, source: Any) -> Term | None:
+    """Return the same term of another graph; None where the tensor that divides it has counted something else."""
+    kind, value = term.kind, None
+    count: Count | None = term.count
+    if source is None:
+        pass
+    elif term.divisor is not None:
+        count = divided_by(source, term.divisor)
+    elif operation(source) in NLL:
+        count = targets(source)
+    else:
+        kind, count, value = source.kind, source.count, source.value
+    if count is None:
+        return None
+    factors, about, shared = term.factors, term.about, term.shared
+    rest = term.doubtful, source, about, shared, term.divisor, term.chosen
+    return Term(node, kind, count, term.name, value, term.divided, factors, *rest)

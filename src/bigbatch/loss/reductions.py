@@ -2,64 +2,48 @@
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.loss import refusals
-from bigbatch.loss.count import LOW_PRECISION, Count, Kind
+from bigbatch.loss import graph, refusals
+from bigbatch.loss.count import LOW_PRECISION, Count, Term
 from bigbatch.loss.divisors import Sizes, factors_below
-from bigbatch.loss.graph import (
-    TELLS_ITS_HOOK,
-    Edge,
-    edges,
-    hides,
-    is_guarded,
-    operation,
-    saved,
-    saved_dims,
-    saved_tensor,
-    shape,
-    signed,
-)
+from bigbatch.loss.graph import TELLS_ITS_HOOK, Edge, edges, operation, saved, saved_dims, saved_tensor, shape, size_of
 from bigbatch.loss.layout import PICKED, Axis, Dim, Layout, Part
 from bigbatch.loss.origin import Origin, Trail, is_made_of
-from bigbatch.loss.rules import MEAN, NLL, POINTWISE_LOSSES, ROW_LOSSES, SUM, VIEWS, Rule, size_of, unreduced
+from bigbatch.loss.rules import MEAN, NLL, POINTWISE_LOSSES, ROW_LOSSES, SUM, VIEWS, unreduced
 from bigbatch.loss.samples import Samples
 from bigbatch.loss.selections import rule_of
 
 FUSED = NLL | POINTWISE_LOSSES | ROW_LOSSES  # losses that reduce by themselves
-
-_ROUNDED = frozenset(LOW_PRECISION)  # a set of dtypes is faster to look into
 LINEAR = frozenset("Neg ToCopy Clone Alias Squeeze Unsqueeze T Transpose Permute".split()) | VIEWS
+_ROUNDED = frozenset(LOW_PRECISION)  # a set of dtypes is faster to look into
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """What a reduction was over: `count` things averaged, or data summed, or parameters alone."""
+class Reduced(NamedTuple):
+    """What a reduction was over, as a term that stands nowhere yet; of a sum, what may divide it."""
 
-    kind: Kind
-    count: Count
-    name: str
-    source: Node | None = None  # the node whose saved tensor holds the count
-    about: float = 0.0  # about how large that is
-    doubtful: bool = False  # parameters and a tensor without gradient alone: over data, or a constant
-    chosen: bool = False  # over rows that an index or a mask has taken: none of them may be left
+    term: Term
     inside: tuple[Node, ...] = ()  # factors below a sum, `(x / n).sum()`
     sizes: Sizes | None = None  # of what was summed
 
 
-def read_reduction(edge: Edge, trail: Trail) -> Sum | list[tuple[Edge, tuple[Node, ...]]] | None:
+def once(name: str, node: Node | None = None) -> Term:
+    """Make a term that is the same in every micro-batch."""
+    return Term(node, "once", 1.0, name)
+
+
+def read_reduction(edge: Edge, trail: Trail) -> Reduced | list[tuple[Edge, tuple[Node, ...]]] | None:
     """Follow means, sums and reshapes, one inside the other, to what they were taken over.
 
     Answers the reduction; or, where scalars were stacked, those with the factor that the reduction is to them; or None
     where there is no reduction.
     """
     node, output = edge
-    assert node is not None  # noqa: S101 - only edges that carry gradient are read
-    chain = _Chain(tuple(((1, PICKED),) for _ in shape(node, output)))
+    chain = _Chain(tuple(((1, PICKED),) for _ in size_of(edge)))
     while node is not None:
         trail.passed(node)
         name = operation(node)
@@ -71,7 +55,7 @@ def read_reduction(edge: Edge, trail: Trail) -> Sum | list[tuple[Edge, tuple[Nod
             chain.dot(node)
             break
         elif name in LINEAR:
-            rule: Rule | None = rule_of(name)
+            rule = rule_of(name)
             chain.layout = rule(node, output, chain.layout)[0][1] if rule is not None else chain.layout
         elif chain.kinds and (scalars := _scalars(node, output, name, trail)):
             return [(below, (*chain.means, *factors)) for below, factors in scalars]
@@ -121,16 +105,17 @@ class _Chain:
     def dot(self, node: Node) -> None:
         """Pass a dot product: the sum of a pointwise product."""
         self.below = list(edges(node))
-        (size,) = next(shape(below, place) for below, place in self.below if below is not None)
+        (size,) = next(size_of(edge) for edge in self.below if edge[0] is not None)
         self.layout = (((size, Axis(len(self.kinds), 0)),),)
         self.kinds.append("Sum")
         self.counts.append(size)
 
-    def read(self, edge: Edge, trail: Trail) -> Sum:
+    def read(self, edge: Edge, trail: Trail) -> Reduced:
         """Walk on below and say what the samples' own reduction was over."""
         samples = Samples(trail, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
         if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
-            return Sum("mean", 0.0, "Mean") if "Mean" in self.kinds else Sum("sum", 1.0, "Sum")
+            is_mean = "Mean" in self.kinds
+            return Reduced(Term(None, "mean", 0.0, "Mean") if is_mean else Term(None, "sum", 1.0, "Sum"))
         for below in self.below or [edge]:
             if below[0] is None:
                 samples.gradless = True
@@ -138,28 +123,28 @@ class _Chain:
                 samples.walk(below, self.layout)
         return self._over(samples, edge)
 
-    def _over(self, samples: Samples, edge: Edge) -> Sum:
+    def _over(self, samples: Samples, edge: Edge) -> Reduced:
         if samples.shared and not samples.data:
-            return Sum("once", 1.0, self.kinds[0])  # the same in every micro-batch
-        if samples.data and (spread := samples.spread()):
-            raise refusals.expanded(spread)
+            return Reduced(once(self.kinds[0]))  # the same in every micro-batch
+        if samples.data:
+            samples.refuse_spread()
         level = self._level(samples)
         if len(self.kinds) > 1 and not samples.trail.is_as_before("level", level):
             raise refusals.lone_rows()  # in a micro-batch of one, another dimension of 1 was taken for the samples'
         name, parts = self.kinds[level], self.below or [edge]
         if not samples.data and not samples.gradless:
-            return Sum("once", 1.0, name)
+            return Reduced(once(name))
+        doubtful, chosen = samples.doubtful, samples.taken
         if name == "Mean":
-            return Sum("mean", float(self.counts[level]), name, doubtful=samples.doubtful, chosen=samples.taken)
+            return Reduced(Term(None, "mean", float(self.counts[level]), name, doubtful=doubtful, chosen=chosen))
         if all(is_made_of(Origin.PARAMETERS, part, samples.trail) for part in parts):
-            return Sum("once", 1.0, name)
+            return Reduced(once(name))
         if not samples.data:
             raise refusals.data_or_constant(name)
         if "Mean" in self.kinds[:level]:
             raise refusals.scaled_sum("Mean", "a number")
-        factors = tuple(factors_below(edge))
-        sizes = sizes_of(samples, [part for dim in self.layout for part in dim], self._rows(edge))
-        return Sum("sum", 1.0, name, doubtful=samples.doubtful, inside=factors, sizes=sizes)
+        sizes = _sizes_of(samples, [part for dim in self.layout for part in dim], self._rows(edge))
+        return Reduced(Term(None, "sum", 1.0, name, doubtful=doubtful), tuple(factors_below(edge)), sizes)
 
     def _level(self, samples: Samples) -> int:
         if samples.one_by_one and len(self.kinds) > 1:
@@ -169,11 +154,7 @@ class _Chain:
             if first.lone and any(n == 1 and level not in seen for level, n in enumerate(self.counts)):
                 raise refusals.lone_rows()  # the other reduction may have been the batch's, of one sample
             return first.reduction
-        for dim in self.layout:
-            for _, tag in dim:
-                if isinstance(tag, Axis):
-                    return tag.reduction
-        return 0
+        return next((tag.reduction for dim in self.layout for _, tag in dim if isinstance(tag, Axis)), 0)
 
     def _rows(self, edge: Edge) -> frozenset[float]:
         """Give what divides a sum over classes to a mean: rows, as kl_div's batchmean does, or positions."""
@@ -183,20 +164,15 @@ class _Chain:
         return frozenset({float(sizes[0]), float(self.counts[0] // max(sizes[1], 1))} if len(sizes) > 1 else {1.0})
 
 
-def sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Sizes:
+def _sizes_of(samples: Samples, summed: list[Part], rows: frozenset[float]) -> Sizes:
     """Say where samples lie in what was summed, and in the model's output that it was made of."""
     first = replace(samples.axes[0], order=()) if samples.axes else None
-    return Sizes(
-        tuple(
-            tuple(
-                (size, isinstance(tag, Axis) and first is not None and replace(tag, order=()).matches(first))
-                for size, tag in way
-            )
-            for way in (summed, samples.parts)
-        ),
-        samples.trail.known.time_first and not samples.placed,
-        rows,
-    )
+
+    def is_own(tag: object) -> bool:
+        return isinstance(tag, Axis) and first is not None and replace(tag, order=()).matches(first)
+
+    ways = tuple(tuple((size, is_own(tag)) for size, tag in way) for way in (summed, samples.parts))
+    return Sizes(ways, samples.trail.known.time_first and not samples.placed, rows)
 
 
 def _is_of_classes(edge: Edge) -> bool:
@@ -212,42 +188,33 @@ def _is_one_distribution(edge: Edge) -> bool:
     return len(size_of(edge)) == 1 and _is_of_classes(edge)
 
 
-def read_fused(  # noqa: C901 - one way per kind of loss
-    node: Node, name: str, trail: Trail
-) -> Sum:
+def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     """Read a loss that reduces by itself: cross-entropy, squared error and their kin."""
-    edge = next((edge for edge in edges(node) if edge[0] is not None), (None, 0))
-    below, output = edge
-    assert below is not None  # noqa: S101 - a node without gradient inputs would not exist
-    sizes = shape(below, output)
-    how = saved(node, "reduction")
+    sizes = next(size_of(edge) for edge in edges(node) if edge[0] is not None)
+    how, nll, rows = saved(node, "reduction"), name in NLL, name in ROW_LOSSES
     axes: list[Dim] = [((size, Axis(0, dim)),) for dim, size in enumerate(sizes)]
-    if name in NLL:
-        axes[1 if len(sizes) > 1 else 0] = ((sizes[1 if len(sizes) > 1 else 0], name),)
-        count: Count = targets(node) if how == MEAN else 1.0
-    elif name in ROW_LOSSES:
-        axes[1:] = [((size, name),) for size in sizes[1:]]
-        count = float(sizes[0]) if len(sizes) > 1 else 1.0
-    else:
-        count = float(math.prod(sizes))
-    samples = Samples(trail, unbatched=name in NLL | ROW_LOSSES and len(sizes) == 1)
-    if 0 not in sizes:
-        for other, place in edges(node):
-            if other is not None and shape(other, place) == sizes:
-                samples.walk((other, place), tuple(axes))
+    classes = [1 if len(sizes) > 1 else 0] if nll else range(1, len(sizes)) if rows else []
+    for dim in classes:
+        axes[dim] = ((sizes[dim], name),)
+    count = targets(node) if nll and how == MEAN else 1.0
+    samples = Samples(trail, unbatched=(nll or rows) and len(sizes) == 1)
+    for edge in edges(node) if 0 not in sizes else ():
+        if edge[0] is not None and size_of(edge) == sizes:
+            samples.walk(edge, tuple(axes))
     if samples.shared and not samples.data:
-        return Sum("once", 1.0, name)
+        return Reduced(once(name))
     if name in POINTWISE_LOSSES:
-        samples.broadcasts.note(node, name, sizes, tuple(axes))
-    if samples.data and (spread := samples.spread()):
-        raise refusals.expanded(spread)
+        samples.note(node, name, sizes, tuple(axes))
+    if samples.data:
+        samples.refuse_spread()
     if how == SUM:
-        rows = frozenset({1.0} if samples.unbatched else ())
-        return Sum("sum", 1.0, name, sizes=sizes_of(samples, [part for dim in axes for part in dim], rows))
-    if name not in NLL:
-        return Sum("mean", count, name, chosen=samples.taken)
-    positions = math.prod(sizes) / max(sizes[1 if len(sizes) > 1 else 0], 1)
-    return Sum("mean", count, name, source=node, about=positions, chosen=samples.taken)
+        ones = frozenset({1.0} if samples.unbatched else ())
+        parts = [part for dim in axes for part in dim]
+        return Reduced(Term(None, "sum", 1.0, name), sizes=_sizes_of(samples, parts, ones))
+    size = float(math.prod(size for dim, size in enumerate(sizes) if dim not in classes))
+    if not nll:
+        return Reduced(Term(None, "mean", 1.0 if samples.unbatched else size, name, chosen=samples.taken))
+    return Reduced(Term(None, "mean", count, name, source=node, about=size, chosen=samples.taken))
 
 
 def targets(node: Node) -> Count:
@@ -255,7 +222,7 @@ def targets(node: Node) -> Count:
     nll: Any = node
     raw = nll._raw_saved_total_weight  # noqa: SLF001 - as graph.saved_tensor; this one is hot
     hook = raw.unpack_hook if TELLS_ITS_HOOK else None
-    if (hook is not None and hides(hook)) if TELLS_ITS_HOOK else is_guarded(node, "total_weight", raw):
+    if (hook is not None and graph.hides(hook)) if TELLS_ITS_HOOK else graph.is_guarded(node, "total_weight", raw):
         raise refusals.hidden(operation(node))
     total: Tensor = nll._saved_total_weight  # noqa: SLF001
     if total.dtype in _ROUNDED:  # bf16 cannot count beyond 256
@@ -267,13 +234,13 @@ def _count_again(node: Node) -> Tensor:
     target, weight = saved_tensor(node, "target"), saved_tensor(node, "weight")
     if target is None:
         raise refusals.hidden(operation(node))
-    kept: Tensor = target != signed(saved(node, "ignore_index"))
+    kept: Tensor = target != graph.signed(saved(node, "ignore_index"))
     if weight is None:
         return kept.sum(dtype=torch.float64)
     return torch.where(kept, weight.double()[torch.where(kept, target, 0)], 0.0).sum()
 
 
-def label_smoothing(node: Node, trail: Trail) -> Sum | None:
+def label_smoothing(node: Node, trail: Trail) -> Reduced | None:
     """Recognise `cross_entropy(label_smoothing=...)`, which torch builds from a plain one and a sum over classes."""
     inputs = [below for below, _ in edges(node) if below is not None]
     if [(operation(below), len(edges(below))) for below in inputs] != [("Mul", 1), ("Mul", 1)]:

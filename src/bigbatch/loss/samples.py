@@ -12,45 +12,14 @@ from typing import NamedTuple
 from torch.autograd.graph import Node
 
 from bigbatch.errors import LossError
-from bigbatch.loss import refusals
-from bigbatch.loss.graph import (
-    Edge,
-    Shape,
-    edges,
-    is_custom,
-    is_leaf,
-    is_parameter,
-    is_placement,
-    is_shared_by_all,
-    operation,
-    saved,
-    saved_dim,
-    saved_indices,
-    saved_tensor,
-    shape,
-)
+from bigbatch.loss import graph, refusals, rules
+from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
 from bigbatch.loss.layout import UNBOUND, Axis, Dim, Layout, Part, Tag, is_sliver, matches, sample_axes, without_slivers
 from bigbatch.loss.origin import Origin, Trail, by_number, is_made_of, saved_factor
-from bigbatch.loss.rules import (
-    BY_CONSTANT,
-    MASKED_POINTWISE,
-    MATMULS,
-    MEAN,
-    NLL,
-    NONE,
-    NORMS,
-    POINTWISE_LOSSES,
-    POOLING,
-    Inputs,
-    Rule,
-    fused_loss,
-    pointwise,
-    size_of,
-)
-from bigbatch.loss.selections import PUTS, Place, copy_slices, put_back, results, rows_put_back, rule_of
+from bigbatch.loss.rules import MASKED_POINTWISE, MATMULS, NORMS, Inputs, Rule
+from bigbatch.loss.selections import PUTS, TAKES, Place, copy_slices, put_back, rows_put_back, rule_of
 
 _HIDDEN = {"Where": "condition", "MaskedFill": "mask"}
-_CHOOSING = frozenset("Index IndexSelect Gather".split())
 _MODEL_FUNCTIONS = frozenset("CompiledFunction CheckpointFunction _DDPSink _BatchNorm".split())
 _RECURRENT = frozenset("CudnnRnn MiopenRnn MkldnnRnnLayer LstmMps".split())
 
@@ -65,8 +34,8 @@ class _Spread(NamedTuple):
 
 
 @dataclass
-class Broadcasts:
-    """What was broadcast below a reduction, and which dimensions the model's outputs have."""
+class _Broadcasts:
+    """Does a tensor without gradient set samples against each other, as (n, 1) with (n,) gives (n, n)?"""
 
     _held: list[Part] = field(default_factory=list)  # axes that an output has, of whatever it is
     _repeated: list[Part] = field(default_factory=list)  # axes along which an operand with gradient was repeated
@@ -80,7 +49,7 @@ class Broadcasts:
         ]
         narrow = [dim for dim, size in enumerate(sizes) if wide[dim] != size]
         self._repeated.extend((size, tag) for dim in narrow for size, tag in layout[dim] if size > 1)
-        hidden = name in MASKED_POINTWISE or rule_of(name) is fused_loss
+        hidden = name in MASKED_POINTWISE or rule_of(name) is rules.fused_loss
         if not hidden and all(below is not None for below, _ in edges(node)):
             return
         known = _dims_beside(node, name, sizes)
@@ -158,10 +127,11 @@ class Samples:
     one_by_one: bool = False  # samples came in a stack that is not followed to their rows
     _stacked: bool = False  # a stack was met
     _outermost: set[Tag] = field(default_factory=set)  # of outputs
+    _product: str = "Expand"  # what may have set samples against each other
     _crossed: bool = False  # one with several results of an unbind in one row
     _rows: dict[Node, Dim] = field(default_factory=dict)  # of unbinds whose results were stacked again
     _models: set[Node] = field(default_factory=set)  # see `_refuse_slopes`
-    broadcasts: Broadcasts = field(default_factory=Broadcasts)
+    _broadcasts: _Broadcasts = field(default_factory=_Broadcasts)
     _seen: dict[tuple[Node, int, Layout], None] = field(default_factory=dict)
 
     @property
@@ -185,21 +155,22 @@ class Samples:
             self.trail.passed(node)
             stack.extend(self._below(node, output, layout))
 
+    def note(self, node: Node, name: str, sizes: Shape, layout: Layout) -> None:
+        """Take note of what a pointwise operation has broadcast."""
+        self._broadcasts.note(node, name, sizes, layout)
+
     def _below(self, node: Node, output: int, layout: Layout) -> Inputs:
         """Return what to follow below a node, and how samples lie there; nothing where the model begins."""
         name, known = operation(node), self.trail.known
-        if is_shared_by_all(node):
+        if graph.is_shared_by_all(node):
             self.shared = True  # the same for all samples, wherever they are
             return []
-        if name in _CHOOSING and is_parameter(edges(node)[0][0], known.own):
+        if name in TAKES and graph.is_parameter(edges(node)[0][0], known.own):
             return self._chosen_rows(node, name, layout)
-        rule = None if is_custom(node) else rule_of(name)
-        if is_placement(node, output):  # from ranks that hold parts of one model: the samples are where they were
-            rule = pointwise
+        rule = None if graph.is_custom(node) else rule_of(name)
         if rule is None:
-            self._end(node, name, output, layout)
-            return []
-        if name in NORMS and known.micro_batch_norm and "BatchNorm" in name:
+            return self._end(node, name, output, layout)
+        if "BatchNorm" in name and known.micro_batch_norm:
             if not is_made_of(Origin.PARAMETERS, edges(node)[0], self.trail):  # or a weight is standardized
                 self._model(layout, (0,))
             return []
@@ -207,21 +178,25 @@ class Samples:
             return self._layer(node, name, layout, rule(node, output, layout))
         return self._operation(node, name, output, layout, rule)
 
-    def _end(self, node: Node, name: str, output: int, layout: Layout) -> None:
+    def _end(self, node: Node, name: str, output: int, layout: Layout) -> Inputs:
         """A leaf, or a function that may be the model's edge: its parameters, or compiled code, are below it."""
         own = self.trail.known.own
-        if is_leaf(node):
-            if not is_parameter(node, own):
+        if graph.is_leaf(node):
+            if not graph.is_parameter(node, own):
                 self._model(layout, (0,))
-            return
+            return []
         if name == "_Alone":
             raise refusals.alone()
-        if name not in _MODEL_FUNCTIONS and not any(is_parameter(below, own) for below, _ in edges(node)):
+        if name not in _MODEL_FUNCTIONS and not any(graph.is_parameter(below, own) for below, _ in edges(node)):
             raise refusals.unknown(name)
-        time_first = _is_time_first(node, name, output, len(layout))
+        # Steps or states of a recurrent layer come before the samples, (time, batch, ...). oneDNN's layer is told of
+        # batches that come first, and has them second all the same.
+        steps_first = bool(output) or name == "MkldnnRnnLayer" or not saved(node, "batch_first")
+        time_first = name in _RECURRENT and len(layout) == 3 and steps_first  # noqa: PLR2004
         self.placed = self.placed or time_first
         self._model(layout, (int(time_first),))
         self._refuse_slopes(node)
+        return []
 
     def _operation(self, node: Node, name: str, output: int, layout: Layout, rule: Rule) -> Inputs:
         """An operation on the way, which has no weights."""
@@ -232,14 +207,14 @@ class Samples:
             self._stacked, self._crossed = True, self._crossed or crossed
             for unbind in unbinds:
                 if not _same_rows(self._rows.setdefault(unbind, rows), rows):  # rows that met others on one way
-                    self._rows[unbind] = ((results(unbind), name),)
+                    self._rows[unbind] = ((graph.results(unbind), name),)
                     inputs = [*inputs, *(self._unbound(each, below) for each, _, below in self._seen if each is unbind)]
         elif node in self._rows:
             inputs = [self._unbound(node, layout)]
         if any(edge[0] is None for edge, _ in inputs) or name in MASKED_POINTWISE:
             self.gradless = self.gradless or not by_number(node, name)
-        if rule is pointwise or (rule is fused_loss and saved(node, "reduction") == NONE):
-            self.broadcasts.note(node, name, shape(node, output), layout)
+        if rule is rules.pointwise or (rule is rules.fused_loss and saved(node, "reduction") == rules.NONE):
+            self.note(node, name, shape(node, output), layout)
         return inputs
 
     def _unbound(self, node: Node, layout: Layout) -> tuple[Edge, Layout]:
@@ -277,13 +252,14 @@ class Samples:
                 if inputs[which][0][0] is None and not self._is_batched(node, name, place, layout):
                     self._factor_without_gradient(node, name, place, layout)
                     return []  # a frozen layer is the model's edge as a trained one is
+        self._product = name
         if inputs[data][0][0] is None:
             self.gradless = True  # samples, which a weight that was computed on the way is applied to
         return [(edge, below) for edge, below in inputs if edge[0] is not None]
 
     def _held(self, name: str, inputs: Inputs, data: int, weight: int) -> list[bool]:
         """Tell which inputs of a layer are the model's: parameters, or computed of such."""
-        held = [is_parameter(edge[0], self.trail.known.own) for edge, _ in inputs]
+        held = [graph.is_parameter(edge[0], self.trail.known.own) for edge, _ in inputs]
         if name in MATMULS and not held[data]:
             held[data] = is_made_of(Origin.WEIGHT, inputs[data][0], self.trail)
         if name not in NORMS and not held[data] and not held[weight]:
@@ -292,7 +268,7 @@ class Samples:
 
     def _chosen_rows(self, node: Node, name: str, layout: Layout) -> Inputs:
         """Rows of a parameter that an index has chosen: of the model's own, a parameter; else one for each sample."""
-        given = saved_indices(node) if name == "Index" else (saved_tensor(node, "index"),)
+        given = graph.saved_indices(node) if name == "Index" else (saved_tensor(node, "index"),)
         by = {place: each for place, each in enumerate(given) if each is not None}
         if by and all(map(self.trail.known.is_weight, by.values())):
             return []
@@ -348,7 +324,7 @@ class Samples:
         result = layout if result is None else result
         order = (*dims, *(dim for dim in range(len(result)) if dim not in dims)) if len(result) > max(dims) else ()
         parts = tuple(part for dim in order for part in result[dim])
-        self.broadcasts.hold(parts)
+        self._broadcasts.hold(parts)
         if found:
             self._align(found, parts)
 
@@ -367,7 +343,8 @@ class Samples:
         theirs = tuple(b for b in found if any(a.matches(b) for a in self.axes))
         # The same samples outermost; or, where time comes first in one of them, all that the other has.
         if not self.axes[0].matches(found[0]) and len(mine) < len(self.axes) and len(theirs) < len(found):
-            raise refusals.coupled(self._where_rows_meet((*found, *self.axes)), chosen=bool(self.chosen))
+            met = next((by for axis in (*found, *self.axes) for by, _ in axis.order), self._product)
+            raise refusals.coupled(met, chosen=bool(self.chosen))
         self.axes = mine
 
     def _refuse_slopes(self, node: Node | None) -> None:
@@ -379,7 +356,7 @@ class Samples:
             self._models.add(node)
             name, inputs = operation(node), edges(node)
             loss = name.removesuffix("Backward")
-            if loss != name and loss in NLL | POINTWISE_LOSSES and saved(node, "reduction") == MEAN:
+            if loss != name and loss in rules.NLL | rules.POINTWISE_LOSSES and saved(node, "reduction") == rules.MEAN:
                 raise refusals.slope(loss)
             after = inputs[MATMULS[name][0] :] if name in MATMULS else inputs
             node = next((below for below, _ in after if below is not None), None)
@@ -399,8 +376,8 @@ class Samples:
             self.trail.precedents[key] = next(iter(number))
         return number.get(self.trail.precedents.get(key, 0))
 
-    def spread(self) -> str:
-        """Name an operation that may have set samples against others, which have no gradient; "" where none has."""
+    def refuse_spread(self) -> None:
+        """Raise where an operation may have set samples against others, which have no gradient."""
         # Where samples lie outermost in another output, what was unbound are steps, as inside of an LSTM.
         if UNBOUND in self._outermost and not any(isinstance(tag, Axis) for tag in self._outermost):
             if self._crossed:
@@ -410,45 +387,27 @@ class Samples:
         for name, axes in self.batched:
             if not self.axes or not any(axis.matches(self.axes[0]) for axis in axes):
                 raise refusals.gradless_factor(name)
-        return self.broadcasts.across_samples(self.axes or (), self.parts, self.trail)
-
-    def _where_rows_meet(self, axes: tuple[Axis, ...]) -> str:
-        """Name the operation that put rows beside other rows; slow, for the error alone."""
-        for node, output, layout in self._seen:
-            rule = rule_of(operation(node))
-            walked = rule(node, output, layout) if rule else []
-            inputs = [below for (n, place), below in walked if n is not None and (n, place, below) in self._seen]
-            held = [
-                {(tag.reduction, tag.dim) for dim in below for _, tag in dim if isinstance(tag, Axis)}
-                for below in inputs
-            ]
-            if any(a - b and b - a for a in held for b in held):
-                return operation(node)
-        return next((str(axis.order[-1][0]) for axis in axes if axis.order), "Expand")
+        spread = self._broadcasts.across_samples(self.axes or (), self.parts, self.trail)
+        if spread:
+            raise refusals.expanded(spread)
 
 
 def _refusal(name: str, *, chosen: bool) -> LossError:
-    if name == BY_CONSTANT:
+    if name == rules.BY_CONSTANT:
         return refusals.gradless_factor("LinalgSolveTriangular")
-    return refusals.pooled(name) if name in POOLING else refusals.coupled(name, chosen=chosen)
+    pooled = name in PUTS or name == "ScatterReduce"
+    return refusals.pooled(name) if pooled else refusals.coupled(name, chosen=chosen)
 
 
 def _same_rows(one: Dim, other: Dim) -> bool:
     return one == other or all(matches(a, b) for _, a in one for _, b in other)
 
 
-def _is_time_first(node: Node, name: str, output: int, dims: int) -> bool:
-    """Tell recurrent layers, whose steps or states come before the samples: `(time, batch, ...)`."""
-    if name not in _RECURRENT or dims != 3:  # noqa: PLR2004
-        return False
-    # oneDNN's layer is told of batches that come first, and has them second all the same.
-    return bool(output) or name == "MkldnnRnnLayer" or not saved(node, "batch_first")
-
-
 def _dims_beside(node: Node, name: str, sizes: Shape) -> list[int] | None:
     """Return the dimensions that an operand without gradient has of its own; None where it is not known."""
     place = next((place for place, (below, _) in enumerate(edges(node)) if below is None), 0)
-    which = _HIDDEN.get(name) or ("target" if rule_of(name) is fused_loss else ("self", "other")[min(place, 1)])
+    fused = rule_of(name) is rules.fused_loss
+    which = _HIDDEN.get(name) or ("target" if fused else ("self", "other")[min(place, 1)])
     tensor = saved_tensor(node, which)
     if tensor is None:
         return None

@@ -1,42 +1,36 @@
-"""What choosing rows, and putting rows together, does to samples; and the table of all operations.
-
-An operation without a rule is one that bigbatch knows nothing about: the reader then refuses.
-"""
+"""What choosing rows, and putting rows together, does to samples."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.loss import refusals, rules
-from bigbatch.loss.graph import (
-    Edge,
-    Shape,
-    edges,
-    operation,
-    saved,
-    saved_dim,
-    saved_indices,
-    saved_tensor,
-    shape,
-    signed,
-)
-from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped
-from bigbatch.loss.rules import MATMULS, NORMS, PURE_POINTWISE, Inputs, Rule, along, of_one, size_of
+from bigbatch.loss import graph, refusals
+from bigbatch.loss.graph import Edge, Shape, edges, operation, saved, saved_dim, saved_tensor, shape, size_of
+from bigbatch.loss.layout import PICKED, SHARED, UNBOUND, Axis, Dim, Layout, Tag, Taken, mixed, reshaped, with_dim
+from bigbatch.loss.rules import MATMULS, PURE_POINTWISE, RULES, Inputs, Rule, along, known, of_one, pointwise
 
 Place: TypeAlias = tuple[int, ...]  # the dimensions of a tensor that a part of it has
 _OPERATIONS_ON_A_ROW = 64
 _LAYERS = 32  # operations from rows that an index has taken to where it puts them back
 PUTS = frozenset("IndexPut IndexAdd IndexCopy ScatterAdd".split())
+TAKES = frozenset("Index IndexSelect Gather".split())
 
 
-def with_dim(layout: Layout, dim: int, to: Dim) -> Layout:
-    """Return the layout with another dimension in the place of one."""
-    return (*layout[:dim], to, *layout[dim + 1 :])
+def rule_of(name: str) -> Rule | None:
+    """Return what is known of an operation; the backward of a pointwise operation is pointwise, too."""
+    found = RULES.get(name)
+    if found is None and name.endswith("Backward") and name.removesuffix("Backward") in PURE_POINTWISE:
+        return pointwise
+    return found
+
+
+# Slices, chunks, positions.
 
 
 def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True) -> Layout:
@@ -53,12 +47,12 @@ def _chunk(layout: Layout, dim: int, size: int, name: str, *, outer: bool = True
     return with_dim(layout, dim, (share, *part) if outer else (*part, share))
 
 
-@of_one
-def take_slice(node: Node, layout: Layout, sizes: Shape) -> Layout:
+@of_one("Slice")
+def _slice(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Even shares (`rewards[:n]`, `rewards[n:]`, `x[::2]`) stay apart; other cuts move rows past each other."""
     dim = saved_dim(node, "dim", len(sizes))
-    size, took = sizes[dim], shape(node, 0)[dim]
-    start, step = signed(saved(node, "start") or 0), saved(node, "step") or 1
+    size, took = sizes[dim], shape(node)[dim]
+    start, step = graph.signed(saved(node, "start") or 0), saved(node, "step") or 1
     start = max(start + size, 0) if start < 0 else start
     even = took and (start % took == 0 if step == 1 else start < step and took * step == size)
     if took == size or even:
@@ -66,117 +60,34 @@ def take_slice(node: Node, layout: Layout, sizes: Shape) -> Layout:
     return with_dim(layout, dim, ((size, operation(node)),))
 
 
-@of_one
-def split(node: Node, layout: Layout, sizes: Shape) -> Layout:
+@of_one("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes")
+def _split(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Equal chunks stay apart; unequal ones move rows past each other."""
     dim = saved_dim(node, "dim", len(sizes))
-    if len({shape(node, n)[dim] for n in range(results(node))}) == 1:
+    if len({shape(node, n)[dim] for n in range(graph.results(node))}) == 1:
         return _chunk(layout, dim, sizes[dim], operation(node))
     return with_dim(layout, dim, ((sizes[dim], operation(node)),))
 
 
-@of_one
-def select(node: Node, layout: Layout, sizes: Shape) -> Layout:
+@of_one("Select Unbind")
+def _select(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """One position along a dimension; of an unbind, all of them should go somewhere."""
     dim = saved_dim(node, "dim", len(sizes))
     tag = PICKED if operation(node) == "Select" else UNBOUND
     return (*layout[:dim], ((sizes[dim], tag),), *layout[dim:])
 
 
-def results(node: Node) -> int:
-    """Return how many results an operation has."""
-    metadata: object = getattr(node, "_input_metadata", ())
-    return len(metadata) if isinstance(metadata, list | tuple) else 1
+@of_one("Diagonal")
+def _diagonal(node: Node, layout: Layout, sizes: Shape) -> Layout:
+    """The diagonal pairs each row with the column of its number."""
+    dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
+    rest = iter(layout[:-1])
+    tag = _tag_of(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
+    return tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes))
 
 
-def key(by: torch.Tensor) -> object:
-    """Tell an index from others by its memory."""
-    by = by if by.dim() else by[None]
-    return by.data_ptr(), by.shape, by.stride()
-
-
-def reordered(dim: Dim, by: tuple[str, object], *, stay: bool = False) -> Dim:
-    """Return rows as they lie behind an index; taken by the one that they are put back by, they lie where they were.
-
-    `stay`: the index takes all of them in their order.
-    """
-
-    def back(axis: Axis) -> Axis:
-        taken = any(put in PUTS and to == by[1] for put, to in axis.order[-1:])
-        return replace(axis, order=axis.order[:-1]) if taken else axis if stay else axis.reordered(by)
-
-    return tuple((size, back(tag) if isinstance(tag, Axis) else tag) for size, tag in dim)
-
-
-def tag_of(dim: Dim, name: str) -> Tag:
-    """Return what the rows of a glued dimension are once they were put in another order: apart, or mixed by `name`."""
-    parts = [(size, tag) for size, tag in dim if size > 1] or list(dim)
-    if not parts:
-        return PICKED
-    apart = len(parts) == 1 or all(isinstance(tag, Axis) for _, tag in parts)
-    return parts[0][1] if apart else name
-
-
-@of_one
-def index(node: Node, layout: Layout, sizes: Shape) -> Layout:
-    """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
-    name, chosen = operation(node), [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
-    if not chosen or [d for d, _ in chosen] != list(range(chosen[0][0], chosen[0][0] + len(chosen))):
-        return mixed(sizes, name)
-    first, tensor = chosen[0]
-    covers = tensor.dim() if tensor.dtype == torch.bool else 1
-    if covers == 1 and tensor.dim() != 1:
-        return mixed(sizes, name)
-    several = covers > 1 or len(chosen) > 1  # dimensions that one number or truth value chooses from
-    rows = layout[first]
-    taken = math.prod(n for n, _ in rows)
-    covered = sizes[first] if len(chosen) > 1 or covers == 1 else taken
-    if taken > covered:  # some rows were taken twice
-        return mixed(sizes, name) if several else with_dim(layout, first, ((sizes[first], name),))
-    stay = taken == sizes[first] and takes_each_row_once(tensor)
-    head = reordered(((sizes[first], tag_of(rows, name)),), (name, key(tensor)), stay=stay)
-    picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
-    return (*layout[:first], head, *picked, *layout[first + 1 :])
-
-
-def takes_each_row_once(by: torch.Tensor) -> bool:
-    """Whether an index takes one value of each row, in their order: `x[arange(n), labels]`, `x[labels_one_hot == 1]`.
-
-    A mask has made its device wait already, in the forward; numbers on a device are not looked at.
-    """
-    if by.dtype == torch.bool:
-        return by.dim() > 1 and bool((by.flatten(1).sum(1) == 1).all())
-    return by.is_cpu and torch.equal(by, torch.arange(len(by), dtype=by.dtype))
-
-
-def rows_index(node: Node) -> torch.Tensor | None:
-    """Return the numbers of whole rows that an operation along one dimension takes or puts; None where it does not."""
-    by, edge = saved_tensor(node, "index"), edges(node)[-1]
-    if by is None or by.dim() < 2 or edge[0] is None:  # noqa: PLR2004
-        return by[None] if by is not None and not by.dim() else by
-    dim, rest = saved_dim(node, "dim", by.dim()), list(zip(by.shape, size_of(edge), by.stride(), strict=True))
-    del rest[dim]
-    expanded = all(n == m and (n == 1 or step == 0) for n, m, step in rest)
-    return by.movedim(dim, 0).as_strided(by.shape[dim : dim + 1], (by.stride(dim),)) if expanded else None
-
-
-def along_rows(node: Node, layout: Layout, sizes: tuple[int, ...]) -> Layout | None:
-    """Return the layout of rows that an index takes, or of those that it puts, `sizes` in all; None of other things."""
-    by, name, dim = rows_index(node), operation(node), saved_dim(node, "dim", len(sizes))
-    if by is None or (name not in PUTS and len(by) > sizes[dim]) or (name == "Gather" and len(sizes) == 1):
-        return None
-    return with_dim(layout, dim, reordered(((sizes[dim], tag_of(layout[dim], name)),), (name, key(by))))
-
-
-def index_select(node: Node, output: int, layout: Layout) -> Inputs:
-    """Rows chosen by numbers along one dimension, or single elements of them."""
-    edge = edges(node)[0]
-    rows = along_rows(node, layout, size_of(edge))
-    return along(node, output, layout) if rows is None else [(edge, rows)]
-
-
-@of_one
-def as_strided(node: Node, layout: Layout, sizes: Shape) -> Layout:
+@of_one("AsStrided")
+def _as_strided(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Windows over a signal, as `stft` takes them: outer dimensions that are left alone stay, the rest is mixed."""
     size, stride = saved(node, "size"), saved(node, "stride")
     kept = 0
@@ -190,45 +101,126 @@ def as_strided(node: Node, layout: Layout, sizes: Shape) -> Layout:
     return (*layout[:kept], *mixed(sizes[kept:], operation(node)))
 
 
-@of_one
-def masked_select(node: Node, layout: Layout, sizes: Shape) -> Layout:
+# Rows by a mask or by numbers, taken and put back.
+
+
+def _key(by: Tensor) -> object:
+    """Tell an index from others by its memory."""
+    by = by if by.dim() else by[None]
+    return by.data_ptr(), by.shape, by.stride()
+
+
+def _reordered(dim: Dim, by: tuple[str, object], *, stay: bool = False) -> Dim:
+    """Return rows as they lie behind an index; taken by the one that they are put back by, they lie where they were.
+
+    `stay`: the index takes all of them in their order.
+    """
+
+    def back(axis: Axis) -> Axis:
+        taken = any(put in PUTS and to == by[1] for put, to in axis.order[-1:])
+        return replace(axis, order=axis.order[:-1]) if taken else axis if stay else axis.reordered(by)
+
+    return tuple((size, back(tag) if isinstance(tag, Axis) else tag) for size, tag in dim)
+
+
+def _tag_of(dim: Dim, name: str) -> Tag:
+    """Return what the rows of a glued dimension are once they were put in another order: apart, or mixed by `name`."""
+    parts = [(size, tag) for size, tag in dim if size > 1] or list(dim)
+    if not parts:
+        return PICKED
+    apart = len(parts) == 1 or all(isinstance(tag, Axis) for _, tag in parts)
+    return parts[0][1] if apart else name
+
+
+def _takes_each_row_once(by: Tensor) -> bool:
+    """Whether an index takes one value of each row, in their order: `x[arange(n), labels]`, `x[labels_one_hot == 1]`.
+
+    A mask has made its device wait already, in the forward; numbers on a device are not looked at.
+    """
+    if by.dtype == torch.bool:
+        return by.dim() > 1 and bool((by.flatten(1).sum(1) == 1).all())
+    return by.is_cpu and torch.equal(by, torch.arange(len(by), dtype=by.dtype))
+
+
+@of_one("Index")
+def _index(node: Node, layout: Layout, sizes: Shape) -> Layout:
+    """Rows chosen by a mask or by numbers: still rows, but no longer beside the rows they lay beside."""
+    name, chosen = operation(node), [(d, i) for d, i in enumerate(graph.saved_indices(node)) if i is not None]
+    if not chosen or [d for d, _ in chosen] != list(range(chosen[0][0], chosen[0][0] + len(chosen))):
+        return mixed(sizes, name)
+    first, tensor = chosen[0]
+    covers = tensor.dim() if tensor.dtype == torch.bool else 1
+    if covers == 1 and tensor.dim() != 1:
+        return mixed(sizes, name)
+    several = covers > 1 or len(chosen) > 1  # dimensions that one number or truth value chooses from
+    rows = layout[first]
+    taken = math.prod(n for n, _ in rows)
+    if taken > (sizes[first] if len(chosen) > 1 or covers == 1 else taken):  # some rows were taken twice
+        return mixed(sizes, name) if several else with_dim(layout, first, ((sizes[first], name),))
+    stay = taken == sizes[first] and _takes_each_row_once(tensor)
+    head = _reordered(((sizes[first], _tag_of(rows, name)),), (name, _key(tensor)), stay=stay)
+    picked: Layout = tuple(((size, PICKED),) for size in sizes[first + 1 : first + covers + len(chosen) - 1])
+    return (*layout[:first], head, *picked, *layout[first + 1 :])
+
+
+@of_one("MaskedSelect")
+def _masked_select(node: Node, layout: Layout, sizes: Shape) -> Layout:
     """Elements chosen by a mask, outermost dimension first."""
     name, mask = operation(node), saved_tensor(node, "mask")
-    by = (name, key(mask) if mask is not None else None)
-    rows = reordered(((sizes[0], tag_of(layout[0], name)),), by)
-    return (rows, *(((size, PICKED),) for size in sizes[1:]))
+    by = (name, _key(mask) if mask is not None else None)
+    return (_reordered(((sizes[0], _tag_of(layout[0], name)),), by), *(((size, PICKED),) for size in sizes[1:]))
 
 
-@of_one
-def diagonal(node: Node, layout: Layout, sizes: Shape) -> Layout:
-    """The diagonal pairs each row with the column of its number."""
-    dims = saved_dim(node, "dim1", len(sizes)), saved_dim(node, "dim2", len(sizes))
-    rest = iter(layout[:-1])
-    tag = tag_of(layout[-1], operation(node)) if sizes[dims[0]] == sizes[dims[1]] else operation(node)
-    return tuple(((size, tag),) if d in dims else next(rest) for d, size in enumerate(sizes))
+def rows_index(node: Node) -> Tensor | None:
+    """Return the numbers of whole rows that an operation along one dimension takes or puts; None where it does not."""
+    by, edge = saved_tensor(node, "index"), edges(node)[-1]
+    if by is None or by.dim() < 2 or edge[0] is None:  # noqa: PLR2004
+        return by[None] if by is not None and not by.dim() else by
+    dim, rest = saved_dim(node, "dim", by.dim()), list(zip(by.shape, size_of(edge), by.stride(), strict=True))
+    del rest[dim]
+    expanded = all(n == m and (n == 1 or step == 0) for n, m, step in rest)
+    return by.movedim(dim, 0).as_strided(by.shape[dim : dim + 1], (by.stride(dim),)) if expanded else None
 
 
-def put_rows(node: Node, output: int, layout: Layout) -> Inputs:
+def _along_rows(node: Node, layout: Layout, sizes: Shape) -> Layout | None:
+    """Return the layout of rows that an index takes, or of those that it puts, `sizes` in all; None of other things."""
+    by, name, dim = rows_index(node), operation(node), saved_dim(node, "dim", len(sizes))
+    if by is None or (name not in PUTS and len(by) > sizes[dim]) or (name == "Gather" and len(sizes) == 1):
+        return None
+    return with_dim(layout, dim, _reordered(((sizes[dim], _tag_of(layout[dim], name)),), (name, _key(by))))
+
+
+@known("IndexSelect Gather")
+def _take_rows(node: Node, output: int, layout: Layout) -> Inputs:
+    """Rows chosen by numbers along one dimension, or single elements of them."""
+    edge = edges(node)[0]
+    rows = _along_rows(node, layout, size_of(edge))
+    return along(node, output, layout) if rows is None else [(edge, rows)]
+
+
+@known("IndexAdd IndexCopy ScatterAdd")
+def _put_rows(node: Node, output: int, layout: Layout) -> Inputs:
     """Rows added or copied to where an index says; those that it puts them into are such themselves, or mixed."""
     mixing: Inputs = along(node, output, layout)
     (base, mixed_base), (source, _) = mixing
-    rows = along_rows(node, layout, size_of(source)) if source[0] is not None else None
+    rows = _along_rows(node, layout, size_of(source)) if source[0] is not None else None
     if rows is None:
         return mixing
     return [(base, layout if base[0] is not None and operation(base[0]) in PUTS else mixed_base), (source, rows)]
 
 
-def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
+@known("IndexPut")
+def _index_put(node: Node, _output: int, layout: Layout) -> Inputs:
     """Values put in the places of others, which stay where they are; `index` by the same index takes them back."""
-    edge, value, name = edges(node)[0], edges(node)[1], operation(node)
-    chosen = [(d, i) for d, i in enumerate(saved_indices(node)) if i is not None]
+    (edge, value, *_), name, whole = edges(node), operation(node), shape(node)
+    chosen = [(d, i) for d, i in enumerate(graph.saved_indices(node)) if i is not None]
     filled = edge[0] is not None and operation(edge[0]) in PUTS  # one of several that fill a tensor
-    by_number = [
+    by_number = {
         d
         for d, i in chosen[:1]
-        if i.dtype != torch.bool and (len(chosen) == 1 or (i.is_cpu and not takes_each_row_once(i)))
-    ]
-    kept = tuple(((shape(node)[d], name),) if d in by_number and not filled else dim for d, dim in enumerate(layout))
+        if i.dtype != torch.bool and (len(chosen) == 1 or (i.is_cpu and not _takes_each_row_once(i)))
+    }
+    kept = tuple(((whole[d], name),) if d in by_number and not filled else dim for d, dim in enumerate(layout))
     result: Inputs = [(edge, kept)] if edge[0] is not None else []
     if value[0] is None:
         return result
@@ -236,24 +228,42 @@ def index_put(node: Node, _output: int, layout: Layout) -> Inputs:
     if not chosen or saved(node, "accumulate"):
         return [*result, (value, mixed(sizes, name))]
     first, tensor = chosen[0]
-    covers = tensor.dim() if tensor.dtype == torch.bool else len(chosen)
+    is_mask = tensor.dtype == torch.bool
+    covers = tensor.dim() if is_mask else len(chosen)
     flat = not first and 0 < len(sizes) == len(layout) - covers  # of one row torch leaves its own dimension out
     size = 1 if flat else sizes[first] if first < len(sizes) else 0
-    number = tensor.sum if tensor.dtype == torch.bool else tensor.numel
     if (
-        (tensor.dtype != torch.bool and tensor.dim() != 1)
+        (not is_mask and tensor.dim() != 1)
         or (not flat and covers + len(sizes) - 1 != len(layout))
-        or (size == 1 != shape(node)[first] and int(number()) != 1)
+        or (size == 1 != whole[first] and int(tensor.sum() if is_mask else tensor.numel()) != 1)
         or chosen[-1][0] != first + len(chosen) - 1
     ):
         return [*result, (value, mixed(sizes, name))]
-    stay = size == shape(node)[first] and (covers > 1 or len(chosen) > 1) and takes_each_row_once(tensor)
-    rows = reordered(((size, tag_of(layout[first], name)),), (name, key(tensor)), stay=stay)
+    stay = size == whole[first] and (covers > 1 or len(chosen) > 1) and _takes_each_row_once(tensor)
+    rows = _reordered(((size, _tag_of(layout[first], name)),), (name, _key(tensor)), stay=stay)
     if flat:
         return [*result, (value, ((*rows, *layout[covers]), *layout[covers + 1 :]))]
     return [*result, (value, (*layout[:first], rows, *layout[first + covers :]))]
 
 
+def put_back(layout: Layout, node: Node | None) -> Layout:
+    """Rows that an index puts back where it has taken them, a layer in between: `out[index] = expert(x[index])`."""
+    puts = {tag.order[-1][1] for dim in layout for _, tag in dim if isinstance(tag, Axis) and tag.order[-1:]}
+    for _ in range(_LAYERS if puts else 0):
+        if node is None:
+            break
+        taken = graph.saved_indices(node) if operation(node) == "Index" else (saved_tensor(node, "index"),)
+        by = next((by for each in taken if each is not None and (by := _key(each)) in puts), None)
+        if by is not None:
+            return tuple(_reordered(dim, (operation(node), by)) for dim in layout)
+        node = edges(node)[MATMULS.get(operation(node), (0,))[0]][0] if edges(node) else None
+    return layout
+
+
+# Parts written over, rows one behind the other.
+
+
+@known("CopySlices")
 def copy_slices(
     node: Node, _output: int, layout: Layout, place: Callable[[list[Place]], Place | None] | None = None
 ) -> Inputs:
@@ -279,7 +289,8 @@ def copy_slices(
     return result
 
 
-def cat(node: Node, _output: int, layout: Layout) -> Inputs:
+@known("Cat")
+def _cat(node: Node, _output: int, layout: Layout) -> Inputs:
     """Concatenation: along its dimension each input holds some of the rows."""
     dim = saved_dim(node, "dim", len(layout))
     inputs = [edge for edge in edges(node) if edge[0] is not None and len(size_of(edge)) == len(layout)]
@@ -294,10 +305,9 @@ def _own_rows(dim: Dim, taken: list[int], inputs: int) -> Dim | None:
 
     That is where a cut lies between the inputs. One through rows that are not all apart would pair rows of one input.
     """
-    total = math.prod(size for size, _ in dim)
     parts = tuple((size, tag) for size, tag in dim if size > 1)
     size = taken[0] if taken else 0
-    if set(taken) != {size} or size * inputs != total or len(taken) < inputs - 1:
+    if set(taken) != {size} or size * inputs != math.prod(n for n, _ in dim) or len(taken) < inputs - 1:
         return None
     if size == 1:  # a batch of one: what is left of it behind the inputs
         return dim[-1:] if len(dim) > 1 and dim[:-1] == parts else None
@@ -310,14 +320,15 @@ def _own_rows(dim: Dim, taken: list[int], inputs: int) -> Dim | None:
 
 def _some_rows(dim: Dim, taken: list[int], size: int) -> Dim:
     """Give what an input's rows are where they lie among the others': no longer beside any but their like."""
-    tag = tag_of(dim, "Cat")
+    tag = _tag_of(dim, "Cat")
     if isinstance(tag, Axis):
         several = sum(part > 1 for part, _ in dim) > 1
         tag = replace(tag.reordered(("Cat", tuple(taken))) if several else tag, lone=size == 1 and len(taken) > 1)
     return ((size, tag),)
 
 
-def stack(node: Node, _output: int, layout: Layout) -> Inputs:
+@known("Stack")
+def _stack(node: Node, _output: int, layout: Layout) -> Inputs:
     """Stacking: the new dimension goes."""
     dim = saved_dim(node, "dim", len(layout))
     return [(edge, layout[:dim] + layout[dim + 1 :]) for edge in edges(node) if edge[0] is not None]
@@ -330,7 +341,7 @@ def rows_put_back(stack: Node) -> tuple[set[Node], bool]:
     in_order = {
         unbind
         for unbind, places in every.items()
-        if results(unbind) == len(places) and all(found == {place} for place, found in enumerate(places))
+        if graph.results(unbind) == len(places) and all(found == {place} for place, found in enumerate(places))
     }
     return in_order, any(len(found) > 1 for places in every.values() for found in places)
 
@@ -346,69 +357,4 @@ def _unbinds(edge: Edge) -> dict[Node, set[int]]:
             found.setdefault(node, set()).add(place)
         else:
             stack.extend(edges(node))
-    return found
-
-
-def put_back(layout: Layout, node: Node | None) -> Layout:
-    """Rows that an index puts back where it has taken them, a layer in between: `out[index] = expert(x[index])`."""
-    puts = {tag.order[-1][1] for dim in layout for _, tag in dim if isinstance(tag, Axis) and tag.order[-1:]}
-    for _ in range(_LAYERS if puts else 0):
-        if node is None:
-            break
-        taken = saved_indices(node) if operation(node) == "Index" else (saved_tensor(node, "index"),)
-        by = next((by for each in taken if each is not None and (by := key(each)) in puts), None)
-        if by is not None:
-            return tuple(reordered(dim, (operation(node), by)) for dim in layout)
-        node = edges(node)[MATMULS.get(operation(node), (0,))[0]][0] if edges(node) else None
-    return layout
-
-
-_BY_RULE: dict[Rule, Iterable[str]] = {
-    rules.pointwise: PURE_POINTWISE | rules.MASKED_POINTWISE,
-    rules.fused_loss: rules.POINTWISE_LOSSES,
-    rules.per_sample: rules.ROW_LOSSES,
-    rules.nll: rules.NLL,
-    rules.reduction: rules.REDUCTIONS | rules.FOURIER,
-    rules.along: rules.ALONG,
-    rules.view: rules.VIEWS,
-    rules.spatial: rules.SPATIAL,
-    rules.matrices: rules.MATRICES,
-    rules.attention: rules.ATTENTION,
-    rules.matmul: MATMULS,
-    rules.everything: {"Pdist", "Dot", "Vdot"},
-    rules.unsqueeze: {"Unsqueeze"},
-    rules.squeeze: {"Squeeze"},
-    rules.transpose: {"T", "Transpose"},
-    rules.permute: {"Permute"},
-    rules.diag_embed: {"DiagEmbed"},
-    rules.convolution: {"Convolution"},
-    rules.flip: {"Flip", "Roll"},
-    rules.pad: {"ConstantPadNd"},
-    rules.unfold: {"Unfold"},
-    rules.renorm: {"Renorm"},
-    rules.view_as_real: {"ViewAsReal"},
-    rules.view_as_complex: {"ViewAsComplex"},
-    rules.ctc: {"CtcLoss", "CudnnCtcLoss"},
-    take_slice: {"Slice"},
-    split: {"Split", "SplitWithSizes", "UnsafeSplit", "UnsafeSplitWithSizes"},
-    select: {"Select", "Unbind"},
-    index: {"Index"},
-    index_select: {"IndexSelect", "Gather"},
-    masked_select: {"MaskedSelect"},
-    cat: {"Cat"},
-    stack: {"Stack"},
-    diagonal: {"Diagonal"},
-    as_strided: {"AsStrided"},
-    index_put: {"IndexPut"},
-    put_rows: {"IndexAdd", "IndexCopy", "ScatterAdd"},
-    copy_slices: {"CopySlices"},
-}
-RULES: dict[str, Rule] = {name: rule for rule, names in _BY_RULE.items() for name in names} | NORMS
-
-
-def rule_of(name: str) -> Rule | None:
-    """Return what is known of an operation; the backward of a pointwise operation is pointwise, too."""
-    found = RULES.get(name)
-    if found is None and name.endswith("Backward") and name.removesuffix("Backward") in PURE_POINTWISE:
-        return rules.pointwise
     return found

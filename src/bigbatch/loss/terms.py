@@ -12,23 +12,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.loss import refusals
+from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import Term
 from bigbatch.loss.divisors import number_of, numbers, read_factors
-from bigbatch.loss.graph import (
-    Edge,
-    edges,
-    is_custom,
-    is_leaf,
-    is_placement,
-    is_shared_by_all,
-    operation,
-    saved,
-    saved_number,
-)
+from bigbatch.loss.graph import Edge, edges, operation, saved
 from bigbatch.loss.origin import Origin, Trail, is_made_of
-from bigbatch.loss.reductions import FUSED, LINEAR, Sum, label_smoothing, read_fused, read_reduction
-from bigbatch.loss.selections import results
+from bigbatch.loss.reductions import FUSED, LINEAR, Reduced, label_smoothing, once, read_fused, read_reduction
 
 _ROOT = 0.5
 _ZERO = "zero"  # what a term is called that a factor of zero leaves out
@@ -48,33 +37,30 @@ def read(loss: Tensor, trail: Trail) -> list[Term]:
     What is multiplied by zero, as in `loss + 0 * unused.sum()`, is no term; `0 * loss` has none.
     """
     root = loss.grad_fn
-    if root is None:  # a bare parameter
-        return [Term(None, "once", 1.0, "a parameter")]
+    if root is None:
+        return [once("a parameter")]
     terms: list[Term] = []
     stack = [_Place((root, loss.output_nr), None, ())]
     while stack:
-        below = _step(stack.pop(), trail)
+        place = stack.pop()
+        below = _step(place, trail)
         if isinstance(below, Term):
+            below.node = place.pinned or below.node
             terms.append(below)
         else:
             stack.extend(reversed(below))
     if any(term.name == _ZERO for term in terms):  # the others keep their places: what is zero here may not be there
-        for place, term in enumerate(terms, 1):
-            term.name = _ZERO if term.name == _ZERO else f"{term.name} ({place} of {len(terms)})"
+        for number, term in enumerate(terms, 1):
+            term.name = _ZERO if term.name == _ZERO else f"{term.name} ({number} of {len(terms)})"
         terms = [term for term in terms if term.name != _ZERO]
     for unbind in trail.unbound:
-        used = {place for other in trail.nodes for below, place in edges(other) if below is unbind}
-        if len(used) < results(unbind):
+        used = {number for other in trail.nodes for below, number in edges(other) if below is unbind}
+        if len(used) < graph.results(unbind):
             raise refusals.coupled("Unbind")
-    if len(terms) > 1:
-        for term in terms:
-            term.shared = _serves_twice(term.node, trail)
+    for term in terms if len(terms) > 1 else ():
+        users = sum(below is term.node for other in trail.nodes for below, _ in edges(other))
+        term.shared = term.node is not None and users > 1
     return terms
-
-
-def _serves_twice(node: Node | None, trail: Trail) -> bool:
-    users = sum(below is node for other in trail.nodes for below, _ in edges(other))
-    return node is not None and users > 1
 
 
 def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
@@ -86,13 +72,13 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
     trail.passed(node)
     name = operation(node)
     if _is_zero(node, trail):
-        return Term(place.pinned or node, "once", 1.0, _ZERO)
-    if is_shared_by_all(node):
-        return Term(place.pinned or node, "once", 1.0, name)
-    if is_custom(node):
+        return once(_ZERO, node)
+    if graph.is_shared_by_all(node):
+        return once(name, node)
+    if graph.is_custom(node):
         return _custom(place, node, output, name)
-    if is_leaf(node):
-        return Term(place.pinned or node, "once", 1.0, "a parameter")
+    if graph.is_leaf(node):
+        return once("a parameter", node)
     if name in {"Add", "Sub", "Rsub"}:
         return _sum(place, node, trail)
     if name in {"Mul", "Div"}:
@@ -105,10 +91,10 @@ def _step(  # noqa: C901, PLR0911 - one way out per kind of operation
     if found is not None:
         return _term(place, node, found, trail)
     if is_made_of(Origin.PARAMETERS, place.edge, trail) or is_made_of(Origin.SHARED, place.edge, trail):
-        return Term(place.pinned or node, "once", 1.0, name)
+        return once(name, node)
     if is_made_of(Origin.BESIDE, place.edge, trail):
         raise refusals.data_or_constant(name)
-    raise refusals.nonlinear(name, root=name == "Sqrt" or saved_number(node, "exponent") == _ROOT)
+    raise refusals.nonlinear(name, root=name == "Sqrt" or graph.saved_number(node, "exponent") == _ROOT)
 
 
 def _is_zero(node: Node, trail: Trail) -> bool:
@@ -122,13 +108,11 @@ def _is_zero(node: Node, trail: Trail) -> bool:
 def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_Place]:
     carried: Any = node
     if name == "_Counted":
-        return Term(place.pinned or node, carried.kind, carried.count, "counted", carried.value, source=node)
+        return Term(node, carried.kind, carried.count, "counted", carried.value, source=node)
     if name == "_Alone":
         raise refusals.alone()
     if name == "_DDPSink":  # DDP's find_unused_parameters wraps a model's outputs in an identity
         return [place._replace(edge=edges(node)[output])]
-    if is_placement(node, output):
-        return [place._replace(edge=edges(node)[0])]
     raise refusals.custom(name)
 
 
@@ -146,44 +130,42 @@ def _sum(place: _Place, node: Node, trail: Trail) -> Term | list[_Place]:
 
 def _product(place: _Place, node: Node, name: str, trail: Trail) -> Term | list[_Place]:
     """A scalar times a constant, or times a learned factor as in `exp(-s) * loss`."""
-    inputs = edges(node)
+    inputs, factors = edges(node), (*place.factors, node)
     if len(inputs) == 1 or inputs[1][0] is None:
-        return [place._replace(edge=inputs[0], factors=(*place.factors, node))]
+        return [place._replace(edge=inputs[0], factors=factors)]
     if inputs[0][0] is None and name == "Mul":
-        return [place._replace(edge=inputs[1], factors=(*place.factors, node))]
-    shared = [is_made_of(Origin.SHARED, edge, trail) for edge in inputs]
+        return [place._replace(edge=inputs[1], factors=factors)]
     learned = [
-        is_shared or inputs[0][0] is None or is_made_of(Origin.PARAMETERS, edge, trail)
-        for edge, is_shared in zip(inputs, shared, strict=True)
+        is_made_of(Origin.SHARED, edge, trail) or inputs[0][0] is None or is_made_of(Origin.PARAMETERS, edge, trail)
+        for edge in inputs
     ]
     if all(learned):
-        return Term(place.pinned or node, "once", 1.0, name)
+        return once(name, node)
     if learned[1] or (learned[0] and name == "Mul"):
-        factors = (*place.factors, node)
-        return [place._replace(edge=inputs[0 if learned[1] else 1], pinned=place.pinned or node, factors=factors)]
+        return [_Place(inputs[0 if learned[1] else 1], place.pinned or node, factors)]
     if is_made_of(Origin.SHARED, place.edge, trail):
-        return Term(place.pinned or node, "once", 1.0, name)
+        return once(name, node)
     raise refusals.nonlinear(name)
 
 
-def _term(place: _Place, node: Node, found: Sum, trail: Trail) -> Term:
-    """Make a term of a reduction."""
-    at, name = place.pinned or node, found.name
-    if found.kind == "once":
-        return Term(at, "once", 1.0, name)
-    if found.kind == "sum":  # over data: what divides it by its samples makes it a mean, all else is a constant
+def _term(place: _Place, node: Node, found: Reduced, trail: Trail) -> Term:
+    """Put the term of a reduction in its place."""
+    term = found.term
+    term.node = node
+    if term.kind == "sum":  # over data: what divides it by its samples makes it a mean, all else is a constant
         by = read_factors((*place.factors, *found.inside), found.sizes, trail)
+        term.factors = by.factors
         if by.count is not None:
-            divided, doubtful = by.source is None, found.doubtful
-            return Term(at, "mean", by.count, name, None, divided, by.factors, doubtful, by.source, divisor=by.divisor)
-        if found.doubtful:
-            raise refusals.data_or_constant(name)
-        return Term(at, "sum", 1.0, name, factors=by.factors)
-    means = (saved(factor, "self_sym_sizes") for factor in place.factors if operation(factor) == "Mean")
-    if any(math.prod(sizes) == 1 for sizes in means):
-        # A stack of one: of one sample, whose own mean this is; of one head, whose mean is over the samples.
-        count = found.about or found.count
-        if not isinstance(count, Tensor) and not trail.is_as_before("one", count):
-            raise refusals.lone_rows()
-    read, about, chosen = numbers(place.factors), found.about, found.chosen
-    return Term(at, "mean", found.count, name, None, False, read, found.doubtful, found.source, about, chosen=chosen)  # noqa: FBT003
+            term.kind, term.count, term.source, term.divisor = "mean", by.count, by.source, by.divisor
+            term.divided = by.source is None
+        elif term.doubtful:
+            raise refusals.data_or_constant(term.name)
+    elif term.kind == "mean":
+        term.factors = numbers(place.factors)
+        means = (saved(factor, "self_sym_sizes") for factor in place.factors if operation(factor) == "Mean")
+        if any(math.prod(sizes) == 1 for sizes in means):
+            # A stack of one: of one sample, whose own mean this is; of one head, whose mean is over the samples.
+            count = term.about or term.count
+            if not isinstance(count, Tensor) and not trail.is_as_before("one", count):
+                raise refusals.lone_rows()
+    return term
