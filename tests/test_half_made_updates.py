@@ -18,8 +18,8 @@ from bigbatch.distributed.statement import Statement
 from bigbatch.errors import BatchNormError, StateError, WindowBroken
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import Buffers, untouched
+from bigbatch.window.gradients import Gradients
 from bigbatch.window.stepper import Stepper
-from bigbatch.window.tally import Ledger
 from bigbatch.window.window import Window
 from tests.bombs import Bomb, Restless, restless_loss, seed
 from tests.support.ranks import run_on_ranks
@@ -71,12 +71,10 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "memory": lambda: torch.OutOfMemoryError("out of memory"),
     "runtime": lambda: RuntimeError("device-side assert triggered"),
 }
-COUNTING: dict[str, tuple[type, tuple[str, ...], Callable[[Once, Callable[..., Any]], Callable[..., Any]]]] = {
-    "before the count": (Ledger, ("enter", "enter_alike"), before),
-    "after the count": (Ledger, ("enter", "enter_alike"), after),
-    "after all of it": (Window, ("add",), after),
-    "before the step": (Window, ("close",), before),
-    "in the step": (Statement, ("big_loss",), before),
+COUNTING: dict[str, tuple[type, str, Callable[[Once, Callable[..., Any]], Callable[..., Any]]]] = {
+    "before the count": (Gradients, "remember", after),
+    "before the step": (Window, "close", before),
+    "in the step": (Statement, "big_loss", before),
 }
 
 
@@ -87,15 +85,13 @@ def test_a_failure_after_a_backward_breaks_the_window(
     where: str, error: str, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loop that tries the micro-batch again must not count it twice."""
-    owner, names, around = COUNTING[where]
+    owner, name, around = COUNTING[where]
     place = 2 if "step" in where else place
     training = Training(steps=3, case=PLAIN)
     for batch in BATCHES[:place]:
         training.backward(batch)
     fault = ERRORS[error]()
-    once = Once(fault)
-    for name in names:
-        monkeypatch.setattr(owner, name, around(once, getattr(owner, name)))
+    monkeypatch.setattr(owner, name, around(Once(fault), getattr(owner, name)))
     with pytest.raises(type(fault)):
         training.backward(BATCHES[place])
     calls: list[Callable[[], object]] = [lambda: training.backward(BATCHES[place]), training.accumulator.flush]

@@ -118,6 +118,7 @@ class Accumulator:
         self._team.prepare(last=self._steps == 1)
         self._questions, self._forgotten = Questions(), Forgotten(self)
         self._window: Window | None = None
+        self._before: Window | None = None  # the latest one that was closed
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
         self._loop: Loop = NoLoop()
         self._sources: list[Source[Any]] = []  # what was read ahead of iterators that loops were left with
@@ -172,15 +173,21 @@ class Accumulator:
         """
         loop, window, admission, added = self._loop, self._window, self._admission, None
         try:
-            terms = self._admitted(loop, loss, count)
+            number = None if count is not None else self._count_alike(loop, window or self._before, loss)
+            terms = [] if number else self._admitted(loop, loss, count)
             loop.spent, added = loop.of_over, False
             if window is None:
                 window = self._opened()
-            if loop.repeated:
+                if number and self._before is not None:
+                    window.begin_alike(self._before, number)
+            if number:
+                window.add_alike(loss, number)
+            elif loop.repeated:
                 with admission.sparing_others():
                     window.pass_by(loss, only_own=admission.only_own)
             elif admission.only_own:
                 window.add(loss, terms)
+                window.reading = admission.reader.plain if count is None and window.alike else None
             else:
                 with admission.sparing_others():
                     window.add(loss, terms, only_own=False)
@@ -222,6 +229,32 @@ class Accumulator:
         """
         return None if self._window is None else self._close(self._window, stepping=False)
 
+    def _count_alike(self, loop: Loop, window: Window | None, loss: Tensor) -> float | None:
+        """Return the count of a loss that was read as a window's latest, a plain mean; None: it is to be checked."""
+        admission = self._admission
+        if (
+            window is None
+            or window.reading is None
+            or window.reading is not admission.reader.plain
+            or loop.spent
+            or type(loss) is not Tensor
+            or window.alike is not loss.dtype
+            or not loss.is_cpu
+            or asked_anywhere[0] != self._questions.anywhere
+            or admission.may_wake
+            or admission.others
+            or not admission.only_own
+        ):
+            return None
+        if self._window is None:
+            self._look_around()
+            if self._counts is not None or self._stepper.witness is not None:
+                return None
+        if admission.batch_norms:
+            return None
+        count = admission.reader.count_again(loss)
+        return count if isinstance(count, float) else None
+
     def _admitted(self, loop: Loop, loss: Tensor, count: GivenCount | None) -> list[Term]:
         """Return the terms of a loss that may be added, or refuse it."""
         admission = self._admission
@@ -232,8 +265,7 @@ class Accumulator:
             self._questions.check(loss, loop.asked if loop.of_over else None)
             loop.refuse_second()
         if self._window is None:
-            admission.open()
-            admission.warn_of_hooks(several=self._steps > 1 or not self._team.is_alone)
+            self._look_around()
         if admission.batch_norms:  # asked here, and so below: a call for nothing is felt by a small model
             admission.look()
         terms = self._read(loss, count)
@@ -243,6 +275,11 @@ class Accumulator:
         if admission.others:
             admission.refuse_changed(loss)
         return terms
+
+    def _look_around(self) -> None:
+        """Before a window: look up BatchNorm layers, and hooks on gradients."""
+        self._admission.open()
+        self._admission.warn_of_hooks(several=self._steps > 1 or not self._team.is_alone)
 
     def _read(self, loss: Tensor, count: GivenCount | None) -> list[Term]:
         admission, hints = self._admission, self._admission.hints
@@ -298,7 +335,7 @@ class Accumulator:
         try:
             with self._team.telling_of_failure(window.gradients.device):
                 update = window.close(checked=checked, goes_on=loop.promised, stepping=stepping)
-            loop.last = False
+            loop.last, self._before = False, window
             self._forget()
         except BaseException as error:
             self._forgotten.known()  # the error says enough

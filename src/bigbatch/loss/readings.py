@@ -82,6 +82,8 @@ class Reader:
         self._precedents: Precedents = {}
         self._settings: dict[type, Inspection | None] = {}  # of a type of nodes
         self.fresh = False  # whether the latest loss looked unlike those before
+        self.plain: object = None  # the latest reading, where it was one mean that `count_again` can count
+        self._again_by: tuple[_Kind, object, int | None, Any] | None = None
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""
@@ -93,18 +95,38 @@ class Reader:
     def forget(self) -> None:
         """Read anew whatever comes."""
         self._kinds.clear()
+        self.plain = None
+
+    def count_again(self, loss: Tensor) -> Any:
+        """Return the count of a loss that looks as the latest one did, a plain mean; None where it may be another.
+
+        It makes no terms: small models feel that.
+        """
+        again, root = self._again_by, loss.grad_fn
+        if again is None or self.plain is None or root is None or is_watched():
+            return None
+        kind, key, source, count = again
+        nodes = kind.walk(root, loss.output_nr)
+        if nodes is None or kind.key(nodes) != key:
+            return None
+        return count if source is None else targets(nodes[source])
 
     def _read(self, loss: Tensor) -> list[Term]:
         root, output = loss.grad_fn, loss.output_nr
         if root is not None:
             for kind in self._kinds:
                 nodes = kind.walk(root, output)
-                reading = kind.readings.get(kind.key(nodes)) if nodes else None
+                key = kind.key(nodes) if nodes else ()
+                reading = kind.readings.get(key)
                 terms = self._again(reading, nodes) if reading is not None and nodes else None
-                if terms is not None:
+                if terms is not None and reading is not None and nodes:
                     self.fresh = False
+                    source = reading.terms[0][1] if len(terms) == 1 and terms[0].kind == "mean" else -1
+                    is_told = source is None or (source >= 0 and operation(nodes[source]) in NLL)
+                    self.plain = reading if is_told and not reading.weights else None
+                    self._again_by = kind, key, source, terms[0].count if is_told else None
                     return terms
-        self.fresh = True
+        self.fresh, self.plain = True, None
         trail = Trail(self._surroundings, self._precedents)
         terms = read(loss, trail)
         if root is not None:
@@ -140,7 +162,13 @@ class Reader:
             if inputs:
                 steps.append((numbers[node], tuple(inputs)))
         divisions = {term.source for term in terms}
-        looks = [(numbers[node], look) for node in trail.nodes for look in self._looks(node, node in divisions)]
+        views = [edges(node)[0][0] for node in trail.nodes if _tells_size(node)]
+        looks = [
+            (numbers[node], look)
+            for node in trail.nodes
+            for look in self._looks(node, node in divisions)
+            if look is not _size or node not in views
+        ]
         mine = output, type(root), steps, looks
         kind = next((each for each in self._kinds if (each.output, each.root, each.steps, each.looks) == mine), None)
         if kind is None:
@@ -195,6 +223,11 @@ def _is_told_by_type(node: Node) -> bool:
     if graph.is_custom(node):
         return operation(node) in _OURS or graph.is_shared_by_all(node)
     return graph.is_stand_in(type(node)) or type(node).__name__ == node.name().rpartition("::")[2]
+
+
+def _tells_size(node: Node) -> bool:
+    """Tell whether the settings of a node have the size of its one input."""
+    return len(edges(node)) == 1 and hasattr(node, "_saved_self_sym_sizes")
 
 
 def _is_by_tensor(node: Node) -> bool:

@@ -217,28 +217,16 @@ class Ledger:
         if len(self.pending) >= _PENDING:
             self.fold()
 
-    def weigh_alike(self, terms: list[Term]) -> float:
-        """Return the weight of a loss that is a plain mean, as those before it; 0 where it may be something else."""
-        term = terms[0] if len(terms) == 1 else None
-        if (
-            term is None
-            or self.kind != "mean"
-            or term.kind != "mean"
-            or not (self.whole or term.chosen)
-            or self.factors != [term.factors]
-            or self.names != (term.name,)
-            or self.zeros
-            or not isinstance(self.provisional, float)
-            or not isinstance(term.count, float)
-        ):
-            return 0.0
-        return term.count / self.provisional
+    def begin_alike(self, before: "Ledger", count: float) -> None:
+        """Begin with a mean over a `count` that was read as those of the ledger `before`, which is plain."""
+        self.kind, self.names, self.factors, self.whole = before.kind, before.names, before.factors, before.whole
+        self.reference, self.provisional = [count], count * self.steps
 
-    def enter_alike(self, value: float, count: Count) -> None:
-        """Enter a loss that was weighed so."""
-        self.micro_batches += 1
-        self.total += count
-        self.loss += value * count
+    @property
+    def is_plain(self) -> bool:
+        """Whether all losses so far were one mean with a count on the host: the next one may skip what they passed."""
+        is_one = self.kind == "mean" and len(self.names) == len(self.reference) == 1 and not self.zeros
+        return is_one and isinstance(self.provisional, float) and isinstance(self.total, float)
 
     def _enter_known(self, data: list[Term]) -> None:
         self.kind, self.over = "known", names_of(data)

@@ -57,7 +57,8 @@ class Window:
     passed_by: int = 0  # passes that added nothing, for company
     recording: bool = False  # whether what is launched is captured, and nothing computed yet
     _loss_dtype: torch.dtype = torch.float32
-    _alike: torch.dtype | None = None  # of the losses, where all were plain means with counts on the host
+    alike: torch.dtype | None = None  # of the losses, where all were plain means with counts on the host
+    reading: object = None  # of the latest one, where there is another to be recognized by it
     _first_count: Tensor | None = None  # on its way to the host
     _reached: bool = False  # whether any gradient has come yet
     _awaited: bool = False  # whether a loss was weighed whose backward did not come yet
@@ -81,6 +82,12 @@ class Window:
         self._witness = stepper.open(self)
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.state = OPEN
+
+    def begin_alike(self, before: "Window", count: float) -> None:
+        """Begin with a loss that was read as those of the window `before`, which were plain means."""
+        self.ledger.begin_alike(before.ledger, count)
+        self.alike, self.reading = before.alike, before.reading
+        self._loss_dtype = torch.float64 if before.alike == torch.float64 else torch.float32
 
     @property
     def micro_batches(self) -> int:
@@ -121,10 +128,6 @@ class Window:
         So it does at its end: the caller, who knows that all is done, opens it again.
         """
         ledger, team, dtype = self.ledger, self._team, loss.dtype
-        weight = ledger.weigh_alike(terms) if dtype is self._alike and only_own else 0.0
-        if weight and loss.is_cpu:
-            self._add_alike(loss, weight, terms[0].count)
-            return
         if not self.untouched:  # gradients were looked at when the window was opened
             self.check()
         if not team.is_alone:
@@ -142,20 +145,27 @@ class Window:
                 self._show(terms, weights)
         self._enter(terms, weights, loss, factors)
         is_plain = only_own and self._shown and team.is_alone and self._stepper.scaler is None
-        self._alike = dtype if is_plain and dtype not in LOW_PRECISION and self.residual == 1.0 else None
+        if is_plain and loss.is_cpu and dtype not in LOW_PRECISION and ledger.is_plain and self.residual == 1.0:
+            self.alike = dtype
 
-    def _add_alike(self, loss: Tensor, weight: float, count: Count) -> None:
-        """Add one more of the micro-batches of a plain loop, on the shortest way: small models feel it."""
+    def add_alike(self, loss: Tensor, count: float) -> None:
+        """Add one more micro-batch whose loss was read as the latest, on the shortest way: small models feel it."""
+        gradients, ledger, known = self.gradients, self.ledger, self._stepper.start
         if self.state is not OPEN:
             self.check()
-        gradients, known = self.gradients, self._stepper.start
-        gradients.check()
+        elif ledger.micro_batches:  # gradients were looked at when the window was opened
+            gradients.check()
+        weight = count / ledger.provisional  # type: ignore[operator]  # a number: is_plain
         same = known is not None and known[0] == (weight, loss.dtype, loss.device)
         self.state = BROKEN
         start = known[1] if same and known is not None else self._starts.of(weight, loss, first=False)
         run_backward(loss, start, gradients.leaves)
         gradients.remember()
-        self.ledger.enter_alike(loss.item(), count)
+        if not self._reached:
+            self._refuse_unreached()
+        ledger.micro_batches += 1
+        ledger.total += count
+        ledger.loss += loss.item() * count
 
     def weigh(self, loss: Tensor, terms: list[Term], times: float) -> None:
         """Have the next backward of a loss, whoever runs it, add one micro-batch's gradient: that of the loss x times.
@@ -332,7 +342,7 @@ class Window:
             self._witness.first(self, weights.whole * self.scale, mean.count)
 
     def _enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
-        self._loss_dtype = loss.dtype if loss.dtype == torch.float64 else torch.float32
+        self._loss_dtype, self.alike = loss.dtype if loss.dtype == torch.float64 else torch.float32, None
         self.ledger.enter(terms, weights, loss, factors)
 
     def check(self) -> None:
