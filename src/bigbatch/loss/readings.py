@@ -103,7 +103,7 @@ class Reader:
         It makes no terms: small models feel that.
         """
         again, root = self._again_by, loss.grad_fn
-        if again is None or self.plain is None or root is None or is_watched():
+        if again is None or self.plain is None or root is None or graph.is_watched():
             return None
         kind, key, source, count = again
         nodes = kind.walk(root, loss.output_nr)
