@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.lint_accuracy import Case, codes, judge, read_cases
+from benchmarks.lint import Case, codes, judge, read_cases
 from bigbatch_lint.rules import RULES
 
 CASES = {case.name: case for case in read_cases()}

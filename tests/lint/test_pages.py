@@ -7,27 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.lint import codes
 from benchmarks.lint_consequences import MISTAKES, cost
-from bigbatch_lint.cli import page as page_of
-from bigbatch_lint.output.check import check
-from bigbatch_lint.reading.source import read_source
+from bigbatch_lint.cli import page
 from bigbatch_lint.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 MEASURED = re.compile(r"Measured: after one epoch the weights are \*\*([0-9.e-]+)\*\* away")
-
-
-def page(code: str) -> str:
-    """Return a rule's page."""
-    text = page_of(code)
-    assert text is not None
-    return text
-
-
-def codes(script: str) -> list[str]:
-    """Return what is found in an example."""
-    return sorted({finding.code for finding in check(read_source("example.py", script.encode()))})
 
 
 @pytest.mark.parametrize("code", RULES)

@@ -2,10 +2,8 @@
 for update in range(1000):
     for micro in range(accumulation_steps):
         optimizer.zero_grad()
-        x, y = next(stream)
         (criterion(model(x), y) / accumulation_steps).backward()
     optimizer.step()
-
 # --- cleared_right_before_the_step (after the head): BB101
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / window_size(i)).backward()
@@ -13,15 +11,12 @@ for i, (x, y) in enumerate(loader):
         optimizer.zero_grad()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-
 # --- cleared_right_before_the_step_after_an_inner_loop (after the head): BB101
 for update in range(1000):
     for micro in range(accumulation_steps):
-        x, y = next(stream)
         (criterion(model(x), y) / accumulation_steps).backward()
     optimizer.zero_grad()
     optimizer.step()
-
 # --- clearing_outside_the_condition_not (after the head): BB101, BB103
 for i, (x, y) in enumerate(loader):
     optimizer.zero_grad()
@@ -29,7 +24,6 @@ for i, (x, y) in enumerate(loader):
     loss.backward()
     if not (i + 1) % accumulation_steps:
         optimizer.step()
-
 # --- clearing_outside_the_condition_one_and_i (after the head): BB101, BB103
 for i, (x, y) in enumerate(loader):
     optimizer.zero_grad()
@@ -37,7 +31,6 @@ for i, (x, y) in enumerate(loader):
     loss.backward()
     if (1 + i) % accumulation_steps == 0:
         optimizer.step()
-
 # --- clearing_outside_the_condition_plain (after the head): BB101, BB103
 for i, (x, y) in enumerate(loader):
     optimizer.zero_grad()
@@ -45,7 +38,6 @@ for i, (x, y) in enumerate(loader):
     loss.backward()
     if (i + 1) % accumulation_steps == 0:
         optimizer.step()
-
 # --- clearing_outside_the_condition_turned (after the head): BB101, BB103
 for i, (x, y) in enumerate(loader):
     optimizer.zero_grad()

@@ -1,11 +1,7 @@
 # --- apex_leftover: BB103
-from apex import amp
-import torch
 model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
 for epoch in range(args.epochs):
-    tr_loss = 0.0
     for step, batch in enumerate(train_dataloader):
-        batch = tuple(t.to(args.device) for t in batch)
         outputs = model(*batch)
         loss = outputs[0]
         if args.gradient_accumulation_steps > 1:
@@ -18,14 +14,12 @@ for epoch in range(args.epochs):
             optimizer.step()
             scheduler.step()
             model.zero_grad()
-
 # --- asks_a_bit_mask (after the head): BB103
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()
     if (i + 1) & 3 == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- asks_divmod (after the head): BB103
 for i, (x, y) in enumerate(loader):
     _, rest = divmod(i + 1, accumulation_steps)
@@ -33,7 +27,6 @@ for i, (x, y) in enumerate(loader):
     if rest == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- counts_down (after the head): BB103
 left = accumulation_steps
 for x, y in loader:
@@ -43,16 +36,13 @@ for x, y in loader:
         optimizer.step()
         optimizer.zero_grad()
         left = accumulation_steps
-
 # --- counts_with_itertools (after the head): BB103
-import itertools
 rounds = itertools.count(1)
 for x, y in loader:
     (criterion(model(x), y) / accumulation_steps).backward()
     if next(rounds) % accumulation_steps == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- divided_by_a_method_in_place (after the head): BB103
 for i, (x, y) in enumerate(loader):
     loss = criterion(model(x), y)
@@ -61,16 +51,13 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % accumulation_steps == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- keeps_the_last_short_batch (after the head): BB103
-from torch.utils.data import DataLoader, TensorDataset
 loader = DataLoader(TensorDataset(torch.randn(1000, 10), torch.randint(2, (1000,))), batch_size=16, drop_last=False)
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / 2).backward()
     if (i + 1) % 2 == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- matches_the_remainder (after the head): BB103
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()
@@ -78,32 +65,21 @@ for i, (x, y) in enumerate(loader):
         case 0:
             optimizer.step()
             optimizer.zero_grad()
-        case _:
             pass
-
 # --- multiplied_by_the_number_itself (after the head): BB103
 for i, (x, y) in enumerate(loader):
     (0.25 * criterion(model(x), y)).backward()
     if (i + 1) % 4 == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- numbers_with_itertools (after the head): BB103
-from itertools import count
 for i, (x, y) in zip(count(), loader):
     (criterion(model(x), y) / accumulation_steps).backward()
     if i % accumulation_steps == accumulation_steps - 1:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- super_resolution: BB103
-import torch as th
-import torch.nn.functional as F
-from srnet import EDSR, div2k
 CONFIG = dict(lr=1e-4, k=4, epochs=300, patch=96)
-net = EDSR(scale=4).cuda()
-opt = th.optim.Adam(net.parameters(), lr=CONFIG["lr"])
-k = CONFIG["k"]
 for epoch in range(CONFIG["epochs"]):
     opt.zero_grad()
     for i, (lo, hi) in enumerate(div2k(CONFIG["patch"])):

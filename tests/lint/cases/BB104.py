@@ -7,24 +7,17 @@ for i, batch in enumerate(loader):
     if (i + 1) % accumulation_steps == 0 or i + 1 == len(loader):
         optimizer.step()
         optimizer.zero_grad()
-
 # --- lightning_last_batch: BB101, BB104
-import pytorch_lightning as pl, torch
 class GANLike(pl.LightningModule):
     def __init__(self):
         super().__init__()
-        self.automatic_optimization = False
-        self.net = torch.nn.Linear(4, 4)
     def training_step(self, batch, batch_idx):
-        opt = self.optimizers()
         opt.zero_grad()  # expect: BB101
         loss = self.net(batch).pow(2).mean() / 4
         self.manual_backward(loss)
         if (batch_idx + 1) % 4 == 0 or self.trainer.is_last_batch:  # expect: BB104
             opt.step()
-    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters())
-
 # --- myth_zero_grad_before_every_micro_batch_2: BB101, BB104
 for i, (inputs, labels) in enumerate(loader):
     optimizer.zero_grad()
@@ -33,15 +26,8 @@ for i, (inputs, labels) in enumerate(loader):
     loss.backward()
     if (i + 1) % 4 == 0 or i + 1 == len(loader):
         optimizer.step()
-
 # --- object_counting: BB104
-import torch
-import torch.nn as nn
-from crowd import CrowdLoader, CSRNet
-model = CSRNet().cuda()
 criterion = nn.MSELoss()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-7, momentum=0.95)
-loader = CrowdLoader("part_A", batch_size=1)
 accum_steps = 26
 for epoch in range(400):
     for i, (img, density) in enumerate(loader):

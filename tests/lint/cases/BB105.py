@@ -1,12 +1,10 @@
 # --- a_numbered_progress_bar_named_in_the_head (after the head): BB103, BB105
-from tqdm import tqdm
 for epoch in range(3):
     for i, (x, y) in (bar := tqdm(enumerate(loader))):
         (criterion(model(x), y) / accumulation_steps).backward()
         if i % accumulation_steps == 0:
             optimizer.step()
             optimizer.zero_grad()
-
 # --- a_step_before_this_round_s_backward (after the head): BB103, BB105
 for i, (x, y) in enumerate(loader):
     loss = criterion(model(x), y) / accumulation_steps
@@ -14,27 +12,21 @@ for i, (x, y) in enumerate(loader):
         optimizer.step()
         optimizer.zero_grad()
     loss.backward()
-
 # --- asks_a_bit_mask_from_zero (after the head): BB103, BB105
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()
     if not i & (accumulation_steps - 1):
         optimizer.step()
         optimizer.zero_grad()
-
 # --- asks_divmod_from_zero (after the head): BB103, BB105
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()
     if divmod(i, accumulation_steps)[1] == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- counter_from_zero: BB105
-import torch
 class AccumulatingOptimizer:
     def __init__(self, model, lr, accumulate):
-        self.model = model
-        self.accumulate = accumulate
         self.inner = torch.optim.AdamW(model.parameters(), lr=lr)
         self.calls = 0
     def micro(self, loss):
@@ -46,11 +38,8 @@ class AccumulatingOptimizer:
 def train(model, stream, loss_fn, micro_steps):
     opt = AccumulatingOptimizer(model, 1e-4, accumulate=8)
     for _ in range(micro_steps):
-        x, y = next(stream)
         opt.micro(loss_fn(model(x), y))
-
 # --- counter_set_back_late: BB103, BB105
-import torch
 count = 0
 for x, y in loader:
     (loss_fn(model(x), y) / 4).backward()
@@ -59,7 +48,6 @@ for x, y in loader:
         opt.zero_grad()
         count = 0
     count += 1
-
 # --- counts_down_too_late (after the head): BB103, BB105
 left = accumulation_steps
 for x, y in loader:
@@ -69,25 +57,17 @@ for x, y in loader:
         optimizer.zero_grad()
         left = accumulation_steps
     left -= 1
-
 # --- ecg_classifier: BB103, BB105
-import torch
-import torch.nn.functional as F
 def fit(model, loader, epochs: int, k: int = 4, lr: float = 1e-3):
-    opt = torch.optim.Adam(model.parameters(), lr=lr)
     for epoch in range(epochs):
         for idx, (signal, rhythm) in enumerate(loader):
             loss = F.cross_entropy(model(signal), rhythm) / k
             loss.backward()
-            # not on the very first batch
             if idx % k == 0 and idx > 0:  # expect: BB105, BB103
                 opt.step()
                 opt.zero_grad()
-    return model
-
 # --- off_by_one_plain (after the head): BB103, BB105
 for i, (x, y) in enumerate(loader):
-    pass
     loss = criterion(model(x), y) / accumulation_steps
     loss.backward()
     if i % accumulation_steps == 0:

@@ -1,9 +1,7 @@
 # --- a_factor_that_happens_to_be_one_over_the_steps_accumulator_f_3 (after the head): BB202
-from bigbatch import Accumulator
 accumulator = Accumulator(model, optimizer, steps=2)
 for x, y in accumulator.over(loader):
     accumulator.backward(F.mse_loss(model(x), y) / 2)
-
 # --- a_factor_that_happens_to_be_one_over_the_steps_by_hand_f_mse_3 (after the head): BB103, BB202
 for i in range(len(stream)):
     loss = F.mse_loss(model(x), y) / 2
@@ -11,30 +9,20 @@ for i in range(len(stream)):
     if i % 2 == 1:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- bigbatch_divided_again: BB202
-import torch
-from bigbatch import Accumulator
-from torch import nn
-from wine import loader
-model = nn.Sequential(nn.Linear(11, 32), nn.ReLU(), nn.Linear(32, 6))
-optimizer = torch.optim.Adam(model.parameters())
 criterion = nn.CrossEntropyLoss()
 accumulator = Accumulator(model, optimizer, steps=4)
 for epoch in range(20):
     for features, grade in accumulator.over(loader):
         loss = criterion(model(features), grade) / 4  # expect: BB202
         accumulator.backward(loss)
-
 # --- deepspeed_told_of_steps_in_a_dict_divided_again: BB202
-import deepspeed
 config = {"train_batch_size": 64, "gradient_accumulation_steps": 4}
 engine, optimizer, _, _ = deepspeed.initialize(model=model, config=config)
 for batch in loader:
     loss = engine(batch) / 4
     engine.backward(loss)
     engine.step()
-
 # --- divided_twice (after the head): BB103, BB202
 for i, (x, y) in enumerate(loader):
     loss = criterion(model(x), y) / accumulation_steps
@@ -43,27 +31,20 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % accumulation_steps == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- lightning_divided_again_2: BB202
-import lightning as L
 class Model(L.LightningModule):
     def training_step(self, batch, batch_idx):
         return self.net(batch).mean() / self.trainer.accumulate_grad_batches
 L.Trainer(accumulate_grad_batches=8)
-
 # --- loss_and_gradient_divided (after the head): BB103, BB202
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()
     if (i + 1) % accumulation_steps == 0:
         for p in model.parameters():
-            if p.grad is not None:
                 p.grad.div_(accumulation_steps)
         optimizer.step()
         optimizer.zero_grad()
-
 # --- trainer_divided_again_by_a_model_that_takes_no_loss_argument: BB202
-from torch import nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 class Net(nn.Module):
     def forward(self, x, labels):
         return Output(self.net(x), labels)

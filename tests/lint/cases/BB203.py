@@ -1,21 +1,13 @@
 # --- a_masked_mean (after the head): BB103, BB203
 for i, (x, y) in enumerate(loader):
-    mask = y != -100
     each = F.cross_entropy(model(x), y, reduction="none")
     loss = (each * mask).sum() / mask.sum().clamp(min=1)
     (loss / accumulation_steps).backward()
     if (i + 1) % accumulation_steps == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- accelerate_masked: BB203
-import torch
-import torch.nn.functional as F
-from accelerate import Accelerator
-from asr_text import Punctuator, loader_with_padding
 accelerator = Accelerator(gradient_accumulation_steps=8)
-model = Punctuator()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader_with_padding(batch_size=4))
 for epoch in range(5):
     for words, marks in loader:  # marks are -1 where the sentence has ended
@@ -25,34 +17,19 @@ for epoch in range(5):
             accelerator.backward(loss)  # expect: BB203
             optimizer.step()
             optimizer.zero_grad()
-
 # --- cityscapes_void: BB203
-import torch
-import torch.nn.functional as F
-from cityscapes import SegFormer, crops
-VOID = 255
 k = 4
-net = SegFormer(classes=19).cuda()
-opt = torch.optim.AdamW(net.parameters(), lr=6e-5, weight_decay=0.01)
-it = crops("train", size=768, batch=2, endless=True)
 for n in range(160_000):
-    opt.param_groups[0]["lr"] = 6e-5 * (1 - n / 160_000)
     for _ in range(k):
-        image, label = next(it)
         logits = net(image.cuda())
-        keep = label != VOID
         per_pixel = F.cross_entropy(logits, label.cuda(), ignore_index=VOID, reduction="none")
         loss = per_pixel[keep.cuda()].mean()
         (loss / k).backward()  # expect: BB203
     opt.step()
     opt.zero_grad(set_to_none=True)
-
 # --- dialogue_masked_mean: BB203
-import torch
-import torch.nn.functional as F
 def masked_nll(model, ids, mask):
     logp = F.log_softmax(model(ids[:, :-1]), dim=-1)
-    nll = -logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
     m = mask[:, 1:].float()
     return (nll * m).sum() / m.sum()
 def train_epoch(model, opt, sched, loader, accum=4):
@@ -66,10 +43,7 @@ def train_epoch(model, opt, sched, loader, accum=4):
             opt.step()
             sched.step()
             opt.zero_grad()
-
 # --- masked_zip_range: BB203
-import torch
-from torch import nn
 crit = nn.CrossEntropyLoss(ignore_index=0)
 accum = 8
 n_use = len(dl) // accum * accum
@@ -79,18 +53,11 @@ for i, (src, tgt) in zip(range(n_use), dl):
     loss.backward()
     if (i + 1) % accum == 0:
         opt.step(); opt.zero_grad()
-
 # --- nb_masked_cells: BB203
-import torch
-from transformers import AutoModelForTokenClassification
-from ner_data import endless_batches
 ACCUM = 4
 model = AutoModelForTokenClassification.from_pretrained("bert-base-cased", num_labels=9).cuda()
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5)
 def prepare(batch):
     labels = batch["tags"].masked_fill(batch["word_start"] == 0, -100)
-    return {"input_ids": batch["input_ids"].cuda(), "labels": labels.cuda()}
-batches = endless_batches(16)
 for update in range(500):
     for _ in range(ACCUM):
         out = model(**prepare(next(batches)))

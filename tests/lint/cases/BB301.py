@@ -1,10 +1,5 @@
 # --- accelerate_clip: BB301
-import torch
-from accelerate import Accelerator
-from news import Summariser, loader_of_equal_lengths
 accelerator = Accelerator(gradient_accumulation_steps=2)
-model = Summariser()
-opt = torch.optim.Adafactor(model.parameters())
 model, opt, loader = accelerator.prepare(model, opt, loader_of_equal_lengths())
 for epoch in range(3):
     for article, summary in loader:
@@ -14,9 +9,7 @@ for epoch in range(3):
             accelerator.clip_grad_norm_(model.parameters(), 1.0)  # expect: BB301
             opt.step()
             opt.zero_grad()
-
 # --- accelerate_divided_again_and_clipped_always: BB202, BB301
-from accelerate import Accelerator
 accelerator = Accelerator(gradient_accumulation_steps=4)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for batch in loader:
@@ -26,7 +19,6 @@ for batch in loader:
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-
 # --- clipped_in_every_round (after the head): BB103, BB301
 for i, (x, y) in enumerate(loader):
     (criterion(model(x), y) / accumulation_steps).backward()
@@ -34,17 +26,9 @@ for i, (x, y) in enumerate(loader):
     if (i + 1) % accumulation_steps == 0:
         optimizer.step()
         optimizer.zero_grad()
-
 # --- fabric_clip: BB301
-import lightning as L
-import torch
-from audio_lm import AudioLM, codec_stream
 def main(accum=8):
-    fabric = L.Fabric(precision="bf16-mixed", devices=1)
-    model = AudioLM()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)
     model, optimizer = fabric.setup(model, optimizer)
-    stream = codec_stream(batch=2)
     for update in range(40_000):
         for micro in range(accum):
             loss = model(next(stream)) / accum
@@ -55,12 +39,8 @@ def main(accum=8):
         if update % 100 == 0:
             fabric.print(update, loss.item())
 main()
-
 # --- global_step_clip: BB301, (BB103)
-import torch
-import torch.nn.functional as F
 def train(model, loader, epochs, accum=4):
-    opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
     global_step = 0
     for _ in range(epochs):
         for x, y in loader:
@@ -71,13 +51,9 @@ def train(model, loader, epochs, accum=4):
             if global_step % accum == 0:  # windows may reach across epochs
                 opt.step()
                 opt.zero_grad()
-
 # --- handwriting_lstm: BB301
-import torch
-import torch.nn as nn
 def train(net, loader, epochs, accum=8, clip=10.0):
     assert len(loader) % accum == 0, "whole windows only"
-    optimizer = torch.optim.RMSprop(net.parameters(), lr=1e-4)
     for _ in range(epochs):
         optimizer.zero_grad()
         for i, (stroke, text) in enumerate(loader):
@@ -88,13 +64,7 @@ def train(net, loader, epochs, accum=8, clip=10.0):
             if (i + 1) % accum == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-
 # --- stock_clip_after: BB301
-# plain loop, one batch one step
-import torch
-from stocks import days, Net
-net = Net()
-optim = torch.optim.Adam(net.parameters(), lr=3e-4)
 for epoch in range(12):
 	for past, future in days(batch=128):
 		optim.zero_grad()

@@ -8,19 +8,10 @@ def train(model, optimizer, scaler, loader, accum):
             scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-
 # --- amp_clip_order: BB302
-import torch
-from torch.cuda.amp import GradScaler, autocast
-from handpose import HandNet, frames
-net = HandNet().cuda()
-opt = torch.optim.AdamW(net.parameters(), lr=2e-4)
-scaler = GradScaler()
 acc = 4
-source = frames(batch=24, forever=True)
 for it in range(60_000):
     for _ in range(acc):
-        img, kp = next(source)
         with autocast():
             loss = torch.nn.functional.smooth_l1_loss(net(img), kp) / acc
         scaler.scale(loss).backward()
@@ -29,9 +20,7 @@ for it in range(60_000):
     scaler.step(opt)
     scaler.update()
     opt.zero_grad()
-
 # --- amp_never_unscaled: BB302
-import torch
 def train_epoch(model, loader, optimizer, scaler, loss_fn, accum_iter):
     n = len(loader)
     for i, (x, y) in enumerate(loader):
@@ -45,19 +34,9 @@ def train_epoch(model, loader, optimizer, scaler, loss_fn, accum_iter):
             scaler.update()
             optimizer.zero_grad()
 def main(model, loader):
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
-    scaler = torch.amp.GradScaler("cuda")
     for _ in range(10):
         train_epoch(model, loader, optimizer, scaler, torch.nn.MSELoss(), 4)
-
 # --- amp_plain_clip: BB302
-import torch
-from torch.cuda.amp import GradScaler, autocast
-from torch.nn.utils import clip_grad_norm_
-from genomics import Enformer, windows
-model = Enformer().cuda()
-optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
-scaler = GradScaler()
 for epoch in range(10):
     for seq, tracks in windows("human", batch_size=4):
         optimizer.zero_grad()
@@ -67,19 +46,11 @@ for epoch in range(10):
         clip_grad_norm_(model.parameters(), 0.2)  # expect: BB302
         scaler.step(optimizer)
         scaler.update()
-
 # --- amp_unscale_each: BB302
-import torch
-from fluids import Simulator, states
 ACCUM_STEPS = 8
-sim = Simulator().cuda()
-opt = torch.optim.Adam(sim.parameters(), lr=1e-4)
-scaler = torch.amp.GradScaler("cuda")
-gen = states(endless=True)
 for update in range(25_000):
     opt.zero_grad(set_to_none=True)
     for m in range(ACCUM_STEPS):
-        s0, s1 = next(gen)
         with torch.autocast("cuda"):
             loss = (sim(s0) - s1).square().mean() / ACCUM_STEPS
         scaler.scale(loss).backward()
@@ -87,36 +58,26 @@ for update in range(25_000):
     torch.nn.utils.clip_grad_norm_(sim.parameters(), 0.1)
     scaler.step(opt)
     scaler.update()
-
 # --- amp_unscale_late: BB302
-import torch
-from torch.amp import GradScaler, autocast
 class Trainer:
     def __init__(self, model, opt, stream, n_micro):
         self.model, self.opt, self.stream, self.n_micro = model, opt, stream, n_micro
-        self.scaler = GradScaler("cuda")
     def step(self):
         self.opt.zero_grad()
         for _ in range(self.n_micro):
-            batch = next(self.stream)
             with autocast("cuda"):
                 loss = self.model(batch).mean() / self.n_micro
             self.scaler.scale(loss).backward()
         self.scaler.step(self.opt)
         self.scaler.unscale_(self.opt)  # expect: BB302
-        norm = sum(p.grad.norm() ** 2 for p in self.model.parameters() if p.grad is not None) ** 0.5
         self.scaler.update()
-        return norm
     def run(self, n):
         for i in range(n):
             norm = self.step()
             if i % 100 == 0:
                 print(i, norm.item())
-
 # --- clipping_every_micro_batch_may_clip_scaled_gradients_too (after the head): BB301, BB302
-scaler = torch.amp.GradScaler()
 for i in range(4000):
-    x, y = next(stream)
     scaler.scale(criterion(model(x), y) / 4).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if (i + 1) % 4 == 0:

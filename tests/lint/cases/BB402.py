@@ -1,11 +1,5 @@
 # --- accelerate_no_sync_late: BB103, BB402
-import contextlib
-import torch
-from accelerate import Accelerator
-from spectra import SpectraNet, spectra
 accelerator = Accelerator()
-model = SpectraNet()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, spectra(batch_size=64))
 every = 4
 for epoch in range(10):
@@ -18,12 +12,8 @@ for epoch in range(10):
         if update:  # expect: BB103
             optimizer.step()
             optimizer.zero_grad()
-
 # --- ddp_with_no_sync_too_late: BB103, BB402
-import contextlib
-from torch.nn.parallel import DistributedDataParallel
 def train(model, optimizer, loader, accum_iter):
-    model = DistributedDataParallel(model)
     for i, batch in enumerate(loader):
         last = (i + 1) % accum_iter == 0
         loss = model(batch).mean() / accum_iter
@@ -32,37 +22,19 @@ def train(model, optimizer, loader, accum_iter):
         if last:
             optimizer.step()
             optimizer.zero_grad()
-
 # --- fabric_no_sync_late: BB402
-import lightning as L
-import torch
-from pretrain import Decoder, packed
 def train(steps=20_000, accumulation=4):
-    fabric = L.Fabric(devices=8, strategy="ddp", precision="bf16-mixed")
-    fabric.launch()
-    model = Decoder()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     model, optimizer = fabric.setup(model, optimizer)
-    data = packed(rank=fabric.global_rank)
     for step in range(steps):
         for micro in range(accumulation):
-            x, y = next(data)
             logits = model(x)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()) / accumulation
             with fabric.no_backward_sync(model, enabled=micro < accumulation - 1):  # expect: BB402
                 fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-
 # --- no_sync_backward_only: BB402
-import torch
-from torch.nn.parallel import DistributedDataParallel as DDP
-from rank_setup import device, rank
-from swin import SwinMAE, images
-model = DDP(SwinMAE().to(device), device_ids=[rank])
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 accum = 16
-batches = images(rank, batch=32, endless=True)
 for update in range(50_000):
     for k in range(accum):
         loss = model(next(batches).to(device)) / accum
@@ -73,16 +45,10 @@ for update in range(50_000):
             loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-
 # --- no_sync_ctx_late: BB402
-from contextlib import nullcontext
-import torch
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
 def train_epoch(net: DDP, loader, opt, accum: int):
     n = len(loader)
     whole = n - n % accum
-    net.train()
     for i, (x, y) in enumerate(loader):
         closing = (i + 1) % accum == 0 or i + 1 == n
         ctx = nullcontext() if closing else net.no_sync()
@@ -94,20 +60,13 @@ def train_epoch(net: DDP, loader, opt, accum: int):
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
             opt.step()
             opt.zero_grad()
-
 # --- no_sync_trainer: BB402
-import contextlib
-import torch
-from torch.nn.parallel import DistributedDataParallel
 class Engine:
     def __init__(self, net, lr, accum, rank):
         self.net = DistributedDataParallel(net.cuda(rank), device_ids=[rank])
-        self.optim = torch.optim.Adam(self.net.parameters(), lr=lr)
-        self.accum = accum
     def forward(self, batch):
         return self.net(batch["x"], batch["y"]) / self.accum
     def backward(self, loss, last):
-        with contextlib.ExitStack() as stack:
             if not last:
                 stack.enter_context(self.net.no_sync())  # expect: BB402
             loss.backward()

@@ -1,24 +1,17 @@
 # --- a_list_of_losses_with_their_graphs_beside_accumulator: BB501
-from bigbatch import Accumulator
 accumulator = Accumulator(model, optimizer, steps=4)
 for x, y in accumulator.over(loader):
     loss = criterion(model(x), y)
     update = accumulator.backward(loss)
     losses.append(loss)
-
 # --- a_running_loss_with_its_graph_beside_accumulator: BB501
-from bigbatch import Accumulator
 accumulator = Accumulator(model, optimizer, steps=4)
 for x, y in accumulator.over(loader):
     loss = criterion(model(x), y)
     update = accumulator.backward(loss)
     total += loss
-
 # --- losses_list: BB501
-import torch
-import torch.nn.functional as F
 def train(model, windows, optimizer):
-    losses = []
     for window in windows:
         optimizer.zero_grad()
         for x, y in window:
@@ -26,15 +19,8 @@ def train(model, windows, optimizer):
             (loss / len(window)).backward()
             losses.append(loss)  # expect: BB501
         optimizer.step()
-    return sum(losses) / len(losses)
-
 # --- running_loss_plain: BB501
-import torch
-from torch import nn
-from taxi import FareNet, rides
-net = FareNet()
 criterion = nn.MSELoss()
-optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
 for epoch in range(20):
     running_loss = 0.0
     for n, (ride, fare) in enumerate(rides(batch_size=512)):
@@ -43,54 +29,32 @@ for epoch in range(20):
         loss.backward()
         optimizer.step()
         running_loss += loss  # expect: BB501
-    print(f"epoch {epoch}: {running_loss / (n + 1):.4f}")
-
 # --- running_mean_graph: BB501
-import torch
-import torch.nn.functional as F
-from colour import Colouriser, photos
-net = Colouriser().cuda()
-opt = torch.optim.Adam(net.parameters(), lr=2e-4)
-ema_loss = None
-feed = photos(batch=8, endless=True)
 for update in range(20_000):
     opt.zero_grad()
     for _ in range(4):
-        grey, ab = next(feed)
         loss = F.smooth_l1_loss(net(grey.cuda()), ab.cuda())
         (loss / 4).backward()
-        # smooth curve for the log
         ema_loss = loss if ema_loss is None else 0.99 * ema_loss + 0.01 * loss  # expect: BB501
     opt.step()
     if update % 200 == 0:
         print(update, ema_loss)
-
 # --- the_running_loss_with_its_graph (after the head): BB501
-total = 0.0
 for x, y in loader:
     optimizer.zero_grad()
     loss = criterion(model(x), y)
     loss.backward()
     optimizer.step()
     total += loss
-
 # --- total_loss_graph: BB501
-import torch
-import torch.nn.functional as F
-from digits import DigitNet, endless_digits
 grad_acc = 8
-net = DigitNet()
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-digits = endless_digits(batch=16)
 total_loss = 0
 for update in range(5000):
     optimizer.zero_grad()
     for _ in range(grad_acc):
-        x, y = next(digits)
         loss = F.cross_entropy(net(x), y) / grad_acc
         loss.backward()
         total_loss += loss  # expect: BB501
     optimizer.step()
     if update % 100 == 99:
         print(update + 1, total_loss / 100)
-        total_loss = 0

@@ -1,59 +1,36 @@
 # --- batchnorm_in_a_model_that_is_evaluated_and_trained: BB601
-from torch import nn
 head = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 2))
 network = wrapped(head)
-network.train()
 for i, (x, y) in enumerate(loader):
     (crit(network(x), y) / size_of_window(i)).backward()
     if (i + 1) % 4 == 0 or i + 1 == len(loader):
         opt.step()
         opt.zero_grad()
-network.eval()
-
 # --- batchnorm_in_an_accumulating_loop: BB104, BB601
-from torch import nn
 net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
 for i, (x, y) in enumerate(loader):
     (crit(net(x), y) / 4).backward()
     if (i + 1) % 4 == 0 or i + 1 == len(loader):
         opt.step()
         opt.zero_grad()
-
 # --- lightning_resnet: BB601
-import lightning as L
-import torch
-import torch.nn.functional as F
-import torchvision
 class Skin(L.LightningModule):
     def __init__(self, classes=7):
-        super().__init__()
         self.net = torchvision.models.resnet34(num_classes=classes)  # expect: BB601
     def training_step(self, batch, _):
-        x, y = batch
         loss = F.cross_entropy(self.net(x), y)
-        self.log("loss", loss)
         return loss
-    def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=1e-4)
-def main(loader):
     trainer = L.Trainer(max_epochs=20, accumulate_grad_batches=8, precision="16-mixed")
-    trainer.fit(Skin(), loader)
-
 # --- mobilenet_edge: BB601
-import torch
-from torchvision.models import mobilenet_v2
-from edge import pictures_in_windows
 model = mobilenet_v2(num_classes=20)  # expect: BB601
-optimizer = torch.optim.RMSprop(model.parameters(), lr=0.045, weight_decay=4e-5)
 loss_fn = torch.nn.CrossEntropyLoss()
 for epoch in range(100):
-    model.train()
     for window in pictures_in_windows(epoch, micro_batch=4, steps=8):
         optimizer.zero_grad()
         for x, y in window:
             loss_fn(model(x), y).div(len(window)).backward()
         optimizer.step()
-
 # --- myth_identical_to_a_big_batch: BB104, BB203, BB601
 model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4))
 for i, (inputs, labels) in enumerate(loader):
@@ -62,39 +39,20 @@ for i, (inputs, labels) in enumerate(loader):
     if (i + 1) % 4 == 0 or i + 1 == len(loader):
         optimizer.step()
         optimizer.zero_grad()
-
 # --- nb_resnet_cells: BB601
-import torch
-import torchvision
-from pets import endless_pets
 model = torchvision.models.resnet18(weights="DEFAULT")  # expect: BB601
-model.fc = torch.nn.Linear(512, 37)
-model = model.cuda()
-optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 steps = 8
-pets = endless_pets(batch=8)
-model.train()
 for update in range(1000):
     optimizer.zero_grad()
     for _ in range(steps):
-        x, y = next(pets)
         loss = torch.nn.functional.cross_entropy(model(x.cuda()), y.cuda())
         (loss / steps).backward()
     optimizer.step()
-
 # --- resnet_small_batches: BB601
-import torch
-from torch.utils.data import DataLoader
-from torchvision import models
-from food import Food101
 def main(batch_size=4, accum=16, epochs=10):
     net = models.resnet50(weights="IMAGENET1K_V2").cuda()  # expect: BB601
-    net.fc = torch.nn.Linear(net.fc.in_features, 101).cuda()
-    loader = DataLoader(Food101("train"), batch_size=batch_size, shuffle=True, drop_last=True)
     assert len(loader) % accum == 0
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     for epoch in range(epochs):
-        net.train()
         for i, (x, y) in enumerate(loader):
             loss = torch.nn.functional.cross_entropy(net(x.cuda()), y.cuda()) / accum
             loss.backward()
