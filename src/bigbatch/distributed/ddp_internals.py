@@ -1,6 +1,5 @@
 """DistributedDataParallel kept quiet: it reduces where a window ends, and nowhere else."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,24 +10,18 @@ from torch.nn.parallel import DistributedDataParallel
 _FIRST = "_static_graph_delay_allreduce_enqueued"
 
 
-# By how many a wrapper is kept quiet, and whether its first backward was over before.
-_quiet: "weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, bool]]" = weakref.WeakKeyDictionary()
-
-
-def keep_quiet(owner: object, wrappers: Sequence[DistributedDataParallel]) -> None:
-    """Have DDP reduce nothing by itself, as long as `owner` lives, or another who wanted the same."""
-    for wrapper in wrappers:
-        owners, first = _quiet.get(wrapper, (0, getattr(wrapper, _FIRST, False)))
-        _quiet[wrapper] = owners + 1, first
-        silence(wrapper)
-        weakref.finalize(owner, _speak, weakref.ref(wrapper))
-
-
-def silence(wrapper: DistributedDataParallel) -> None:
-    """Have a wrapper's next forward and backward reduce nothing, and its forward send no buffers."""
-    wrapper.require_backward_grad_sync = False
-    wrapper.require_forward_param_sync = False
+def silence(wrapper: DistributedDataParallel) -> bool:
+    """Have a wrapper's forward and backward reduce nothing, and send no buffers; returns what `speak` is to restore."""
+    before: bool = getattr(wrapper, _FIRST, False)
+    wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
     setattr(wrapper, _FIRST, True)
+    return before
+
+
+def speak(wrapper: DistributedDataParallel, before: bool) -> None:  # noqa: FBT001 - what `silence` has returned
+    """Leave a wrapper as it was."""
+    wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+    setattr(wrapper, _FIRST, before)
 
 
 def let_speak(wrapper: DistributedDataParallel) -> None:
@@ -75,16 +68,3 @@ def _told(wrapper: DistributedDataParallel) -> dict[str, Any]:
     """Return what a wrapper says of itself, in some microseconds."""
     found: dict[str, Any] = wrapper._get_ddp_logging_data()  # noqa: SLF001 - no public name
     return found
-
-
-def _speak(reference: "weakref.ref[DistributedDataParallel]") -> None:
-    """Leave a wrapper as it was, if this was the last who kept it quiet."""
-    wrapper = reference()
-    if wrapper is None:
-        return
-    owners, first = _quiet.pop(wrapper)
-    if owners > 1:
-        _quiet[wrapper] = owners - 1, first
-    else:
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
-        setattr(wrapper, _FIRST, first)

@@ -61,13 +61,19 @@ def held(tensor: Tensor) -> Tensor:
 
 def flat(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return all ranks of a mesh as one group."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
     world = dist.group.WORLD
     if world is not None and mesh.size() == dist.get_world_size():
         return world
-    found: dist.ProcessGroup = mesh._flatten().get_group()  # noqa: SLF001 - no public name
+    found: dist.ProcessGroup = (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()  # noqa: SLF001 - no public name
     return found
+
+
+def set_average(part: Any, *, averages: bool) -> None:
+    """Have a backward average over ranks, as FSDP does by itself, or add up."""
+    part.set_gradient_divide_factor(None if averages else 1.0)
+    if hasattr(part, "set_force_sum_reduction_for_comms"):  # other ways of adding up are NCCL's alone
+        part.set_force_sum_reduction_for_comms(not averages)
+    part.set_requires_gradient_sync(True)
 
 
 # What a backward reduces.
@@ -144,7 +150,11 @@ def replicas_of(groups: Sequence[Any]) -> dist.ProcessGroup | None:
     if found is None or dist.get_world_size(found) == 1:
         return None
     with within_a_replica(groups):
-        return None if any(map(_adds_up_replicas, groups)) else found
+        try:  # another version of torch may know of them elsewhere
+            added_up = any(group._all_reduce_process_group is not None for group in groups)  # noqa: SLF001
+        except AssertionError:  # as FSDP says that there are none
+            added_up = False
+    return None if added_up else found
 
 
 @contextmanager
@@ -173,11 +183,3 @@ def _without_replicas(whole: Any) -> Any:
     found: Any = object.__new__(kind)
     vars(found).update(vars(whole))
     return found
-
-
-def _adds_up_replicas(group: Any) -> bool:
-    """Whether a backward would: another version of torch may have it elsewhere."""
-    try:
-        return group._all_reduce_process_group is not None  # noqa: SLF001 - no public name
-    except AssertionError:  # as FSDP says that there are none
-        return False

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bigbatch.distributed.statement import REFUSED, Statement, Words, agree, fingerprint, trained
 from bigbatch.distributed.team import Team
 from bigbatch.errors import BatchError, BigBatchError, LossError, PathsDiffer, RankFailed, SeveralCounts, WindowError
-from bigbatch.loss.count import Count, TotalOfSum
+from bigbatch.loss.count import LOW_PRECISION, Count, TotalOfSum
 
 if TYPE_CHECKING:
     from bigbatch.window.gradients import Gradients
@@ -80,10 +80,10 @@ class Ranks(Team):
         if len({row[2] for row in found}) > 1:
             self.spoken = True
             raise WindowError(
-                "the ranks are at different places: one closes a window that another has not come to, or has no part "
-                "in, or one has left its loop over `over` by break and begun another.",
-                fix="the same windows in the same order on every rank: break on all in the same one, the same steps=, "
-                "as many batches where one `over` is inside another's, and as many accumulators and BigSteps",
+                "the ranks are at different places: one closes a window, or has left its loop over `over` by break, "
+                "and another has not.",
+                fix="the same windows in the same order on every rank: break on all or none, the same steps=, as many "
+                "batches where one `over` is inside another's, and as many accumulators and BigSteps",
             )
         return [row[_HEADER:] for row in found]
 
@@ -149,6 +149,15 @@ class Ranks(Team):
                 fix="Accumulator(...) without overlap=True: ranks may then have any number of micro-batches, or none",
             )
 
+    def check_loss(self, dtype: torch.dtype) -> None:
+        """Refuse a loss whose weight would be rounded, where nothing can correct that."""
+        if self.in_common and dtype in LOW_PRECISION:
+            raise LossError(
+                f"this loss is of {dtype}, which rounds its weight, and gradients of all ranks are added up in "
+                "backward (fully_shard, or overlap=True), where nothing can correct that.",
+                fix="a loss in float32:  criterion(logits.float(), labels)",
+            )
+
     def totals(self, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
         """Add up totals that were counted in advance; a rank without a micro-batch has none, and gets those of others.
 
@@ -205,6 +214,52 @@ class Ranks(Team):
         found = torch.tensor(flags, dtype=torch.uint8, device=self.wire(device))
         dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return [bool(flag) for flag in found.tolist()]
+
+    # Values of all ranks, where samples are coupled. Ranks that come to different collectives would send each other
+    # tensors of other sizes, and end in torch or never. So each says first, in a row, which one it has come to.
+
+    @contextmanager
+    def collective(self, title: str, device: torch.device) -> Iterator[None]:
+        """Inside, run a collective that all ranks run under one title, if any: they take no message for a part of it.
+
+        They wait for it as soon as the title was sent, so a rank that fails from then on cannot tell them.
+        """
+        was, self.elsewhere = self.elsewhere, True
+        if title:
+            self.announce(title, device)
+        yield
+        self.elsewhere = was
+
+    def numbers(self, own: int, device: torch.device) -> list[int]:
+        """Return one whole number of every rank, in their order."""
+        row = torch.zeros(self.size, dtype=torch.int64, device=device)
+        row[self.rank] = own
+        dist.all_reduce(row, group=self.group)
+        found: list[int] = row.tolist()
+        return found
+
+    def summed(self, own: Tensor, title: str = "") -> Tensor:
+        """Add up a tensor over all ranks, under a title or none."""
+        with self.collective(title, own.device):
+            found = own.detach().clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(found, group=self.group)
+        return found
+
+    def stacked(self, own: Tensor) -> Tensor:
+        """Return a tensor of every rank, stacked."""
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(found, own.detach().contiguous(), group=self.group)
+        return torch.stack(found)
+
+    def gathered(self, own: Tensor, title: str) -> tuple[Tensor, int]:
+        """Return the rows of all ranks, and where this one's begin."""
+        with self.collective(title, own.device):
+            rows = self.numbers(own.shape[0], own.device)
+            padded = own.new_zeros(max(rows), *own.shape[1:])
+            padded[: own.shape[0]] = own.detach()
+            every = self.stacked(padded)
+        together = torch.cat([part[:number] for part, number in zip(every, rows, strict=True)])
+        return together, sum(rows[: self.rank])
 
     def check_finite(self, gradients: "Gradients") -> None:
         """Raise on all ranks where a micro-batch that counts nothing may have left 0 / 0 in the gradient."""

@@ -3,7 +3,8 @@
 With `overlap` DDP itself reduces in a window's last backward, beside the computation.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -17,8 +18,8 @@ from bigbatch.distributed.fsdp_internals import held
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
 from bigbatch.distributed.statement import REFUSED, Statement, weights_in_one
 from bigbatch.distributed.team import adding_zeros
-from bigbatch.errors import LossError, WindowDisturbed, WindowError
-from bigbatch.loss.count import LOW_PRECISION, Count
+from bigbatch.errors import WindowDisturbed, WindowError
+from bigbatch.loss.count import Count
 
 if TYPE_CHECKING:
     from bigbatch.window.gradients import Gradients
@@ -78,17 +79,17 @@ class Replicas(Ranks):
                 "require_backward_grad_sync, as the end of a no_sync() does. Nothing was added.",
                 fix="the loop without no_sync(): DDP is kept quiet while this accumulator lives",
             )
-        if self.in_common:
-            refuse_rounded(dtype)
+        super().check_loss(dtype)
 
     @contextmanager
     def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> Iterator[None]:
         """Note what DDP's own reduction leaves out."""
-        reached = Reached(own) if self._reduces else None
+        self._reduced, before = False, versions(own) if self._reduces else []
         with naming_lost_ranks(), nullcontext() if adds else adding_zeros(own):
             yield
-        self._reduced = reached is not None
-        self._left_out = 0 if reached is None else reached.left_out()
+        if self._reduces:
+            self._reduced, flags = True, reached(before, own)
+            self._left_out = sum(was is not None and not flag for (was, _), flag in zip(before, flags, strict=True))
 
     def _completed(self, mine: Statement, gradients: "Gradients") -> Statement:
         if not self.windows:
@@ -115,7 +116,7 @@ class Replicas(Ranks):
         if self._reduced:
             gradients.scale(correction * self.size)  # DDP has averaged
             return 1.0
-        add_up_corrected(self, self.group, gradients, correction, agreement)
+        add_up(self, self.group, gradients, correction, agreement)
         return 1.0
 
     def share_buffers(self) -> None:
@@ -124,61 +125,32 @@ class Replicas(Ranks):
             share_buffers(wrapper)
 
 
-class Reached:
-    """Which of some parameters a backward has added a gradient to."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        """Look at their gradients, before it. They are held, so that no new one can take an old one's place."""
-        self._parameters = parameters
-        self._before = self._gradients()
-
-    def flags(self) -> bytes:
-        """Return of each parameter whether something was added since."""
-        both = zip(self._before, self._gradients(), strict=True)
-        return bytes(now is not was or version != then for (was, then), (now, version) in both)
-
-    def left_out(self) -> int:
-        """Return how many gradients were there before, and got nothing."""
-        return sum(was is not None and not flag for (was, _), flag in zip(self._before, self.flags(), strict=True))
-
-    def _gradients(self) -> list[tuple[Tensor | None, int]]:
-        every = [None if p.grad is None else held(p.grad) for p in self._parameters]
-        return [(each, 0 if each is None else each._version) for each in every]  # noqa: SLF001 - torch's own counter
+def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
+    """Return the gradients of some parameters, held so that no new one takes an old one's place, and their versions."""
+    every = [None if p.grad is None else held(p.grad) for p in parameters]
+    return [(each, 0 if each is None else each._version) for each in every]  # noqa: SLF001 - torch's own counter
 
 
-def refuse_rounded(dtype: torch.dtype) -> None:
-    """Refuse a loss whose weight would be rounded where nothing can make it good."""
-    if dtype in LOW_PRECISION:
-        raise LossError(
-            f"this loss is of {dtype}, which rounds its weight. Where gradients of all ranks are added up in backward "
-            "(fully_shard, or overlap=True), nothing can correct that.",
-            fix="a loss in float32:  criterion(logits.float(), labels)",
-        )
+def reached(before: Sequence[tuple[Tensor | None, int]], parameters: Sequence[Tensor]) -> bytes:
+    """Return of each parameter whether a backward has added to its gradient since `versions`."""
+    both = zip(before, versions(parameters), strict=True)
+    return bytes(now is not was or version != then for (was, then), (now, version) in both)
 
 
-def add_up_corrected(
+def add_up(
     ranks: Ranks, group: dist.ProcessGroup, gradients: "Gradients", correction: Count, agreement: Statement
 ) -> None:
     """Correct the gradients, fill those that only other ranks have reached with zeros, and add all up over a group."""
     if agreement.missing:
         gradients.fill(ranks.anywhere([p.grad is not None for p in gradients.parameters], gradients.device))
     gradients.scale(correction)
-    if dist.get_world_size(group) > 1:
-        add_up(gradients.dense(), group, ranks.wire)
-
-
-def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup, wire: Callable[[torch.device], torch.device]) -> None:
-    """Add up tensors over a group, in place, bucket by bucket: some are sent while the next one is filled.
-
-    `wire` says where to send from what is on a device.
-    """
     under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
-    for bucket in _buckets(gradients):
-        if len(under_way) == _IN_FLIGHT:
+    for bucket in _buckets(gradients.dense() if dist.get_world_size(group) > 1 else []):
+        if len(under_way) == _IN_FLIGHT:  # some are sent while the next one is filled
             _arrived(*under_way.pop(0))
         # A lone tensor may be large, and is sent from where it is.
         flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
-        flat = flat.to(wire(flat.device))
+        flat = flat.to(ranks.wire(flat.device))
         work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None  # noqa: S101 - it is async
         under_way.append((work, flat, bucket))
@@ -187,26 +159,20 @@ def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup, wire: Callable
 
 
 def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
     for gradient in gradients:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for group in groups.values():
-        bucket: list[Tensor] = []
-        size = 0
-        for gradient in group:
-            bytes_ = gradient.numel() * gradient.element_size()
-            if bucket and size + bytes_ > _BUCKET:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(gradient)
-            size += bytes_
-        if bucket:
-            yield bucket
+        kind = gradient.device, gradient.dtype
+        if kind in filling and sizes[kind] + gradient.nbytes > _BUCKET:
+            yield filling.pop(kind)
+            sizes[kind] = 0
+        filling.setdefault(kind, []).append(gradient)
+        sizes[kind] += gradient.nbytes
+    yield from filling.values()
 
 
 def _arrived(work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
     work.wait()
-    if flat.data_ptr() == bucket[0].data_ptr():
-        return
-    pieces = flat.split([gradient.numel() for gradient in bucket])
-    torch._foreach_copy_(bucket, [piece.view_as(g) for piece, g in zip(pieces, bucket, strict=True)])
+    if flat.data_ptr() != bucket[0].data_ptr():
+        pieces = flat.split([gradient.numel() for gradient in bucket])
+        torch._foreach_copy_(bucket, [piece.view_as(g) for piece, g in zip(pieces, bucket, strict=True)])

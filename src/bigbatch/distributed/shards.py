@@ -5,10 +5,10 @@ must make as many passes. Nothing is averaged on the way: weights say it all. Wh
 samples of its own, is known from the mesh that `fully_shard` got.
 """
 
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +23,14 @@ from bigbatch.distributed.fsdp_internals import (
     reduce_in_backward,
     reduce_left,
     replicas_of,
+    set_average,
     whole_weights,
     within_a_replica,
 )
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.replicas import Reached, add_up_corrected, refuse_rounded
+from bigbatch.distributed.replicas import add_up, reached, versions
 from bigbatch.distributed.statement import REFUSED, Statement
-from bigbatch.distributed.team import adding_zeros
+from bigbatch.distributed.team import adding_zeros, keep
 from bigbatch.errors import ConfigurationError, RankFailed
 from bigbatch.loss.count import Count
 
@@ -58,23 +59,17 @@ class Shards(Ranks):
         """Begin: nothing is averaged on the way while `owner` lives, since weights say it all."""
         super().serve(owner)
         for part in self._parts:
-            _set_average(part, averages=False)
-            _owners[part] = _owners.get(part, 0) + 1
-            weakref.finalize(owner, _end, weakref.ref(part))
+            keep(owner, part, partial(set_average, averages=False), lambda each, _: set_average(each, averages=True))
 
     def prepare(self, *, last: bool) -> None:
         """Before a forward: say whether its backward is the window's last."""
         self._last = last
 
-    def check_loss(self, dtype: torch.dtype) -> None:
-        """Refuse a loss whose weight would be rounded."""
-        refuse_rounded(dtype)
-
     @contextmanager
     def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> Iterator[None]:
         """Have a backward inside reduce the shards of some parameters, or keep their gradients whole."""
         reduces = self._last or not self.overlap
-        reached = Reached(own) if reduces else None
+        before = versions(own) if reduces else []
         reduce_in_backward(self._groups, set(map(id, own)), reduces=reduces)
         with (
             naming_lost_ranks(),
@@ -83,9 +78,9 @@ class Shards(Ranks):
         ):
             yield
         self.holds_back = not reduces
-        if reached is not None:
+        if reduces:
             reduce_left(self._parts)
-            self._digest = zlib.crc32(reached.flags(), self._digest)
+            self._digest = zlib.crc32(reached(before, own), self._digest)
 
     def open_window(self) -> None:
         """Begin a window, of which nothing was said yet."""
@@ -109,7 +104,7 @@ class Shards(Ranks):
     def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct what backwards have added up; replicas of shards are added up here."""
         if self._apart and self.replicas is not None:
-            add_up_corrected(self, self.replicas, gradients, correction, agreement)
+            add_up(self, self.replicas, gradients, correction, agreement)
         else:
             gradients.scale(correction)
         return 1.0
@@ -141,32 +136,10 @@ class Shards(Ranks):
 def _one_mesh(groups: Sequence[Any]) -> DeviceMesh:
     """Return the mesh that all of a model is sharded over."""
     meshes: list[DeviceMesh] = [group.mesh_info.mesh for group in groups]
-    found = {(tuple(mesh.shape), tuple(mesh.mesh.flatten().tolist())): mesh for mesh in meshes}
-    if len(found) != 1:
+    if len({(tuple(mesh.shape), *mesh.mesh.flatten().tolist()) for mesh in meshes}) != 1:
         raise ConfigurationError(
             "a model is sharded over one mesh.",
-            found=" and ".join(map(str, found.values())) or "nothing",
+            found=" and ".join(dict.fromkeys(map(str, meshes))) or "nothing",
             fix="the same mesh in every call:  fully_shard(part, mesh=mesh)",
         )
-    return next(iter(found.values()))
-
-
-_owners: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()  # of parts that do not average
-
-
-def _end(reference: "weakref.ref[Any]") -> None:
-    """Have a part average again, if this was the last who wanted sums."""
-    part = reference()
-    if part is not None:
-        _owners[part] -= 1
-        if not _owners[part]:
-            del _owners[part]
-            _set_average(part, averages=True)
-
-
-def _set_average(part: Any, *, averages: bool) -> None:
-    """Have a reduction average, as FSDP does by itself, or add up."""
-    part.set_gradient_divide_factor(None if averages else 1.0)
-    if hasattr(part, "set_force_sum_reduction_for_comms"):  # other ways of adding up are NCCL's alone
-        part.set_force_sum_reduction_for_comms(not averages)
-    part.set_requires_gradient_sync(True)
+    return meshes[0]

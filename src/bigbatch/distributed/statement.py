@@ -194,8 +194,7 @@ _ALIKE = (
     _Check(
         "form",
         LossError,
-        "the ranks of this window have different losses: other terms, or other factors of them. A factor that differs "
-        "may be a count in disguise.",
+        "the ranks of this window have different losses: other terms, or factors, which may be counts in disguise.",
         f"{_SAME_LOSS}accumulator.backward(loss, count=n)",
         f"{_SAME_LOSS}return counted(loss, n)",
         counts=lambda row: row.form,
@@ -203,8 +202,7 @@ _ALIKE = (
     _Check(
         "ratio",
         SeveralCounts,
-        "the terms of this loss were averaged over different things, and the ratio of their counts is not the same on "
-        "all ranks.",
+        "the terms of this loss were averaged over different things, in another ratio on each rank.",
         _COUNTS,
         within=RATIO_TOLERANCE,
         counts=lambda row: row.ratio >= 0,
@@ -212,8 +210,7 @@ _ALIKE = (
     _Check(
         "reached",
         WindowError,
-        "micro-batches of this window have reached different parameters on each rank, or one rank has dropped a window "
-        "that others go on with: gradients of one parameter may be in another's shards.",
+        "micro-batches of this window have reached different parameters on each rank, or one rank has dropped some.",
         "the same parts of the model in every pass on all ranks, and discard() on all; or DistributedDataParallel",
         among="replica",
     ),

@@ -1,6 +1,7 @@
 """What a window asks of the processes that make its big batch. One process is a team of one: nothing waits."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.distributed.ddp_internals import keep_quiet
+from bigbatch.distributed.ddp_internals import silence, speak
 from bigbatch.distributed.statement import Statement, Words
 from bigbatch.loss.count import Count
 
@@ -41,7 +42,8 @@ class Team:
 
     def serve(self, owner: object) -> None:
         """Begin, when nothing of `owner` can be refused any more; wrappers reduce nothing by themselves."""
-        keep_quiet(owner, self.wrappers)
+        for wrapper in self.wrappers:
+            keep(owner, wrapper, silence, speak)
 
     def prepare(self, *, last: bool) -> None:
         """Before a forward: say whether its backward is the window's last."""
@@ -124,3 +126,25 @@ def adding_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+# How many owners want a wrapper changed, and what it was before the first.
+_kept: "weakref.WeakKeyDictionary[Any, tuple[int, Any]]" = weakref.WeakKeyDictionary()
+
+
+def keep(owner: object, wrapper: Any, change: Callable[[Any], Any], restore: Callable[[Any, Any], None]) -> None:
+    """Change a wrapper, and restore what `change` returned when `owner` and all others who wanted the same are gone."""
+    before = change(wrapper)
+    owners, first = _kept.get(wrapper, (0, before))
+    _kept[wrapper] = owners + 1, first
+    weakref.finalize(owner, _release, weakref.ref(wrapper), restore)
+
+
+def _release(reference: "weakref.ref[Any]", restore: Callable[[Any, Any], None]) -> None:
+    wrapper = reference()
+    if wrapper is not None:
+        owners, first = _kept.pop(wrapper)
+        if owners > 1:
+            _kept[wrapper] = owners - 1, first
+        else:
+            restore(wrapper, first)

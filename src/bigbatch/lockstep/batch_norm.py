@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import BatchNormError
 from bigbatch.lockstep.collectives import meet_in_forward, refuse_inner_derivative
@@ -209,13 +208,11 @@ def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     variances = torch.where(spreads == 0, 0, spreads.square().reciprocal()) if means.is_cuda else spreads
     mean, variance = _mixed(constants, [part.number for part in used], means, variances)
     if ranks is not None:
-        numbers = rank_collectives.numbers(ranks, number, mean.device)
+        numbers = ranks.numbers(number, mean.device)
         number = sum(numbers)
         if number <= 1:
             _refuse_few(number)
-        mean, variance = _mixed(
-            constants, numbers, *rank_collectives.each(ranks, torch.stack([mean, variance])).unbind(1)
-        )
+        mean, variance = _mixed(constants, numbers, *ranks.stacked(torch.stack([mean, variance])).unbind(1))
     first, last = parts[0][1], parts[-1][1]
     if first is not None:
         worker.round.moved_statistics.update((id(first.mean), id(first.variance)))
@@ -256,5 +253,5 @@ def _added(values: list[list[Tensor]], ranks: Ranks | None) -> tuple[Tensor, Ten
     """Add up all at once: a few kernels for a meeting, instead of some for each micro-batch."""
     first, second = (torch.stack(column).sum(0) for column in zip(*values, strict=True))
     if ranks is not None:
-        first, second = rank_collectives.summed(ranks, torch.stack([first, second])).unbind()
+        first, second = ranks.summed(torch.stack([first, second])).unbind()
     return first, second

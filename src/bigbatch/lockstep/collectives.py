@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import LossError
 from bigbatch.lockstep.model_state import CannotRecompute
@@ -138,7 +137,7 @@ def _concatenated(pieces: list[Tensor], ranks: Ranks | None, title: str) -> tupl
     together = torch.cat(pieces)
     if ranks is None:
         return together, starts
-    every, mine = rank_collectives.gathered(ranks, together, title)
+    every, mine = ranks.gathered(together, title)
     return every, [mine + start for start in starts]
 
 
@@ -147,7 +146,7 @@ def _over_ranks(values: list[Tensor], ranks: Ranks | None, title: str) -> Tensor
 
     A rank with one micro-batch has added nothing, and must send the same type.
     """
-    return values[0] if ranks is None else rank_collectives.summed(ranks, _wide(values[0]), title)
+    return values[0] if ranks is None else ranks.summed(_wide(values[0]), title)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch.caller import outside
-from bigbatch.distributed import rank_collectives
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.execute.graph_record import workspaces_freer
 from bigbatch.execute.micro_step import Runner
@@ -200,8 +199,8 @@ class Together:
         """Learn how many samples other ranks have, before micro-batches meet those; in norms without a word."""
         if ranks is None:
             return
-        with rank_collectives.collective(ranks, "the beginning of a window", self._device):  # or another is elsewhere
-            every = rank_collectives.numbers(ranks, sum(round_.sizes), self._device)
+        with ranks.collective("the beginning of a window", self._device):  # or another is elsewhere
+            every = ranks.numbers(sum(round_.sizes), self._device)
         ranks.elsewhere = self._meets_in_model()
         round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
 
