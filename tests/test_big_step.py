@@ -23,7 +23,6 @@ from bigbatch.errors import (
     StateError,
     WindowDisturbed,
 )
-from tests.losses import EITHER, SEVERAL
 from tests.support.batches import (
     STRUCTURES,
     Structure,
@@ -33,6 +32,7 @@ from tests.support.batches import (
     samples_of,
     structures,
 )
+from tests.support.losses import EITHER, SEVERAL
 from tests.support.reference import (
     Run,
     assert_equal,

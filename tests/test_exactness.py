@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.losses import READABLE
+from tests.support.losses import READABLE
 from tests.support.reference import Run, accumulated, assert_equal, big_batches
 from tests.support.samples import Loss, mlp, rows
 from tests.support.strategies import OPTIMIZERS, Epoch, clip_norms, epochs, optimizers, readable

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, counted
-from tests.losses import SEVERAL
+from tests.support.losses import SEVERAL
 from tests.support.reference import sgd, trained
 from tests.support.samples import Batch, mlp, rows
 from tests.support.training import MASKED, Training, micro_batches

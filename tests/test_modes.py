@@ -15,7 +15,7 @@ from bigbatch import Accumulator, BigStep, Options
 from bigbatch.errors import LossError
 from bigbatch.loss.origin import Surroundings
 from bigbatch.loss.readings import Reader
-from tests.losses import READABLE, sizes
+from tests.support.losses import READABLE, sizes
 from tests.support.reference import distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss, join, rows, seeded
 from tests.support.training import Training

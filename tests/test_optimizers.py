@@ -13,7 +13,7 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
 from bigbatch import Accumulator
 from bigbatch.errors import ConfigurationError
-from tests.losses import MODELS, l2
+from tests.support.losses import MODELS, l2
 from tests.support.reference import distance, state, trained, weights
 from tests.support.samples import CLASSES, Batch, Tokens, join, mlp, rows, seeded, sequences
 from tests.support.training import MASKED, Training, micro_batches

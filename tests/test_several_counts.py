@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, counted
 from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
-from tests.losses import SEVERAL, kept, masked_and_mean, squares
+from tests.support.losses import SEVERAL, kept, masked_and_mean, squares
 from tests.support.reference import accumulated, assert_equal, big_batches, sgd, trained
 from tests.support.samples import Batch, Loss, Tempered, mlp, rows, seeded, sequences
 from tests.support.training import PLAIN, Training, micro_batches

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, LRS
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import BigBatchError
-from tests.losses import SEVERAL
+from tests.support.losses import SEVERAL
 from tests.support.messages import approve
 from tests.support.reference import sgd, trained
 from tests.support.samples import Batch, Loss, mlp, rows, sequences

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a row of a table is a line)
 """Masked means as people write them, `(loss * mask).sum() / mask.sum()`: a BigStep takes the divisor for the count."""
 
 import math
@@ -57,19 +58,14 @@ EXACT: dict[str, LossFunction] = {
     "where": lambda m, b: torch.where(b["mask"], each(m, b), 0.0).sum() / b["mask"].sum().clamp(min=1),
     "fill": lambda m, b: each(m, b).masked_fill(~b["mask"], 0.0).sum() / b["mask"].sum().clamp(min=1),
     "weights": lambda m, b: (each(m, b) * b["w"]).sum() / b["w"].sum(),
-    "both masked": lambda m, b: (
-        F.mse_loss(m(b["x"]) * b["mask"][..., None], b["y"] * b["mask"][..., None], reduction="sum")
-        / b["mask"].sum().clamp(min=1)
-    ),
+    "both masked": lambda m, b: (F.mse_loss(m(b["x"]) * b["mask"][..., None], b["y"] * b["mask"][..., None], reduction="sum") / b["mask"].sum().clamp(min=1)),
     "ignored": lambda m, b: entropies(m, b, "sum") / (b["labels"] != -100).sum().clamp(min=1),
     "ignored one by one": lambda m, b: entropies(m, b, "none").sum() / (b["labels"] != -100).sum().clamp(min=1),
     "two terms": lambda m, b: (each(m, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1) + 0.3 * each(m, b).mean(),
-    "per sample, then over samples": lambda m, b: (
-        (each(m, b) * b["mask"]).sum(1) / b["mask"].sum(1).clamp(min=1)
-    ).mean(),
+    "per sample, then over samples": lambda m, b: ((each(m, b) * b["mask"]).sum(1) / b["mask"].sum(1).clamp(min=1)).mean(),
     "smoothed": smoothed,
     "policy": policy,
-}
+}  # fmt: skip
 
 
 def batch_of(seed: int, samples: int = 3 * SIZE) -> Batch:

@@ -103,74 +103,34 @@ TEXT = {"input_ids": "input_ids", "attention_mask": "attention_mask"}
 T = transformers
 
 
-def gpt2() -> nn.Module:
-    """GPT-2 of two layers; its head is tied to its embedding."""
-    return T.GPT2LMHeadModel(
-        T.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=16,
-            n_embd=8,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    )
+def tiny(cls: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
+    """A model of one or two small layers."""
+    return built(lambda: getattr(T, cls)(getattr(T, config)(**settings)))
 
 
-def llama(cls: str = "LlamaForCausalLM", **more: Any) -> nn.Module:
+def llama(cls: str = "LlamaForCausalLM", **more: Any) -> Callable[[], nn.Module]:
     """Llama of two layers."""
-    return getattr(T, cls)(
-        T.LlamaConfig(**SIZES, num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0, **more)
-    )
+    return tiny(cls, "LlamaConfig", **SIZES, num_key_value_heads=1, max_position_embeddings=16, pad_token_id=0, **more)
 
 
-def bert(cls: str, **more: Any) -> nn.Module:
+def bert(cls: str, **more: Any) -> Callable[[], nn.Module]:
     """BERT of two layers with the head that is asked for."""
-    return getattr(T, cls)(T.BertConfig(**SIZES, **NO_DROPOUT, max_position_embeddings=16, **more))
+    return tiny(cls, "BertConfig", **SIZES, **NO_DROPOUT, max_position_embeddings=16, **more)
 
 
-def t5() -> nn.Module:
-    """T5 of one layer each."""
-    return T.T5ForConditionalGeneration(
-        T.T5Config(
-            vocab_size=VOCABULARY,
-            d_model=8,
-            d_kv=4,
-            d_ff=12,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )
-
-
-def bart() -> nn.Module:
-    """BART of one layer each."""
-    layers = {
-        f"{side}_{key}": value
-        for side in ("encoder", "decoder")
-        for key, value in {"layers": 1, "attention_heads": 2, "ffn_dim": 12}.items()
-    }
-    return T.BartForConditionalGeneration(
-        T.BartConfig(
-            vocab_size=VOCABULARY,
-            d_model=8,
-            max_position_embeddings=16,
-            dropout=0.0,
-            pad_token_id=0,
-            decoder_start_token_id=2,
-            **layers,
-        )
-    )
-
-
-def vit() -> nn.Module:
-    """ViT on four patches."""
-    sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
-    return T.ViTForImageClassification(T.ViTConfig(**sizes, **NO_DROPOUT, image_size=8, patch_size=4, num_labels=3))
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.0}
+gpt2 = tiny("GPT2LMHeadModel", "GPT2Config", **GPT2, embd_pdrop=0.0, attn_pdrop=0.0)  # its head is its embedding's
+SIDES = {
+    f"{side}_{key}": n
+    for side in ("encoder", "decoder")
+    for key, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 12))
+}
+BART = {"vocab_size": VOCABULARY, "d_model": 8, "max_position_embeddings": 16, "dropout": 0.0, "pad_token_id": 0}
+bart = tiny("BartForConditionalGeneration", "BartConfig", **BART, decoder_start_token_id=2, **SIDES)
+T5 = {"vocab_size": VOCABULARY, "d_model": 8, "d_kv": 4, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+t5 = tiny("T5ForConditionalGeneration", "T5Config", **T5, dropout_rate=0.0, decoder_start_token_id=0)
+VISION = {key: value for key, value in SIZES.items() if key != "vocab_size"}
+vit = tiny("ViTForImageClassification", "ViTConfig", **VISION, **NO_DROPOUT, image_size=8, patch_size=4, num_labels=3)
 
 
 def kept(name: str, *, shifted: bool = False) -> Callable[[Batch], float]:
@@ -179,22 +139,22 @@ def kept(name: str, *, shifted: bool = False) -> Callable[[Batch], float]:
 
 
 MODELS: list[tuple[Loss, float]] = [
-    (Loss("gpt2", built(gpt2), text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), 1e-12),
-    (Loss("gpt2-answers-only", built(gpt2), text, asking(**TEXT, labels="answers"), count=kept("answers", shifted=True)), 1e-12),
-    (Loss("llama", built(llama), text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), FLOAT32_INSIDE),
-    (Loss("llama-eager-attention", built(lambda: llama(attn_implementation="eager")), text, asking(**TEXT, labels="answers")), FLOAT32_INSIDE),
-    (Loss("llama-classification", built(lambda: llama("LlamaForSequenceClassification", num_labels=3)), text, asking(**TEXT, labels="class")), FLOAT32_INSIDE),
-    (Loss("bert-masked", built(lambda: bert("BertForMaskedLM")), text, asking(**TEXT, labels="hidden"), count=kept("hidden")), 1e-12),
-    (Loss("bert-causal", built(lambda: bert("BertLMHeadModel", is_decoder=True)), text, asking(**TEXT, labels="next")), 1e-12),
-    (Loss("bert-classification", built(lambda: bert("BertForSequenceClassification", num_labels=3)), text, asking(**TEXT, labels="class")), 1e-12),
-    (Loss("bert-regression", built(lambda: bert("BertForSequenceClassification", num_labels=1)), text, asking(**TEXT, labels="score")), 1e-12),
-    (Loss("bert-multilabel", built(lambda: bert("BertForSequenceClassification", num_labels=3, problem_type="multi_label_classification")), text, asking(**TEXT, labels="flags")), 1e-12),
-    (Loss("bert-tokens", built(lambda: bert("BertForTokenClassification", num_labels=VOCABULARY)), text, asking(**TEXT, labels="hidden")), 1e-12),
-    (Loss("bert-questions", built(lambda: bert("BertForQuestionAnswering")), text, asking(**TEXT, start_positions="start", end_positions="end")), 1e-12),
-    (Loss("bert-pretraining-next-sentence", built(lambda: bert("BertForNextSentencePrediction")), text, asking(**TEXT, labels="choice")), 1e-12),
-    (Loss("t5", built(t5), text, asking(**TEXT, labels="answers"), count=kept("answers")), FLOAT32_INSIDE),
-    (Loss("bart", built(bart), text, asking(**TEXT, labels="answers"), count=kept("answers")), 1e-12),
-    (Loss("vit", built(vit), images, asking(pixel_values="pixel_values", labels="class"), count=lambda b: len(b["class"])), 1e-12),
+    (Loss("gpt2", gpt2, text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), 1e-12),
+    (Loss("gpt2-answers-only", gpt2, text, asking(**TEXT, labels="answers"), count=kept("answers", shifted=True)), 1e-12),
+    (Loss("llama", llama(), text, asking(**TEXT, labels="next"), count=kept("next", shifted=True)), FLOAT32_INSIDE),
+    (Loss("llama-eager-attention", llama(attn_implementation="eager"), text, asking(**TEXT, labels="answers")), FLOAT32_INSIDE),
+    (Loss("llama-classification", llama("LlamaForSequenceClassification", num_labels=3), text, asking(**TEXT, labels="class")), FLOAT32_INSIDE),
+    (Loss("bert-masked", bert("BertForMaskedLM"), text, asking(**TEXT, labels="hidden"), count=kept("hidden")), 1e-12),
+    (Loss("bert-causal", bert("BertLMHeadModel", is_decoder=True), text, asking(**TEXT, labels="next")), 1e-12),
+    (Loss("bert-classification", bert("BertForSequenceClassification", num_labels=3), text, asking(**TEXT, labels="class")), 1e-12),
+    (Loss("bert-regression", bert("BertForSequenceClassification", num_labels=1), text, asking(**TEXT, labels="score")), 1e-12),
+    (Loss("bert-multilabel", bert("BertForSequenceClassification", num_labels=3, problem_type="multi_label_classification"), text, asking(**TEXT, labels="flags")), 1e-12),
+    (Loss("bert-tokens", bert("BertForTokenClassification", num_labels=VOCABULARY), text, asking(**TEXT, labels="hidden")), 1e-12),
+    (Loss("bert-questions", bert("BertForQuestionAnswering"), text, asking(**TEXT, start_positions="start", end_positions="end")), 1e-12),
+    (Loss("bert-pretraining-next-sentence", bert("BertForNextSentencePrediction"), text, asking(**TEXT, labels="choice")), 1e-12),
+    (Loss("t5", t5, text, asking(**TEXT, labels="answers"), count=kept("answers")), FLOAT32_INSIDE),
+    (Loss("bart", bart, text, asking(**TEXT, labels="answers"), count=kept("answers")), 1e-12),
+    (Loss("vit", vit, images, asking(pixel_values="pixel_values", labels="class"), count=lambda b: len(b["class"])), 1e-12),
 ]  # fmt: skip
 
 
@@ -246,7 +206,7 @@ def test_micro_batches_padded_to_their_own_longest() -> None:
             for key, value in fill.items()
         }
 
-    case = Loss("gpt2", built(gpt2), text, asking(**TEXT, labels="next"), join=padded)
+    case = Loss("gpt2", gpt2, text, asking(**TEXT, labels="next"), join=padded)
     batches = [trimmed(batch) for batch in case.micro_batches((2, 1, 1, 3))]
     assert len({batch["input_ids"].shape[1] for batch in batches}) > 1
     assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4))
@@ -259,7 +219,7 @@ def test_label_smoothing_by_hand_over_their_logits() -> None:
         logits = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["next"][:, 1:].flatten(), label_smoothing=0.1)
 
-    case = Loss("smoothed", built(gpt2), text, loss)
+    case = Loss("smoothed", gpt2, text, loss)
     batches = case.micro_batches(SPLIT)
     assert_equal(accumulated(case, batches, 4), big_batches(case, batches, 4))
 
@@ -268,7 +228,7 @@ def test_num_items_in_batch_is_refused() -> None:
     """A loss already divided by Trainer's own total is a sum over a number."""
     case = Loss(
         "items",
-        built(gpt2),
+        gpt2,
         text,
         lambda m, b: m(b["input_ids"], labels=b["next"], num_items_in_batch=torch.tensor(40)).loss,
     )
@@ -276,18 +236,20 @@ def test_num_items_in_batch_is_refused() -> None:
         accumulated(case, case.micro_batches(SPLIT), 4)
 
 
-def mixtral() -> nn.Module:
-    """A mixture of three experts, balanced."""
-    settings = {"num_key_value_heads": 1, "num_local_experts": 3, "max_position_embeddings": 16, "pad_token_id": 0}
-    return T.MixtralForCausalLM(
-        T.MixtralConfig(**SIZES, **settings, output_router_logits=True, router_aux_loss_coef=0.5)
-    )
+EXPERTS: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "num_local_experts": 3,
+    "max_position_embeddings": 16,
+    "pad_token_id": 0,
+}
+EXPERTS |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+mixtral = tiny("MixtralForCausalLM", "MixtralConfig", **SIZES, **EXPERTS)  # of three, balanced
 
 
 def test_load_balancing_of_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mixture's router loss couples the tokens of the batch."""
     monkeypatch.undo()  # its experts count with `.float()`
-    case = Loss("mixtral", lambda: built(mixtral)().float(), text, asking(**TEXT, labels="next"))
+    case = Loss("mixtral", lambda: mixtral().float(), text, asking(**TEXT, labels="next"))
     with pytest.raises(LossError):
         accumulated(case, case.micro_batches(SPLIT), 4)
 
@@ -299,7 +261,7 @@ def test_load_balancing_of_experts_is_exact_as_the_docs_write_it(monkeypatch: py
     (code,) = re.findall(r"^(def balance.*?)^```", page, re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {"torch": torch, "F": F, "across": across}
     exec(code, names)  # noqa: S102 - that is the test
-    case = Loss("mixtral", lambda: built(mixtral)().float(), text, asking(**TEXT, labels="next"))
+    case = Loss("mixtral", lambda: mixtral().float(), text, asking(**TEXT, labels="next"))
     batches = [case.batch(10, seed) for seed in range(3)]
     true = big_batches(case, batches, 1)
     model = case.model()
@@ -313,22 +275,16 @@ def test_load_balancing_of_experts_is_exact_as_the_docs_write_it(monkeypatch: py
 
 def test_clip_is_refused() -> None:
     """Two towers and every pair of the batch."""
-
-    def clip() -> nn.Module:
-        sizes = {key: value for key, value in SIZES.items() if key != "vocab_size"}
-        text_config = {**SIZES, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-        return T.CLIPModel(
-            T.CLIPConfig(
-                text_config=text_config, vision_config={**sizes, "image_size": 8, "patch_size": 4}, projection_dim=6
-            )
-        )
+    words = {**SIZES, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    sight = {**VISION, "image_size": 8, "patch_size": 4}
+    clip = tiny("CLIPModel", "CLIPConfig", text_config=words, vision_config=sight, projection_dim=6)
 
     def both(n: int, seed: int) -> Batch:
         return {**text(n, seed), **images(n, seed)}
 
     case = Loss(
         "clip",
-        built(clip),
+        clip,
         both,
         lambda m, b: m(**{k: b[k] for k in ("input_ids", "attention_mask", "pixel_values")}, return_loss=True).loss,
     )

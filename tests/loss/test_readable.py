@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import LossError, SeveralCounts
-from tests.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL, SPLIT, sizes, squares
-from tests.refused import SETTLED
+from tests.support.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL, SPLIT, sizes, squares
 from tests.support.reference import accumulated, assert_equal, big_batches, distance, gentle, one
+from tests.support.refused import SETTLED
 from tests.support.samples import Batch, Loss, mlp, rows, sequences
 from tests.support.strategies import Epoch, either, epochs, readable, several
 

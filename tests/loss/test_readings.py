@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bigbatch import Accumulator
 from bigbatch.errors import LossError
-from tests.losses import READABLE
-from tests.refused import COUPLED, SETTLED, UNREADABLE, Refused
+from tests.support.losses import READABLE
 from tests.support.reference import distance, trained
+from tests.support.refused import COUPLED, SETTLED, UNREADABLE, Refused
 from tests.support.samples import Loss, join, mlp, rows
 
 pytestmark = pytest.mark.filterwarnings(

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a row of a table is a line)
 """Losses of several levels: rows one by one, a mean of means, a derivative, a learned factor over several terms."""
 
 from collections.abc import Callable
@@ -41,54 +42,31 @@ def case(loss: Callable[[Any, Batch], Tensor], batch: Callable[[int, int], Batch
 
 EXACT = {
     "rows one by one, mean by mean": case(lambda m, b: one_by_one(m(b["x"]), Tensor.tanh).mean(1).mean(), sequences),
-    "rows one by one, a function of their means": case(
-        lambda m, b: one_by_one(m(b["x"]), lambda row: row.softmax(-1)).mean(1).exp().mean(), sequences
-    ),
-    "rows one by one, each with its mean": case(
-        lambda m, b: one_by_one(m(b["x"]), lambda row: row.tanh().mean(0)).square().mean(), sequences
-    ),
-    "rows one by one, weighed by data": case(
-        lambda m, b: (one_by_one(m(b["x"]), Tensor.tanh) * b["mask"][..., None]).mean(1).mean(), sequences
-    ),
-    "two outputs row by row": case(
-        lambda m, b: torch.stack([p * q for p, q in zip(m(b["x"]), m(b["x"].sin()), strict=True)]).mean(1).mean(),
-        sequences,
-    ),
-    "steps one by one": case(
-        lambda m, b: torch.stack([y.tanh() for y in m(b["x"]).unbind(1)], 1).mean(1).exp().mean(), sequences
-    ),
-    "two halves by an unbind": case(
-        lambda m, b: torch.mul(*m(torch.cat([b["x"], b["x2"]])).view(2, len(b["x"]), -1).unbind(0)).sum(1).mean()
-    ),
+    "rows one by one, a function of their means": case(lambda m, b: one_by_one(m(b["x"]), lambda row: row.softmax(-1)).mean(1).exp().mean(), sequences),
+    "rows one by one, each with its mean": case(lambda m, b: one_by_one(m(b["x"]), lambda row: row.tanh().mean(0)).square().mean(), sequences),
+    "rows one by one, weighed by data": case(lambda m, b: (one_by_one(m(b["x"]), Tensor.tanh) * b["mask"][..., None]).mean(1).mean(), sequences),
+    "two outputs row by row": case(lambda m, b: torch.stack([p * q for p, q in zip(m(b["x"]), m(b["x"].sin()), strict=True)]).mean(1).mean(), sequences),
+    "steps one by one": case(lambda m, b: torch.stack([y.tanh() for y in m(b["x"]).unbind(1)], 1).mean(1).exp().mean(), sequences),
+    "two halves by an unbind": case(lambda m, b: torch.mul(*m(torch.cat([b["x"], b["x2"]])).view(2, len(b["x"]), -1).unbind(0)).sum(1).mean()),
     "one step of an unbind": case(lambda m, b: m(b["x"]).unbind(1)[0].square().mean(), sequences),
     "slope of a sum": case(lambda m, b: slope(m, b, lambda out, _: out.sum())),
     "slope of a summed loss": case(lambda m, b: slope(m, b, lambda y, b: F.mse_loss(y, b["value"], reduction="sum"))),
     "a factor over a mean and a regularizer": case(lambda m, b: m.s.exp() * (m(b["x"]).mean() + 0.1 * m.t.square())),
-}
+}  # fmt: skip
 
 REFUSED = {
-    "a factor over a sum and a regularizer": case(
-        lambda m, b: m.s.exp() * (m(b["x"]).sum() + 0.1 * m.t.square().mean())
-    ),
-    "a factor over a sum and its own logarithm": case(
-        lambda m, b: m.s.exp() * (m(b["x"]).square().sum() / m.t.exp() + m.t)
-    ),
+    "a factor over a sum and a regularizer": case(lambda m, b: m.s.exp() * (m(b["x"]).sum() + 0.1 * m.t.square().mean())),
+    "a factor over a sum and its own logarithm": case(lambda m, b: m.s.exp() * (m(b["x"]).square().sum() / m.t.exp() + m.t)),
     "one row of an unbind": case(lambda m, b: m(b["x"]).unbind(0)[0].square().mean()),
     "one row of an unbind, of several steps": case(lambda m, b: m(b["x"]).unbind(0)[0].square().mean(), sequences),
     "rows set against the next, one by one": case(lambda m, b: one_by_one_with_next(m(b["x"])).mean(), sequences),
     "two rows of an unbind": case(lambda m, b: m(b["x"]).unbind(0)[0].mean() + m(b["x"]).unbind(0)[-1].mean()),
-    "a slip hidden by a cat": case(
-        lambda m, b: torch.cat([m(b["x"])[:, :1] - b["scalar"], m(b["x2"]), m(b["x3"])], 1).mean()
-    ),
-    "a slip hidden by a cat of steps": case(
-        lambda m, b: torch.cat([m(b["x"])[:, 0, :1] - b["reference"][:, 0], m(b["x"]).flatten(1)], 1).mean(), sequences
-    ),
+    "a slip hidden by a cat": case(lambda m, b: torch.cat([m(b["x"])[:, :1] - b["scalar"], m(b["x2"]), m(b["x3"])], 1).mean()),
+    "a slip hidden by a cat of steps": case(lambda m, b: torch.cat([m(b["x"])[:, 0, :1] - b["reference"][:, 0], m(b["x"]).flatten(1)], 1).mean(), sequences),
     "slope of a mean squared error": case(lambda m, b: slope(m, b, lambda y, b: F.mse_loss(y, b["value"]))),
     "slope of a cross-entropy": case(lambda m, b: slope(m, b, lambda y, b: F.cross_entropy(y, b["label"]))),
-    "slope of an error beside it": case(
-        lambda m, b: F.mse_loss(m(b["x"]), b["value"]) + slope(m, b, lambda y, b: F.huber_loss(y, b["value"]))
-    ),
-}
+    "slope of an error beside it": case(lambda m, b: F.mse_loss(m(b["x"]), b["value"]) + slope(m, b, lambda y, b: F.huber_loss(y, b["value"]))),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from bigbatch import Accumulator
 from bigbatch.errors import BigBatchError, CoupledLoss, LossError, UnreadableLoss
 from bigbatch.loss import refusals
-from tests.losses import READABLE, SEVERAL
-from tests.refused import COUPLED, INVISIBLE_ALONE, UNREADABLE, Refused
+from tests.support.losses import READABLE, SEVERAL
 from tests.support.messages import approve
 from tests.support.reference import big_batches, distance, sgd, trained
+from tests.support.refused import COUPLED, INVISIBLE_ALONE, UNREADABLE, Refused
 from tests.support.samples import Batch, Loss, mlp, rows
 
 SPLIT = (5, 3, 4)

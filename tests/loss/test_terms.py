@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a row of a table is a line)
 """Terms and losses that are multiplied by zero: they add nothing, and stand in nobody's way."""
 
 from collections.abc import Callable
@@ -156,15 +157,10 @@ def test_a_term_that_is_zero_once_is_refused(parts: tuple[float, float]) -> None
 
 
 REFUSED: dict[str, Function] = {
-    "one of two, by turns": lambda m, b: (
-        float(chosen(b).any()) * entropy(m, b)
-        + float(not chosen(b).any()) * F.cross_entropy(m["used"](b["x"]) - 1, b["label"])
-    ),
-    "beside a mean over all": selected(
-        lambda m, b: F.mse_loss(m["used"](b["x"]), b["value"]), lambda m, b: m["used"](b["x"]).sum() * 0
-    ),
+    "one of two, by turns": lambda m, b: (float(chosen(b).any()) * entropy(m, b) + float(not chosen(b).any()) * F.cross_entropy(m["used"](b["x"]) - 1, b["label"])),
+    "beside a mean over all": selected(lambda m, b: F.mse_loss(m["used"](b["x"]), b["value"]), lambda m, b: m["used"](b["x"]).sum() * 0),
     "in some alone": lambda m, b: entropy(m, b) + (0 * m["unused"](b["x"]).sum() if chosen(b).any() else 0.0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -16,8 +16,8 @@ from bigbatch import Accumulator, BigStep, GradientNoise, Options
 from bigbatch.errors import ConfigurationError, StateError
 from bigbatch.noise.estimate import LEAST, Estimate, Norms, correlation_time, estimate, student
 from bigbatch.noise.noise_report import Verdict, judge, make_report
-from tests.losses import READABLE, SEVERAL
 from tests.support.emulated_graphs import emulated
+from tests.support.losses import READABLE, SEVERAL
 from tests.support.reference import OptimizerFactory, sgd, trained, windows
 from tests.support.samples import Batch, Loss, mlp
 from tests.support.strategies import seeds, splits

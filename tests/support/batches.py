@@ -1,6 +1,6 @@
 """Hypothesis strategies for what holds a batch: any container that a loader may yield, around the tensors of any loss.
 
-A structure wraps a dict of tensors and opens it again, so each of them meets every loss of `tests.losses`.
+A structure wraps a dict of tensors and opens it again, so each of them meets every loss of `tests.support.losses`.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.modeling_outputs import ModelOutput
 
-from tests.losses import READABLE, SEVERAL
+from tests.support.losses import READABLE, SEVERAL
 from tests.support.samples import Batch, Loss
 
 SHARED_ROWS = 17  # more than any batch here has samples

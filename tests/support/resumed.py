@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.losses import READABLE, SEVERAL
+from tests.support.losses import READABLE, SEVERAL
 from tests.support.samples import Batch, Loss, mlp, rows
 from tests.support.training import MASKED, SIZES, Training
 

@@ -1,7 +1,7 @@
 # ruff: noqa: E501  (a row of a table is a line)
 """Hypothesis strategies for everything that exactness ranges over: losses, splits, windows, optimizers, clipping.
 
-New losses join the tables of `tests.losses`, new optimizers the table here, and every property test meets them.
+New losses join the tables of `tests.support.losses`, new optimizers the table here, and every property test meets them.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from tests.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL
+from tests.support.losses import AMBIGUOUS_WHEN_EVEN, EITHER, READABLE, SEVERAL
 from tests.support.reference import OptimizerFactory
 from tests.support.samples import Batch, Loss
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, Update
-from tests.losses import READABLE
+from tests.support.losses import READABLE
 from tests.support.reference import (
     FLOOR,
     TOLERANCE,

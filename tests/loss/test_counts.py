@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import LossError
-from tests.losses import squares
+from tests.support.losses import squares
 from tests.support.reference import big_batches, distance, sgd, trained, weights
 from tests.support.samples import Batch, Loss, mlp, sequences
 from tests.support.training import MASKED, Training, micro_batches

@@ -129,38 +129,14 @@ PAIRWISE: dict[str, tuple[Callable[[Any, Batch, str], Tensor], Callable[[Batch],
     "mse": (lambda m, b, r: F.mse_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
     "l1": (lambda m, b, r: F.l1_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
     "smooth_l1": (lambda m, b, r: F.smooth_l1_loss(m(b["x"]), b["value"], reduction=r), lambda b: b["value"].numel()),
-    "smooth_l1-beta": (
-        lambda m, b, r: F.smooth_l1_loss(m(b["x"]), b["value"], reduction=r, beta=0.3),
-        lambda b: b["value"].numel(),
-    ),
-    "huber": (
-        lambda m, b, r: F.huber_loss(m(b["x"]), b["value"], reduction=r, delta=0.7),
-        lambda b: b["value"].numel(),
-    ),
-    "bce": (
-        lambda m, b, r: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["unit"], reduction=r),
-        lambda b: b["unit"].numel(),
-    ),
-    "bce-weight": (
-        lambda m, b, r: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["binary"], weight=WEIGHT, reduction=r),
-        lambda b: b["unit"].numel(),
-    ),
-    "bce_with_logits": (
-        lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], reduction=r),
-        lambda b: b["unit"].numel(),
-    ),
-    "bce_with_logits-weight": (
-        lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], weight=WEIGHT, reduction=r),
-        lambda b: b["unit"].numel(),
-    ),
-    "bce_with_logits-weight-per-sample": (
-        lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], weight=b["probs"], reduction=r),
-        lambda b: b["unit"].numel(),
-    ),
-    "bce_with_logits-pos_weight": (
-        lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], pos_weight=WEIGHT, reduction=r),
-        lambda b: b["unit"].numel(),
-    ),
+    "smooth_l1-beta": (lambda m, b, r: F.smooth_l1_loss(m(b["x"]), b["value"], reduction=r, beta=0.3), lambda b: b["value"].numel()),
+    "huber": (lambda m, b, r: F.huber_loss(m(b["x"]), b["value"], reduction=r, delta=0.7), lambda b: b["value"].numel()),
+    "bce": (lambda m, b, r: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["unit"], reduction=r), lambda b: b["unit"].numel()),
+    "bce-weight": (lambda m, b, r: F.binary_cross_entropy(m(b["x"]).sigmoid(), b["binary"], weight=WEIGHT, reduction=r), lambda b: b["unit"].numel()),
+    "bce_with_logits": (lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], reduction=r), lambda b: b["unit"].numel()),
+    "bce_with_logits-weight": (lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], weight=WEIGHT, reduction=r), lambda b: b["unit"].numel()),
+    "bce_with_logits-weight-per-sample": (lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], weight=b["probs"], reduction=r), lambda b: b["unit"].numel()),
+    "bce_with_logits-pos_weight": (lambda m, b, r: F.binary_cross_entropy_with_logits(m(b["x"]), b["unit"], pos_weight=WEIGHT, reduction=r), lambda b: b["unit"].numel()),
     "bce_with_logits-weight-pos_weight": (
         lambda m, b, r: F.binary_cross_entropy_with_logits(
             m(b["x"]), b["unit"], weight=WEIGHT, pos_weight=WEIGHT.flip(0), reduction=r
@@ -168,82 +144,28 @@ PAIRWISE: dict[str, tuple[Callable[[Any, Batch, str], Tensor], Callable[[Batch],
         lambda b: b["unit"].numel(),
     ),
     "kl_div": (lambda m, b, r: F.kl_div(log_probs(m, b), b["probs"], reduction=r), lambda b: b["probs"].numel()),
-    "kl_div-log_target": (
-        lambda m, b, r: F.kl_div(log_probs(m, b), b["probs"].log(), reduction=r, log_target=True),
-        lambda b: b["probs"].numel(),
-    ),
-    "poisson_nll": (
-        lambda m, b, r: F.poisson_nll_loss(m(b["x"]), b["events"], reduction=r),
-        lambda b: b["events"].numel(),
-    ),
-    "poisson_nll-full": (
-        lambda m, b, r: F.poisson_nll_loss(m(b["x"]).exp(), b["events"], log_input=False, full=True, reduction=r),
-        lambda b: b["events"].numel(),
-    ),
-    "gaussian_nll": (
-        lambda m, b, r: F.gaussian_nll_loss(m(b["x"]), b["value"], F.softplus(m(b["x2"])), reduction=r),
-        lambda b: b["value"].numel(),
-    ),
-    "gaussian_nll-full": (
-        lambda m, b, r: F.gaussian_nll_loss(m(b["x"]), b["value"], m(b["x2"]).exp(), full=True, reduction=r),
-        lambda b: b["value"].numel(),
-    ),
-    "soft_margin": (
-        lambda m, b, r: F.soft_margin_loss(m(b["x"]), b["signs"], reduction=r),
-        lambda b: b["signs"].numel(),
-    ),
-    "hinge_embedding": (
-        lambda m, b, r: F.hinge_embedding_loss(m(b["x"]), b["signs"], reduction=r),
-        lambda b: b["signs"].numel(),
-    ),
-    "margin_ranking": (
-        lambda m, b, r: F.margin_ranking_loss(*twice(m, b), b["signs"], margin=0.2, reduction=r),
-        lambda b: b["signs"].numel(),
-    ),
-    "cosine_embedding": (
-        lambda m, b, r: F.cosine_embedding_loss(*twice(m, b), b["sign"], margin=0.1, reduction=r),
-        lambda b: len(b["sign"]),
-    ),
+    "kl_div-log_target": (lambda m, b, r: F.kl_div(log_probs(m, b), b["probs"].log(), reduction=r, log_target=True), lambda b: b["probs"].numel()),
+    "poisson_nll": (lambda m, b, r: F.poisson_nll_loss(m(b["x"]), b["events"], reduction=r), lambda b: b["events"].numel()),
+    "poisson_nll-full": (lambda m, b, r: F.poisson_nll_loss(m(b["x"]).exp(), b["events"], log_input=False, full=True, reduction=r), lambda b: b["events"].numel()),
+    "gaussian_nll": (lambda m, b, r: F.gaussian_nll_loss(m(b["x"]), b["value"], F.softplus(m(b["x2"])), reduction=r), lambda b: b["value"].numel()),
+    "gaussian_nll-full": (lambda m, b, r: F.gaussian_nll_loss(m(b["x"]), b["value"], m(b["x2"]).exp(), full=True, reduction=r), lambda b: b["value"].numel()),
+    "soft_margin": (lambda m, b, r: F.soft_margin_loss(m(b["x"]), b["signs"], reduction=r), lambda b: b["signs"].numel()),
+    "hinge_embedding": (lambda m, b, r: F.hinge_embedding_loss(m(b["x"]), b["signs"], reduction=r), lambda b: b["signs"].numel()),
+    "margin_ranking": (lambda m, b, r: F.margin_ranking_loss(*twice(m, b), b["signs"], margin=0.2, reduction=r), lambda b: b["signs"].numel()),
+    "cosine_embedding": (lambda m, b, r: F.cosine_embedding_loss(*twice(m, b), b["sign"], margin=0.1, reduction=r), lambda b: len(b["sign"])),
     "triplet_margin": (lambda m, b, r: F.triplet_margin_loss(*thrice(m, b), reduction=r), lambda b: len(b["x"])),
-    "triplet_margin-swap": (
-        lambda m, b, r: F.triplet_margin_loss(*thrice(m, b), swap=True, margin=0.5, reduction=r),
-        lambda b: len(b["x"]),
-    ),
-    "triplet_margin-distance": (
-        lambda m, b, r: F.triplet_margin_with_distance_loss(*thrice(m, b), reduction=r),
-        lambda b: len(b["x"]),
-    ),
+    "triplet_margin-swap": (lambda m, b, r: F.triplet_margin_loss(*thrice(m, b), swap=True, margin=0.5, reduction=r), lambda b: len(b["x"])),
+    "triplet_margin-distance": (lambda m, b, r: F.triplet_margin_with_distance_loss(*thrice(m, b), reduction=r), lambda b: len(b["x"])),
     "multi_margin": (lambda m, b, r: F.multi_margin_loss(m(b["x"]), b["label"], reduction=r), lambda b: len(b["x"])),
-    "multi_margin-weight": (
-        lambda m, b, r: F.multi_margin_loss(m(b["x"]), b["label"], p=2, margin=0.8, weight=WEIGHT, reduction=r),
-        lambda b: len(b["x"]),
-    ),
-    "multilabel_margin": (
-        lambda m, b, r: F.multilabel_margin_loss(m(b["x"]), b["many"], reduction=r),
-        lambda b: len(b["x"]),
-    ),
-    "multilabel_soft_margin": (
-        lambda m, b, r: F.multilabel_soft_margin_loss(m(b["x"]), b["binary"], reduction=r),
-        lambda b: len(b["x"]),
-    ),
-    "multilabel_soft_margin-weight": (
-        lambda m, b, r: F.multilabel_soft_margin_loss(m(b["x"]), b["binary"], weight=WEIGHT, reduction=r),
-        lambda b: len(b["x"]),
-    ),
+    "multi_margin-weight": (lambda m, b, r: F.multi_margin_loss(m(b["x"]), b["label"], p=2, margin=0.8, weight=WEIGHT, reduction=r), lambda b: len(b["x"])),
+    "multilabel_margin": (lambda m, b, r: F.multilabel_margin_loss(m(b["x"]), b["many"], reduction=r), lambda b: len(b["x"])),
+    "multilabel_soft_margin": (lambda m, b, r: F.multilabel_soft_margin_loss(m(b["x"]), b["binary"], reduction=r), lambda b: len(b["x"])),
+    "multilabel_soft_margin-weight": (lambda m, b, r: F.multilabel_soft_margin_loss(m(b["x"]), b["binary"], weight=WEIGHT, reduction=r), lambda b: len(b["x"])),
     "nll": (lambda m, b, r: F.nll_loss(log_probs(m, b), b["label"], reduction=r), lambda b: len(b["x"])),
-    "nll-ignored": (
-        lambda m, b, r: F.nll_loss(log_probs(m, b), b["partly"], reduction=r),
-        lambda b: int((b["partly"] != -100).sum()),
-    ),
-    "nll-weight": (
-        lambda m, b, r: F.nll_loss(log_probs(m, b), b["label"], weight=WEIGHT, reduction=r),
-        lambda b: float(WEIGHT[b["label"]].sum()),
-    ),
-    "nll-ignore_index": (
-        lambda m, b, r: F.nll_loss(log_probs(m, b), b["label"], ignore_index=2, reduction=r),
-        lambda b: int((b["label"] != 2).sum()),
-    ),
-}
+    "nll-ignored": (lambda m, b, r: F.nll_loss(log_probs(m, b), b["partly"], reduction=r), lambda b: int((b["partly"] != -100).sum())),
+    "nll-weight": (lambda m, b, r: F.nll_loss(log_probs(m, b), b["label"], weight=WEIGHT, reduction=r), lambda b: float(WEIGHT[b["label"]].sum())),
+    "nll-ignore_index": (lambda m, b, r: F.nll_loss(log_probs(m, b), b["label"], ignore_index=2, reduction=r), lambda b: int((b["label"] != 2).sum())),
+}  # fmt: skip
 
 
 def reducing(function: Callable[[Any, Batch, str], Tensor], reduction: str) -> Function:
@@ -388,39 +310,20 @@ def policy_gradient(model: nn.Module, batch: Batch) -> Tensor:
 
 PREFERENCES = [
     Loss("reward-two-calls", mlp(1), rows, lambda m, b: -F.logsigmoid(m(b["x"]) - m(b["x2"])).mean()),
-    Loss(
-        "reward-margin",
-        mlp(1),
-        rows,
-        lambda m, b: F.softplus(m(b["x2"]).squeeze(1) - m(b["x"])[:, 0] + b["scalar"]).mean(),
-    ),
+    Loss("reward-margin", mlp(1), rows, lambda m, b: F.softplus(m(b["x2"]).squeeze(1) - m(b["x"])[:, 0] + b["scalar"]).mean()),
     Loss("reward-chunk", mlp(1), rows, rewards_chunk),
     Loss("reward-slices", mlp(1), rows, rewards_slices),
     Loss("reward-calls-viewed", mlp(1), rows, rewards_viewed, smallest=2),
-    Loss(
-        "reward-calls-compared", mlp(1), rows, lambda m, b: -rewards_of_calls(m, b).log_softmax(0)[0].mean(), smallest=2
-    ),
-    Loss(
-        "reward-calls-mean-of-means",
-        mlp(1),
-        rows,
-        lambda m, b: rewards_of_calls(m, b).tanh().mean(1).mean(),
-        smallest=2,
-    ),
-    Loss(
-        "reward-calls-mean-of-pairs",
-        mlp(1),
-        rows,
-        lambda m, b: rewards_of_calls(m, b).tanh().mean(0).mean(),
-        smallest=2,
-    ),
+    Loss("reward-calls-compared", mlp(1), rows, lambda m, b: -rewards_of_calls(m, b).log_softmax(0)[0].mean(), smallest=2),
+    Loss("reward-calls-mean-of-means", mlp(1), rows, lambda m, b: rewards_of_calls(m, b).tanh().mean(1).mean(), smallest=2),
+    Loss("reward-calls-mean-of-pairs", mlp(1), rows, lambda m, b: rewards_of_calls(m, b).tanh().mean(0).mean(), smallest=2),
     Loss("reward-four-calls-in-halves", mlp(1), rows, rewards_in_halves, smallest=2),
     Loss("dpo-two-calls", seeded(Tokens), sequences, dpo_two_calls),
     Loss("dpo-one-call", seeded(Tokens), sequences, dpo_one_call),
     Loss("ipo-slices", seeded(Tokens), sequences, dpo_slices),
     Loss("simpo", seeded(Tokens), sequences, simpo),
     Loss("ppo-clipped", mlp(), rows, policy_gradient),
-]
+]  # fmt: skip
 
 
 # Means and sums written by hand, and what may stand between them and the model.
@@ -1020,20 +923,8 @@ def two_maskings(model: nn.Module, batch: Batch) -> Tensor:
 
 SEVERAL = [
     Loss("masked+mean", mlp(), sequences, masked_and_mean, counts=lambda b: (kept(b), b["value"].numel())),
-    Loss(
-        "masked+mean+once",
-        mlp(),
-        sequences,
-        lambda m, b: masked_and_mean(m, b) + 0.1 * l2(m),
-        counts=lambda b: (kept(b), b["value"].numel()),
-    ),
-    Loss(
-        "two-maskings",
-        mlp(),
-        rows,
-        two_maskings,
-        counts=lambda b: (int((b["partly"] != -100).sum()), int((b["label"] != 0).sum())),
-    ),
+    Loss("masked+mean+once", mlp(), sequences, lambda m, b: masked_and_mean(m, b) + 0.1 * l2(m), counts=lambda b: (kept(b), b["value"].numel())),
+    Loss("two-maskings", mlp(), rows, two_maskings, counts=lambda b: (int((b["partly"] != -100).sum()), int((b["label"] != 0).sum()))),
     Loss(
         "weighted+mean",
         mlp(),
@@ -1048,14 +939,8 @@ SEVERAL = [
         lambda m, b: squares(m, b)[b["mask"]].mean() + masked_mean_per_sequence(m, b),
         counts=lambda b: (CLASSES * int(b["mask"].sum()), len(b["x"])),
     ),
-    Loss(
-        "stacked",
-        mlp(),
-        sequences,
-        lambda m, b: torch.stack([masked_tokens(m, b), squares(m, b).mean()]).mean(),
-        counts=lambda b: (int(b["mask"].sum()), b["value"].numel()),
-    ),
-]
+    Loss("stacked", mlp(), sequences, lambda m, b: torch.stack([masked_tokens(m, b), squares(m, b).mean()]).mean(), counts=lambda b: (int(b["mask"].sum()), b["value"].numel())),
+]  # fmt: skip
 
 
 # Losses that tempt a reader to guess: exact or refused, never close.

@@ -1,4 +1,4 @@
-"""Windows of several accumulators: weights that one trains and the losses of another run through."""
+"""Losses that run through models of others: weights that another accumulator trains, BatchNorm in training mode."""
 
 import copy
 import warnings
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep
-from bigbatch.errors import WindowDisturbed
+from bigbatch.errors import BatchNormError, WindowDisturbed
 from tests.support.reference import distance
 
 X = torch.randn(24, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -139,3 +139,56 @@ def test_a_big_step_for_each_is_exact() -> None:
     BigStep(d, sgd(d), lambda d, b: told_apart(d, b[0], g(b[1])), micro_batch_size=5)((X, Z))
     BigStep(g, sgd(g), lambda g, b: deceived(d, g(b[1])), micro_batch_size=5)((X, Z))
     assert distance(weights(g, d), weights(true_g, true_d)) <= 1e-12
+
+
+def critic() -> nn.Module:
+    """A discriminator with BatchNorm, which couples a generator's samples."""
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+
+
+def generator(*, own: bool = False) -> nn.Module:
+    """Perhaps with a frozen BatchNorm of its own."""
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval() if own else nn.Tanh()).double()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["alone", "beside a frozen one of the model"])
+def test_batch_norm_of_another_model_is_refused_when_it_wakes_up(own: bool) -> None:
+    """No module of ours shows it; in evaluation mode its graph looks the same, and was read before."""
+    g, d = generator(own=own), critic()
+    with pytest.raises(BatchNormError, match=r"discriminator.eval\(\)"):
+        Accumulator(g, sgd(g), steps=2).backward(deceived(d, g(Z[:4])))
+    d.eval()
+    accumulator = Accumulator(g, sgd(g), steps=2)
+    for _ in range(3):
+        accumulator.backward(deceived(d, g(Z[:4])))
+    d.train()
+    with pytest.raises(BatchNormError, match=r"discriminator.eval\(\)"):
+        accumulator.backward(deceived(d, g(Z[:4])))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["alone", "beside a frozen one of the model"])
+def test_a_big_step_refuses_batch_norm_of_another_model_when_it_wakes_up(own: bool) -> None:
+    """It is as if the model had been in training mode from the beginning."""
+    g, d = generator(own=own), critic().eval()
+    step = BigStep(g, sgd(g), loss_fn=lambda model, z: deceived(d, model(z)), micro_batch_size=3)
+    for _ in range(2):
+        step(Z[:12])
+    d.train()
+    before = copy.deepcopy(g)
+    with pytest.raises(BatchNormError, match=r"BigStep\(\[model, teacher\]"):
+        step(Z[:12])
+    assert distance(weights(g), weights(before)) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 100], ids=["between windows", "inside a window"])
+@pytest.mark.parametrize("count", [None, 1], ids=["read", "counted"])
+def test_batch_norm_of_another_model_that_joins_late_is_refused(count: int | None, steps: int) -> None:
+    """After a warm-up on ragged batches, each of which looks unlike the others."""
+    g, d = generator(), critic()
+    accumulator = Accumulator(g, sgd(g), steps=steps)
+    for size in range(2, 24):
+        accumulator.backward(g(Z[:size]).square().mean(), count=count and size)
+    for _ in range(3):  # the same graph is refused each time
+        with pytest.raises(BatchNormError, match=r"discriminator.eval\(\)"):
+            accumulator.backward(F.softplus(-d(g(Z[:4]))).square().mean(), count=count)
+    accumulator.discard()

@@ -17,7 +17,17 @@ from torch import Tensor, nn
 
 from bigbatch import counted
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
-from tests.losses import WEIGHT, Computed, Factors, Grid, log_probs, masked_mean_per_sequence, squares, twice, two_heads
+from tests.support.losses import (
+    WEIGHT,
+    Computed,
+    Factors,
+    Grid,
+    log_probs,
+    masked_mean_per_sequence,
+    squares,
+    twice,
+    two_heads,
+)
 from tests.support.samples import (
     CLASSES,
     STEPS,

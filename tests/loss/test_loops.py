@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, BigStep, counted, errors
+from bigbatch import Accumulator, counted, errors
 
 SIZES = (4, 4, 4)
 
@@ -96,12 +96,6 @@ def test_outputs_spread_over_other_samples_are_refused(name: str) -> None:
         difference(SPREAD[name])
 
 
-def test_the_classic_shape_bug_is_named() -> None:
-    """(n, 1) - (n,) says what it gives and what to type."""
-    with pytest.raises(errors.UnreadableLoss, match=r"\(n, 1\) with \(n,\) gives \(n, n\)(.|\n)*squeeze"):
-        difference(SPREAD["shape-bug"])
-
-
 def test_a_learned_scale_in_data_and_penalty_is_refused_or_exact() -> None:
     """A value that serves the data and a regulariser cannot carry the regulariser's weight."""
 
@@ -130,73 +124,6 @@ def test_a_window_that_begins_with_a_regulariser_is_refused() -> None:
     accumulator.backward(model.f.weight.pow(2).sum())
     with pytest.raises(errors.LossError, match="changed within a window"):
         accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1]))
-
-
-def test_every_hook_is_called() -> None:
-    """Hooks whose remover is dropped stay, in order."""
-    model, heard = Net(), list[int]()
-    accumulator = Accumulator(model, sgd(model), steps=1)
-    for number in range(3):
-        accumulator.before_step(lambda number=number: heard.append(number))  # type: ignore[misc]
-    accumulator.backward(model(DATA[0][0]).mean())
-    assert heard == [0, 1, 2]
-
-
-def test_batch_norm_of_a_foreign_model_is_refused() -> None:
-    """A discriminator's BatchNorm couples the generator's samples, and no module of ours shows it."""
-    generator = nn.Linear(3, 3).double()
-    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    accumulator = Accumulator(generator, sgd(generator), steps=2)
-    with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
-        accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean())
-    critic.eval()
-    accumulator = Accumulator(generator, sgd(generator), steps=2)  # one that has not looked at this graph before
-    assert accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean()) is None
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["alone", "beside a frozen one of the model"])
-def test_batch_norm_of_a_foreign_model_that_wakes_up_is_refused(own: bool) -> None:
-    """In evaluation mode its graph looks the same, so that it was read before says nothing."""
-    generator = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval() if own else nn.Tanh()).double()
-    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
-    accumulator = Accumulator(generator, sgd(generator), steps=2)
-    for _ in range(3):
-        accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean())
-    critic.train()
-    with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
-        accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).mean())
-
-
-@pytest.mark.parametrize("own", [False, True], ids=["alone", "beside a frozen one of the model"])
-def test_batch_norm_of_a_foreign_model_that_wakes_up_is_refused_by_big_step(own: bool) -> None:
-    """It is as if the model had been in training mode from the beginning."""
-    generator = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval() if own else nn.Tanh()).double()
-    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().eval()
-    step = BigStep(
-        generator, sgd(generator), loss_fn=lambda model, x: F.softplus(-critic(model(x))).mean(), micro_batch_size=3
-    )
-    for _ in range(2):
-        step(torch.randn(12, 3).double())
-    critic.train()
-    before = [p.clone() for p in generator.parameters()]
-    with pytest.raises(errors.BatchNormError, match=r"BigStep\(\[model, teacher\]"):
-        step(torch.randn(12, 3).double())
-    assert all(torch.equal(a, b) for a, b in zip(generator.parameters(), before, strict=True))
-
-
-@pytest.mark.parametrize("steps", [1, 100], ids=["between windows", "inside a window"])
-@pytest.mark.parametrize("count", [None, 1], ids=["read", "counted"])
-def test_batch_norm_of_a_foreign_model_that_joins_late_is_refused(count: int | None, steps: int) -> None:
-    """After a warm-up on ragged batches, each of which looks unlike the others."""
-    generator = nn.Linear(3, 3).double()
-    critic = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-    accumulator = Accumulator(generator, sgd(generator), steps=steps)
-    for size in range(2, 32):
-        accumulator.backward(generator(torch.randn(size, 3).double()).square().mean(), count=count and size)
-    for _ in range(3):  # the same graph is refused each time
-        with pytest.raises(errors.BatchNormError, match=r"discriminator.eval\(\)"):
-            accumulator.backward(F.softplus(-critic(generator(DATA[0][0]))).square().mean(), count=count)
-    accumulator.discard()
 
 
 def test_one_scaler_in_two_accumulators_is_exact() -> None:
@@ -247,18 +174,6 @@ def test_freezing_inside_a_window_is_noticed() -> None:
         accumulator.backward(F.mse_loss(model(DATA[1][0]), DATA[1][1]))
 
 
-@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="this torch has no grad_dtype")
-def test_a_parameter_s_own_grad_dtype_comes_back() -> None:
-    """It is as it was before the window, not the parameter's type."""
-    model = nn.Linear(3, 1).bfloat16()
-    for p in model.parameters():
-        p.grad_dtype = torch.float32
-    accumulator = Accumulator(model, sgd(model), steps=2)
-    accumulator.backward(model(DATA[0][0].bfloat16()).float().mean())
-    accumulator.discard()
-    assert {p.grad_dtype for p in model.parameters()} == {torch.float32}
-
-
 def test_a_refused_state_leaves_the_open_window() -> None:
     """Nothing is dropped for a state that cannot be loaded."""
     model = Net()
@@ -281,13 +196,6 @@ def test_gradients_by_hand_are_told_from_zeroed_ones() -> None:
     accumulator.discard()
 
 
-def test_skip_nonfinite_is_a_truth_value() -> None:
-    """As every other argument it is looked at."""
-    model = Net()
-    with pytest.raises(errors.ConfigurationError, match="skip_nonfinite must be True or False; found 'yes'"):
-        Accumulator(model, sgd(model), steps=1, skip_nonfinite="yes")  # type: ignore[arg-type]
-
-
 def test_a_loop_that_was_only_half_converted_is_refused() -> None:
     """`over` with a leftover loss.backward() would train nothing, without a word."""
     model = Net()
@@ -297,8 +205,3 @@ def test_a_loop_that_was_only_half_converted_is_refused() -> None:
     F.mse_loss(model(x), y).backward()
     with pytest.raises(errors.WindowDisturbed, match=r"nothing is accumulated(.|\n)*accumulator.backward\(loss\)"):
         next(batches)
-
-
-def test_a_fused_sum_divided_by_its_rows_is_a_mean() -> None:
-    """`reduction="sum"` and `/ len(x)`, as some write a mean over samples."""
-    assert difference(lambda m, x, y: F.mse_loss(m(x), y, reduction="sum") / len(x), UNEVEN) < 1e-12
