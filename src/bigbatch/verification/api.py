@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
@@ -139,7 +139,7 @@ def accumulate_with_big_step(
     strategy: Strategy, model: ModelCopy, loss_fn: LossFunction, samples: Samples, dtype: torch.dtype | None
 ) -> Accumulated:
     """Make one update with a rate of 0, and read what the optimizer steps with; what BigStep raises comes out."""
-    found: dict[str, Tensor | None] = dict.fromkeys(model.parameters)  # nothing counted: no step
+    found = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.parameters.items()}  # without a step
     sizes: list[int] = []
 
     def sized(network: Any, micro_batch: Any) -> Any:

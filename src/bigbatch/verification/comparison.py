@@ -14,8 +14,8 @@ from bigbatch.verification.model_copy import USE_ARGUMENT, has_gradient_hooks
 from bigbatch.verification.result import Cause, Difference, Verification, number
 from bigbatch.verification.runner import Accumulated, Runner, uneven_size
 from bigbatch.verification.suspects import irreproducible_place
-from bigbatch.verification.tolerance import EXACT, Comparison, Tolerance, is_finite, largest, overall, relative
-from bigbatch.verification.weights import Counts, chosen_elements, fit, take
+from bigbatch.verification.tolerance import EXACT, Comparison, Tolerance, is_finite, is_zero, largest, overall, relative
+from bigbatch.verification.weights import Counts, fit, sampled
 
 _FAR = 30  # times what the big batch itself loses in the model's own dtype: no rounding any more
 _OTHER_ORDER = 30  # times the rounding of a factor: another order of the samples costs no more, if it is rounding
@@ -93,7 +93,7 @@ class Verifier:
         """Run the big batch for the first time."""
         found = self.runner.whole()
         self.runner.model.refuse_reached()
-        if all(gradient is None for gradient in found.gradients.values()):
+        if is_zero(found.gradients):
             problem = "no parameter of the model got a gradient from loss_fn(model, batch)."
             raise LossError(problem, fix=USE_ARGUMENT)
         if not is_finite(found.gradients) or not math.isfinite(found.loss):
@@ -128,7 +128,7 @@ class Verifier:
         """See what a loop did, and run it again with its clipping, where it clips before the gradient is whole."""
         runner = self.runner
         runner.model.refuse_reached()
-        if all(gradient is None for gradient in found.gradients.values()):
+        if is_zero(found.gradients):
             raise LossError(
                 f"train_window(model, micro_batches) left no gradient: {record.backwards} backwards came to the model, "
                 "and no optimizer of torch stepped its parameters.",
@@ -242,9 +242,8 @@ class Verifier:
             f"is off by {number(found)}, where the big batch's own is off by {number(floor)}",
         )
         if dtype in _LOW and found > max(_MORE * floor, eps):
-            elements = chosen_elements(runner, compared.truth)
-            parts = [take(gradients, elements) for _, gradients in runner.per_micro_batch()]
-            right = fit(take(compared.truth, elements), parts, runner.samples.sizes)
+            parts = [sampled(gradients) for _, gradients in runner.per_micro_batch()]
+            right = fit(sampled(compared.truth), parts, runner.samples.sizes)
             runner.dtype = None
             after = overall(relative(runner.weighted(right.weights), compared.truth))
             runner.dtype = torch.float64
@@ -270,7 +269,7 @@ class Verifier:
 
 def _kept_in(compared: Comparison) -> str | None:
     """Return the smaller dtype that a float64 model's gradients went through: each element is a number of it."""
-    every = [g for g in compared.found.values() if g is not None and g.numel()]
+    every = [g for g in compared.found.values() if g.numel()]
     for dtype in (*_LOW, torch.float32):
         if every and all(bool((g.to(dtype).double() == g).all()) for g in every):
             return name_of(dtype)

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from bigbatch.verification.model_copy import ModelCopy, raise_used_itself
-from bigbatch.verification.tolerance import add, in_float64, read_gradients
+from bigbatch.verification.tolerance import add, read_gradients
 
 TrainWindow = Callable[[Any, list[Any]], Any]
-Stepped = dict[str, Tensor | None]
+Stepped = dict[str, Tensor]
 
 
 @dataclass
@@ -38,12 +38,13 @@ class LoopRecord:
     @property
     def gradients(self) -> Stepped:
         """What it stepped with first; without a step what it left."""
-        return {name: each[name] for each in reversed(self.stepped) for name in each} if self.stepped else self.left
+        first = {name: each[name] for each in reversed(self.stepped) for name in each} if self.stepped else self.left
+        return {name: first.get(name, torch.zeros_like(left)) for name, left in self.left.items()}
 
     @property
     def over_all_steps(self) -> Stepped:
         """The gradients of all steps and what was left after the last, added up."""
-        return add([*self.stepped, self.left])
+        return add([self.left, *self.stepped])
 
 
 def record(
@@ -141,12 +142,12 @@ class _Recorder:
                     p.grad.zero_()
         self._weights = []
 
-    def _read_step(self, optimizer: Optimizer, own: Sequence[Tensor]) -> None:
+    def _read_step(self, optimizer: Optimizer, own: Sequence[Any]) -> None:
         if not any(p.grad is not None for p in own):
             return
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer divides by the loss scale itself
         factor = 1.0 if scale is None else 1.0 / float(scale)
-        self.found.stepped.append({self._names[id(p)]: in_float64(p.grad, factor) for p in own})
+        self.found.stepped.append(read_gradients({self._names[id(p)]: p for p in own}, factor))
         self.found.most_steps = max(self.found.most_steps, self._once_more(optimizer))
 
     def _recording(self, function: Callable[..., Any]) -> Callable[..., Any]:

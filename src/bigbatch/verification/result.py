@@ -68,14 +68,10 @@ class Difference:
 
     name: str
     shape: tuple[int, ...]
-    exact_difference: float
-    """In float64, where nothing but a mistake is larger than 1e-12."""
-    exact_floor: float
-    """In float64: the big batch against itself with its samples in another order."""
-    own_difference: float
-    """In the model's own dtype, against the truth in float64."""
-    own_floor: float
-    """In the model's own dtype: the big batch itself against the truth in float64."""
+    exact_difference: float  # in float64, where nothing but a mistake is larger than 1e-12
+    exact_floor: float  # in float64: the big batch against itself with its samples in another order
+    own_difference: float  # in the model's own dtype, against the truth in float64
+    own_floor: float  # in the model's own dtype: the big batch itself against the truth in float64
 
     @property
     def difference(self) -> float:
@@ -106,14 +102,10 @@ class Difference:
 class Cause:
     """One reason why the gradients differ, found by turning it off and seeing the difference go away."""
 
-    kind: str
-    """A short name: "batch-norm", "randomness", "wrong-count" and so on; docs/verify.md lists all."""
-    where: str
-    """The module's qualified name, or the operation; empty where it has no place."""
-    found: str
-    """The evidence, in a sentence."""
-    remedy: str
-    """What to type."""
+    kind: str  # "batch-norm", "randomness", "wrong-count" and so on; docs/verify.md lists all
+    where: str  # the module's qualified name, or the operation; empty where it has no place
+    found: str  # the evidence, in a sentence
+    remedy: str  # what to type
 
 
 def cause(
@@ -132,27 +124,17 @@ class Verification:
     `print(verification)` shows the largest differences, the verdict and the causes.
     """
 
-    exact: bool
-    """Whether rounding explains all of the difference, in float64 and in the model's own dtype."""
-    differences: tuple[Difference, ...]
-    """One for each parameter that is trained, in the model's order."""
+    exact: bool  # whether rounding explains all of the difference, in float64 and in the model's own dtype
+    differences: tuple[Difference, ...]  # one for each parameter that is trained, in the model's order
     causes: tuple[Cause, ...]
-    samples: int
-    """How many samples the batch has."""
-    samples_proved: int
-    """How many of them were compared: fewer where the whole batch did not fit into memory."""
-    micro_batches: tuple[int, ...]
-    """How many samples each micro-batch had."""
-    dtype: str
-    """The model's own, such as "bfloat16"."""
-    loss: tuple[float, float]
-    """Of the big batch, and as accumulated; NaN where it is not known."""
-    accumulated_by: str = "BigStep"
-    """What was verified: "BigStep", your own "train_window", or, where BigStep raises, "samples"."""
-    refused: str = ""
-    """The problem that BigStep raises for this loss, where the figures are those of accumulating anyway."""
-    notes: tuple[str, ...] = ()
-    """What else a reader should know, in sentences."""
+    samples: int  # of the batch
+    samples_proved: int  # that were compared: fewer where the whole batch did not fit into memory
+    micro_batches: tuple[int, ...]  # how many samples each one had
+    dtype: str  # the model's own, such as "bfloat16"
+    loss: tuple[float, float]  # of the big batch, and as accumulated; NaN where it is not known
+    accumulated_by: str = "BigStep"  # or your own "train_window", or, where BigStep raises, "samples"
+    refused: str = ""  # what BigStep raises for this loss, where the figures are those of accumulating anyway
+    notes: tuple[str, ...] = ()  # what else a reader should know, in sentences
 
     @property
     def worst(self) -> Difference | None:

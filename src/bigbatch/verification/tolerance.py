@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-Gradients: TypeAlias = Mapping[str, Tensor | None]  # in float64; None where a parameter got none
+Gradients: TypeAlias = Mapping[str, Tensor]  # in float64; zero where a parameter got none
 
 EXACT = 1e-12  # relative, in float64: what counts as equal whatever the rounding
 _PRECISE = 1e-10  # relative: a model whose rounding is larger computes some of it in less than float64
@@ -19,45 +19,43 @@ _FACTOR = 16  # times the measured rounding, in experiments whose own rounding i
 _SMALL = 1e-2  # of the typical size of an element
 
 
-def read_gradients(parameters: Mapping[str, nn.Parameter], factor: float = 1.0) -> dict[str, Tensor | None]:
-    """Copy the gradients of some parameters, in float64."""
-    return {name: in_float64(p.grad, factor) for name, p in parameters.items()}
+def read_gradients(parameters: Mapping[str, nn.Parameter], factor: float = 1.0) -> dict[str, Tensor]:
+    """Copy the gradients of some parameters, dense and in float64, times a factor."""
+    found = {}
+    for name, p in parameters.items():
+        gradient = torch.zeros_like(p) if p.grad is None else p.grad
+        dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
+        found[name] = dense.to(torch.float64, copy=True) * factor
+    return found
 
 
-def in_float64(gradient: Tensor | None, factor: float = 1.0) -> Tensor | None:
-    """Return a dense copy in float64, times a factor."""
-    if gradient is None:
-        return None
-    dense = gradient.detach().to_dense() if gradient.layout != torch.strided else gradient.detach()
-    return dense.to(torch.float64, copy=True) * factor
-
-
-def add(gradients: Sequence[Gradients]) -> dict[str, Tensor | None]:
-    """Add several up."""
-    found: dict[str, Tensor | None] = {}
-    for each in gradients:
-        for name, gradient in each.items():
-            before = found.get(name)
-            found[name] = gradient if before is None else before if gradient is None else before + gradient
+def add(gradients: Sequence[Gradients]) -> dict[str, Tensor]:
+    """Add several up; of some, parameters may be missing."""
+    found: dict[str, Tensor] = {}
+    for name, gradient in (item for each in gradients for item in each.items()):
+        found[name] = found[name] + gradient if name in found else gradient
     return found
 
 
 def is_finite(gradients: Gradients) -> bool:
     """Whether no element is inf or NaN."""
-    return all(bool(torch.isfinite(g).all()) for g in gradients.values() if g is not None)
+    return all(bool(torch.isfinite(g).all()) for g in gradients.values())
+
+
+def is_zero(gradients: Gradients) -> bool:
+    """Whether there is no gradient."""
+    return not any(bool(g.any()) for g in gradients.values())
 
 
 def relative(found: Gradients, truth: Gradients) -> dict[str, float]:
     """Return how far each gradient is from the true one, relative to the size of that one."""
-    sizes = {name: _norm(gradient) for name, gradient in truth.items()}
-    number = sum(g.numel() for g in truth.values() if g is not None)
+    sizes = {name: float(gradient.norm()) for name, gradient in truth.items()}
+    number = sum(gradient.numel() for gradient in truth.values())
     typical = math.sqrt(math.fsum(size**2 for size in sizes.values()) / max(number, 1))
     differences = {}
     for name, gradient in truth.items():
-        other = found.get(name)
-        apart = _norm(other if gradient is None else gradient if other is None else other - gradient)
-        elements = 0 if gradient is None else gradient.numel()
-        size = max(sizes[name], _SMALL * typical * math.sqrt(elements))
+        apart = float((found[name] - gradient).norm())
+        size = max(sizes[name], _SMALL * typical * math.sqrt(gradient.numel()))
         differences[name] = 0.0 if apart == 0 else apart / size if size and math.isfinite(apart) else math.inf
     return differences
 
@@ -70,10 +68,6 @@ def overall(differences: Mapping[str, float]) -> float:
 def largest(differences: Mapping[str, float]) -> float:
     """Return the largest difference of a parameter."""
     return max(differences.values(), default=0.0)
-
-
-def _norm(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None else float(torch.linalg.vector_norm(gradient))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from bigbatch.verification.result import Cause, listed
 from bigbatch.verification.runner import Runner, Samples
 from bigbatch.verification.suspects import OUTSIDE
 from bigbatch.verification.switches import OUTPUTS, PLACE, Off
-from bigbatch.verification.tolerance import Comparison, Gradients, Tolerance, is_finite, relative
+from bigbatch.verification.tolerance import Comparison, Gradients, Tolerance, is_finite, is_zero, relative
 
 Parts = Sequence[Mapping[str, Tensor]]  # some elements of each micro-batch's gradient
 _ELEMENTS, _LEAST = 1 << 17, 64  # that are kept of all parameters, and of one
@@ -49,29 +49,10 @@ class Fit(NamedTuple):
         return ratios[0] if ratios and all(_near(each, ratios[0]) for each in ratios) else None
 
 
-def chosen_elements(runner: Runner, truth: Gradients) -> Mapping[str, Tensor]:
-    """Choose elements of each gradient: half where it is largest, half spread over it."""
-    parameters, indices = runner.model.own.parameters, {}
-    most = max(_LEAST, _ELEMENTS // max(len(parameters), 1))
-    for name, p in parameters.items():
-        gradient = truth.get(name)
-        if p.numel() <= most or gradient is None:
-            indices[name] = torch.arange(min(p.numel(), most))
-        else:
-            highest = gradient.flatten().abs().topk(most // 2).indices.cpu()
-            indices[name] = torch.cat(
-                [highest, torch.linspace(0, p.numel() - 1, most // 2, dtype=torch.float64).long()]
-            )
-    return indices
-
-
-def take(gradients: Gradients, indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return chosen elements on the host, zero where there is no gradient."""
-    return {
-        name: torch.zeros(len(chosen), dtype=torch.float64) if g is None else g.flatten()[chosen.to(g.device)].cpu()
-        for name, chosen in indices.items()
-        for g in [gradients.get(name)]
-    }
+def sampled(gradients: Gradients) -> dict[str, Tensor]:
+    """Return elements of each gradient, spread over it, on the host."""
+    most = max(_LEAST, _ELEMENTS // max(len(gradients), 1))
+    return {name: g.flatten()[:: -(-g.numel() // most) or 1].cpu() for name, g in gradients.items()}
 
 
 def fit(
@@ -142,9 +123,8 @@ class Weights:
     def __post_init__(self) -> None:
         """Run each micro-batch by itself."""
         self._sizes, self._limit = self.runner.samples.sizes, 10 * self.tolerance.loose
-        self._indices = chosen_elements(self.runner, self.left.truth)
         self._losses, self._parts = self._each_micro_batch(self.off)
-        self._alone: Mapping[str, Tensor] | None = None
+        self._alone: dict[str, Tensor] | None = None
         self._counts = Counts(self.runner.samples)
 
     def explain(self) -> Diagnosis:
@@ -156,11 +136,7 @@ class Weights:
             found = f"micro-batch {listed(empty)} of {len(self._losses)} has a loss of {loss} by itself: nothing in it "
             found += "is counted, and a mean over nothing is no number"
             return Diagnosis([runner.cause("wrong-count", OUTSIDE, found, remedy=_CLAMP)])
-        try:
-            alone = take(runner.whole({**self.off, OUTPUTS: None}).gradients, self._indices)
-            self._alone = alone if any(bool(each.any()) for each in alone.values()) else None
-        except LossError:  # no graph is left
-            self._alone = None
+        self._alone = self._of_parameters_alone(self.off)
         used, right = self._fit(self.left.found), self._fit(self.left.truth)
         if right.residual <= limit and not self._hold_elsewhere(right):
             text = "the weights by which micro-batches add up to the big batch change with the model's own weights, as"
@@ -176,19 +152,29 @@ class Weights:
         return Diagnosis(self._of_clamped(right), right.weights)
 
     def _each_micro_batch(self, off: Off) -> tuple[list[float], Parts]:
-        every = [(loss, take(each, self._indices)) for loss, each in self.runner.per_micro_batch(off)]
+        every = [(loss, sampled(each)) for loss, each in self.runner.per_micro_batch(off)]
         return [loss for loss, _ in every], [part for _, part in every]
 
+    def _of_parameters_alone(self, off: Off) -> dict[str, Tensor] | None:
+        """Return the gradient of terms that no sample is in; None where there are none."""
+        try:
+            alone = sampled(self.runner.whole({**off, OUTPUTS: None}).gradients)
+        except LossError:  # no graph is left
+            return None
+        return None if is_zero(alone) else alone
+
     def _fit(self, gradients: Gradients) -> Fit:
-        return fit(take(gradients, self._indices), self._parts, self._sizes, self._alone)
+        return fit(sampled(gradients), self._parts, self._sizes, self._alone)
 
     def _hold_elsewhere(self, right: Fit) -> bool:
         """Whether the right weights are the same at other weights of the model: where they are counts, they are."""
         off = {**self.off, PLACE: None}
-        truth = take(self.runner.whole(off).gradients, self._indices)
-        again = fit(truth, self._each_micro_batch(off)[1], self._sizes, self._alone)
-        pairs = zip(again.weights, right.weights, strict=True)
-        return again.residual > self._limit or all(_near(*pair) or _is_zero(min(pair), right.weights) for pair in pairs)
+        alone = None if self._alone is None else self._of_parameters_alone(off)
+        truth = sampled(self.runner.whole(off).gradients)
+        again = fit(truth, self._each_micro_batch(off)[1], self._sizes, alone)
+        pairs = list(zip(again.weights, right.weights, strict=True))
+        same = all(_near(*pair) or _is_zero(max(map(abs, pair)), right.weights) for pair in pairs)
+        return same or again.residual > self._limit
 
     def _of_coupled(self, found: str, used: Fit) -> Diagnosis:
         """No weights are right for a coupled loss: compare a loop with what it meant, by samples or all alike."""
@@ -204,29 +190,29 @@ class Weights:
 
     def _of_several_counts(self) -> list[Cause]:
         """Perhaps each term of the loss has its own count: BigStep reads them, or parameters show them apart."""
-        options = Options(check=False, batch_norm="micro")
-        by_terms = replace(self.runner.strategy, name="BigStep", size=max(self._sizes), options=options)
+        runner, options = self.runner, Options(check=False, batch_norm="micro")
+        by_terms = replace(runner.strategy, name="BigStep", size=max(self._sizes), options=options)
         found = "the loss has several terms, averaged over different things, and no one weight per micro-batch fits"
         try:
-            own = self.runner.accumulated(self.off, by_terms).gradients
+            own = relative(runner.accumulated(self.off, by_terms).gradients, self.left.truth)
         except BigBatchError:
-            own = {}
-        if self.tolerance.is_negligible(relative(own, self.left.truth)):
-            found += ". Weighting each term by its own count, as BigStep does, makes the gradients equal"
-            return [self.runner.cause("wrong-count", OUTSIDE, found, count="its own count")]
-        truth, means = take(self.left.truth, self._indices), dict[tuple[float, ...], str]()
+            own = {"": math.inf}
+        truth, means = sampled(self.left.truth), dict[tuple[float, ...], str]()
         for name in truth:
             each = fit({name: truth[name]}, [{name: part[name]} for part in self._parts], self._sizes)
             if each.residual <= self._limit and min(each.weights) >= 0 and _near(math.fsum(each.weights), 1.0, 1e-3):
                 means.setdefault(tuple(round(weight, 4) for weight in each.weights), name)
-        if len(means) <= 1:
+        if self.tolerance.is_negligible(own):
+            found += ". Weighting each term by its own count, as BigStep does, makes the gradients equal"
+        elif len(means) > 1:
+            found += ": " + ", ".join(f"'{name}' adds up by {_proportion(each)}" for each, name in means.items())
+        else:
             return []
-        found += ": " + ", ".join(f"'{name}' adds up by {_proportion(each)}" for each, name in list(means.items())[:2])
-        return [self.runner.cause("wrong-count", OUTSIDE, found, count="its own count")]
+        return [runner.cause("wrong-count", OUTSIDE, found, count="its own count")]
 
     def _of_clamped(self, right: Fit) -> list[Cause]:
         """Find the weights of a gradient that was clipped by value, by its elements below the limit."""
-        clipped = take(self.left.found, self._indices)
+        clipped = sampled(self.left.found)
         limit = max((float(each.abs().max()) for each in clipped.values() if each.numel()), default=0.0)
 
         def below(some: Mapping[str, Tensor]) -> dict[str, Tensor]:
