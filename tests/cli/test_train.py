@@ -76,10 +76,10 @@ def test_json_is_all_that_is_on_stdout() -> None:
 def test_what_to_try_next_goes_on() -> None:
     """After the bonus comes the second example, after that the user's own file."""
     assert "Next: bigbatch train adamw" in run("train", "--clip", "1.0", "--seeds", "1", "--epochs", "1").stdout
-    adamw = run("train", "adamw", "--seeds", "1", "--epochs", "1")
-    assert "Next: bigbatch train FILE.py" in adamw.stdout
-    assert "clipped at 1" in adamw.stdout
-    row = next(line for line in adamw.stdout.splitlines() if line.startswith("updates clipped"))
+    adamw = run("train", "adamw", "--seeds", "1", "--epochs", "1").stdout
+    assert "Next: bigbatch train FILE.py" in adamw
+    assert "clipped at 1" in adamw
+    (row,) = [line for line in adamw.splitlines() if line.startswith("updates clipped")]
     small, _, ours, true, _ = row.split()[2:]
     assert (small, ours) == ("32", true)  # of 32, every one: it starts where the norms are large
 
@@ -147,20 +147,17 @@ def test_epochs_are_shown_as_they_end_whatever_comes_after(tmp_path: Path, endin
         (["yours.py", "--seeds", "3"], "--seeds is for recipes", "hint: bigbatch train yours.py --seed 3"),
     ],
 )
-@pytest.mark.parametrize("columns", [60])
-def test_misuse_is_short_text_and_exit_code_two(
-    arguments: list[str], message: str, hint: str, columns: int, directory: Path
-) -> None:
+def test_misuse_is_short_text_and_exit_code_two(arguments: list[str], message: str, hint: str, directory: Path) -> None:
     """On stderr, with a hint after a blank line, no line too long, and nothing on stdout."""
     (directory / "yours.py").touch()
     (directory / "folder").mkdir()
-    result = run("train", *arguments, columns=columns)
+    result = run("train", *arguments, columns=60)
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.startswith("error: ")
     assert " ".join(result.stderr.split()).startswith(f"error: {message}")
-    assert f"\n\n{hint}"[: columns - 20] in result.stderr
-    assert max(len(line) for line in result.stderr.splitlines()) <= columns
+    assert f"\n\n{hint}"[:40] in result.stderr
+    assert max(len(line) for line in result.stderr.splitlines()) <= 60
 
 
 @pytest.fixture
@@ -287,14 +284,11 @@ def test_what_the_library_refuses_of_a_file_speaks_of_the_file(
     assert max(len(line) for line in result.stderr.splitlines()) <= 80
 
 
-@pytest.mark.parametrize("columns", [60, 80])
-def test_the_example_in_the_hint_runs(columns: int, directory: Path) -> None:
+def test_the_example_in_the_hint_runs(directory: Path) -> None:
     """A file without setup() is answered with one that can be pasted, also where the terminal is narrow."""
     (directory / "mine.py").touch()
-    result = run("train", "mine.py", columns=columns)
+    result = run("train", "mine.py", columns=60)
     assert result.exit_code == 2
-    assert "micro_batch_size=" in result.stderr
-    assert "loss_fn=lambda model, batch: " in result.stderr
     (directory / "mine.py").write_text(textwrap.dedent(result.stderr.split("as in this file:\n")[1]))
     again = run("train", "mine.py")
     assert again.exit_code == 0, again.stderr
@@ -342,22 +336,13 @@ def test_warnings_are_text_in_the_same_style(directory: Path) -> None:
     assert max(len(line) for line in result.stderr.splitlines()) <= 80
 
 
-def test_help_lists_what_there_is() -> None:
-    """The commands so far, and nothing that is not built."""
-    result = run("--help")
-    assert result.exit_code == 0
-    commands = [line.split()[0] for line in result.stdout.split("Commands:\n")[1].splitlines() if line[2:3].strip()]
-    assert commands == ["train", "plan", "lint", "verify"]
-
-
-@pytest.mark.parametrize("columns", [60, 80, 120])
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], [], ["trian"]])
-def test_help_fits_the_terminal(arguments: list[str], columns: int) -> None:
-    """Whatever its width; nothing at all is a request for help, and a misspelt command gets a hint."""
+@pytest.mark.parametrize("arguments", [["-h"], ["train", "--help"], [], ["trian"]])
+def test_help_fits_the_terminal(arguments: list[str]) -> None:
+    """Also a narrow one; nothing at all is a request for help, and a misspelt command gets a hint."""
     command = [sys.executable, "-c", "from bigbatch.cli import app; app(prog_name='bigbatch')", *arguments]
-    environment = {**os.environ, "COLUMNS": str(columns)}  # in a process of its own: typer's runner is 80 wide
+    environment = {**os.environ, "COLUMNS": "60"}  # in a process of its own: typer's runner is 80 wide
     result = subprocess.run(command, check=False, capture_output=True, env=environment, text=True)
-    assert max(len(line) for line in (result.stdout + result.stderr).splitlines()) <= columns
+    assert max(len(line) for line in (result.stdout + result.stderr).splitlines()) <= 60
     if arguments == ["trian"]:
         assert result.stderr.startswith("error: No such command 'trian'")
         assert "\n\nhint: `bigbatch --help` shows" in result.stderr
@@ -366,10 +351,13 @@ def test_help_fits_the_terminal(arguments: list[str], columns: int) -> None:
 
 
 def test_help_does_not_load_torch() -> None:
-    """A fresh interpreter answers without it."""
+    """A fresh interpreter answers without it, with the commands that there are."""
     script = "import sys; from bigbatch.cli import app; app(['--help'], standalone_mode=False)"
     script += "; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False, capture_output=True).returncode == 0
+    result = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
+    assert result.returncode == 0
+    commands = [line.split()[0] for line in result.stdout.split("Commands:\n")[1].splitlines() if line[2:3].strip()]
+    assert commands == ["train", "plan", "lint", "verify"]
 
 
 def test_an_ascii_terminal_is_no_reason_to_fail() -> None:
