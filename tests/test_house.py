@@ -8,7 +8,7 @@ SOURCE = Path(__file__).parents[1] / "src/bigbatch"
 # Each room imports only rooms to its left. Rooms of one line do not import each other.
 FLOORS = [
     "errors caller",
-    "loss state arguments default_loss batch wording",
+    "loss state arguments default_loss batch",
     "learning_rate update options memory loop",
     "distributed first_step_watch",
     "window setup",

@@ -179,7 +179,9 @@ def test_counts_of_changing_number_are_refused() -> None:
 def test_counts_of_the_wrong_number_name_the_terms() -> None:
     """Three counts for two terms."""
     training = Training(steps=2, case=TWO_COUNTS, counts=lambda _: (1, 2, 3))
-    with pytest.raises(SeveralCounts, match=r"gave 3 counts, and the loss has 2 terms over data: NllLoss.*MseLoss"):
+    with pytest.raises(
+        SeveralCounts, match=r"are 3 counts in advance, and the loss has 2 terms over data: NllLoss.*MseLoss"
+    ):
         training.train(TWO_COUNTS.micro_batches((3, 1)))
     training.accumulator.discard()
     training.assert_untouched()

@@ -175,9 +175,7 @@ def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRSchedul
         if not isinstance(each, LRScheduler):
             raise _refuse("scheduler", "a torch.optim.lr_scheduler.LRScheduler or a sequence", type(each).__name__)
         if not any(_unprepared(each.optimizer, "optimizer") is o for o in known):
-            raise ConfigurationError(
-                f"{type(each).__name__} schedules an optimizer that was not given to this accumulator"
-            )
+            raise ConfigurationError(f"{type(each).__name__} schedules an optimizer that was not given")
     return found
 
 
@@ -189,14 +187,14 @@ def loss(value: object) -> None:
         fix = "the loss before .item(), which has a graph" if isinstance(value, int | float) else ""
         if hasattr(value, "loss") or (isinstance(value, Mapping) and "loss" in value):
             fix = "outputs.loss" if hasattr(value, "loss") else "outputs['loss']"
-        raise LossError(f"backward takes the loss, a tensor; found {type(value).__name__}", fix=fix)
+        raise LossError(f"the loss must be a tensor; found {type(value).__name__}", fix=fix)
     if value.numel() != 1:
         raise LossError(
-            f"backward takes one number, a mean or a sum; found a tensor of shape {tuple(value.shape)}",
+            f"the loss must be one number, a mean or a sum; found a tensor of shape {tuple(value.shape)}",
             fix="loss.mean(), or criterion(..., reduction='mean')",
         )
     if value.is_complex():
-        raise LossError(f"backward takes a real loss; found {value.dtype}", fix="loss.real or loss.abs()")
+        raise LossError(f"the loss must be real; found {value.dtype}", fix="loss.real or loss.abs()")
     if not value.requires_grad:
         raise LossError(
             "this loss has no graph: it was computed under torch.no_grad(), detached, or from frozen parameters.",

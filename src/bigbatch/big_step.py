@@ -28,6 +28,7 @@ from bigbatch.errors import (
     StateError,
     WindowBroken,
     WindowError,
+    spoken_to_step,
 )
 from bigbatch.execute.execution import Divider, Execution, remedy
 from bigbatch.execute.micro_step import Runner
@@ -44,7 +45,6 @@ from bigbatch.update import Update
 from bigbatch.window.gate import Admission
 from bigbatch.window.stepper import Stepper, Witness, refuse_copy
 from bigbatch.window.window import OPEN, Window
-from bigbatch.wording import speaking_of
 
 STATE_VERSION = 1
 _ALL_RANKS_END = (
@@ -129,7 +129,7 @@ class BigStep:
     ) -> None:
         """Check every argument; nothing is changed yet."""
         self._options = checked_options(options)
-        with speaking_of("BigStep"):
+        with spoken_to_step():
             self._models = arguments.models(model, ranks=True)
             refuse_lazy(self._models)
             optimizers = arguments.optimizers(optimizer, self._models)
@@ -224,7 +224,7 @@ class BigStep:
             whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
             self._shared = whole.shared
             self._divided_again = False
-            with speaking_of("BigStep"):
+            with spoken_to_step():
                 done = self._made(whole, stepping=stepping)
         # The optimizer has stepped: what fails from here on must not make the step again.
         self._mover.settle()

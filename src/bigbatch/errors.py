@@ -21,6 +21,9 @@ BigBatchError
 Every message says what happened, what was found and what to type instead. Code decides by type and field, not by text.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class BigBatchError(Exception):
     """Base of every error that bigbatch raises on purpose.
@@ -44,6 +47,16 @@ class BigBatchError(Exception):
     def _rendered(self, fix: str) -> str:
         found = f" Got {self.found}." if self.found else ""
         return f"{self.problem}{found}" + (f"\nUse: {fix}" if fix else "")
+
+
+@contextmanager
+def spoken_to_step() -> Iterator[None]:
+    """Have errors inside say what to type where a `BigStep` runs the loop."""
+    try:
+        yield
+    except BigBatchError as error:
+        error.speak_to_step()
+        raise
 
 
 class ConfigurationError(BigBatchError, ValueError):

@@ -136,7 +136,7 @@ class FirstCheck:
     def _dated(self, error: BigBatchError) -> BigBatchError:
         """Name the updates that were made before a coupling was seen."""
         since = f" This did not show at first: the updates before this one, {self._updates} by now, may not be right."
-        return type(error)(error.problem + since, fix=error.fix) if self._updates else error
+        return type(error)(error.problem + since, fix=error.fix_in_step) if self._updates else error
 
     def _first_that_runs(self, division: Division) -> Verdict:
         """Compare uneven parts and even parts; where neither can be evaluated, two micro-batches."""

@@ -52,7 +52,7 @@ def test_packed_micro_batches_keep_to_the_size_that_was_given() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (lambda _model, _x: None, "loss_fn must return the loss, a tensor; found NoneType"),
+        (lambda _model, _x: None, "the loss must be a tensor; found NoneType"),
         (lambda model, x: model(x).sum() / 3, r"return counted\(loss, n\)"),
         (lambda model, x: model(x).square().mean().sqrt(), r"return counted\(loss, n\)"),
     ],
@@ -93,9 +93,13 @@ class Interfering:
 @pytest.mark.parametrize(
     ("what", "error", "said"),
     [
-        ("counts", errors.SeveralCounts, "(?s)counting in advance came to .*loss_fn is called twice for the same sam"),
-        ("terms", errors.SeveralCounts, "(?s)counting in advance gave 2 counts, .*must have the same terms"),
-        ("zero", errors.WindowDisturbed, "(?s)not by this BigStep: 2 were set to None.*Let loss_fn return the loss"),
+        ("counts", errors.SeveralCounts, "(?s)the counts in advance came to .*it is called twice for the same sam"),
+        ("terms", errors.SeveralCounts, "(?s)there are 2 counts in advance, .*a loss_fn with the same terms"),
+        (
+            "zero",
+            errors.WindowDisturbed,
+            "(?s)not by this library: 2 were set to None.*a loss_fn that returns the loss",
+        ),
         ("step", errors.WindowDisturbed, r"(?s)optimizer.step\(\) was called.*the step is made when all of the batch"),
         ("freeze", errors.WindowDisturbed, "(?s)was frozen inside a window.*Freeze, unfreeze and cast between"),
     ],

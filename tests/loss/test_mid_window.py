@@ -33,9 +33,9 @@ NO_LOSS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "constant": (lambda _: torch.tensor(1.0), "has no graph"),
     "vector": (lambda m: m(BATCHES[0]["x"]), r"found a tensor of shape \(3, 4\)\nUse: loss.mean\(\).*reduction='mean'"),
     "empty": (lambda m: m(BATCHES[0]["x"])[:0], r"found a tensor of shape \(0, 4\)"),
-    "complex": (lambda m: MASKED.loss(m, BATCHES[0]) * 1j, r"a real loss; found torch.complex128\nUse: loss.real"),
+    "complex": (lambda m: MASKED.loss(m, BATCHES[0]) * 1j, r"must be real; found torch.complex128\nUse: loss.real"),
     "float": (lambda m: MASKED.loss(m, BATCHES[0]).item(), r"a tensor; found float\nUse: the loss before .item\(\)"),
-    "none": (lambda _: None, "the loss, a tensor; found NoneType$"),
+    "none": (lambda _: None, "the loss must be a tensor; found NoneType$"),
     "output": (
         lambda m: SimpleNamespace(loss=MASKED.loss(m, BATCHES[0]), logits=None),
         r"found SimpleNamespace\nUse: outputs.loss$",

@@ -18,7 +18,7 @@ from bigbatch.default_loss import own_loss
 from bigbatch.distributed.ddp_internals import silence
 from bigbatch.distributed.discovery import data_parallel, refuse_tensor_parallelism
 from bigbatch.distributed.fsdp_internals import sharded
-from bigbatch.errors import ConfigurationError, LossError, OutOfMemory
+from bigbatch.errors import ConfigurationError, LossError, OutOfMemory, spoken_to_step
 from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, resident, room
 from bigbatch.memory.probe import Stage
@@ -29,7 +29,6 @@ from bigbatch.planner.trace import optimizer_bytes, predict, wider
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import devices_of
 from bigbatch.window.gate import Admission
-from bigbatch.wording import speaking_of
 
 TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
@@ -167,7 +166,7 @@ class _Measuring:
         samples = self._mover.moved(self._task.batch.take(slice(0, size)))
         returned = self._task.loss(samples, size, self._task.device)
         loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
-        with speaking_of("BigStep"):
+        with spoken_to_step():
             arguments.loss(loss)
         if is_readable and not coupling.asked and not any(note.startswith(REFUSED) for note in self.notes):
             try:

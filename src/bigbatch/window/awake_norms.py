@@ -49,7 +49,7 @@ def refuse_awake(layers: Sequence[tuple[str, BatchNorm]], accepting: str) -> Non
 def foreign(accepting: str) -> BatchNormError:
     """Refuse BatchNorm of a model that was not given: it normalizes by the micro-batch, too."""
     return BatchNormError(
-        "this loss went through BatchNorm in training mode, in a model that was not given to the accumulator: it "
+        "this loss went through BatchNorm in training mode, in a model that was not given: it "
         "normalizes each micro-batch by its own mean and variance, not the big batch's.",
         fix=f"that model in evaluation mode, discriminator.eval(); or accept the difference:  {accepting}",
     )

@@ -208,9 +208,10 @@ class Admission:
         trained = [each.sharded_param for each in parameters_of(sharded(self.models))]
         if any(p.requires_grad and id(p) not in self._own for p in trained):
             raise ConfigurationError(
-                "fully_shard was called on this model after the accumulator was made, and has put shards in the place "
-                "of parameters that the optimizer holds: this loss reaches none of those.",
+                "fully_shard was called on this model too late, and has put shards in the place of parameters that the "
+                "optimizer holds: this loss reaches none of those.",
                 fix="fully_shard(model); optimizer = AdamW(model.parameters()); Accumulator(model, optimizer, ...)",
+                fix_in_step="fully_shard(model); optimizer = AdamW(model.parameters()); BigStep(model, optimizer, ...)",
             )
 
     def _refuse_escaped(self) -> None:

@@ -121,8 +121,10 @@ class Gradients:
             if not p.requires_grad or p.dtype is not dtype:
                 how = f"cast from {dtype} to {p.dtype}" if p.requires_grad else "frozen"
                 raise WindowDisturbed(
-                    f"a parameter was {how} inside a window, which has its gradient already.\n"
-                    "Freeze, unfreeze and cast between windows, after accumulator.flush() or accumulator.discard()."
+                    f"a parameter was {how} inside a window, which has its gradient already. Freeze, unfreeze and cast "
+                    "between updates.",
+                    fix="accumulator.flush() before it, or accumulator.discard()",
+                    fix_in_step="",
                 )
             if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
                 break
@@ -131,10 +133,11 @@ class Gradients:
         zeroed = sum(p.grad is None and g is not None for p, g in zip(self.parameters, self._held, strict=True))
         found = f"{zeroed} were set to None" if zeroed else "they were changed in place"
         raise WindowDisturbed(
-            "gradients changed inside a window, and not by this accumulator: "
-            f"{found}, as by zero_grad(), loss.backward() or clip_grad_norm_() (clip with clip_norm=).\n"
-            "Inside `over` call accumulator.backward(loss) alone: it adds up, steps and clears.\n"
-            "This window cannot be trusted any more: accumulator.discard() drops it."
+            f"gradients changed inside a window, and not by this library: {found}, as by zero_grad(), loss.backward() "
+            "or clip_grad_norm_() (clip with clip_norm=).",
+            fix="accumulator.backward(loss) alone inside `over`: it adds up, steps and clears. "
+            "accumulator.discard() drops this window",
+            fix_in_step="a loss_fn that returns the loss and leaves gradients alone: BigStep adds up, steps and clears",
         )
 
     def _hold(self) -> None:

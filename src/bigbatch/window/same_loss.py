@@ -24,8 +24,9 @@ def keep_names(before: tuple[str, ...], terms: list[Term]) -> None:
     if before and now and now != before and "count=" not in (*now, *before):
         raise LossError(
             f"the loss changed within a window: its terms were {', '.join(before)} and are {', '.join(now)} now. A "
-            "window makes one big batch, which has one loss.\n"
-            "Use one accumulator per loss, or add the losses of a batch; accumulator.flush() ends a window early."
+            "window makes one big batch, which has one loss.",
+            fix="one accumulator per loss, or the sum of a batch's losses; accumulator.flush() ends a window early",
+            fix_in_step="a BigStep for each loss, or the sum of a batch's losses",
         )
 
 
@@ -114,19 +115,20 @@ def several(terms: list[Term], found: str) -> str:
     )
 
 
+COUNTED_TWICE = "a loss_fn with the same terms and counts each time: it is called twice for the same samples"
 _TARGETS = "targets that are not ignored, (labels != -100).sum(), or the sum of their class weights"
 _COUNTS_OF = {"NllLoss": _TARGETS, "NllLoss2D": _TARGETS, "counted": "the n of counted(term, n)"}
 
 
-def other_total(place: int, of: int, name: str, came: float, total: float) -> str:
+def other_total(place: int, of: int, name: str, came: float, total: float) -> SeveralCounts:
     """Say which term's count in advance is not what came, and what it would have to be."""
     times = came / total if total else 0.0
     many = f", {times:g} times as many" if times > 1 and times == round(times) else ""
     right = _COUNTS_OF.get(name, "what the mean is over: elements, prediction.numel(), where it is over all of them")
-    return (
-        f"term {place + 1} of {of}{f', {name}' if name else ''}: counts= came to {total:g} for this window, and its "
-        f"losses to {came:g}{many}. Nothing was stepped.\n"
-        f"If the function counts something else than the loss, return for this term {right}.\n"
-        "If a batch was passed over or never came, leave it out before accumulator.over(loader).\n"
-        "Drop the window with accumulator.discard()."
+    return SeveralCounts(
+        f"term {place + 1} of {of}{f', {name}' if name else ''}: the counts in advance came to {total:g} for this "
+        f"window, and its losses to {came:g}{many}. Nothing was stepped.",
+        fix=f"for this term in counts=  {right}; or leave a batch that was passed over out before "
+        "accumulator.over(loader). accumulator.discard() drops this window",
+        fix_in_step=COUNTED_TWICE,
     )

@@ -21,6 +21,7 @@ from bigbatch.errors import SeveralCounts, StateError
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Count, Term
 from bigbatch.window.same_loss import (
+    COUNTED_TWICE,
     Factors,
     in_ratio,
     keep_factors,
@@ -157,8 +158,10 @@ class Ledger:
         totals = self.totals or ()
         if len(totals) != len(data):
             raise SeveralCounts(
-                f"counts= gave {len(totals)} counts, and the loss has {len(data)} terms over data: {listed(data)}.\n"
-                "Return one count per term, in the order in which they are written."
+                f"there are {len(totals)} counts in advance, and the loss has {len(data)} terms over data: "
+                f"{listed(data)}.",
+                fix="one count per term in counts=, in the order in which they are written",
+                fix_in_step=COUNTED_TWICE,
             )
         if shares is None:
             pairs = zip(data, totals, strict=True)
@@ -299,7 +302,7 @@ class Ledger:
             apart = came - total
             if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
                 name = self.over[place] if place < len(self.over) else ""
-                raise SeveralCounts(other_total(place, len(self.came), name, float(came), float(total)))
+                raise other_total(place, len(self.came), name, float(came), float(total))
 
     def statement(self, *, precise: bool) -> Statement:
         """Return what this window came to."""

@@ -350,8 +350,7 @@ class Window:
         if self.state is not OPEN:
             said = "a loss was weighed, and its backward failed or did not come." if self._awaited else _FAILED
             error, failure = self._failure or (None, said)
-            msg = f"{failure}\nDrop the window and go on with the next:  accumulator.discard()"
-            raise WindowBroken(msg) from error
+            raise WindowBroken(failure, fix="accumulator.discard(), then the next window", fix_in_step="") from error
         self.gradients.check()
 
     def fail(self, error: BaseException) -> None:
