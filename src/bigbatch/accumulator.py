@@ -333,8 +333,11 @@ class Accumulator:
         loop = self._loop
         loop.promised = loop.of_over and not loop.last
         try:
-            with self._team.telling_of_failure(window.gradients.device):
-                update = window.close(checked=checked, goes_on=loop.promised, stepping=stepping)
+            if self._team.is_alone:
+                update = window.close(checked=checked, stepping=stepping)
+            else:
+                with self._team.telling_of_failure(window.gradients.device):
+                    update = window.close(checked=checked, goes_on=loop.promised, stepping=stepping)
             loop.last, self._before = False, window
             self._forget()
         except BaseException as error:
@@ -391,7 +394,7 @@ class Accumulator:
             raise StateError(
                 f"a window is open, with {self._window.micro_batches} micro-batches on this rank, and its gradients "
                 "are this rank's own: another number of ranks could not go on with it.",
-                fix="Save between two updates, when accumulator.backward(loss) has returned one, or flush() first",
+                fix="a checkpoint between two updates, when accumulator.backward(loss) has returned one, or flush()",
             )
         window = None if self._window is None else self._window.state_dict()
         self._forgotten.known()
@@ -409,21 +412,18 @@ class Accumulator:
             raise StateError(
                 f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
             )
-        saved = state["window"]
-        if saved is not None and not isinstance(saved, dict):
-            raise StateError(f"the window of this state_dict is a {type(saved).__name__}, not a dict")
-        if saved is not None and not self._team.is_alone:
-            raise StateError(
-                "this state_dict holds an open window, which one process has saved: every rank would load the same "
-                "gradients, and add them up once for each of them.",
-                fix="Finish that window in one process, and save between two updates: such a state_dict loads on any "
-                "number of ranks",
-            )
-        steps = arguments.steps(state["steps"])
+        saved, now = state["window"], self._window
         if saved is None:
             self.discard()
             return
-        now = self._window
+        if not self._team.is_alone:
+            raise StateError(
+                "this state_dict holds an open window, which one process has saved: every rank would load the same "
+                "gradients, and add them up once for each of them.",
+                fix="that window in one process, and a checkpoint between two updates, which loads on any number of "
+                "ranks",
+            )
+        steps = arguments.steps(state["steps"])
         with setting_aside(all_parameters(self._stepper.optimizers)):  # a state that is refused changes nothing
             window = Window(self._stepper, steps, self._gradient_dtype)
             try:
@@ -465,8 +465,8 @@ class Accumulator:
         if not loop.begun:
             loop.begun = True
             self._team.begin_loop(self._device, has_batches=True)
-        if not loop.spent:
-            self._refuse_backward_by_hand()
+        if not loop.spent and self._window is None:
+            self._stepper.refuse_backward_by_hand()
         self._loop, loop.last, loop.totals, loop.spent = loop, last, totals, False
         if self._questions.anywhere != asked_anywhere[0]:
             loop.asked, self._questions.anywhere = times_asked(), asked_anywhere[0]
@@ -480,7 +480,8 @@ class Accumulator:
             loop.begun = True
             self._team.begin_loop(self._device, has_batches=False)
         if not loop.spent:
-            self._refuse_backward_by_hand()
+            if self._window is None:
+                self._stepper.refuse_backward_by_hand()
             self._team.check_last_batch()
         loop.last = True
         self.flush()
@@ -504,11 +505,6 @@ class Accumulator:
         """End an `over`; another one may have begun since."""
         if self._loop is loop:
             self._loop = NoLoop()
-
-    def _refuse_backward_by_hand(self) -> None:
-        """A batch went by without our backward: was it loss.backward() that the loop called?"""
-        if self._window is None:
-            self._stepper.refuse_backward_by_hand()
 
 
 class Forgotten:

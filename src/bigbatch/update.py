@@ -11,7 +11,7 @@ from torch import Tensor
 from bigbatch.loss.count import Count
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, init=False)
 class Update:
     """What one window came to. Tensors stay on their device until they are read."""
 
@@ -27,6 +27,10 @@ class Update:
     _dtype: torch.dtype = torch.float32
     _skipped: bool | Tensor = False
     _loss_known: bool | Tensor = True
+
+    def __init__(self, **known: Any) -> None:
+        """Take the fields at once: a frozen dataclass sets them one by one, which small models feel."""
+        vars(self).update(known)
 
     @property
     def loss(self) -> Tensor:

@@ -301,13 +301,14 @@ class Stepper:
         self, gradients: Gradients, factor: Count, active: Sequence[Optimizer], nonfinite: Tensor | None
     ) -> bool | Tensor:
         """Step every optimizer, or none."""
-        fused = bool(active) and self.scaler is None and all(_is_fused(o) for o in active)
+        corrected = isinstance(factor, Tensor) or factor != 1.0
+        helps = active and self.scaler is None and (corrected or nonfinite is not None)  # a kernel, beside its step
+        fused = bool(helps) and all(_is_fused(o) for o in active)
         if nonfinite is not None and (self.schedulers or not fused or not all(_has_state(o) for o in active)):
             if bool(nonfinite):  # the one host synchronisation
                 return True
             nonfinite = None
         handed: dict[str, Tensor] = {}
-        corrected = isinstance(factor, Tensor) or factor != 1.0
         if fused and corrected and _all_float32(gradients):  # the kernel divides by it on its way
             scale = 1.0 / factor
             handed["grad_scale"] = (
