@@ -130,7 +130,7 @@ def running(*, as_json: bool = False, page: Path | None = None) -> Iterator[None
         warnings.showwarning = _warn  # type: ignore[assignment]
         try:
             if page is not None:
-                from bigbatch.report.plots import check_page
+                from bigbatch.report.page import check_page
 
                 check_page(page)
             yield

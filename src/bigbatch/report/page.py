@@ -1,13 +1,25 @@
-"""A page: HTML elements that escape what they hold, and the frame with its style. Reading it fetches nothing."""
+"""A page: HTML elements that escape what they hold, plots as inline SVG, and the frame. Reading it fetches nothing."""
 
-from collections.abc import Iterable, Sequence
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from html import escape
 from importlib import metadata, resources
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bigbatch.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _VOID = frozenset({"meta", "br", "hr"})
 # A page that was mailed or put on a server fetches nothing, whatever a name in it says.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+_WIDTH = 8.0  # inches of a plot
+_NEEDLESS = re.compile(r'<metadata>.*?</metadata>|<style.*?</style>|(?<=<g) id="[^"]*"', re.DOTALL)
 
 
 class Html(str):
@@ -63,27 +75,52 @@ def table(
     return element("div", whole, class_="scrolls", tabindex="0", role="region", aria_label=caption)
 
 
-def figures(numbers: Sequence[tuple[str, str, str]]) -> Html:
-    """Return a few numbers to see at a glance: each a name, a value and what it means."""
-    return element(
-        "dl",
-        *(
-            element("div", element("dt", name), element("dd", value, element("small", meaning)))
-            for name, value, meaning in numbers
-        ),
-        class_="figures",
-    )
-
-
 def opening(kicker: str, title: str, lead: str, *, verdict: str, good: bool) -> Html:
     """Return what a page begins with: what it is, of what, and its answer."""
     badge = [element("span", verdict, class_=f"badge {'good' if good else 'bad'}"), " "] if verdict else []
-    return element(
-        "header",
-        element("p", kicker, class_="kicker"),
-        element("h1", title),
-        element("p", *badge, lead, class_="lead"),
-    )
+    lines = [element("p", kicker, class_="kicker"), element("h1", title), element("p", *badge, lead, class_="lead")]
+    return element("header", *lines)
+
+
+def check_page(to: Path) -> None:
+    """Raise where no page can be drawn or written, before anything is measured for it."""
+    if to.is_dir() or not to.parent.is_dir():
+        raise ConfigurationError(f"--html {to}: name a file in a folder that exists.", fix="--html page.html")
+    try:
+        import matplotlib.figure  # noqa: F401, PLC0415 - an extra's, and slow to import
+    except ImportError as error:
+        raise ConfigurationError(
+            "--html draws its plots with matplotlib, which is not installed.", fix="pip install 'bigbatch[html]'"
+        ) from error
+
+
+def figure(draw: "Callable[[Axes], None]", *, name: str, height: float, says: str, caption: str) -> Html:
+    """Return a plot.
+
+    Args:
+        draw: draws into axes.
+        name: unlike that of any other plot on the page.
+        height: in inches.
+        says: what the plot shows, for who cannot see it.
+        caption: stands below it.
+    """
+    import matplotlib as mpl  # noqa: PLC0415
+    from matplotlib.figure import Figure  # noqa: PLC0415 - not pyplot, which keeps figures and picks a window system
+
+    written = StringIO()
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": name}  # words stay words, to be found
+    with warnings.catch_warnings(), mpl.rc_context(settings):
+        warnings.simplefilter("ignore")  # of letters that matplotlib's own typeface lacks: the page's will have them
+        drawing = Figure(figsize=(_WIDTH, height), layout="constrained")
+        draw(drawing.subplots())
+        drawing.legend(loc="outside upper left", ncols=2, frameon=False)
+        drawing.savefig(written, format="svg", transparent=True)
+    svg = written.getvalue()
+    head = svg.index(">", svg.index("<svg"))
+    box = re.search(r'viewBox="([^"]+)"', svg[:head])
+    content = Html(_NEEDLESS.sub("", svg[head + 1 : svg.rindex("</svg>")]).strip())
+    plot = element("svg", content, class_="plot", viewBox=box[1] if box else None, role="img", aria_label=says)
+    return element("figure", element("div", plot, class_="scrolls"), element("figcaption", caption))
 
 
 def page(title: str, *parts: str) -> str:

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 from bigbatch.memory.budget import human
 from bigbatch.memory.search import TIE
 from bigbatch.planner.plan_report import Plan
-from bigbatch.report.page import Html, element, figures, opening, page, paragraphs, section, table
-from bigbatch.report.plots import figure
+from bigbatch.report.page import Html, element, figure, opening, page, paragraphs, section, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,44 +17,22 @@ _GIB = 1 << 30
 def plan_page(plan: Plan, *, name: str, next_step: tuple[str, str]) -> str:
     """Return the page of a plan; `name` is the file's, `next_step` what to type and why."""
     verdict = "nothing fits" if plan.size is None else f"{plan.size:,} × {plan.steps:,}"
+    verdict = "all at once" if plan.steps == 1 else verdict
     times = [(row.size, 1e3 * row.seconds_per_sample) for row in plan.rows if row.seconds_per_sample is not None]
     command, reason = next_step
+    typed = element("pre", element("code", command), tabindex="0")
     return page(
         f"{name}: bigbatch plan",
-        opening(
-            "bigbatch plan",
-            name,
-            plan.headline(),
-            verdict="all at once" if plan.steps == 1 else verdict,
-            good=plan.size is not None,
-        ),
-        figures(_figures(plan)),
+        opening("bigbatch plan", name, plan.headline(), verdict=verdict, good=plan.size is not None),
+        # On a CPU this is the memory of the whole process, Python and torch included.
+        element("p", f"{human(plan.resident_bytes)} are held at any size, weights and optimizer state in it."),
         *([section("Why", paragraphs(plan.advice))] if plan.advice else []),
         _memory(plan),
         *([_time(plan, times)] if len(times) > 1 else []),
         section("Every size that was tried", _table(plan)),
         *([section("To know", paragraphs(plan.notes), kind="notes")] if plan.notes else []),
-        section(
-            "Next",
-            element("pre", element("code", command), tabindex="0"),
-            element("p", f"{reason[0].upper()}{reason[1:]}."),
-        ),
+        section("Next", typed, element("p", f"{reason[0].upper()}{reason[1:]}.")),
     )
-
-
-def _figures(plan: Plan) -> list[tuple[str, str, str]]:
-    # On a CPU this is the memory of the whole process, Python and torch included.
-    held = ("held at any size", human(plan.resident_bytes), "by all of this process, weights and optimizer state in it")
-    budget = ("budget", human(plan.budget), f"on {plan.device}")
-    if plan.size is None or plan.peak_bytes is None:
-        return [("batch", f"{plan.batch_size:,}", "samples an update"), budget, held]
-    how = "measured" if plan.measured else "predicted"
-    return [
-        ("micro-batch", f"{plan.size:,}", f"of {plan.batch_size:,} samples"),
-        ("steps", f"{plan.steps:,}", "micro-batches an update"),
-        ("peak", human(plan.peak_bytes), f"{how}, {plan.peak_bytes / plan.budget:.0%} of {human(plan.budget)}"),
-        held,
-    ]
 
 
 def _table(plan: Plan) -> Html:

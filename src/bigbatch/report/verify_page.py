@@ -4,8 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bigbatch.report.page import Html, element, figures, opening, page, paragraphs, section, table
-from bigbatch.report.plots import figure
+from bigbatch.report.page import Html, element, figure, opening, page, paragraphs, section, table
 from bigbatch.verification.result import Difference, Verification, cause_text, header, headline, number, row
 
 if TYPE_CHECKING:
@@ -21,16 +20,10 @@ def verify_page(found: Verification, *, name: str) -> str:
     causes = [_cause(cause_text(found, place)) for place in range(len(found.causes))]
     worst_first = sorted(found.differences, key=lambda each: (-each.excess, -each.difference))
     verdict, _, said = headline(found).partition(": ")
+    lead = f"{said[0].upper()}{said[1:]}" if said else verdict
     return page(
         f"{name}: bigbatch verify",
-        opening(
-            "bigbatch verify",
-            name,
-            f"{said[0].upper()}{said[1:]}" if said else verdict,
-            verdict=verdict if said else "",
-            good=found.exact,
-        ),
-        figures(_figures(found)),
+        opening("bigbatch verify", name, lead, verdict=verdict if said else "", good=found.exact),
         *([section("Why, and what to do", *causes)] if causes else []),
         *([_differences(found, worst_first), _listed(found, worst_first)] if worst_first else []),
         *([section("To know", paragraphs(found.notes), kind="notes")] if found.notes else []),
@@ -40,26 +33,6 @@ def verify_page(found: Verification, *, name: str) -> str:
 def _cause(text: str) -> Html:
     heading, _, body = text.partition("\n")
     return element("article", element("h3", heading), element("p", body, class_="remedy"), class_="cause")
-
-
-def _figures(found: Verification) -> list[tuple[str, str, str]]:
-    worst, loss = found.worst, found.loss
-    sizes = ", ".join(map(str, found.micro_batches[:6])) + (", …" if len(found.micro_batches) > 6 else "")  # noqa: PLR2004
-    of_all = "samples, the whole batch" if found.samples_proved == found.samples else f"of {found.samples:,} samples"
-    cut = [
-        ("proved on", f"{found.samples_proved:,}", of_all),
-        ("micro-batches", f"{len(found.micro_batches):,}", f"of {sizes} samples"),
-    ]
-    if worst is None:
-        return cut
-    if all(map(math.isfinite, loss)):
-        cut.append(("loss differs by", number(abs(loss[1] - loss[0]) / abs(loss[0] or 1.0)), "of its size"))
-    wrong = sum(not each.exact for each in found.differences)
-    return [
-        ("largest difference", number(worst.difference), f"in {_dtype(found)}, of the gradient's size"),
-        ("beyond rounding", f"{wrong:,}", f"of {len(found.differences):,} parameters"),
-        *cut,
-    ]
 
 
 def _dtype(found: Verification) -> str:
