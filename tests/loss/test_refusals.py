@@ -237,7 +237,7 @@ TEXTS: dict[str, BigBatchError] = {
     "nansum": refusals.nonlinear("Nansum"),
     "matrix product of a batch": refusals.nonlinear("Mm"),
     "custom function": refusals.custom("Square"),
-    "compiled function": refusals.custom("CompiledFunction"),
+    "compiled function": refusals.compiled("CompiledFunction"),
     "hidden count": refusals.hidden("NllLoss"),
     "data or constant": refusals.data_or_constant("Sum"),
     "shared values that differ": refusals.shared_alone([1.0, 2.0]),

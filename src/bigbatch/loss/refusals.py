@@ -1,12 +1,14 @@
 """What the reader says when it refuses a loss: what was found, and the line that settles it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bigbatch.errors import CoupledLoss, LossError, UnreadableLoss
 
 _N = "# n: what this micro-batch's mean is over, as (labels != -100).sum(); of one term:  counted(term, n)"
 _BIG_STEP = "BigStep, which has the whole batch:  step = BigStep(model, optimizer, loss_fn); step(batch)"
 _OTHER_MODEL = "Accumulator([model, critic], ...) where it is another model's weight"
+_APART = "cannot tell whether the samples of this loss stay apart:"
+_OVER = "cannot tell what this loss was averaged over:"
 _WORDS = {
     **dict.fromkeys(("Mm", "Bmm", "Addmm"), "a matrix product of samples with samples"),
     **dict.fromkeys(("Cdist", "Pdist"), "distances between all pairs"),
@@ -28,13 +30,53 @@ def _refused(kind: type[LossError], problem: str, fix: str, *counts: tuple[str, 
     )
 
 
-def _unread(problem: str, instead: str = "") -> LossError:
-    """Refuse a loss that a count settles; `instead` is another way out."""
-    return _refused(UnreadableLoss, problem, f"{instead}; or  {{}}  {_N}" if instead else f"{{}}  {_N}", ("loss", "n"))
+def _unread(problem: str, instead: str = "", *, kind: type[LossError] = UnreadableLoss) -> Callable[..., LossError]:
+    """Make what refuses a loss that a count settles, given the operation's name; `instead` is another way out."""
+    fix = f"{instead}{{}}  {_N}"
+    return lambda name="": _refused(kind, problem.format(name=name), fix, ("loss", "n"))
 
 
-def _untold(problem: str, instead: str = "") -> LossError:
-    return _unread(f"cannot tell whether the samples of this loss stay apart: {problem}", instead)
+unknown = _unread(f"{_APART} found {{name}} between the model and the mean, an operation that bigbatch does not know.")
+# A part that was written over in place, where the graph does not say along which dimension.
+written = _unread(
+    f"{_APART} found {{name}}, a part of a tensor written over in place (out[t] = x).", "torch.stack(parts, dim); or  "
+)
+# Rows that were put or added up by an index: of a sample's parts, or of labels that samples share.
+pooled = _unread(f"{_APART} found {{name}}Backward, which puts rows of the model's output where an index says.")
+gradless_factor = _unread(
+    f"{_APART} found {{name}}Backward of the model's output with a tensor that has no gradient and is no parameter or "
+    "buffer of the model. It may hold other samples (detached keys, targets).",
+    f"{_OTHER_MODEL}; or  ",
+)
+# What was taken for a copy of a frozen weight and was none; on a device that is known late.
+other_weight = _unread(
+    "in one of the latest micro-batches the model's output was multiplied with a tensor of shape {name} that looked "
+    "like autocast's copy of a frozen weight, and is none. If it was made of other samples (detached keys), they are "
+    "coupled, and the updates since are not the big batch's.",
+    f"{_OTHER_MODEL}; or  ",
+)
+# A tensor without gradient that has spread the model's output over more places.
+expanded = _unread(
+    f"{_APART} in {{name}}Backward a tensor without gradient spreads the model's output over more places, as (n, 1) "
+    "with (n,) gives (n, n).",
+    "prediction.squeeze(1) - target; or  ",
+)
+lone_rows = _unread("cannot tell which of two means is over the samples: found outputs of one row each, put together.")
+# A derivative of a mean inside of a loss.
+slope = _unread(
+    "a derivative of a mean is part of this loss: found the backward of {name}, which divides by the size of the "
+    "micro-batch.",
+    "torch.autograd.grad(criterion(model(x), y, reduction='sum'), x, create_graph=True)\n"
+    "If the mean is over each sample's own parts:  ",
+    kind=CoupledLoss,
+)
+custom = _unread(f"{_OVER} found {{name}}Backward, a custom function, which hides its reduction.")
+compiled = _unread(f"{_OVER} found {{name}}Backward, a compiled function, which hides its reduction.")
+# A count behind a saved-tensor hook.
+hidden = _unread(
+    f"{_OVER} {{name}}Backward keeps its count behind a saved-tensor hook (a checkpointed or offloaded loss).",
+    "a checkpoint of the model alone, without the loss; or  ",
+)
 
 
 def coupled(name: str, *, chosen: bool = False) -> LossError:
@@ -43,94 +85,26 @@ def coupled(name: str, *, chosen: bool = False) -> LossError:
     hint = " If the index is always the same:  self.register_buffer('index', index)." if chosen else ""
     if name == "Select":
         hint = " Where steps come before samples, take a step before the last layer:  head(h[-1])."
-    return _refused(
-        CoupledLoss,
-        f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.{hint}",
-        "across.gather, across.sum or across.mean in a BigStep (docs/coupled.md)\n"
-        f"If it acts on each sample alone:  {{}}  {_N}",
-        ("loss", "n"),
+    problem = f"the samples of this loss are coupled: found {what} below its mean, where it mixes samples.{hint}"
+    instead = (
+        "across.gather, across.sum or across.mean in a BigStep (docs/coupled.md)\nIf it acts on each sample alone:  "
     )
-
-
-def unknown(name: str) -> LossError:
-    """Refuse an operation below the mean that is unknown."""
-    return _untold(f"found {name} between the model and the mean, an operation that bigbatch does not know.")
-
-
-def written(name: str) -> LossError:
-    """Refuse a part that was written over in place, where the graph does not say along which dimension."""
-    return _untold(f"found {name}, a part of a tensor written over in place (out[t] = x).", "torch.stack(parts, dim)")
-
-
-def pooled(name: str) -> LossError:
-    """Refuse rows that were put or added up by an index: of a sample's parts, or of labels that samples share."""
-    return _untold(f"found {name}Backward, which puts rows of the model's output where an index says.")
-
-
-def gradless_factor(name: str) -> LossError:
-    """Refuse a factor without gradient, which may be a frozen weight or other samples."""
-    return _untold(
-        f"found {name}Backward of the model's output with a tensor that has no gradient and is no parameter or buffer "
-        "of the model. It may hold other samples (detached keys, targets).",
-        _OTHER_MODEL,
-    )
-
-
-def other_weight(sizes: tuple[int, ...]) -> LossError:
-    """Refuse what was taken for a copy of a frozen weight and was none; on a device that is known late."""
-    return _unread(
-        f"in one of the latest micro-batches the model's output was multiplied with a tensor of shape {sizes} that "
-        "looked like autocast's copy of a frozen weight, and is none. If it was made of other samples (detached keys), "
-        "they are coupled, and the updates since are not the big batch's.",
-        _OTHER_MODEL,
-    )
-
-
-def expanded(name: str) -> LossError:
-    """Refuse a tensor without gradient that has spread the model's output over more places."""
-    return _untold(
-        f"in {name}Backward a tensor without gradient spreads the model's output over more places, as (n, 1) with (n,) "
-        "gives (n, n).",
-        "prediction.squeeze(1) - target",
-    )
-
-
-def lone_rows() -> LossError:
-    """Refuse two means of which one is over a batch of one, or over rows that came one by one."""
-    return _unread("cannot tell which of two means is over the samples: found outputs of one row each, put together.")
-
-
-def slope(name: str) -> LossError:
-    """Refuse a derivative of a mean inside of a loss."""
-    return _refused(
-        CoupledLoss,
-        f"a derivative of a mean is part of this loss: found the backward of {name}, which divides by the size of the "
-        "micro-batch.",
-        "torch.autograd.grad(criterion(model(x), y, reduction='sum'), x, create_graph=True)\n"
-        f"If the mean is over each sample's own parts:  {{}}  {_N}",
-        ("loss", "n"),
-    )
+    return _unread(problem, instead, kind=CoupledLoss)()
 
 
 def scaled_sum(name: str, by: str) -> LossError:
     """Refuse a factor above a data sum that may be a count or a constant."""
-    verb = "divided by" if name == "Div" else "times"
     masked = (name, by) == ("Div", "a tensor")
-    note = "# of (x * mask).sum() / mask.sum()" if masked else _N
-    return _refused(
-        UnreadableLoss,
-        f"cannot tell what this loss was averaged over: found {name}Backward, a sum over data {verb} {by}, which may "
-        "be a count or a constant.",
-        f"{{}}  {note}\nor  counted(term, 'sum') for a constant",
-        ("loss", "mask.sum()" if masked else "n"),
-    )
+    found = f"{name}Backward, a sum over data {'divided by' if name == 'Div' else 'times'} {by}"
+    fix = f"{{}}  {'# of (x * mask).sum() / mask.sum()' if masked else _N}\nor  counted(term, 'sum') for a constant"
+    problem = f"{_OVER} found {found}, which may be a count or a constant."
+    return _refused(UnreadableLoss, problem, fix, ("loss", "mask.sum()" if masked else "n"))
 
 
 def zero_beside_mean() -> LossError:
     """Refuse a loss of zero that does not say how many samples the mean of the others leaves out."""
     return UnreadableLoss(
-        "cannot tell what this loss was averaged over: in one micro-batch of this window it is 0 times something, in "
-        "another a mean over all samples.",
+        f"{_OVER} in one micro-batch of this window it is 0 times something, in another a mean over all samples.",
         fix="(x * mask).mean(), one mean of both; or counted(loss, n), with what the zero was averaged over",
     )
 
@@ -154,13 +128,9 @@ def changing_factor(name: str, before: str, now: str) -> LossError:
 def nonlinear(name: str, *, root: bool = False) -> LossError:
     """Refuse a function above the mean, which does not add up; `root`: it is a root, as of RMSE."""
     if name == "Nansum":
-        return _refused(
-            UnreadableLoss,
-            "cannot tell what this loss was averaged over: NansumBackward keeps no count of what is not NaN.",
-            "{}\nor  {}",
-            ("torch.nanmean(x)", "(~x.isnan()).sum()"),
-            ("torch.nansum(x)", "'sum'"),
-        )
+        counts = ("torch.nanmean(x)", "(~x.isnan()).sum()"), ("torch.nansum(x)", "'sum'")
+        problem = f"{_OVER} NansumBackward keeps no count of what is not NaN."
+        return _refused(UnreadableLoss, problem, "{}\nor  {}", *counts)
     if name in {"Mm", "Bmm", "Mv"}:
         problem = (
             f"cannot tell what this loss was summed over: found {name}Backward, which makes one number of a batch."
@@ -169,28 +139,10 @@ def nonlinear(name: str, *, root: bool = False) -> LossError:
     instead = "F.mse_loss(prediction, target), which has the same minimum" if root else "f below the mean"
     return _refused(
         UnreadableLoss,
-        f"this loss does not add up over micro-batches: found {name}Backward above its mean. It is nonlinear in a "
-        "mean.",
+        f"this loss does not add up over micro-batches: found {name}Backward above its mean: nonlinear in a mean.",
         f"{instead}; or across.once(f(across.mean(x))) in a BigStep; counted(term, 'once') for a term of parameters\n"
         "If there is no batch mean below it:  {}",
         ("loss", "n"),
-    )
-
-
-def custom(name: str) -> LossError:
-    """Refuse a custom or compiled function that hides its reduction."""
-    kind = "a compiled function" if name == "CompiledFunction" else "a custom function"
-    return _unread(
-        f"cannot tell what this loss was averaged over: found {name}Backward, {kind}, which hides its reduction."
-    )
-
-
-def hidden(name: str) -> LossError:
-    """Refuse a count behind a saved-tensor hook."""
-    return _unread(
-        f"cannot tell what this loss was averaged over: {name}Backward keeps its count behind a saved-tensor hook (a "
-        "checkpointed or offloaded loss).",
-        "a checkpoint of the model alone, without the loss",
     )
 
 

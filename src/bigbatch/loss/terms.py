@@ -113,7 +113,7 @@ def _custom(place: _Place, node: Node, output: int, name: str) -> Term | list[_P
         raise refusals.alone()
     if name == "_DDPSink":  # DDP's find_unused_parameters wraps a model's outputs in an identity
         return [place._replace(edge=edges(node)[output])]
-    raise refusals.custom(name)
+    raise refusals.compiled(name) if name == "CompiledFunction" else refusals.custom(name)
 
 
 def _sum(place: _Place, node: Node, trail: Trail) -> Term | list[_Place]:
