@@ -71,7 +71,7 @@ def in_pairs(_: DeviceMesh) -> Any:
     return made(Ddp(model()), group=pairs[dist.get_rank() // 2])
 
 
-IN_PARTS, GROUPS = "is in parts over ranks, as tensor parallelism makes it", "name different processes"
+IN_PARTS, GROUPS = "is in parts over ranks by tensor parallelism", "name different processes"
 PARTS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
     "alone": (lambda mesh: made(spread(mesh)), IN_PARTS),
     "a group": (lambda mesh: made(spread(mesh), group=mesh["dp"].get_group()), IN_PARTS),

@@ -20,14 +20,8 @@ from bigbatch.loss.count import LOW_PRECISION
 
 _UNSUPPORTED = {
     "FullyShardedDataParallel": ("FSDP1 is not supported", "torch.distributed.fsdp.fully_shard(model)"),
-    "DeepSpeedEngine": (
-        "a DeepSpeed engine accumulates, clips and steps by itself",
-        "the plain model in DistributedDataParallel, or sharded with torch.distributed.fsdp.fully_shard",
-    ),
-    "DataParallel": (
-        "nn.DataParallel splits each micro-batch again and adds up in one process",
-        "DistributedDataParallel(model), started with torchrun",
-    ),
+    "DeepSpeedEngine": ("it accumulates, clips and steps by itself", "DistributedDataParallel or fully_shard"),
+    "DataParallel": ("it adds up in one process", "DistributedDataParallel(model), started with torchrun"),
 }
 
 
@@ -83,8 +77,7 @@ def data_parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Return the DDP wrappers in some models, nested ones too; refuse wrappers that reduce in their own way."""
     found: dict[int, DistributedDataParallel] = {}
     for name, module in (named for model in models for named in model.named_modules()):
-        kind = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _UNSUPPORTED), None)
-        if kind is not None:
+        for kind in _UNSUPPORTED.keys() & {kind.__name__ for kind in type(module).__mro__}:
             why, instead = _UNSUPPORTED[kind]
             where = f" ({name})" if name else ""
             raise ConfigurationError(f"this model{where} is wrapped in {kind}: {why}.", fix=instead)
@@ -100,8 +93,7 @@ def _refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
         # By its type: asking some objects for their class imports or warns.
         if issubclass(type(each), DistributedDataParallel) and any(id(p) in own for p in each.parameters()):
             raise ConfigurationError(
-                "this model's parameters belong to a DistributedDataParallel, and the model was given without it: DDP "
-                "would reduce every micro-batch's gradient by itself.",
+                "this model was given without its DistributedDataParallel, which would reduce every micro-batch.",
                 fix="Accumulator(ddp_model, optimizer, ...), not ddp_model.module",
             )
 
@@ -116,8 +108,7 @@ def refuse_tensor_parallelism(models: Sequence[nn.Module]) -> None:
         # DDP(..., device_mesh=...) puts plain tensors in their place, and keeps what they were.
         if (len(ranks) > 1 and ranks not in by_shards) or hasattr(spread, "_st_info"):
             raise ConfigurationError(
-                f"{name} is in parts over ranks, as tensor parallelism makes it (parallelize_module, "
-                "distribute_module), which bigbatch does not support.",
+                f"{name} is in parts over ranks by tensor parallelism, which bigbatch does not support.",
                 fix="the plain model, in fully_shard(model) or DistributedDataParallel(model)",
             )
 
@@ -156,8 +147,8 @@ def _refuse_loose(models: Sequence[nn.Module], parts: Sequence[Any]) -> None:
     loose = [name for name, p in every if p.requires_grad and id(p) not in reached]
     if loose:
         raise ConfigurationError(
-            f"{len(loose)} parameters of this model are outside of fully_shard, {loose[0]} the first: nothing reduces "
-            "their gradients.",
+            f"{len(loose)} parameters of this model are outside of fully_shard, which alone reduces gradients.",
+            found=", ".join(loose[:3]),
             fix="fully_shard(model) after its parts",
         )
 

@@ -153,8 +153,7 @@ class Ranks(Team):
         """Refuse a loss whose weight would be rounded, where nothing can correct that."""
         if self.in_common and dtype in LOW_PRECISION:
             raise LossError(
-                f"this loss is of {dtype}, which rounds its weight, and gradients of all ranks are added up in "
-                "backward (fully_shard, or overlap=True), where nothing can correct that.",
+                f"this loss is of {dtype}, which rounds its weight; with fully_shard or overlap=True it stays so.",
                 fix="a loss in float32:  criterion(logits.float(), labels)",
             )
 
@@ -169,8 +168,7 @@ class Ranks(Team):
             return ()
         if len({(row[0], *row[1::2]) for row in there}) > 1:
             raise LossError(
-                "the ranks of this window have different losses: another number of terms over data, or a mean here "
-                "and a sum there.",
+                "the ranks of this window have different losses: other numbers of terms, or means and sums.",
                 fix="every term on every rank, times 0 where it does not apply",
             )
         columns = zip(there[0][1::2], *(row[2::2] for row in there), strict=True)
