@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 
 LIMIT = 60.0  # seconds
 _PATIENCE = 0.3  # seconds until a rank that has failed is ended, while others work
+_READY = "ready"
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -39,7 +40,8 @@ def run_on_ranks(
     A process that will use a GPU must not be forked from one that has: `start="spawn"`.
     """
     pool = _pools.pop(number, None) if start == "fork" else None
-    pool = pool or _Pool(number, start, by)
+    if pool is None or not pool.is_ready():
+        pool = _Pool(number, start, by)
     found = pool.run(work, arguments, limit)
     if start == "fork" and pool.is_whole:
         _pools[number] = pool
@@ -99,10 +101,17 @@ class _Pool:
                     raise RankFailed(f"ranks {sorted(waiting.values())} did not end within {limit:g} s")
         return [found[rank] for rank in range(len(found))]
 
+    def is_ready(self) -> bool:
+        """Whether all have left their last group: a thread of gloo may abort a process then (see tests/launched.py)."""
+        found = [self._received(pipe) if pipe.poll(5.0) else None for pipe in self._pipes]
+        if found != [_READY] * len(found):
+            self.end()
+        return self.is_whole
+
     def _received(self, pipe: Connection) -> Any:
         try:
             return pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self.is_whole = False
             return RankFailed("the process died")
 
@@ -148,3 +157,4 @@ def _serve(pipe: Connection, rank: int, number: int, by: str) -> None:
         del found, work, arguments
         gc.collect()
         dist.destroy_process_group()
+        pipe.send(_READY)
