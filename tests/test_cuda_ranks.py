@@ -1,6 +1,5 @@
 """Several ranks with a GPU: two processes that share one, by gloo, and one process by NCCL."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,11 +9,21 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch import Accumulator, BigStep, Options
-from tests.support.rank_loops import LOSSES, OPTIMIZERS, assert_same, batches_of, model, truth
-from tests.support.ranks import run_on_ranks
+from tests.support.rank_loops import (
+    LOSSES,
+    OPTIMIZERS,
+    SIZES,
+    Sizes,
+    assert_same,
+    batches_of,
+    model,
+    told,
+    truth,
+    weights,
+)
+from tests.support.ranks import exactly
 
 pytestmark = pytest.mark.cuda
-SIZES = [[3, 5, 2, 4], [6, 1, 1, 7]]
 
 
 def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -22,37 +31,39 @@ def moved(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return batch[0].cuda(), batch[1].cuda()
 
 
-def seen(update: Any) -> tuple[float, float, bool, float]:
-    """Return what is compared of an update."""
-    return float(update.loss), float(update.grad_norm or 0), bool(update.skipped), float(update.count)
-
-
-def replicated(rank: int, sizes: Sequence[Sequence[int]], loss: str, optimizer: str, overlap: bool) -> Any:
-    """Train a DDP model on one rank."""
+def trained(rank: int, sizes: Sizes, way: str, loss: str, optimizer: str, overlap: bool) -> Any:  # noqa: PLR0917
+    """Train on one rank, sharded or replicated."""
     torch.cuda.set_device(0)
-    network = DistributedDataParallel(model().cuda(), device_ids=[0])
+    plain = model().cuda()
+    network: nn.Module = plain
+    if way == "sharded":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cuda", (1,))
+        for part in (plain[0], plain[2], plain):
+            fully_shard(part, mesh=mesh)
+    else:
+        network = DistributedDataParallel(plain, device_ids=[0])
     chosen = OPTIMIZERS[optimizer](network.parameters())
     accumulator = Accumulator(network, chosen, steps=2, clip_norm=1.0, overlap=overlap)
-    updates = []
-    for batch in accumulator.over(batches_of(rank, sizes)):
-        update = accumulator.backward(LOSSES[loss](network, moved(batch)))
-        if update is not None:
-            updates.append(seen(update))
-    return [p.detach().cpu() for p in network.parameters()], updates
+    batches = [moved(batch) for batch in batches_of(rank, sizes)]
+    updates = [accumulator.backward(LOSSES[loss](network, batch)) for batch in accumulator.over(batches)]
+    return [p.cpu() for p in weights(network)], [told(update) for update in updates if update is not None]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("loss", ["mean", "summed"])
 def test_two_processes_on_one_gpu_are_one_process(loss: str, overlap: bool) -> None:
     """Uneven micro-batches and counts; gradients that lie on the GPU cross by gloo."""
-    found = run_on_ranks(2, replicated, SIZES, loss, "adamw", overlap, start="spawn")
+    found = exactly(2, trained, SIZES, "replicated", loss, "adamw", overlap, start="spawn")
     assert_same(found, truth(SIZES, 2, loss, "adamw"))
 
 
 def test_a_process_without_a_batch() -> None:
     """It joins in every update."""
     sizes = [[3, 2, 2], []]
-    found = run_on_ranks(2, replicated, sizes, "mean", "sgd", False, start="spawn")
+    found = exactly(2, trained, sizes, "replicated", "mean", "sgd", False, start="spawn")
     assert_same(found, truth(sizes, 2, "mean", "sgd"), all_updates=False)
 
 
@@ -91,7 +102,7 @@ def whole(number: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("activations", ["keep", "offload"])
 def test_batch_norm_over_two_processes_on_one_gpu(activations: str) -> None:
     """Weights and running statistics are those of one process with the whole batch."""
-    found = run_on_ranks(2, in_lock_step, activations, start="spawn")
+    found = exactly(2, in_lock_step, activations, start="spawn")
     network = normed()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     for number in range(3):
@@ -100,35 +111,8 @@ def test_batch_norm_over_two_processes_on_one_gpu(activations: str) -> None:
         optimizer.step()
     true = [t.detach().cpu() for t in network.state_dict().values()]
     for each in found:
-        if isinstance(each, BaseException):
-            raise each
         for mine, theirs in zip(each, true, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-
-
-def alone_by_nccl(rank: int, sizes: Sequence[Sequence[int]], way: str, overlap: bool) -> Any:
-    """Train on a group of one, which takes NCCL's ways: sharded, or replicated."""
-    torch.cuda.set_device(0)
-    plain = model().cuda()
-    network: nn.Module = plain
-    if way == "sharded":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cuda", (1,))
-        for part in (plain[0], plain[2], plain):
-            fully_shard(part, mesh=mesh)
-    else:
-        network = DistributedDataParallel(plain, device_ids=[0])
-    chosen = OPTIMIZERS["adamw"](network.parameters())
-    accumulator = Accumulator(network, chosen, steps=2, clip_norm=1.0, overlap=overlap)
-    updates = []
-    for batch in accumulator.over(batches_of(rank, sizes)):
-        update = accumulator.backward(LOSSES["mean"](network, moved(batch)))
-        if update is not None:
-            updates.append(seen(update))
-    every: list[Any] = list(network.parameters())
-    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu() for p in every], updates
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -136,5 +120,5 @@ def alone_by_nccl(rank: int, sizes: Sequence[Sequence[int]], way: str, overlap: 
 def test_one_process_by_nccl(way: str, overlap: bool) -> None:
     """A group of one is a process: FSDP2's and DDP's own ways on a GPU."""
     sizes = [[3, 5, 2, 4, 6]]
-    found = run_on_ranks(1, alone_by_nccl, sizes, way, overlap, start="spawn", by="nccl")
+    found = exactly(1, trained, sizes, way, "mean", "adamw", overlap, start="spawn", by="nccl")
     assert_same(found, truth(sizes, 2, "mean", "adamw"))

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
 from bigbatch import Accumulator, BigStep, Options, across
-from bigbatch.distributed.discovery import team_of
 from bigbatch.distributed.replicas import Replicas
 from tests.support.rank_loops import (
     OPTIMIZERS,
@@ -496,17 +495,6 @@ def test_modules_are_walked_once_a_window() -> None:
     for found in exactly(2, walked):
         assert found[0] > 0
         assert found[1:] == [0] * 4
-
-
-def too_much(_: int) -> str:
-    """Say more numbers than a message has."""
-    team: Any = team_of([model()], dist.group.WORLD)
-    return heard(lambda: team.rows("statement", [0.0] * 50, torch.device("cpu")))
-
-
-def test_a_message_that_is_too_long_is_not_sent() -> None:
-    """Others send one of the agreed length, and all would wait."""
-    assert exactly(2, too_much) == ["AssertionError: "] * 2
 
 
 def sent_from(_: int) -> Any:

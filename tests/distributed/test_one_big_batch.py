@@ -190,6 +190,21 @@ def test_ranks_are_one_process(case: Case) -> None:
     assert_same(found, true, all_updates=not joins and case.way != "without_the_last")
 
 
+def sent(rank: int, steps: int) -> int:
+    """Count the all-reduces of a window of replicas of shards; the row of every update is gathered."""
+    network = WRAPPERS["hsdp"](model())
+    accumulator = Accumulator(network, OPTIMIZERS["sgd"](network.parameters()), steps=steps)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as counted:
+        for number in range(steps):
+            accumulator.backward(mean(network, micro_batch(4, rank + number)))
+    return counted.call_count
+
+
+def test_what_replicas_send_does_not_depend_on_the_number_of_micro_batches() -> None:
+    """One all-reduce of what a rank holds."""
+    assert [exactly(4, sent, steps) for steps in (1, 5)] == [[1] * 4] * 2
+
+
 # Parameters that only some micro-batches use.
 
 

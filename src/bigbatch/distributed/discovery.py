@@ -38,8 +38,6 @@ def team_of(
     """
     refuse_tensor_parallelism(models)
     wrappers, parts = data_parallel(models), sharded(models)
-    if overlap:
-        _refuse_overlap(models, wrappers, parts, trained)
     if not (dist.is_available() and dist.is_initialized()):
         if group is not None:
             raise ConfigurationError(
@@ -47,6 +45,8 @@ def team_of(
             )
         _warn_of_others(started())
         return Team(wrappers)
+    if overlap:
+        _refuse_overlap(models, wrappers, parts, trained)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ConfigurationError(
             "group must be a torch.distributed.ProcessGroup that this process belongs to.",
