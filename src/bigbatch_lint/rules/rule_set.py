@@ -199,8 +199,6 @@ def _loss_scaled_twice(loop: TrainingLoop) -> Iterator[Hit]:
 
 def _divides_too(loop: TrainingLoop, event: Event, division: Division) -> bool:
     """Tell whether the framework divides by the number of steps that the script divides by."""
-    if event.via == "lightning" and division.text.endswith("accumulate_grad_batches"):
-        return True
     accumulates = event.via == "accelerator" and loop.has_framework and event.divides is not False
     return bool(event.divides) or (accumulates and announces_steps(division.text))
 
@@ -281,9 +279,6 @@ def _scheduler_per_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
 
 def _repeated(loop: TrainingLoop, kind: Kind) -> list[Event]:
     """Return the first of what happens more than once per window."""
-    if loop.has_framework or loop.zeroed:
-        found, steps = loop.of(kind), len(loop.steps_inside)
-        return found[:1] if steps and len(found) > 1.5 * steps else []
     for window in loop.windows:
         found = window.noted(kind)
         rounds = {at.number if at else None for at in (event.round_of(loop.node) for event in found)}

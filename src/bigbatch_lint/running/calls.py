@@ -4,7 +4,7 @@ import ast
 from dataclasses import replace
 
 from bigbatch_lint.reading.names import announces_steps, role_made_by
-from bigbatch_lint.running.machine import Call, Machine, Table, batch
+from bigbatch_lint.running.machine import Call, Machine, Table, batch, reduction_of
 from bigbatch_lint.running.values import Items, Kind, Loss, Opaque, Via, as_loss, new_loss
 
 CALLS = Table()
@@ -104,15 +104,6 @@ def make(machine: Machine, call: Call) -> object:
         return Opaque(call.name, "criterion", made=call.node, reduction=reduction, masked=masked)
     role = role_made_by(call.name)
     return NotImplemented if role is None else Opaque(call.name, role, made=call.node, steps=call.words.get("steps"))
-
-
-def reduction_of(machine: Machine, call: Call) -> tuple[str, ast.AST | None]:
-    """Return a loss's `reduction`, a mean unless it says otherwise; and the call if its mean leaves out targets."""
-    said = call.words.get("reduction")
-    reduction = said if isinstance(said, str) else "mean"
-    masks = call.name.lower().replace("_", "") in {"crossentropy", "crossentropyloss", "nllloss"}
-    ignores = "ignore_index" in call.words or machine.module.ignores_targets
-    return reduction, call.node if reduction == "mean" and masks and ignores else None
 
 
 def _deepspeed(_: Machine, call: Call) -> object:

@@ -68,7 +68,7 @@ def _run_root(machine: Interpreter, node: FunctionDef, owner: ast.ClassDef | Non
         via = "trainer"
     if owner is not None:
         with suppress(ReturnValue, BreakLoop, ContinueLoop):
-            made = machine.construct(owner, env, (), {})
+            made = machine.construct(owner, env)
             function = Function(node, made, made)
     if via is None and node in module.holds_loop:
         counted = [each.target for each in walk(owner) if isinstance(each, ast.AugAssign)] if owner else []

@@ -4,7 +4,7 @@ import ast
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from bigbatch_lint.reading.module import Module
@@ -35,18 +35,13 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[..., object]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.Gt: operator.gt, ast.LtE: operator.le,
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
 }  # fmt: skip
-_LISTED = 16  # items of a comprehension that are computed one by one
-_LONGEST_LIST = 64
 _READERS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
 _RESCALES = re.compile(r"^_*((re)?scale|normali[sz]e|div(ide)?)_(\w+_)?grad", re.IGNORECASE)
 _OWN_METHODS = re.compile(r"zero|clear|reset|grad|optim|step|clip|update", re.IGNORECASE)
-_MODULES = {"Module", "LightningModule", "PreTrainedModel", "Sequential"}
 
 
 class Expressions(Machine):
     """The part of the interpreter that computes values."""
-
-    assign: Callable[[ast.AST, object, Environment, ast.expr | None], None]
 
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
         super().__init__(module, length, settings=settings)
@@ -66,9 +61,6 @@ class Expressions(Machine):
             ast.BoolOp: self._and_or,
             ast.Compare: self._compare,
             ast.IfExp: self._if_else,
-            ast.ListComp: self._comprehension,
-            ast.GeneratorExp: self._comprehension,
-            ast.SetComp: self._comprehension,
             ast.BinOp: self._binary,
             ast.Call: self._call,
         }
@@ -218,22 +210,6 @@ class Expressions(Machine):
         own = isinstance(number, int) and isinstance(total, Opaque) and total.is_setting and self.varies(side)
         return micro if own and micro is not None and micro.total else None
 
-    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp | ast.SetComp, env: Environment) -> object:
-        head, inner, found = node.generators[0], Environment(env), []
-        items, trains = self.items_of(self.evaluate(head.iter, env), head.iter), node.elt in self.module.trains
-        length = 1 if items.length is None else items.length
-        passage = self.passages[node] = self.passages.get(node, 0) + 1
-        for number in range(min(length, _LONGEST_LIST) if trains or length <= _LISTED else 1):
-            self.rounds += [Round(node, number, passage, is_micro=True, total=items.length, kind=items.kind)] * trains
-            self.assign(head.target, items.item(number), inner, None)
-            if all(self.truth(self.evaluate(each, inner), each) is not False for each in head.ifs):
-                found.append(self.evaluate(node.elt, inner))
-            del self.rounds[len(self.rounds) - trains :]
-        if items.length is not None and items.length <= (_LONGEST_LIST if trains else _LISTED):
-            return found
-        value = found[0] if found else Opaque()
-        return Items(items.length, lambda _: value, items.kind)
-
     # Arithmetic.
     def _binary(self, node: ast.BinOp, env: Environment) -> object:
         left, right = self.evaluate(node.left, env), self.evaluate(node.right, env)
@@ -246,7 +222,7 @@ class Expressions(Machine):
         left, right = first[0], second[0]
         if isinstance(left, NUMBERS) and isinstance(right, NUMBERS) and type(op) in _ARITHMETIC:
             return computed(_ARITHMETIC[type(op)], left, right)
-        if isinstance(op, (ast.Div, ast.FloorDiv)) and _is_divisible(left, second):
+        if isinstance(op, (ast.Div, ast.FloorDiv)) and isinstance(left, Loss):
             return self._quotient(left, node, second)
         losses = [each for each in (left, right) if isinstance(each, Loss)]
         if losses and isinstance(op, ast.Mult):
@@ -259,8 +235,7 @@ class Expressions(Machine):
             return Opaque(is_setting=False, is_remainder=True)
         return Opaque(is_setting=not self.varies(node))
 
-    def _quotient(self, left: object, node: ast.AST, divisor: tuple[object, ast.expr]) -> Loss:
-        loss = left if isinstance(left, Loss) else new_loss(getattr(left, "text", ""))
+    def _quotient(self, loss: Loss, node: ast.AST, divisor: tuple[object, ast.expr]) -> Loss:
         value, expression = divisor
         if isinstance(value, Opaque) and value.role == "count":
             return replace(loss, reduction="mean", masked=node)
@@ -317,25 +292,11 @@ class Expressions(Machine):
             return receiver, self._member(receiver, node.func.attr, text)
         return receiver, bound
 
-    def instance(
-        self, cls: ast.ClassDef, env: Environment, args: Sequence[object], words: Mapping[str, object]
-    ) -> object:
-        """Return an object of a class of the file; models and optimizers stay opaque."""
-        bases, name = self.module.bases(cls), cls.name
-        if bases & _MODULES:
-            is_loss = name.lower().endswith(("loss", "criterion"))
-            return Opaque(name, "criterion" if is_loss else "model", made=cls)
-        if any(base.endswith("Optimizer") for base in bases):
-            return Opaque(name, "optimizer", made=cls)
-        return self.construct(cls, env, args, words)
-
-    def construct(
-        self, cls: ast.ClassDef, env: Environment, args: Sequence[object], words: Mapping[str, object]
-    ) -> Environment:
+    def construct(self, cls: ast.ClassDef, env: Environment) -> Environment:
         """Return an object of a class of the file, after its `__init__`."""
         made, method = Environment(env, cls), self.module.method(cls, "__init__")
         if method is not None:
-            self.call_function(Function(method, made, made), args, words)
+            self.call_function(Function(method, made, made), (), {})
         return made
 
     def _of_thing(self, call: Call, thing: object, text: str) -> object:
@@ -371,9 +332,3 @@ class Expressions(Machine):
         told = any(announces_steps(dotted(each)) for each in call.node.args) or any(map(announces_steps, call.words))
         loss = new_loss(id(call.node))
         return replace(loss, weight=None) if hidden or told else loss
-
-
-def _is_divisible(value: object, divisor: tuple[object, ast.expr]) -> bool:
-    """Tell whether a division is one of a loss, also where only the divisor says so."""
-    announced = isinstance(divisor[0], int) and announces_steps(dotted(divisor[1]))
-    return isinstance(value, Loss) or (announced and isinstance(value, Opaque) and value.role is None)

@@ -31,6 +31,8 @@ class Interpreter(Expressions):
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
         super().__init__(module, length, settings=settings)
         self._sums: dict[ast.AugAssign, ast.BinOp] = {}
+        self._loops: dict[ast.AST, ast.For] = {}
+        self._kinds.update(dict.fromkeys((ast.ListComp, ast.GeneratorExp), self._comprehension))
         self._statements: dict[type[ast.AST], Callable[..., object]] = {
             ast.Expr: lambda node, env: self.evaluate(node.value, env),
             ast.Assign: self._assignment,
@@ -53,7 +55,6 @@ class Interpreter(Expressions):
             ast.Assert: self._assert,
             ast.FunctionDef: self._define,
             ast.AsyncFunctionDef: self._define,
-            ast.ClassDef: self._define,
         }
 
     def run(self, body: Sequence[ast.stmt], env: Environment) -> None:
@@ -66,7 +67,7 @@ class Interpreter(Expressions):
             if act is not None:
                 act(statement, env)
 
-    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, env: Environment) -> None:
+    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef, env: Environment) -> None:
         env[node.name] = Function(node, env)
 
     # Plain statements.
@@ -195,6 +196,15 @@ class Interpreter(Expressions):
         self._loop(node, like, rounds, begin, env)
         self.run(node.orelse, env)
 
+    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp, env: Environment) -> object:
+        """Run `[train(x) for x in loader]` as a loop; what one without training holds is not followed."""
+        head = node.generators[0]
+        loop = ast.copy_location(ast.For(head.target, head.iter, [ast.Expr(node.elt)], []), node)
+        loop = self._loops.setdefault(node, loop)
+        self.module.trains.update({loop} if node.elt in self.module.trains else ())
+        self._for(loop, Environment(env))
+        return Opaque(is_setting=not self.varies(node))
+
     def _rounds(self, node: ast.For | ast.AsyncFor, items: Items) -> tuple[Sequence[int], bool]:
         """Return which rounds of a loop are run, and whether each is a micro-batch."""
         length, holds_loop = items.length, node in self.module.holds_loop
@@ -288,10 +298,8 @@ class Interpreter(Expressions):
 
     # Functions.
     def call_function(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> object:
-        """Run a function of the file; a class becomes an object, a generator something to loop over."""
+        """Run a function of the file; a generator something to loop over."""
         node = function.node
-        if isinstance(node, ast.ClassDef):
-            return self.instance(node, function.env, args, words)
         if self.depth >= _DEEPEST:
             return replace(new_loss(id(node)), weight=None)
         self.entered.add(node)

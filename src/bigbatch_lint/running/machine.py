@@ -195,6 +195,15 @@ class Call:
         return dotted(self.node.args[position]) if len(self.node.args) > position else ""
 
 
+def reduction_of(machine: Machine, call: Call) -> tuple[str, ast.AST | None]:
+    """Return a loss's `reduction`, a mean unless it says otherwise; and the call if its mean leaves out targets."""
+    said = call.words.get("reduction")
+    reduction = said if isinstance(said, str) else "mean"
+    masks = call.name.lower().replace("_", "") in {"crossentropy", "crossentropyloss", "nllloss"}
+    ignores = "ignore_index" in call.words or machine.module.ignores_targets
+    return reduction, call.node if reduction == "mean" and masks and ignores else None
+
+
 Handler = Callable[[Machine, Call], object]
 _Any = TypeVar("_Any", bound=Handler)
 

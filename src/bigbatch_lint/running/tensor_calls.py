@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigbatch_lint.reading.names import PIECES, last_part
-from bigbatch_lint.running.calls import reduction_of
-from bigbatch_lint.running.machine import Call, Machine, Table, batch, computed
+from bigbatch_lint.running.machine import Call, Machine, Table, batch, computed, reduction_of
 from bigbatch_lint.running.values import PLAIN, Items, Loss, Opaque, new_loss, sum_of
 
 TENSOR_CALLS = Table()

@@ -8,7 +8,7 @@ from typing import Literal
 
 from bigbatch_lint.reading.names import Role
 
-FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 NUMBERS = (int, float)
 PLAIN = (int, float, str, bool, type(None))
 # "update" is of a GradScaler, "rescale" of gradients; "keep" holds on to a loss; "handed" gives an optimizer or scaler
@@ -146,7 +146,7 @@ class Environment(dict[str, object]):
 
 @dataclass(eq=False)
 class Function:
-    """A function or class of the file; a method is bound to its object."""
+    """A function of the file; a method is bound to its object."""
 
     node: FunctionNode
     env: Environment
