@@ -1,7 +1,6 @@
 """A big batch comes in, an update comes out."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -36,7 +35,7 @@ from bigbatch.first_step_check import FirstCheck
 from bigbatch.lockstep.run import Together
 from bigbatch.loss.count import Count
 from bigbatch.memory.sizes import Sizes
-from bigbatch.options import Options, checked_loss_fn, checked_options, checked_size, refuse_for_shards, refuse_lazy
+from bigbatch.options import Options, checked_loss_fn, checked_options, checked_size, refuse_lazy
 from bigbatch.state import scope
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import NeedsLockStep
@@ -48,37 +47,24 @@ from bigbatch.window.window import OPEN, Window
 
 STATE_VERSION = 1
 _ALL_RANKS_END = (
-    "out of memory in a pass in which ranks wait for each other, through a model that is sharded with fully_shard or "
-    "has BatchNorm in training mode, or in `across`; {}. This rank cannot try again alone: the others wait in the "
-    "midst of it, and end with an error of their own when this process does.\n"
-    "Take a smaller micro_batch_size, or activation checkpointing."
+    "out of memory in a pass in which ranks wait for each other (a sharded model, BatchNorm in training mode, `across`)"
+    "; {}. This rank cannot try again alone: the others wait in the midst of it, and end with an error, too."
 )
 _OTHERS_HAVE_HEARD = (
     "out of memory in adding up the gradients of all ranks; {}. This rank has told the others what it counted, so it "
-    "cannot try again alone: they wait for its gradients, or have stepped, and end with an error of their own when "
-    "this process does. Nothing was stepped here: go on from a checkpoint.\n"
-    "Take a smaller micro_batch_size or memory=, which leaves more room beside the gradients."
+    "cannot try again alone: they wait, or have stepped. Nothing was stepped here: go on from a checkpoint."
 )
-_INSIDE = (
-    "a BigStep was called inside of another's loss_fn or model, where micro-batches run in lock-step: an update in the "
-    "midst of a forward would not be the big batch's.\n"
-    "Make one step after the other:  inner(batch); outer(batch)"
-)
-_NO_SAMPLES = (
-    "this rank has no samples in this update, and every pass through a model that is sharded with fully_shard is a "
-    "meeting of all ranks, so each needs a sample at least to run.\n"
-    "Give it some, without targets that count:  labels.fill_(-100)"
+_IN_THE_STEP = (
+    "out of memory in the optimizer's own step; {}. It may have changed some parameters and some of its state, so the "
+    "step is not made again: load both from a checkpoint."
 )
 _NONE_COUPLED = (
     "this rank has no samples in this update, and samples are coupled (BatchNorm in training mode, or across in the "
-    "loss or the model), so that ranks meet in the midst of a batch: each needs a sample at least. Nothing was stepped."
-    "\nGive every rank a part of each batch, batch[rank::size], or leave a batch out that has fewer samples than ranks."
+    "loss or the model), so that ranks meet in the midst of a batch. Nothing was stepped."
 )
 _WHOLE_MODELS = (
     "the samples of this batch are coupled (BatchNorm in training mode, or across in the loss or the model), and every "
-    "pass through a model that is sharded with fully_shard is a meeting of ranks already: micro-batches cannot wait "
-    "for each other in its midst.\n"
-    "Wrap the model in DistributedDataParallel instead, freeze BatchNorm (layer.eval()), or use GroupNorm."
+    "pass through a model that is sharded with fully_shard needs all ranks: micro-batches cannot wait in its midst."
 )
 
 
@@ -128,7 +114,7 @@ class BigStep:
         options: Options | None = None,
     ) -> None:
         """Check every argument; nothing is changed yet."""
-        self._options = checked_options(options)
+        self._options = options = checked_options(options)
         with spoken_to_step():
             self._models = arguments.models(model, ranks=True)
             refuse_lazy(self._models)
@@ -138,49 +124,32 @@ class BigStep:
                 schedulers=arguments.schedulers(scheduler, optimizers),
                 scaler=arguments.scaler(scaler),
                 clip_norm=arguments.clip_norm(clip_norm),
-                skip_nonfinite=self._options.skip_nonfinite,
-                team=team_of(self._models, self._options.group),
+                skip_nonfinite=options.skip_nonfinite,
+                team=team_of(self._models, options.group),
             )
-        accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
-        # Where every pass is a meeting, ranks with batches of other sizes would look another number of times.
-        checked = replace(self._options, check=False) if self._is_sharded else self._options
-        self._admission = Admission(
-            self._models, optimizers, self._options.batch_norm, accepting, divisors=checked.check
-        )
-        self._mover = Mover(_device(self._models, self._stepper.team))
+        self._team, loss_fn = self._stepper.team, checked_loss_fn(loss_fn)
+        self._mover = Mover(_device(self._models, self._team))
         self._devices = devices_of(self._models) | {self._mover.device}
-        if self._options.cuda_graph and self._mover.device.type != "cuda":
-            msg = f"cuda_graph=True needs the model on a CUDA device; found it on {self._mover.device}"
-            raise ConfigurationError(msg)
-        self._runner = Runner(
-            model,
-            checked_loss_fn(loss_fn),
-            self._admission,
-            self._stepper,
-            cuda_graph=self._options.cuda_graph,
-        )
-        size = checked_size(micro_batch_size, self._options)
-        if self._is_sharded:
-            refuse_for_shards(self._options, size)
+        size = checked_size(micro_batch_size, options, self._mover.device, sharded=self._team.sharded)
+        # Where every pass needs all ranks, those with batches of other sizes would compare another number of times.
+        checked = replace(options, check=options.check and not self._team.sharded)
+        accepting = 'BigStep(..., options=Options(batch_norm="micro"))'
+        self._admission = Admission(self._models, optimizers, options.batch_norm, accepting, divisors=checked.check)
+        captured = options.cuda_graph
+        self._runner = Runner(model, loss_fn, self._admission, self._stepper, cuda_graph=captured)
+        self._execution = Execution(graph_steps=captured, graph_windows=captured)  # as it was found to be right
         self._sizes = Sizes(size, memory, self._mover.device)
+        self._divider = Divider(self._models, optimizers, self._sizes, options, self._mover)
+        self._check = FirstCheck(self._models, self._runner, self._mover, checked)
+        meet = options.batch_norm == "exact"
+        self._together = Together(self._models, self._runner, self._mover.device, options.activations, norms_meet=meet)
         self._buffers: Buffers | None = None  # as they were, and which of them move
         self._shared: frozenset[str] = frozenset()  # leaves of the batch that all samples share
-        self._check = FirstCheck(self._models, self._runner, self._mover, checked)
         self._looked_at_buffers = self._told_of_buffers = False  # whether a forward writes to some
         self._divided_again = False  # whether memory has run out before a batch was cut
-        captured = self._options.cuda_graph
-        self._execution = Execution(graph_steps=captured, graph_windows=captured)  # as it was found to be right
-        self._together = Together(
-            self._models,
-            self._runner,
-            self._mover.device,
-            self._options.activations,
-            norms_meet=self._options.batch_norm == "exact",
-        )
-        self._divider = Divider(self._models, optimizers, self._sizes, self._options, self._mover)
         self._padding: Padding | None = None
         self._stepper.watch()
-        self._stepper.team.serve(self)
+        self._team.serve(self)
 
     def __call__(self, batch: Any) -> Update:
         """Make one update of a whole batch.
@@ -206,7 +175,10 @@ class BigStep:
     def _update(self, batch: Any, *, stepping: bool) -> Update:
         """Make the update, or its gradient alone; once a step has begun, an error says how far it came."""
         if scope.worker() is not None:
-            raise WindowError(_INSIDE)
+            raise WindowError(
+                "a BigStep was called inside of another's loss_fn or model, where micro-batches run in lock-step.",
+                fix="inner(batch); outer(batch)",
+            )
         self._stepper.rest()
         try:
             return self._finished(batch, stepping=stepping)
@@ -216,10 +188,8 @@ class BigStep:
             raise
 
     def _finished(self, batch: Any, *, stepping: bool) -> Update:
-        with self._stepper.team.telling_of_failure(self._mover.device):
-            if batch is None and self._stepper.ranks is not None:
-                if self._is_sharded:
-                    raise BatchError(_NO_SAMPLES)
+        with self._team.telling_of_failure(self._mover.device):
+            if batch is None and not self._team.is_alone:
                 return self._empty(stepping=stepping)
             whole = Batch.of(batch, collate=self._options.collate, shared=self._shared)
             self._shared = whole.shared
@@ -240,6 +210,12 @@ class BigStep:
 
     def _empty(self, *, stepping: bool) -> Update:
         """Take part in an update without samples of one's own."""
+        if self._team.sharded:
+            raise BatchError(
+                "this rank has no samples in this update, and every pass through a model that is sharded with "
+                "fully_shard needs all ranks.",
+                fix="samples without targets that count:  labels.fill_(-100)",
+            )
         while True:
             window = Window(self._stepper, 1, self._options.gradient_dtype, () if self._execution.count_first else None)
             try:
@@ -251,7 +227,8 @@ class BigStep:
             except WindowError as error:
                 self._admission.open()
                 if self._needs_lockstep():
-                    raise WindowError(_NONE_COUPLED) from error
+                    fix = "a part of each batch for every rank, batch[rank::size]; leave out a batch of fewer samples"
+                    raise WindowError(_NONE_COUPLED, fix=fix) from error
                 raise WindowError(f"this rank has no samples in this update, and {error}") from error
             finally:
                 window.discard()
@@ -276,11 +253,12 @@ class BigStep:
         self._admission.open()
         lockstep = self._needs_lockstep()
         self._admission.run_side_by_side(lockstep)
-        if self._is_sharded and lockstep:
-            raise ConfigurationError(_WHOLE_MODELS)
+        if self._team.sharded and lockstep:
+            fix = "DistributedDataParallel, BatchNorm in eval mode (layer.eval()), or GroupNorm"
+            raise ConfigurationError(_WHOLE_MODELS, fix=fix)
         self._admission.look()
         division = self._divider.divide(whole, self._run_one, lockstep=lockstep)
-        self._admission.warn_of_hooks(several=len(division) > 1 or self._stepper.ranks is not None)
+        self._admission.warn_of_hooks(several=len(division) > 1 or not self._team.is_alone)
         return division
 
     def _needs_lockstep(self) -> bool:
@@ -307,9 +285,9 @@ class BigStep:
             let_go(error)
             return now
         if isinstance(error, SeveralCounts) and not now.count_first:
-            if self._is_sharded:
+            if self._team.sharded:
                 return None
-            self._stepper.team.tell_of_several(self._mover.device)
+            self._team.tell_of_several(self._mover.device)
         if isinstance(error, NeedsLockStep | SeveralCounts):
             return remedy(now, error)
         if self._others_wait(error, division):
@@ -318,15 +296,15 @@ class BigStep:
 
     def _others_wait(self, error: BaseException, division: Division | None) -> bool:
         """Whether other ranks wait for this one in the midst of a window: then it cannot try again alone."""
-        ranks, short = self._stepper.ranks, _is_short(error)
-        if ranks is None:
-            return False
-        if ranks.spoken and short:
-            raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error))) from error
-        elsewhere = ranks.elsewhere or ranks.sharded or is_of_the_wire(error)
-        if elsewhere and not ranks.spoken and short and division is not None:
-            raise OutOfMemory(_ALL_RANKS_END.format(missing(error))) from error
-        return ranks.spoken or elsewhere
+        team, short = self._team, _is_short(error)
+        inside = not team.is_alone and (team.elsewhere or team.sharded or is_of_the_wire(error))
+        if short and team.spoken:
+            fix = "a smaller micro_batch_size or memory=, which leaves more room beside the gradients"
+            raise OutOfMemory(_OTHERS_HAVE_HEARD.format(missing(error)), fix=fix) from error
+        if short and inside and division is not None:
+            fix = "a smaller micro_batch_size, or activation checkpointing"
+            raise OutOfMemory(_ALL_RANKS_END.format(missing(error)), fix=fix) from error
+        return team.spoken or inside
 
     def _has_room(self, error: BaseException, division: Division | None) -> bool:
         """Make room for another try where memory has run out, or have activations wait elsewhere."""
@@ -339,9 +317,10 @@ class BigStep:
             if short:
                 self._runner.forget()
         let_go(error)
-        ranks = self._stepper.ranks
-        if ranks is not None and self._admission.side_by_side:
-            ranks.try_again(self._mover.device)  # they are on their way through the same window, and begin anew, too
+        if self._stepper.ranks is not None and self._admission.side_by_side:
+            self._stepper.ranks.try_again(
+                self._mover.device
+            )  # they are on their way through the same window, and begin anew, too
         return True
 
     def _may_divide_again(self, division: Division | None, error: BaseException) -> bool:
@@ -351,10 +330,6 @@ class BigStep:
             return True
         again, self._divided_again = not self._divided_again, True
         return again
-
-    @property
-    def _is_sharded(self) -> bool:
-        return self._stepper.ranks is not None and self._stepper.ranks.sharded
 
     @property
     def padding(self) -> Padding | None:
@@ -373,12 +348,10 @@ class BigStep:
     def observe(self, witness: Witness) -> Callable[[], None]:
         """Show each window to a witness, such as a `GradientNoise`; returns a function that ends it."""
         if self._options.lengths is not None:
-            msg = (
-                "Options(lengths=...) sorts samples by length, so no micro-batch is a random part of its batch, and "
-                "how much they differ does not tell how much random ones would.\n"
-                "Measure without it for a while:  BigStep(..., options=Options())"
+            raise ConfigurationError(
+                "Options(lengths=...) sorts samples by length, so no micro-batch is a random part of its batch.",
+                fix="BigStep(..., options=Options()) while you measure",
             )
-            raise ConfigurationError(msg)
         return self._stepper.observe(witness)
 
     def state_dict(self) -> dict[str, Any]:
@@ -415,10 +388,7 @@ class BigStep:
                     self._meet_with(division)
                     extras = self._together.run(window, micro_batches, division.sizes)
                 else:
-                    passes = self._passes(division)  # agreed before the first: each is a meeting
-                    with self._inside_the_model():
-                        extras = self._runner.run(window, micro_batches, division)
-                        self._accompany(window, division, passes)
+                    extras = self._one_by_one(window, micro_batches, division)
                 together = joined(extras, division.sizes, division.order)  # takes memory: before the step
                 looks = len(division) > 1 and (not self._looked_at_buffers or looked)
                 written = before.buffers.written(self._together.statistics) if looks else []
@@ -437,29 +407,20 @@ class BigStep:
         with untouched(self._models, before=self._buffers):
             return self._runner.totals(self._mover.micro_batches(division))
 
-    def _passes(self, division: Division) -> int:
-        """Return how many passes through the model this window takes: as many as the rank makes that has most."""
-        ranks = self._stepper.ranks
-        own = len(division)
-        return own if ranks is None or not ranks.sharded else ranks.most(own, self._mover.device)
-
-    @contextmanager
-    def _inside_the_model(self) -> Iterator[None]:
-        """Where it is sharded, others wait for this rank's passes: they would take a word for a part of those."""
-        ranks = self._stepper.ranks
-        if ranks is not None and ranks.sharded:
-            ranks.elsewhere = True
-        yield
-        if ranks is not None:
-            ranks.elsewhere = False  # all have made them, and come to their statements
-
-    def _accompany(self, window: Window, division: Division, passes: int) -> None:
-        """Make passes that add nothing, until there are as many."""
-        for _ in range(passes - len(division)):
+    def _one_by_one(self, window: Window, micro_batches: Iterator[Any], division: Division) -> list[Any]:
+        """Run micro-batches one after the other. Through a sharded model ranks make as many passes as any has."""
+        team, passes = self._team, 0
+        if team.sharded:
+            passes, team.elsewhere = team.most(len(division), self._mover.device), True
+        extras = self._runner.run(window, micro_batches, division)
+        for _ in range(passes - len(division)):  # they add nothing
             loss, _ = self._runner.loss(self._mover.moved(division.micro_batch(0)))
             with self._admission.sparing_others():
                 window.pass_by(loss)
             window.state = OPEN
+        if not team.is_alone:
+            team.elsewhere = False  # all have made them, and come to their statements
+        return extras
 
     def _meet_with(self, division: Division) -> None:
         """Make sure that what waits while micro-batches run side by side has room."""
@@ -478,12 +439,8 @@ class BigStep:
         except BaseException as error:
             if not is_out_of_memory(error) or not self._stepper.began:
                 raise
-            msg = (
-                f"out of memory in the optimizer's own step; {missing(error)}. It may have changed some parameters and "
-                "some of its state, so the step is not made again: load both from a checkpoint.\n"
-                "Try a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state."
-            )
-            raise OutOfMemory(msg) from error
+            fix = "a smaller micro_batch_size or memory=, foreach=False, or an optimizer with less state"
+            raise OutOfMemory(_IN_THE_STEP.format(missing(error)), fix=fix) from error
         if not stepping and self._options.cuda_graph:  # the next replay writes to the same places
             for p in window.gradients.parameters:
                 p.grad = None if p.grad is None else p.grad.clone()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -59,40 +59,43 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse what cannot work, when it is written."""
         arguments.mesh(self.mesh)
-        lengths: object = self.lengths
-        if lengths is not None and not isinstance(lengths, str) and not callable(lengths):
-            msg = f"lengths must be the name of a mask or a function from a batch; found {lengths!r}"
-            raise ConfigurationError(msg)
-        budget: object = self.token_budget
-        if budget != "auto" and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
-            msg = f'token_budget must be a positive integer or "auto"; found {budget!r}'
-            raise ConfigurationError(msg)
-        if budget != "auto" and self.lengths is None:
-            msg = f"token_budget={budget} needs lengths: name the mask, as in Options(lengths='attention_mask')"
-            raise ConfigurationError(msg)
-        collate: object = self.collate
-        if collate is not None and not callable(collate):
-            msg = f"collate must be a function from a list of samples to a batch; found {collate!r}"
-            raise ConfigurationError(msg)
-        for name in ("cuda_graph", "check"):
-            if not isinstance(getattr(self, name), bool):
-                msg = f"{name} must be True or False; found {getattr(self, name)!r}"
-                raise ConfigurationError(msg)
+        for name, what, accepts in _FIELDS:
+            if not accepts(getattr(self, name)):
+                raise ConfigurationError(f"{name} must be {what}; found {getattr(self, name)!r}")
+        if self.token_budget != "auto" and self.lengths is None:  # noqa: S105 - no password
+            problem = f"token_budget={self.token_budget} needs lengths."
+            raise ConfigurationError(problem, fix="Options(lengths='attention_mask', ...)")
         if self.cuda_graph and self.lengths is not None and self.collate is not None:
-            msg = (
-                "cuda_graph=True serves micro-batches whose shapes come again. With lengths= alone they are trimmed to "
-                "a few widths; with collate= the width is its own choice.\n"
-                "Give batches that are padded on the right instead of lists, or take cuda_graph=True out."
+            raise ConfigurationError(
+                "cuda_graph=True serves micro-batches whose shapes come again; with lengths= and collate= they do not.",
+                fix="batches that are padded on the right instead of lists, or cuda_graph=False",
             )
-            raise ConfigurationError(msg)
-        if self.batch_norm not in {"exact", "refuse", "micro"}:
-            msg = f'batch_norm must be "exact", "refuse" or "micro"; found {self.batch_norm!r}'
-            raise ConfigurationError(msg)
-        if self.activations not in {"auto", "keep", "recompute", "offload"}:
-            msg = f'activations must be "auto", "keep", "recompute" or "offload"; found {self.activations!r}'
-            raise ConfigurationError(msg)
         arguments.gradient_dtype(self.gradient_dtype)
         arguments.skip_nonfinite(self.skip_nonfinite)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_one_of(*words: str) -> tuple[str, Callable[[Any], bool]]:
+    return " or ".join(f'"{word}"' for word in words), lambda value: value in words
+
+
+_TRUTH: tuple[str, Callable[[Any], bool]] = "True or False", lambda value: isinstance(value, bool)
+_FIELDS: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+    (
+        "lengths",
+        "the name of a mask or a function from a batch",
+        lambda x: x is None or isinstance(x, str) or callable(x),
+    ),
+    ("token_budget", 'a positive integer or "auto"', lambda x: x == "auto" or _is_positive(x)),
+    ("collate", "a function from a list of samples to a batch", lambda x: x is None or callable(x)),
+    ("cuda_graph", *_TRUTH),
+    ("check", *_TRUTH),
+    ("batch_norm", *_is_one_of("exact", "refuse", "micro")),
+    ("activations", *_is_one_of("auto", "keep", "recompute", "offload")),
+)
 
 
 def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
@@ -110,64 +113,48 @@ def checked_loss_fn(loss_fn: object) -> Callable[[Any, Any], Any] | None:
             return loss_fn  # some functions of C have no signature
         else:
             return loss_fn
-    msg = (
-        f"loss_fn must be a function loss_fn(model, batch) -> loss; found {found}.\n"
-        "Wrap a criterion:  BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))"
+    raise ConfigurationError(
+        f"loss_fn must be a function loss_fn(model, batch) -> loss; found {found}.",
+        fix="BigStep(model, optimizer, lambda model, batch: criterion(model(batch[0]), batch[1]))",
     )
-    raise ConfigurationError(msg)
 
 
 def checked_options(options: object) -> Options:
     """Accept options, or none."""
     if options is None or isinstance(options, Options):
         return options or Options()
-    msg = f"options must be an Options, as in BigStep(..., options=Options(cuda_graph=True)); found {options!r}"
-    raise ConfigurationError(msg)
+    problem = f"options must be an Options; found {options!r}"
+    raise ConfigurationError(problem, fix="BigStep(..., options=Options(cuda_graph=True))")
 
 
-def checked_size(size: object, options: Options) -> int | Literal["auto"]:
+def checked_size(size: object, options: Options, device: torch.device, *, sharded: bool) -> int | Literal["auto"]:
     """Accept a number of samples, or "auto" where any size gives the same update."""
-    if not (isinstance(size, str) and size == "auto"):
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            msg = f'micro_batch_size must be a positive integer or "auto"; found {size!r}'
-            raise ConfigurationError(msg)
-        return size
-    if options.batch_norm == "micro" and options.lengths is None:
-        msg = (
-            'batch_norm="micro" makes the result depend on the size of a micro-batch, so it must not depend on how '
-            "much memory there is.\nChoose the size yourself:  BigStep(..., micro_batch_size=32)"
+    if options.cuda_graph and device.type != "cuda":
+        raise ConfigurationError(f"cuda_graph=True needs the model on a CUDA device; found it on {device}")
+    is_auto = isinstance(size, str) and size == "auto"
+    if not is_auto and not _is_positive(size):
+        raise ConfigurationError(f'micro_batch_size must be a positive integer or "auto"; found {size!r}')
+    if is_auto and options.batch_norm == "micro" and options.lengths is None:
+        raise ConfigurationError(
+            'batch_norm="micro" makes the result depend on the size of a micro-batch, so it must not depend on memory.',
+            fix="BigStep(..., micro_batch_size=32)",
         )
-        raise ConfigurationError(msg)
-    return "auto"
-
-
-def refuse_for_shards(options: Options, size: object) -> None:
-    """Refuse what would take another number of passes on every rank."""
-    wrong, instead = (
-        ('micro_batch_size="auto" tries sizes', "Give the size yourself:  BigStep(..., micro_batch_size=8)")
-        if size == "auto"
-        else ("Options(lengths=...) packs each rank's batch in its own way", "Leave lengths= out of the Options.")
-        if options.lengths is not None
-        else ("Options(cuda_graph=True) replays without meeting", "Leave cuda_graph=True out of the Options.")
-        if options.cuda_graph
-        else ("", "")
-    )
-    if wrong:
-        msg = (
-            "every pass through a model that is sharded with fully_shard is a meeting of all ranks, and "
-            f"{wrong}.\n{instead}"
-        )
-        raise ConfigurationError(msg)
+    for wrong, what, fix in (
+        (is_auto, 'micro_batch_size="auto" tries sizes', "BigStep(..., micro_batch_size=8)"),
+        (options.lengths is not None, "Options(lengths=...) packs each rank's batch in its own way", "no lengths="),
+        (options.cuda_graph, "Options(cuda_graph=True) replays without other ranks", "no cuda_graph=True"),
+    ):
+        if sharded and wrong:  # it would take another number of passes on every rank
+            problem = f"every pass through a model that is sharded with fully_shard needs all ranks, and {what}."
+            raise ConfigurationError(problem, fix=fix)
+    return cast("int | Literal['auto']", size)
 
 
 def refuse_lazy(models: Sequence[nn.Module]) -> None:
     """Refuse layers that have no size before their first forward: what a step changes must be known before it."""
-    for model in models:
-        for name, module in model.named_modules():
-            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            if any(is_lazy(each) for each in own):
-                msg = (
-                    f"{type(module).__name__} '{name}' has no size yet: a lazy layer gets it in its first forward.\n"
-                    "Run one before BigStep is made:  with torch.no_grad(): model(inputs)"
-                )
-                raise ConfigurationError(msg)
+    for name, module in (each for model in models for each in model.named_modules()):
+        if any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False)))):
+            raise ConfigurationError(
+                f"{type(module).__name__} '{name}' has no size yet: a lazy layer gets it in its first forward.",
+                fix="with torch.no_grad(): model(inputs), before BigStep is made",
+            )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted, errors
 from bigbatch.batch.packing import pack
-from bigbatch.options import refuse_for_shards
+from bigbatch.options import checked_size
 
 
 def mean_square(model: nn.Module, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def test_refused_arguments_speak_of_big_step() -> None:
 
 def test_micro_batch_statistics_need_a_size() -> None:
     """The result would depend on how much memory there is."""
-    with pytest.raises(errors.ConfigurationError, match="Choose the size yourself"):
+    with pytest.raises(errors.ConfigurationError, match="the result depend on the size"):
         step_with(options=Options(batch_norm="micro"))
     assert step_with(micro_batch_size=2, options=Options(batch_norm="micro"))(torch.randn(4, 4)).micro_batches == 2
 
@@ -170,15 +170,15 @@ def test_a_scheduler_stepped_by_hand_in_a_script_is_warned_of() -> None:
 @pytest.mark.parametrize(
     ("options", "size", "instead"),
     [
-        (Options(), "auto", "Give the size yourself:  BigStep(..., micro_batch_size=8)"),
-        (Options(lengths="attention_mask"), 8, "Leave lengths= out of the Options."),
-        (Options(cuda_graph=True), 8, "Leave cuda_graph=True out of the Options."),
+        (Options(), "auto", "BigStep(..., micro_batch_size=8)"),
+        (Options(lengths="attention_mask"), 8, "no lengths="),
+        (Options(cuda_graph=True), 8, "no cuda_graph=True"),
     ],
     ids=lambda value: str(value)[:7],
 )
 def test_what_shards_cannot_have_is_named(options: Options, size: object, instead: str) -> None:
     """With what to type in its place, and nothing else."""
     with pytest.raises(errors.ConfigurationError) as error:
-        refuse_for_shards(options, size)
-    assert str(error.value).endswith(f".\n{instead}")
-    refuse_for_shards(Options(), 8)
+        checked_size(size, options, torch.device("cuda"), sharded=True)
+    assert str(error.value).endswith(f".\nUse: {instead}")
+    assert checked_size(8, Options(), torch.device("cpu"), sharded=True) == 8

@@ -140,7 +140,7 @@ SHARED: dict[str, tuple[type[Student], Callable[[], Callable[[Any, Batch], Tenso
 def test_what_is_kept_outside_of_a_call_is_another_micro_batchs(how: str) -> None:
     """Seen at the first step, which changes nothing, and told what it is."""
     kind, loss = SHARED[how]
-    told = r"(?s)Micro-batches take turns at BatchNorm and at `across`.*Return it"
+    told = r"(?s)keeps outside of the call.*another micro-batch"
     for size in (2, 4, 5):
         assert_refused(kind, loss(), samples(20), size, CoupledLoss, told)
 
@@ -532,7 +532,7 @@ def with_a_backward(model: Any, batch: Batch) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str, bool]] = {
-    "kept features": (Keeping, of_kept, LossError, r"(?s)take turns at BatchNorm.*self\.features = x.*Return it", True),
+    "kept features": (Keeping, of_kept, RuntimeError, "backward through the graph a second time", True),
     "a changed batch": (Student, changing, RuntimeError, "modified by an inplace operation", False),
     "NaN of one sample": (Standardised, cross_entropy, CoupledLoss, "the samples of this batch are coupled", True),
     "a backward": (Student, with_a_backward, (WindowDisturbed, LossError), "", False),
