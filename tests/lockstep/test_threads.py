@@ -2,6 +2,7 @@
 
 import contextvars
 import gc
+import os
 import subprocess
 import sys
 import textwrap
@@ -9,7 +10,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -20,6 +23,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.errors import ConfigurationError, PathsDiffer
+from bigbatch.lockstep import thread_state
 from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker, current
@@ -73,14 +77,6 @@ def works(crew: Crew, tasks: int = 3) -> bool:
     )
 
 
-def fail(error: BaseException) -> None:
-    """Have a frame of its own in the traceback, which does not hold the error."""
-    try:
-        raise error
-    finally:
-        del error
-
-
 # One at a time, in their order.
 
 
@@ -111,251 +107,171 @@ def test_the_order_is_fixed_and_one_runs_at_a_time(tasks: int, meetings: int) ->
     assert set(most) == {1}
 
 
+def added(values: list[Any]) -> Any:
+    """What folded values come to."""
+    return values[0]
+
+
 def test_what_a_meeting_makes_of_the_values() -> None:
-    """`combine` is called once, on all values in their order, and all get the very same result."""
+    """`combine` is called once, on all values in their order, and all get the very same result; sums are folded."""
     called: list[list[str]] = []
 
     def combine(values: list[str]) -> list[str]:
         called.append(values)
         return ["".join(values)]
 
-    found = in_time(lambda: side_by_side(Crew(), [lambda w: w.meet("all", "abc"[w.number], combine)] * 3))
+    def task(worker: Worker) -> tuple[list[str], str, tuple[Any, ...]]:
+        found = worker.meet("all", "abc"[worker.number], combine)
+        folded: str = worker.meet("it", "abc"[worker.number], added, lambda a, b: f"({a}{b})")
+        return found, folded, (worker.number, worker.size, worker.round.sizes, worker.meetings)
+
+    assert current() is None
+    first, second, third = in_time(lambda: side_by_side(Crew(), [task] * 3, Round((5, 5, 2))))
+    assert current() is None
     assert called == [["a", "b", "c"]]
-    assert found == [["abc"]] * 3
-    assert found[0] is found[1] is found[2]
+    assert first[0] is second[0] is third[0]
+    assert [each[1:] for each in (first, second, third)] == [("((ab)c)", (n, 3, (5, 5, 2), 2)) for n in range(3)]
+    assert in_time(lambda: side_by_side(Crew(), [lambda w: w.meet("it", 3, sum)])) == [3]
 
 
-def test_values_are_folded_as_they_come() -> None:
-    """From the left."""
+def test_nobody_holds_more_than_must_be() -> None:
+    """Of folded values one is kept; a result goes when all have taken it, and a window's with its window or its error.
 
-    def task(worker: Worker) -> str:
-        return worker.meet("it", "abcd"[worker.number], lambda values: values[0], lambda a, b: f"({a}{b})")
-
-    assert in_time(lambda: side_by_side(Crew(), [task] * 4)) == ["(((ab)c)d)"] * 4
-
-
-def test_of_folded_values_only_one_is_kept() -> None:
-    """The one before is let go when it is part of the sum."""
-    alive: list[int] = []
+    All of it without a collection of garbage; a worker that a graph holds keeps nothing.
+    """
     made: list[weakref.ref[Tensor]] = []
+    workers: list[Worker] = []
+    alive: list[int] = []
 
-    def value(number: int) -> Tensor:
-        alive.append(sum(ref() is not None for ref in made))
-        tensor = torch.full((), float(number))
-        made.append(weakref.ref(tensor))
+    def value() -> Tensor:
+        alive.append(sum(ref() is not None for ref in made[-1:]))
+        made.append(weakref.ref(tensor := torch.ones(3)))
         return tensor
 
-    def task(worker: Worker) -> None:
-        worker.meet("it", value(worker.number), lambda values: values[0], lambda a, b: a + b)
+    def task(worker: Worker) -> Tensor:
+        workers.append(worker)
+        worker.round.shared.append((value(), "it"))
+        worker.round.shared.clear()
+        worker.meet("folded", value(), added, lambda a, b: a + b)
+        worker.meet("combined", 0, lambda _: value())
+        alive.append(made[-1]() is not None)
+        worker.round.shared.append((tensor := value(), "it"))
+        if fails and worker.number == 1:
+            raise ValueError("with activations in its frames")
+        worker.meet("the end", tensor, len)
+        return tensor
 
-    in_time(lambda: side_by_side(Crew(), [task] * 4))
-    assert max(alive) <= 1, alive
+    crew, carried = Crew(), Carried.here(CPU)
+    held = weakref.ref(carried)
+    gc.disable()
+    try:
+        for fails in (True, False):
+            with pytest.raises(ValueError, match="with activations") if fails else ExitStack():
+                crew.run([lambda: task(current())] * 3, carried, Round((1,) * 3))  # type: ignore[arg-type]
+            assert not any(ref() is not None for ref in made)
+        del carried
+        workers.clear()
+        assert held() is None
+    finally:
+        gc.enable()
 
 
-def test_tasks_know_their_number_their_fellows_and_what_they_have_in_common() -> None:
-    """And outside of a task there is no worker."""
-
-    def task(worker: Worker) -> tuple[int, int, tuple[int, ...], int]:
-        worker.meet("once", None, len)
-        return worker.number, worker.size, worker.round.sizes, worker.meetings
-
-    assert current() is None
-    found = in_time(lambda: side_by_side(Crew(), [task] * 3, Round((5, 5, 2))))
-    assert found == [(number, 3, (5, 5, 2), 1) for number in range(3)]
-    assert current() is None
-
-
-def test_no_tasks_and_changing_numbers_of_them() -> None:
-    """More than before, and fewer: the threads that are there serve again."""
+def test_threads_serve_again() -> None:
+    """More tasks than before, and fewer; a library has handles of each thread, so a task has the same one each time."""
     crew = Crew()
-    for tasks in (1, 4, 2, 5, 1):
+    seen = []
+    for tasks in (1, 4, 2, 5, 4):
         assert works(crew, tasks)
-    assert len(crew._seats) == 5
-
-
-def test_threads_are_the_same_in_every_round() -> None:
-    """A library's handles belong to a thread, so a task has the same one each time."""
-    crew = Crew()
-    first = in_time(lambda: side_by_side(crew, [lambda _: threading.get_ident()] * 3))
-    again = in_time(lambda: side_by_side(crew, [lambda _: threading.get_ident()] * 3))
-    assert first == again
-    assert len(set(first)) == 3
+        seen.append(side_by_side(crew, [lambda _: threading.get_ident()] * tasks))
+    assert seen[1] == seen[4] == seen[3][:4]
+    assert seen[0] == seen[1][:1]
+    assert len(set(seen[3])) == 5
 
 
 # Errors.
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
-@pytest.mark.parametrize("meeting", [0, 1, 2])
+def fail(error: BaseException) -> None:
+    """Have a frame of its own in the traceback, which does not hold the error."""
+    try:
+        raise error
+    finally:
+        del error
+
+
+@pytest.mark.parametrize("swallows", [(), Exception, BaseException])
+@pytest.mark.parametrize("moment", ["before", "after", "combine", "fold"])
+@pytest.mark.parametrize("meeting", [0, 2])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_error_in_one_releases_all(number: int, meeting: int, moment: str) -> None:
-    """Whoever raises, before or after whichever meeting: that very error comes out, and the crew goes on."""
+def test_an_error_in_one_releases_all(number: int, meeting: int, moment: str, swallows: Any) -> None:  # noqa: C901 - all moments
+    """Whoever raises, before, in or after whichever meeting: that very error comes out, and nobody goes beyond.
+
+    Code that swallows what a meeting raises cannot meet again.
+    """
     error = ValueError("of the task")
     ended: list[int] = []
-    reached: list[tuple[int, int]] = []
+    reached: list[int] = []
+
+    def fails(at: int, when: str) -> None:
+        if (at, when) == (meeting, moment):
+            fail(error)
 
     def task(worker: Worker) -> None:
+        def combine(values: list[int]) -> int:
+            fails(at, "combine")
+            return values[0]
+
+        def fold(one: int, other: int) -> int:
+            if other == max(number, 1):
+                fails(at, "fold")
+            return one + other
+
         try:
             for at in range(3):
-                if (worker.number, at, moment) == (number, meeting, "before"):
-                    fail(error)
-                worker.meet(f"meeting {at}", worker.number, sum)
-                reached.append((worker.number, at))
-                if (worker.number, at, moment) == (number, meeting, "after"):
-                    fail(error)
+                if worker.number == number:
+                    fails(at, "before")
+                try:
+                    worker.meet(f"meeting {at}", worker.number, combine, fold if moment == "fold" else None)
+                    reached.append(at)
+                except swallows:
+                    continue
+                if worker.number == number:
+                    fails(at, "after")
         finally:
             ended.append(worker.number)
 
     crew = Crew()
-    for _ in range(2):
-        ended.clear()
-        reached.clear()
-        with pytest.raises(ValueError, match="of the task") as caught:
-            in_time(lambda: side_by_side(crew, [task] * 3))
-        assert caught.value is error
-        assert "fail" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-        never_began = {other for other in range(3) if other > number} if (meeting, moment) == (0, "before") else set()
-        assert sorted(ended) == sorted({0, 1, 2} - never_began)
-        further = meeting + (moment == "after")
-        assert all(at < further for _, at in reached)  # nobody went beyond
-        assert works(crew)
-
-
-@pytest.mark.parametrize("where", ["combine", "fold of the second", "fold of the last"])
-def test_an_error_in_what_a_meeting_makes_of_values(where: str) -> None:
-    """It is raised in the task that was there last, and nobody goes on with half a result."""
-    error = RuntimeError("sizes differ")
-    reached: list[int] = []
-
-    def combine(values: list[int]) -> int:
-        if where == "combine":
-            fail(error)
-        return values[0]
-
-    def fold(one: int, other: int) -> int:
-        if other == {"fold of the second": 1, "fold of the last": 2}.get(where):
-            fail(error)
-        return one + other
-
-    def task(worker: Worker) -> None:
-        worker.meet("it", worker.number, combine, None if where == "combine" else fold)
-        reached.append(worker.number)
-
-    crew = Crew()
-    with pytest.raises(RuntimeError, match="sizes differ") as caught:
+    with pytest.raises(ValueError, match="of the task") as caught:
         in_time(lambda: side_by_side(crew, [task] * 3))
     assert caught.value is error
-    assert not reached
     assert "fail" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    last = max(number, 1) if moment == "fold" else number
+    never_began = (
+        {other for other in range(3) if other > last} if not meeting and moment in {"before", "fold"} else set()
+    )
+    assert sorted(ended) == sorted({0, 1, 2} - never_began)
+    assert all(at < meeting + (moment == "after") for at in reached)  # nobody went beyond
     assert works(crew)
 
 
-@pytest.mark.parametrize("kept", [Exception, BaseException])
-@pytest.mark.parametrize("where", ["a task", "combine"])
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_code_that_swallows_errors_still_ends(number: int, where: str, kept: type[BaseException]) -> None:
-    """A task that catches what a meeting raises cannot meet again, and the first error comes out."""
-    error = ValueError("the first")
-
-    def combine(values: list[int]) -> int:
-        if where == "combine":
-            fail(error)
-        return len(values)
-
-    def task(worker: Worker) -> str:
-        for _ in range(3):
-            try:
-                if where == "a task" and worker.number == number:
-                    fail(error)
-                worker.meet("it", 0, combine)
-            except kept:  # noqa: PERF203 - as a user would
-                if where == "a task" and worker.number == number:
-                    raise
-        return "through"
-
-    crew = Crew()
-    with pytest.raises(ValueError, match="the first") as caught:
-        in_time(lambda: side_by_side(crew, [task] * 3))
-    assert caught.value is error
-    assert works(crew)
-
-
-def test_code_that_tries_again_still_ends() -> None:
-    """What ends a task is no `Exception`: nobody takes it for a failure that another try would mend."""
-    tries: list[int] = []
-
-    def task(worker: Worker) -> None:
-        if worker.number == 2:
-            fail(ValueError("the first"))
-        while len(tries) < 100:
-            tries.append(worker.number)
-            try:
-                worker.meet("it", 0, len)
-            except Exception:  # noqa: BLE001, S112 - as a user would
-                continue
-
-    with pytest.raises(ValueError, match="the first"):
-        in_time(lambda: side_by_side(Crew(), [task] * 3))
-    assert tries == [0, 1]
-
-
-def test_an_error_that_cleaning_up_raises_does_not_hide_the_first() -> None:
-    """A task that is ended may fail in its `finally`."""
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, MemoryError])
+def test_errors_of_every_kind_come_out(error: type[BaseException]) -> None:
+    """Also those that are no `Exception`; what a task that is ended raises in its `finally` does not hide them."""
 
     def task(worker: Worker) -> None:
         try:
             worker.meet("it", 0, len)
             if worker.number == 1:
-                raise ValueError("the first")
+                raise error
             worker.meet("it", 0, len)
         finally:
             if worker.number != 1:
                 raise KeyError("while cleaning up")
 
     crew = Crew()
-    with pytest.raises(ValueError, match="the first"):
-        in_time(lambda: side_by_side(crew, [task] * 3))
-    assert works(crew)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit, StopIteration, MemoryError])
-def test_errors_of_every_kind_come_out(error: type[BaseException]) -> None:
-    """Also those that are no `Exception`."""
-
-    def task(worker: Worker) -> None:
-        worker.meet("it", 0, len)
-        if worker.number == 1:
-            raise error
-        worker.meet("it", 0, len)
-
-    crew = Crew()
     with pytest.raises(error):
         in_time(lambda: side_by_side(crew, [task] * 3))
     assert works(crew)
-
-
-def test_an_error_in_hand_is_all_that_holds_its_frames() -> None:
-    """Without a collection of garbage: what a failed window had in memory is free when its error is let go."""
-    held: list[weakref.ref[Tensor]] = []
-
-    def task(worker: Worker) -> None:
-        activations = torch.ones(3)
-        held.append(weakref.ref(activations))
-        worker.meet("it", activations, lambda values: values[0], lambda a, b: a + b)
-        if worker.number == 1:
-            fail(ValueError("with activations in its frames"))
-        worker.meet("it", activations, len)
-
-    crew = Crew()
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(2):
-            with pytest.raises(ValueError, match="with activations"):
-                side_by_side(crew, [task] * 3)
-        assert not any(ref() is not None for ref in held)
-    finally:
-        gc.enable()
 
 
 # Different paths.
@@ -398,39 +314,21 @@ def test_a_task_that_ends_early_is_reported(early: tuple[int, ...], after: int) 
     assert works(crew)
 
 
-@pytest.mark.parametrize("early", [0, 1, 2])
-def test_a_task_that_ends_before_a_folded_meeting_is_reported(early: int) -> None:
-    """Sums are folded as they come: one that is missing is missed, too."""
-
-    def task(worker: Worker) -> None:
-        if worker.number != early:
-            worker.meet("the sum", 1, lambda values: values[0], lambda a, b: a + b)
-
-    crew = Crew()
-    with pytest.raises(PathsDiffer, match=f"micro-batch {early} is at its end"):
-        in_time(lambda: side_by_side(crew, [task] * 3))
-    assert works(crew)
-
-
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_values_of_different_meetings_are_not_folded(odd: int) -> None:
-    """What one brings to another meeting fits no sum of this one: the paths are the error, not the sum."""
+def test_a_sum_in_which_one_is_missing(odd: int) -> None:
+    """Sums are folded as they come: who ends before is missed, and what one brings to another meeting fits no sum."""
+    for ends in (True, False):
 
-    def task(worker: Worker) -> None:
-        if worker.number == odd:
-            worker.meet("words", "a word", "".join)
-        else:
-            worker.meet("numbers", 1, lambda values: values[0], lambda a, b: a + b)
+        def task(worker: Worker, ends: bool = ends) -> None:
+            if worker.number != odd:
+                worker.meet("numbers", 1, lambda values: values[0], lambda a, b: a + b)
+            elif not ends:
+                worker.meet("words", "a word", "".join)
 
-    crew = Crew()
-    with pytest.raises(PathsDiffer, match=f"micro-batch {odd} is at words"):
-        in_time(lambda: side_by_side(crew, [task] * 3))
-    assert works(crew)
-
-
-def test_one_task_alone_meets_itself() -> None:
-    """Nobody to wait for."""
-    assert in_time(lambda: side_by_side(Crew(), [lambda w: w.meet("it", 3, sum)])) == [3]
+        crew = Crew()
+        with pytest.raises(PathsDiffer, match=f"micro-batch {odd} is at {'its end' if ends else 'words'}"):
+            in_time(lambda: side_by_side(crew, [task] * 3))  # noqa: B023
+        assert works(crew)
 
 
 def test_a_crew_inside_of_another() -> None:
@@ -459,40 +357,30 @@ def seen_by_workers(look: Callable[[], Result]) -> list[Result]:
     return [each for found in side_by_side(Crew(), [task] * 3) for each in found]
 
 
-def test_autocast_is_carried() -> None:
-    """With its dtype, and with or without its cache of weights."""
-
-    def look() -> tuple[bool, torch.dtype, bool, torch.dtype]:
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-        return (
-            torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"),
-            torch.is_autocast_cache_enabled(),
-            product.dtype,
-        )
-
-    def work() -> None:
-        for cached in (True, False):
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
-                assert seen_by_workers(look) == [(True, torch.bfloat16, cached, torch.bfloat16)] * 6
-        assert [each[0] for each in seen_by_workers(look)] == [False] * 6
-
-    in_time(work)
+def modes() -> tuple[Any, ...]:
+    """What belongs to a thread, before and inside of a product."""
+    product = torch.ones(2, 2) @ torch.ones(2, 2)
+    cached = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), product.dtype, product.is_inference(), *cached
 
 
-def test_grad_and_inference_mode_are_carried() -> None:
-    """All three."""
+AROUND: dict[str, Callable[[], Any]] = {
+    "nothing": ExitStack,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast without its cache": lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+    "no_grad": torch.no_grad,
+    "inference mode": torch.inference_mode,
+}
 
-    def look() -> tuple[bool, bool]:
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+@pytest.mark.parametrize("how", AROUND)
+def test_modes_are_carried(how: str) -> None:
+    """Autocast with its dtype and its cache, grad mode and inference mode; afterwards none is in force."""
 
     def work() -> None:
-        assert seen_by_workers(look) == [(True, False)] * 6
-        with torch.no_grad():
-            assert seen_by_workers(look) == [(False, False)] * 6
-        with torch.inference_mode():
-            assert seen_by_workers(look) == [(False, True)] * 6
-            assert seen_by_workers(torch.ones(1).is_inference) == [True] * 6
+        with AROUND[how]():
+            assert seen_by_workers(modes) == [modes()] * 6
+        assert seen_by_workers(modes) == [modes()] * 6
 
     in_time(work)
 
@@ -515,7 +403,7 @@ def test_context_variables_are_carried_and_stay_apart() -> None:
 
 
 def test_saved_tensor_hooks_are_carried() -> None:
-    """In their order, for what is saved and for what is taken back; the caller's stay in force."""
+    """The innermost takes what is saved, on workers and afterwards on the caller's thread."""
     packed: list[str] = []
 
     def pair(name: str) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
@@ -529,131 +417,90 @@ def test_saved_tensor_hooks_are_carried() -> None:
 
         return pack, unpack
 
-    def task(worker: Worker) -> float:
+    def squared() -> float:
         x = torch.tensor(3.0, requires_grad=True)
-        y = x.square()
-        worker.meet("it", 0, len)
-        y.backward()
+        x.square().backward()
         assert x.grad is not None
         return x.grad.item()
 
     def work() -> None:
         hooks = torch.autograd.graph.saved_tensors_hooks
-        with hooks(*pair("outer")), hooks(*pair("inner")):
-            assert side_by_side(Crew(), [task] * 2) == [6.0, 6.0]
-            assert packed == ["pack inner"] * 2 + ["unpack inner"] * 2
-            packed.clear()
-            assert task(_Alone()) == 6.0
-            assert packed == ["pack inner", "unpack inner"]
-        packed.clear()
         with hooks(*pair("outer")):
             with hooks(*pair("inner")):
-                side_by_side(Crew(), [lambda _: None])
+                assert seen_by_workers(squared) == [6.0] * 6
+                assert squared() == 6.0
+            assert packed == ["pack inner", "unpack inner"] * 7
             packed.clear()
-            assert task(_Alone()) == 6.0
+            assert squared() == 6.0
             assert packed == ["pack outer", "unpack outer"]
-        packed.clear()
-        task(_Alone())
-        assert not packed
+        squared()
+        assert len(packed) == 2
 
     in_time(work)
 
 
-class _Alone(Worker):
-    """Meets nobody."""
-
-    def __init__(self) -> None:
-        pass
-
-    def meet(self, *_: Any) -> Any:
-        """Go on."""
-        return None
-
-
-class _Counting(TorchFunctionMode):
-    """Counts calls of functions."""
+class _Calls(TorchFunctionMode):
+    """Notes calls of functions."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, and call."""
-        del types
+        """Note, and call."""
         self.calls.append(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
-class _Dispatching(TorchDispatchMode):
-    """Counts operations."""
+class _Operations(TorchDispatchMode):
+    """Notes operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, and call."""
-        del types
+        """Note, and call."""
         self.calls.append(str(func))
         return func(*args, **(kwargs or {}))
 
 
 def test_function_and_dispatch_modes_are_carried() -> None:
     """They see what tasks do, and are out of force again for what the caller does afterwards."""
-    counting, dispatching, ones = _Counting(), _Dispatching(), torch.ones(3)
+    functions, operations, ones = _Calls(), _Operations(), torch.ones(3)
 
     def work() -> None:
-        with counting, dispatching:
+        with functions, operations:
             seen_by_workers(lambda: torch.add(ones, ones))
-            assert counting.calls.count("add") == 6
-            assert dispatching.calls.count("aten.add.Tensor") == 6
         torch.add(ones, ones)
         seen_by_workers(lambda: torch.add(ones, ones))
-        assert counting.calls.count("add") == 6
-        assert dispatching.calls.count("aten.add.Tensor") == 6
+        assert (functions.calls.count("add"), operations.calls.count("aten.add.Tensor")) == (6, 6)
 
     in_time(work)
 
 
-@pytest.fixture
-def _device_of_the_compiler() -> Iterator[None]:
-    """Torch keeps the default device once more, for its compiler, and for all threads."""
-    before = _device.CURRENT_DEVICE
-    yield
-    _device.CURRENT_DEVICE = before
-
-
-@pytest.mark.usefixtures("_device_of_the_compiler")
 def test_the_default_device_is_carried() -> None:
-    """As a `with`, and as set for the thread."""
+    """As a `with`, and as set for the thread; reset, it is gone, also where torch keeps it for its compiler."""
+    before = _device.CURRENT_DEVICE
 
-    def work() -> None:
-        with torch.device("meta"):
-            assert seen_by_workers(lambda: torch.ones(1).device.type) == ["meta"] * 6
-            assert torch.ones(1).device.type == "meta"
-        assert seen_by_workers(lambda: torch.ones(1).device.type) == ["cpu"] * 6
-        torch.set_default_device("meta")
-        assert seen_by_workers(lambda: torch.ones(1).device.type) == ["meta"] * 6
-        torch.set_default_device(None)
-        assert torch.ones(1).device.type == "cpu"
-
-    in_time(work)
-
-
-@pytest.mark.usefixtures("_device_of_the_compiler")
-def test_a_default_device_that_was_carried_is_gone_when_it_is_reset() -> None:
-    """Also where torch keeps it for its compiler."""
+    def look() -> str:
+        return torch.ones(1).device.type
 
     def work() -> None:
         torch.set_default_device("meta")
         try:
-            seen_by_workers(lambda: None)
+            assert seen_by_workers(look) == ["meta"] * 6
         finally:
             torch.set_default_device(None)
+        assert before == _device.CURRENT_DEVICE
+        with torch.device("meta"):
+            assert seen_by_workers(look) == ["meta"] * 6
+        assert seen_by_workers(look) == ["cpu"] * 6
 
-    before = _device.CURRENT_DEVICE
-    in_time(work)
-    assert before == _device.CURRENT_DEVICE
+    try:
+        in_time(work)
+    finally:
+        _device.CURRENT_DEVICE = before
 
 
 def test_what_a_task_leaves_behind_is_not_the_next_ones() -> None:
@@ -701,9 +548,6 @@ def test_backward_runs_on_the_thread_of_its_task() -> None:
     assert in_time(lambda: side_by_side(Crew(), [task] * 3)) == [6.0] * 3
 
 
-# Threads and memory.
-
-
 def ours() -> list[threading.Thread]:
     """The threads of all crews."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("bigbatch-")]
@@ -716,14 +560,19 @@ def ended(threads: Sequence[threading.Thread]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def test_threads_end_with_their_crew() -> None:
-    """Dropped without a word, without a collection of garbage."""
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_end_with_their_crew(fails: bool) -> None:
+    """Dropped without a word, without a collection of garbage; an error holds no crew, once it is gone."""
     gc.collect()
     before = set(ours())
     crew: Crew | None = Crew()
     assert crew is not None
     assert set(ours()) == before  # none before the first task
-    assert works(crew, 4)
+    if fails:
+        with pytest.raises(ValueError, match="of the task"):
+            side_by_side(crew, [lambda _: fail(ValueError("of the task"))] * 4)
+    else:
+        assert works(crew, 4)
     threads = list(set(ours()) - before)
     assert len(threads) == 4
     gc.disable()
@@ -732,21 +581,6 @@ def test_threads_end_with_their_crew() -> None:
         assert ended(threads)
     finally:
         gc.enable()
-    assert not set(ours()) - before
-
-
-def test_a_crew_that_failed_ends_as_well() -> None:
-    """An error holds no crew, once it is gone."""
-    gc.collect()
-    before = set(ours())
-    crew: Crew | None = Crew()
-    assert crew is not None
-    with pytest.raises(ValueError, match="of the task"):
-        side_by_side(crew, [lambda _: fail(ValueError("of the task"))] * 3)
-    threads = list(set(ours()) - before)
-    assert len(threads) == 3
-    crew = None
-    assert ended(threads)
 
 
 @pytest.mark.parametrize("number", [0, 2])
@@ -795,72 +629,6 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
     assert works(crew, 5)
 
 
-def test_results_and_values_are_held_by_nobody_else() -> None:
-    """Threads that wait for the next round hold nothing of the last."""
-    made: list[weakref.ref[Tensor]] = []
-
-    def task(worker: Worker) -> Tensor:
-        tensor = torch.full((4,), float(worker.number))
-        made.append(weakref.ref(tensor))
-        worker.round.shared.append((tensor, "it"))
-        shared = worker.meet("it", tensor, torch.stack)
-        made.append(weakref.ref(shared))
-        return tensor
-
-    crew = Crew()
-    gc.disable()
-    try:
-        found = side_by_side(crew, [task] * 3)
-        assert sum(ref() is not None for ref in made) == 3
-        del found
-        assert not any(ref() is not None for ref in made)
-    finally:
-        gc.enable()
-
-
-def test_whoever_holds_a_worker_holds_nothing_of_its_round() -> None:
-    """A graph that outlives its window has one; neither it nor a thread that waits keeps what the window had."""
-    made: list[weakref.ref[Tensor]] = []
-    workers: list[Worker] = []
-
-    def task(worker: Worker) -> None:
-        workers.append(worker)
-        tensor = torch.ones(3)
-        made.append(weakref.ref(tensor))
-        worker.round.shared.append((tensor, "it"))
-        worker.meet("it", tensor, lambda values: values[0] + 1)
-
-    crew, carried = Crew(), Carried.here(CPU)
-    held = weakref.ref(carried)
-    gc.disable()
-    try:
-        crew.run([lambda: task(current())] * 3, carried, Round((1,) * 3))  # type: ignore[arg-type]
-        del carried
-        assert not any(ref() is not None for ref in made)
-        workers.clear()
-        assert held() is None
-    finally:
-        gc.enable()
-
-
-def test_the_result_of_a_meeting_is_let_go_when_all_have_taken_it() -> None:
-    """Not at the next one: there may be much to do in between."""
-    made: list[weakref.ref[Tensor]] = []
-    alive: list[bool] = []
-
-    def combine(values: list[int]) -> Tensor:
-        found = torch.ones(len(values))
-        made.append(weakref.ref(found))
-        return found
-
-    def task(worker: Worker) -> None:
-        worker.meet("it", 0, combine)  # dropped at once
-        alive.append(made[0]() is not None)
-
-    in_time(lambda: side_by_side(Crew(), [task] * 3))
-    assert alive == [True, True, False]
-
-
 def test_a_thousand_rounds_leave_nothing_behind() -> None:
     """No thread, no tensor, no object more than after the first few; some of the rounds fail."""
     crew = Crew()
@@ -889,7 +657,7 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
         gc.collect()
         made.clear()
         objects, threads = len(gc.get_objects()), set(threading.enumerate())
-        for _ in range(10):
+        for _ in range(5):
             rounds(99)
             gc.collect()
             assert not any(ref() is not None for ref in made)
@@ -900,6 +668,56 @@ def test_a_thousand_rounds_leave_nothing_behind() -> None:
     in_time(work, 60)
 
 
+# On a device, one processor.
+
+needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such calls")
+
+
+@needs_linux
+def test_on_a_device_all_turns_are_on_one_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller's own; the caller itself and windows on a processor go where they like. Whoever is woken waits."""
+
+    def task(worker: Worker) -> tuple[frozenset[int], int]:
+        worker.meet("here", 0, len)
+        return frozenset(os.sched_getaffinity(0)), os.sched_getscheduler(0)
+
+    def run(carried: Carried) -> list[tuple[frozenset[int], int]]:
+        return crew.run([lambda: task(current())] * 3, carried, Round((1,) * 3))  # type: ignore[arg-type]
+
+    before, scheduled = frozenset(os.sched_getaffinity(0)), os.sched_getscheduler(0)
+    crew, plain = Crew(), Carried.here(CPU)
+    assert run(plain) == [(before, os.SCHED_BATCH)] * 3
+    elsewhere: Any = object()  # a stream, for whoever asks whether there is one
+    there = plain.there
+    monkeypatch.setattr(Carried, "there", lambda _: there())
+    (here,) = {each for each, _ in run(replace(plain, stream=elsewhere))}
+    assert len(here) == 1
+    assert here <= before
+    assert run(plain) == [(before, os.SCHED_BATCH)] * 3
+    assert (frozenset(os.sched_getaffinity(0)), os.sched_getscheduler(0)) == (before, scheduled)
+
+
+@needs_linux
+def test_where_this_thread_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A name with brackets and spaces does not matter; where the system does not tell, or forbids, it is no error."""
+    found: list[int | None] = []
+
+    def stay() -> None:
+        with thread_state.staying_on(max(os.sched_getaffinity(0))):
+            found.append(thread_state.this_processor())
+
+    thread = threading.Thread(target=stay, name="a) b (c")
+    thread.start()
+    thread.join()
+    assert found == [max(os.sched_getaffinity(0))]
+    with thread_state.staying_on(100_000):
+        assert os.sched_getaffinity(0)
+    (tmp_path / "odd").write_text("1 (name) S 1 2 3")
+    for name in ("none", "odd"):
+        monkeypatch.setattr(thread_state, "_STAT", tmp_path / name)
+        assert thread_state.this_processor() is None
+
+
 # Interrupts, forks and hangs: in a process of their own, with a limit.
 
 _BEGINNING = """
@@ -907,7 +725,6 @@ import _thread, faulthandler, os, signal, sys, threading, time
 import torch
 from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
-from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.threads import Crew, current
 faulthandler.dump_traceback_later(40, exit=True)
 crew, here = Crew(), Carried.here(torch.device("cpu"))
