@@ -107,12 +107,3 @@ def test_a_clean_model_is_never_accused(middle: list[int], size: int, number: in
     found = verify(model, defects.mean, defects.samples(number), min(size, number - 1), train_window=window)
     assert found.exact, str(found)
     assert all(each.exact_difference <= 1e-12 for each in found.differences)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_batch_norm_with_a_short_last_micro_batch_is_no_coupled_module(seed: int) -> None:
-    """Whatever the numbers are."""
-    torch.manual_seed(seed)
-    model = defects.network(nn.BatchNorm1d(8))
-    found = verify(model, defects.mean, defects.samples(10), 4, train_window=defects.by_samples(defects.mean))
-    assert [(cause.kind, cause.where) for cause in found.causes] == [("batch-norm", "1")], str(found)

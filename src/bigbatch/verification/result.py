@@ -12,7 +12,6 @@ _ACROSS = "across.gather(x), across.mean(x), across.sum(x)  (docs/coupled.md)"
 _WITHIN = "Or attend, pool and normalize within a sample: over dim=1 and on, not dim=0."
 _DRAWN = "Nothing to repair: another split draws other numbers, and the gradients are equal in distribution. Accept it:"
 _WEIGHT = "Weight each micro-batch by what its loss was averaged over, of the total of the window:"
-_COUNTS = "; count is mask.sum() under a mask, weight[labels].sum() under class weights"
 REMEDIES = {  # of each kind, what to type in a `loss_fn` for BigStep and in a loop; one text where they are the same
     "batch-norm": (
         'Normalize by it:  Options(batch_norm="exact"); or freeze:  model.get_submodule({first!r}).eval()',
@@ -106,15 +105,6 @@ class Cause:
     where: str  # the module's qualified name, or the operation; empty where it has no place
     found: str  # the evidence, in a sentence
     remedy: str  # what to type
-
-
-def cause(
-    kind: str, where: str, found: str, *, loop: bool, remedy: str = "", count: str = "", steps: int = 0, first: str = ""
-) -> Cause:
-    """Make a cause; its remedy is that of its kind, unless one is passed."""
-    counts = "" if count else _COUNTS
-    said = REMEDIES[kind][-1 if loop else 0].format(count=count or "count", counts=counts, steps=steps, first=first)
-    return Cause(kind, where, f"{found[:1].upper()}{found[1:]}.", remedy or said)
 
 
 @dataclass(frozen=True)

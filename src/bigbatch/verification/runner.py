@@ -19,15 +19,15 @@ from bigbatch.errors import LossError
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.scope import times_asked
-from bigbatch.verification import result
 from bigbatch.verification.loop_recorder import LoopRecord, TrainWindow, record
 from bigbatch.verification.model_copy import ModelCopy, ModelUnderTest
-from bigbatch.verification.result import Cause
+from bigbatch.verification.result import REMEDIES, Cause
 from bigbatch.verification.switches import NOTHING, Off, turn_off
 from bigbatch.verification.tolerance import Gradients, add, read_gradients
 
 LossFunction = Callable[[Any, Any], Any]
 Found = TypeVar("Found")
+_COUNTS = "; count is mask.sum() under a mask, weight[labels].sum() under class weights"
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,14 @@ class Runner:
         """The dtype that the model runs in now."""
         return self.dtype or self.model.own.dtype
 
-    def cause(self, kind: str, where: str, found: str, **remedy: Any) -> Cause:
-        """Make a cause with the remedy for BigStep, or for a loop."""
-        return result.cause(kind, where, found, loop=self.is_loop, **remedy)
+    def cause(
+        self, kind: str, where: str, found: str, *, remedy: str = "", count: str = "", steps: int = 0, first: str = ""
+    ) -> Cause:
+        """Make a cause; its remedy is that of its kind, for BigStep or for a loop, unless one is passed."""
+        counts = "" if count else _COUNTS
+        said = REMEDIES[kind][-1 if self.is_loop else 0]
+        said = said.format(count=count or "count", counts=counts, steps=steps, first=first)
+        return Cause(kind, where, f"{found[:1].upper()}{found[1:]}.", remedy or said)
 
     def attempt(self, experiment: Callable[[], Found], otherwise: Found, *, noted: bool = True) -> Found:
         """Return what an experiment finds; one may fail where training does not, as BatchNorm on one sample."""

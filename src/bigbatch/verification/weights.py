@@ -23,6 +23,7 @@ _DEPENDENT = 1e-6  # of the largest singular value: below it weights cannot be t
 _SCALES = 7  # a loss scale is a power of two above this one
 _PLAINLY = 1e-3  # a residual that is no rounding in float32
 _SHOWN = 6  # weights
+_BY_CHANCE = 2  # elements of a gradient that are the same
 _CLAMP = "Divide by no less than one, inside the loss:  loss.sum() / count.clamp(min=1); return counted(loss, count)"
 _ONCE = "Say that it counts once in a window:  counted(loss, ...) + counted(penalty, 'once')"
 _ONCE_IN_LOOP = "Add it once in a window:  penalty.backward(), outside the loop over micro-batches."
@@ -149,7 +150,7 @@ class Weights:
             return self._of_coupled(f"{text} a mean, a rank or a threshold of all of them", used)
         if used.residual <= limit:
             return Diagnosis(list(self._mistakes(used, right)), right.weights)
-        return Diagnosis(self._of_clamped(right), right.weights)
+        return Diagnosis(self._of_clamped(), right.weights)
 
     def _each_micro_batch(self, off: Off) -> tuple[list[float], Parts]:
         every = [(loss, sampled(each)) for loss, each in self.runner.per_micro_batch(off)]
@@ -210,20 +211,15 @@ class Weights:
             return []
         return [runner.cause("wrong-count", OUTSIDE, found, count="its own count")]
 
-    def _of_clamped(self, right: Fit) -> list[Cause]:
-        """Find the weights of a gradient that was clipped by value, by its elements below the limit."""
-        clipped = sampled(self.left.found)
-        limit = max((float(each.abs().max()) for each in clipped.values() if each.numel()), default=0.0)
-
-        def below(some: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: each[clipped[name].abs() < limit] for name, each in some.items()}
-
-        alone = None if self._alone is None else below(self._alone)
-        used = fit(below(clipped), [below(part) for part in self._parts], self._sizes, alone)
-        if used.residual > self._limit:
+    def _of_clamped(self) -> list[Cause]:
+        """A gradient that was clipped by value has many elements of one size, and none that are larger."""
+        sizes = _joined(sampled(self.left.found)).abs()
+        limit = float(sizes.max()) if len(sizes) else 0.0
+        number = int((sizes == limit).sum())
+        if number <= _BY_CHANCE or not limit:
             return []
-        text = f"no element of the gradient is beyond {limit:.3g}, where some would be: it was clipped by value"
-        return [self.runner.cause("clipping", "clipping by value", text), *self._mistakes(used, right)]
+        text = f"no element of the gradient is beyond {limit:.3g}, which {number} are at: it was clipped by value"
+        return [self.runner.cause("clipping", "clipping by value", text)]
 
     def _mistakes(self, taken: Fit, right: Fit) -> Iterator[Cause]:
         """Tell what is wrong with the weights that were used."""
