@@ -1,9 +1,8 @@
 """What to train: the one object that `bigbatch train FILE.py` and its siblings ask a file for."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle, islice
 from typing import Any, Literal
 
 import torch
@@ -12,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from bigbatch import arguments
 from bigbatch.batch.split import balanced
@@ -115,19 +114,11 @@ class Setup:
         """Micro-batches in one update."""
         return len(self.sizes)
 
-    def micro_batches(self) -> DataLoader[Any]:
-        """Return one pass over the data, cut into micro-batches; the last may be short, none is dropped."""
+    def batches(self, *, collated: bool = True) -> DataLoader[Any]:
+        """Return one pass over the data in whole batches or lists of samples; the last may be short, and stays."""
         data: Any = self.data  # a plain sequence of samples serves as a Dataset
-        stream = isinstance(data, IterableDataset)
-        sizes = self.sizes
-        plain: DataLoader[Any] = DataLoader(
-            data, batch_size=sizes[0], shuffle=self.shuffle and not stream, collate_fn=self.collate
-        )
-        if len(set(sizes)) == 1:
-            return plain
-        if stream:
-            return DataLoader(_Parts(data, sizes), batch_size=None, collate_fn=self.collate or default_collate)
-        return DataLoader(data, batch_sampler=_Parts(plain.sampler, sizes), collate_fn=self.collate)
+        shuffled = self.shuffle and not isinstance(data, IterableDataset)
+        return DataLoader(data, self.batch_size, shuffled, collate_fn=self.collate if collated else list)
 
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of one batch."""
@@ -151,21 +142,6 @@ def calling(what: str, when: str = "") -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:  # a file that calls sys.exit() must not end the command unexplained
         raise UserCodeError(f"{what} failed {when}".rstrip()) from error
-
-
-class _Parts(IterableDataset[list[Any]]):
-    """Things in lists of some sizes, over and over: a batch is as many of them as there are sizes."""
-
-    def __init__(self, things: Iterable[Any], sizes: Sequence[int]) -> None:
-        self._things, self._sizes = things, sizes
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        source = iter(self._things)
-        for size in cycle(self._sizes):
-            part = list(islice(source, size))
-            if not part:
-                return
-            yield part
 
 
 def _check_model(model: object) -> None:

@@ -76,7 +76,7 @@ def first_batch(setup: Setup, size: int | None) -> tuple[Any, int]:
     """Return the first batch of the data, whole, and how many samples it was to have."""
     whole = replace(setup, batch_size=size or setup.batch_size, micro_batch_size=None)
     with calling("making a batch of data"):
-        return next(iter(whole.micro_batches())), whole.batch_size
+        return next(iter(whole.batches())), whole.batch_size
 
 
 def with_short_data(notes: tuple[str, ...], found: int, asked: int) -> tuple[str, ...]:

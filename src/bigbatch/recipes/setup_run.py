@@ -89,7 +89,7 @@ def train_setup(
 def expected_updates(setup: Setup) -> int | None:
     """Return how many updates there will be, where the data has a length."""
     try:
-        return setup.epochs * len(replace(setup, micro_batch_size=None).micro_batches())
+        return setup.epochs * len(setup.batches())
     except TypeError:
         return None
 
@@ -118,7 +118,7 @@ class _Steps:
 
     def epoch(self, number: int) -> Iterator[Update]:
         """Make the updates of one pass over the data."""
-        batches = iter(replace(self._setup, collate=list, micro_batch_size=None).micro_batches())
+        batches = iter(self._setup.batches(collated=False))
         for place in count(1):
             with calling(_BATCH, f"in epoch {number}"):
                 batch = next(batches, None)
