@@ -207,7 +207,7 @@ def test_a_divisor_that_is_no_count_is_refused(name: str) -> None:
     model, _ = nets()
     before = [p.clone() for p in model.parameters()]
     step = BigStep(model, sgd(trained(model)), COUPLED[name], micro_batch_size=SIZE)
-    with pytest.raises((CoupledLoss, UnreadableLoss), match="counted"):
+    with pytest.raises((CoupledLoss, UnreadableLoss), match=r"counted|a divisor that is no count"):
         step(batch_of(0))
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 

@@ -39,6 +39,7 @@ class _Reading(NamedTuple):
 
     terms: tuple[tuple[int, int | None, Term], ...]  # the numbers of its node and of that of its count; without either
     weights: tuple[tuple[int, str], ...]  # nodes, and which of their saved tensors is a frozen weight
+    plain: bool  # whether it is one mean, over as many things each time, or over targets
 
 
 class _Kind:
@@ -49,9 +50,9 @@ class _Kind:
         self.output, self.root, self.steps, self.looks = output, root, steps, looks
         self.readings: dict[tuple[object, ...], _Reading] = {}
 
-    def walk(self, root: Node, output: int) -> list[Node] | None:
+    def walk(self, root: Node | None, output: int) -> list[Node] | None:
         """Return the nodes of a graph of this kind; None where it is of another."""
-        if type(root) is not self.root or output != self.output:
+        if root is None or type(root) is not self.root or output != self.output:
             return None
         nodes = [root]
         for at, expected in self.steps:
@@ -82,8 +83,8 @@ class Reader:
         self._precedents: Precedents = {}
         self._settings: dict[type, Inspection | None] = {}  # of a type of nodes
         self.fresh = False  # whether the latest loss looked unlike those before
-        self.plain: object = None  # the latest reading, where it was one mean that `count_again` can count
-        self._again_by: tuple[_Kind, object, int | None, Any] | None = None
+        self.plain: object = None  # the latest reading, where `count_again` can count it
+        self._latest: tuple[_Kind, tuple[object, ...], _Reading] | None = None  # of the plain one
 
     def read(self, loss: Tensor) -> list[Term]:
         """Return the terms of a loss, or raise a LossError that says what to type."""
@@ -102,30 +103,29 @@ class Reader:
 
         It makes no terms: small models feel that.
         """
-        again, root = self._again_by, loss.grad_fn
-        if again is None or self.plain is None or root is None or graph.is_watched():
+        if self.plain is None or self._latest is None or graph.is_watched():
             return None
-        kind, key, source, count = again
-        nodes = kind.walk(root, loss.output_nr)
+        kind, key, reading = self._latest
+        nodes = kind.walk(loss.grad_fn, loss.output_nr)
         if nodes is None or kind.key(nodes) != key:
             return None
-        return count if source is None else targets(nodes[source])
+        _, source, term = reading.terms[0]
+        return term.count if source is None else targets(nodes[source])
 
     def _read(self, loss: Tensor) -> list[Term]:
         root, output = loss.grad_fn, loss.output_nr
-        if root is not None:
-            for kind in self._kinds:
-                nodes = kind.walk(root, output)
-                key = kind.key(nodes) if nodes else ()
-                reading = kind.readings.get(key)
-                terms = self._again(reading, nodes) if reading is not None and nodes else None
-                if terms is not None and reading is not None and nodes:
-                    self.fresh = False
-                    source = reading.terms[0][1] if len(terms) == 1 and terms[0].kind == "mean" else -1
-                    is_told = source is None or (source >= 0 and operation(nodes[source]) in NLL)
-                    self.plain = reading if is_told and not reading.weights else None
-                    self._again_by = kind, key, source, terms[0].count if is_told else None
-                    return terms
+        for kind in self._kinds:
+            nodes = kind.walk(root, output)
+            if nodes is None:
+                continue
+            key = kind.key(nodes)
+            reading = kind.readings.get(key)
+            terms = self._again(reading, nodes) if reading is not None else None
+            if terms is not None and reading is not None:
+                self.fresh, self.plain = False, None
+                if reading.plain:
+                    self.plain, self._latest = reading, (kind, key, reading)
+                return terms
         self.fresh, self.plain = True, None
         trail = Trail(self._surroundings, self._precedents)
         terms = read(loss, trail)
@@ -145,9 +145,9 @@ class Reader:
         return None if None in terms else terms  # type: ignore[return-value]
 
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
-        nothing = any(term.kind == "mean" and term.source is None and not term.count for term in terms)
         # Of a mean over nothing, as of an empty mask, nothing was looked at below.
-        if trail.passing or nothing or any(not _is_told_by_type(node) or _is_by_tensor(node) for node in trail.nodes):
+        nothing = any(term.kind == "mean" and term.source is None and not term.count for term in terms)
+        if trail.passing or nothing or not all(map(_is_told_by_type, trail.nodes)):
             return
         nodes = _with_parameters(trail.nodes)
         numbers: dict[Node | None, int] = {root: 0}
@@ -185,7 +185,9 @@ class Reader:
         )
         key = kind.key([node for node in numbers if node is not None])
         kind.readings.pop(key, None)
-        kind.readings[key] = _Reading(found, tuple((numbers[node], which) for node, which in trail.weights))
+        weights = tuple((numbers[node], which) for node, which in trail.weights)
+        counted = [term.source is None or operation(term.source) in NLL for term in terms if term.kind == "mean"]
+        kind.readings[key] = _Reading(found, weights, counted == [True] and len(terms) == 1 and not weights)
         if len(kind.readings) > _SHAPES:
             del kind.readings[next(iter(kind.readings))]
 
@@ -219,20 +221,18 @@ def _with_parameters(nodes: dict[Node, None]) -> dict[Node, None]:
 
 
 def _is_told_by_type(node: Node) -> bool:
-    """Tell whether nodes of the same type are the same operation."""
+    """Tell whether nodes of the same type are the same operation, read alike whatever tensors they have saved."""
+    name = operation(node)
+    if name in _BY_TENSOR or (name in {"Gather", "ScatterAdd"} and rows_index(node) is not None):
+        return False
     if graph.is_custom(node):
-        return operation(node) in _OURS or graph.is_shared_by_all(node)
+        return name in _OURS or graph.is_shared_by_all(node)
     return graph.is_stand_in(type(node)) or type(node).__name__ == node.name().rpartition("::")[2]
 
 
 def _tells_size(node: Node) -> bool:
     """Tell whether the settings of a node have the size of its one input."""
     return len(edges(node)) == 1 and hasattr(node, "_saved_self_sym_sizes")
-
-
-def _is_by_tensor(node: Node) -> bool:
-    name = operation(node)
-    return name in _BY_TENSOR or (name in {"Gather", "ScatterAdd"} and rows_index(node) is not None)
 
 
 # What there is to see of a node.
