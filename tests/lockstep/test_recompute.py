@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import random
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -644,19 +643,6 @@ def test_an_error_of_the_users_own_comes_out_at_once() -> None:
     assert step._together._activations(4) == "recompute"
 
 
-def test_a_step_that_is_dropped_leaves_nothing() -> None:
-    """Neither its graph nor the threads."""
-    model = made()
-    step = step_of(model, by_parameter)
-    step(rows(0))
-    crew, owner = weakref.ref(step._together._crew), weakref.ref(step._together)
-    model.aside = None
-    del step
-    gc.collect()
-    assert crew() is None
-    assert owner() is None
-
-
 def test_a_copy_of_a_model_that_a_loss_makes_is_a_model() -> None:
     """A teacher that is copied in a window has weights and a forward of its own, and so has one that was pickled."""
     teachers: list[Any] = []
@@ -758,24 +744,6 @@ def test_a_generator_of_the_models_own_is_refused() -> None:
         step_of(model, lambda model, x: across.once(spread(model(x))))(rows(0))
 
 
-def draw_beside() -> float:
-    """Have another thread draw a number of torch's."""
-    drawn: list[float] = []
-    thread = threading.Thread(target=lambda: drawn.append(float(torch.rand(()))))
-    thread.start()
-    thread.join()
-    return drawn[0]
-
-
-def test_another_thread_that_draws_while_a_model_runs() -> None:
-    """The second run cannot draw the same, so it is refused; a model without noise is none the worse for it."""
-    model = Drawing(NUMBERS["torch"], draw_beside)
-    with pytest.raises(CannotRecompute, match="other values"):
-        step_of(model, lambda model, x: across.once(spread(model(x))))(rows(0))
-    calm = Drawing(lambda: 1.0, draw_beside)
-    step_of(calm, lambda model, x: across.once(spread(model(x))))(rows(0))
-
-
 def windows(number: int, drawing: Callable[[], float]) -> list[list[float]]:
     """Return what is drawn in the backwards of some windows."""
     seen: list[float] = []
@@ -795,12 +763,11 @@ def windows(number: int, drawing: Callable[[], float]) -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("drawing", [NUMBERS["torch"], draw_beside])
-def test_noise_in_backward_is_another_in_each_window(drawing: Callable[[], float]) -> None:
+def test_noise_in_backward_is_another_in_each_window() -> None:
     """And the same for the same seed."""
-    found = windows(3, drawing)
+    found = windows(3, NUMBERS["torch"])
     assert len({number for window in found for number in window}) == 12
-    assert found == windows(3, drawing)
+    assert found == windows(3, NUMBERS["torch"])
 
 
 def test_generators_stay_where_nobody_draws() -> None:

@@ -629,45 +629,6 @@ def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None
     assert works(crew, 5)
 
 
-def test_a_thousand_rounds_leave_nothing_behind() -> None:
-    """No thread, no tensor, no object more than after the first few; some of the rounds fail."""
-    crew = Crew()
-    made: list[weakref.ref[Tensor]] = []
-
-    def task(worker: Worker) -> float:
-        x = torch.ones(2, requires_grad=True)
-        made.append(weakref.ref(x))
-        total: Tensor = worker.meet("it", x, lambda values: torch.stack(values).sum(0))
-        if f"{worker.number} fails" in worker.round.same_terms:
-            fail(ValueError("of the task"))
-        worker.meet("again", 0, len)
-        total.sum().backward()
-        return total.sum().item() / 2
-
-    def rounds(number: int) -> None:
-        for each in range(number):
-            if each % 5:
-                assert side_by_side(crew, [task] * 3) == [3.0] * 3
-            else:
-                with pytest.raises(ValueError, match="of the task"):
-                    side_by_side(crew, [task] * 3, Round((1,) * 3, same_terms={f"{each % 3} fails"}))
-
-    def work() -> None:
-        rounds(10)
-        gc.collect()
-        made.clear()
-        objects, threads = len(gc.get_objects()), set(threading.enumerate())
-        for _ in range(5):
-            rounds(99)
-            gc.collect()
-            assert not any(ref() is not None for ref in made)
-            made.clear()
-        assert set(threading.enumerate()) <= threads  # those of a test before may end meanwhile
-        assert len(gc.get_objects()) <= objects + 50
-
-    in_time(work, 60)
-
-
 # On a device, one processor.
 
 needs_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no such calls")

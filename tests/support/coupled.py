@@ -143,12 +143,6 @@ def clip(model: Any, batch: Batch) -> Tensor:
     return (F.cross_entropy(scale * one @ all_two.T, mine(one)) + columns) / 2
 
 
-def negatives(model: Any, batch: Batch) -> Tensor:
-    """InfoNCE: the others of the batch are negatives."""
-    one, two, scale = model(batch)
-    return F.cross_entropy(scale * one @ across.gather(two).T, mine(one))
-
-
 def supervised(model: Any, batch: Batch) -> Tensor:
     """SupCon: the samples of one's own class are the positives."""
     one, _, scale = model(batch)
@@ -159,47 +153,12 @@ def supervised(model: Any, batch: Batch) -> Tensor:
     return -((score * positive).sum(1) / positive.sum(1).clamp(min=1)).mean()
 
 
-def barlow(model: Any, batch: Batch) -> Tensor:
-    """Barlow Twins: a correlation matrix of the whole batch."""
-    one, two, _ = model(batch)
-    number = across.sum(torch.tensor(float(len(one)), dtype=one.dtype))
-    one, two = one - across.mean(one.mean(0)), two - across.mean(two.mean(0))
-    spread = (across.sum(one.square().sum(0)) * across.sum(two.square().sum(0))).clamp(min=1e-3).sqrt()
-    matrix = across.sum(one.T @ two) / spread + 0 * number
-    return across.once((matrix - torch.eye(CLASSES, dtype=one.dtype)).square().sum())
-
-
-def vicreg(model: Any, batch: Batch) -> Tensor:
-    """VICReg: a mean over samples beside terms of the whole batch."""
-    one, two, _ = model(batch)
-    centred = one - across.mean(one.mean(0))
-    moments = across.sum(centred.T @ centred) / 7
-    spread = F.relu(1 - (moments.diagonal() + 0.1).sqrt()).mean()
-    return F.mse_loss(one, two) + across.once(0.5 * spread + 0.1 * moments.triu(1).square().sum())
-
-
 def balance(model: Any, batch: Batch) -> Tensor:
     """Load balancing of a mixture of experts, beside a masked cross-entropy with a count of its own."""
     out = model.one(batch["x"])
     share = across.mean(F.one_hot(out.argmax(1), CLASSES).to(out.dtype).mean(0))
     gate = across.mean(out.softmax(1).mean(0))
     return F.cross_entropy(out, batch["partly"]) + 0.3 * across.once(CLASSES * (share * gate).sum())
-
-
-def dice(model: Any, batch: Batch) -> Tensor:
-    """Soft Dice over the whole batch."""
-    found, true = model.one(batch["x"]).sigmoid(), batch["binary"]
-    both, each = across.sum((found * true).sum(0)), across.sum((found + true).sum(0))
-    return across.once((1 - (2 * both + 1) / (each + 1)).mean())
-
-
-def correlation(model: Any, batch: Batch) -> Tensor:
-    """One minus Pearson's correlation over the batch."""
-    found, true = model.one(batch["x"])[:, 0], batch["scalar"]
-    found, true = found - across.mean(found.mean()), true - across.mean(true.mean())
-    product = across.sum((found * true).sum())
-    size = (across.sum(found.square().sum()) * across.sum(true.square().sum()) + 1e-2).sqrt()
-    return across.once(1 - product / size)
 
 
 def rmse(model: Any, batch: Batch) -> Tensor:
@@ -227,11 +186,8 @@ def summed(model: Any, batch: Batch) -> Tensor:
 
 
 LOSSES: dict[str, LossFunction] = {
-    each.__name__: each
-    for each in (
-        clip, negatives, supervised, barlow, vicreg, balance, dice, correlation, rmse, masked_root, centred, summed
-    )
-}  # fmt: skip
+    each.__name__: each for each in (clip, supervised, balance, rmse, masked_root, centred, summed)
+}  # those of examples/coupled are in tests/lockstep/test_across.py
 
 
 class Inside(nn.Module):
