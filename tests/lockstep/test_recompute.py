@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -55,14 +56,21 @@ class Adapted(nn.Module):
         return out + self.gate * torch.sin(out) if self.training else out - self.gate * out
 
 
-class Many(Adapted):
-    """Returns structures: one thing twice, a parameter, its input, an integer and something without gradient."""
+Run = Callable[[Tensor], Tensor]
+
+
+class Altered(Adapted):
+    """Does something else around its run; says how often it ran."""
+
+    calls = 0
+
+    def __init__(self, how: Callable[[Any, Tensor, Run], Any]) -> None:
+        super().__init__()
+        self.how = how
 
     def forward(self, x: Tensor, given: Any = None) -> Any:
         """Run."""
-        out = super().forward(x, given)
-        nested = (out, [self.log_scale, x])
-        return {"out": out, "nested": nested, "fixed": out.detach() * 2, "best": out.argmax(1), "nothing": None}
+        return self.how(self, x, lambda x: super(Altered, self).forward(x, given))
 
 
 class Hidden:
@@ -72,102 +80,64 @@ class Hidden:
         self.value = value
 
 
-class Wrapped(Adapted):
-    """Returns something that no one looks into."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        return Hidden(super().forward(x, given))
-
-
-class Changing(Adapted):
-    """Changes what it is given."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        return super().forward(x.mul_(2), given)
+def many(model: Any, x: Tensor, run: Run) -> Any:
+    """Structures: one thing twice, a parameter, its input, an integer and something without gradient."""
+    out = run(x)
+    nested = (out, [model.log_scale, x])
+    return {"out": out, "nested": nested, "fixed": out.detach() * 2, "best": out.argmax(1), "nothing": None}
 
 
-class Views(Adapted):
-    """Returns the same memory several times."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        out = super().forward(x, given)
-        return out, out[:, :2], out.T
+def views(_: Any, x: Tensor, run: Run) -> Any:
+    """The same memory several times."""
+    out = run(x)
+    return out, out[:, :2], out.T
 
 
-class Centered(Adapted):
-    """Reads a buffer that every run moves in place."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        self.shift.mul_(0.999).add_(x.detach().mean(0), alpha=0.001)
-        return super().forward(x + torch.exp(self.shift), given)
+def centered(model: Any, x: Tensor, run: Run) -> Tensor:
+    """A buffer that every run moves in place."""
+    model.shift.mul_(0.999).add_(x.detach().mean(0), alpha=0.001)
+    return run(x + torch.exp(model.shift))
 
 
-class Replacing(Adapted):
+def replacing(model: Any, x: Tensor, run: Run) -> Tensor:
     """The same with another tensor each time."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        self.shift = self.shift * 0.999 + x.detach().mean(0) * 0.001
-        return super().forward(x + torch.exp(self.shift), given)
+    model.shift = model.shift * 0.999 + x.detach().mean(0) * 0.001
+    return run(x + torch.exp(model.shift))
 
 
-class Counting(Adapted):
-    """Counts its runs, and its result hangs on the number."""
-
-    calls = 0
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        self.calls += 1
-        return super().forward(x, given) * (1 + 0.01 * self.calls)
+def counting(model: Any, x: Tensor, run: Run) -> Tensor:
+    """The result depends on the number of runs."""
+    model.calls += 1
+    return run(x) * (1 + 0.01 * model.calls)
 
 
-class Spectral(Adapted):
+def later(model: Any, x: Tensor, run: Run) -> Tensor:
+    """A buffer moves for the last micro-batch alone."""
+    if len(x) == 2:
+        model.shift.add_(0.01)
+    return run(x)
+
+
+def averaging(model: Any, x: Tensor, run: Run) -> Tensor:
+    """Parameters of its own change."""
+    with torch.no_grad():
+        model.log_scale.mul_(0.999)
+    return run(x)
+
+
+def spectral() -> nn.Module:
     """A spectral norm, whose vector each run turns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.spectral_norm(self.one)
-
-
-class Later(Adapted):
-    """Moves a buffer for the last micro-batch alone."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        if len(x) == 2:
-            self.shift.add_(0.01)
-        return super().forward(x, given)
+    model = Adapted()
+    nn.utils.parametrizations.spectral_norm(model.one)
+    return model
 
 
-class Averaging(Adapted):
-    """Changes parameters of its own."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        with torch.no_grad():
-            self.log_scale.mul_(0.999)
-        return super().forward(x, given)
+COUPLING = {centered, replacing, counting, later, averaging, spectral}  # what couples micro-batches
 
 
-class Scaled(Adapted):
-    """Hangs on a global."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        return super().forward(x, given) * (1 + there[0])
-
-
-class Checkpointed(Adapted):
-    """Has a checkpoint inside."""
-
-    def forward(self, x: Tensor, given: Any = None) -> Any:
-        """Run."""
-        return checkpoint(super().forward, x, given, use_reentrant=False)
+def altered(how: Callable[[Any, Tensor, Run], Any]) -> Callable[[], nn.Module]:
+    """Make such a model."""
+    return partial(Altered, how)
 
 
 def spread(out: Tensor) -> Tensor:
@@ -330,20 +300,23 @@ def by_a_gradient_of_its_own(model: Any, x: Tensor) -> Tensor:
     return across.once(spread(out * (1 + slope.detach().mean(1, keepdim=True))))
 
 
-RECOMPUTED: dict[str, tuple[type[Adapted], Loss]] = {
+RECOMPUTED: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     "two calls": (Adapted, by_two_calls),
-    "structures": (Many, by_structure),
+    "structures": (altered(many), by_structure),
     "a result that is changed": (Adapted, by_changed_result),
     "arguments with a gradient": (Adapted, by_given_dict),
     "parameters beside it": (Adapted, by_parameter),
-    "views": (Views, by_views),
-    "a buffer that moves": (Centered, by_two_calls),
-    "a buffer that is replaced": (Replacing, by_two_calls),
-    "a number that counts": (Counting, by_two_calls),
-    "a spectral norm": (Spectral, by_two_calls),
-    "a checkpoint inside": (Checkpointed, by_two_calls),
+    "views": (altered(views), by_views),
+    "a buffer that moves": (altered(centered), by_two_calls),
+    "a buffer that is replaced": (altered(replacing), by_two_calls),
+    "a number that counts": (altered(counting), by_two_calls),
+    "a spectral norm": (spectral, by_two_calls),
+    "a checkpoint inside": (
+        altered(lambda _, x, run: checkpoint(run, x, use_reentrant=False)),
+        by_two_calls,
+    ),
 }
-REFUSED: dict[str, tuple[type[Adapted], Loss, str]] = {
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Loss, str]] = {
     "an attribute": (Adapted, around(lambda model: model, "which", 1), r"Adapted\.which was changed"),
     "a factor": (Adapted, around(lambda model: model, "factor", 2.0), r"Adapted\.factor was changed"),
     "what is in a dict": (Adapted, around(lambda model: model.options, "which", 1), r"options\.which was changed"),
@@ -354,14 +327,26 @@ REFUSED: dict[str, tuple[type[Adapted], Loss, str]] = {
     "frozen parameters": (Adapted, by_frozen_parameters, r"Linear\.weight was changed"),
     "a buffer that is filled": (Adapted, by_a_filled_buffer, r"Adapted\.shift was changed"),
     "parameters that are moved": (Adapted, by_moved_parameters, r"Adapted\.log_scale was changed"),
-    "a global": (Scaled, around(lambda _: there, 0, 1.0), "returned other values"),
-    "an input that it changes": (Changing, lambda model, x: by_parameter(model, x * 1), "changes the model's input"),
-    "a buffer that moves later": (Later, by_two_calls, r"Later\.shift was changed"),
-    "its own parameters": (Averaging, by_two_calls, "changes a parameter"),
-    "something hidden": (Wrapped, by_hidden, r"an object that no one can look into \(Hidden\)"),
+    "a global": (
+        altered(lambda _, x, run: run(x) * (1 + there[0])),
+        around(lambda _: there, 0, 1.0),
+        "returned other values",
+    ),
+    "an input that it changes": (
+        altered(lambda _, x, run: run(x.mul_(2))),
+        lambda model, x: by_parameter(model, x * 1),
+        "changes the model's input",
+    ),
+    "a buffer that moves later": (altered(later), by_two_calls, r"Altered\.shift was changed"),
+    "its own parameters": (altered(averaging), by_two_calls, "changes a parameter"),
+    "something hidden": (
+        altered(lambda _, x, run: Hidden(run(x))),
+        by_hidden,
+        r"an object that no one can look into \(Hidden\)",
+    ),
     "what it puts aside": (Adapted, by_aside, "something from the inside"),
     "what a hook puts aside": (Adapted, by_reading_hook, "was changed between|something from the inside"),
-    "a view of what was changed": (Views, by_a_view_of_what_was_changed, "were changed in place"),
+    "a view of what was changed": (altered(views), by_a_view_of_what_was_changed, "were changed in place"),
     "a gradient of its own": (Adapted, by_a_gradient_of_its_own, "a derivative of its own"),
 }
 
@@ -387,7 +372,7 @@ def assert_big_batch(kind: Callable[[], nn.Module], loss: Loss, activations: Any
     """Some updates are the big batch's; buffers move once for each micro-batch, as where activations are kept."""
     mine, kept, true = made(kind), made(kind), made(kind)
     step, keeping, optimizer = step_of(mine, loss, activations), step_of(kept, loss, "keep"), sgd(trained(true))
-    exact = kind not in {Centered, Replacing, Counting, Spectral, Later, Averaging}  # what couples micro-batches
+    exact = kind not in COUPLING and not (isinstance(kind, partial) and kind.args[0] in COUPLING)
     for number in range(3):
         update = step(rows(number))
         keeping(rows(number))
@@ -420,7 +405,7 @@ def test_what_cannot_be_recomputed(name: str) -> None:
         step_of(model, loss)(rows(0))
     assert 'Options(activations="keep")' in str(caught.value)
     assert not any("forward" in vars(module) for module in model.modules())
-    if kind is not Averaging:
+    if name != "its own parameters":
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
         assert_big_batch(kind, loss, "auto")
 
