@@ -23,6 +23,7 @@ _DEPENDENT = 1e-6  # of the largest singular value: below it weights cannot be t
 _SCALES = 7  # a loss scale is a power of two above this one
 _PLAINLY = 1e-3  # a residual that is no rounding in float32
 _SHOWN = 6  # weights
+_ELSEWHERE = 100  # times the residual of a fit: what a fit to other gradients may leave
 _BY_CHANCE = 2  # elements of a gradient that are the same
 _CLAMP = "Divide by no less than one, inside the loss:  loss.sum() / count.clamp(min=1); return counted(loss, count)"
 _ONCE = "Say that it counts once in a window:  counted(loss, ...) + counted(penalty, 'once')"
@@ -168,14 +169,14 @@ class Weights:
         return fit(sampled(gradients), self._parts, self._sizes, self._alone)
 
     def _hold_elsewhere(self, right: Fit) -> bool:
-        """Whether the right weights are the same at other weights of the model: where they are counts, they are."""
+        """Whether the right weights are right at other weights of the model, too: where they are counts, they are."""
         off = {**self.off, PLACE: None}
-        alone = None if self._alone is None else self._of_parameters_alone(off)
-        truth = sampled(self.runner.whole(off).gradients)
-        again = fit(truth, self._each_micro_batch(off)[1], self._sizes, alone)
-        pairs = list(zip(again.weights, right.weights, strict=True))
-        same = all(_near(*pair) or _is_zero(max(map(abs, pair)), right.weights) for pair in pairs)
-        return same or again.residual > self._limit
+        columns, alone = list(self._each_micro_batch(off)[1]), self._of_parameters_alone(off)
+        weights = [*right.weights, right.alone]
+        columns += [] if alone is None else [alone]
+        truth = _joined(sampled(self.runner.whole(off).gradients))
+        left = truth - sum(weight * _joined(column) for weight, column in zip(weights, columns, strict=False))
+        return not float(left.norm()) > _ELSEWHERE * self._limit * float(truth.norm())
 
     def _of_coupled(self, found: str, used: Fit) -> Diagnosis:
         """No weights are right for a coupled loss: compare a loop with what it meant, by samples or all alike."""
