@@ -1,0 +1,284 @@
+"""A piece of a batch and its parts in the first check: their losses and gradients, and whether those agree."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from bigbatch.batch.split import Division
+from bigbatch.batch.transfer import Mover
+from bigbatch.errors import LossError
+from bigbatch.execute.micro_step import Runner
+from bigbatch.first_step_watch import Rows, Watch
+from bigbatch.loss.count import Term
+from bigbatch.state import scope
+from bigbatch.state.rng import Randomness
+from bigbatch.state.snapshot import Snapshot
+from bigbatch.window.backward import weigh_terms
+from bigbatch.window.tally import Weights
+
+# How far rounding may move a gradient, relative to those of the parts; what couples samples moves it further.
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
+_LOW_PRECISION_TOLERANCE = 0.2
+_LOCKSTEP = 10  # times the tolerance: statistics of a few samples amplify rounding
+_OF_LOSS = 0.1  # times the tolerance: how far rounding may move a loss, relatively
+_OF_NOTHING = 1e-3  # times the tolerance and the loss: a gradient that is rounding alone
+_FLOOR = 0.1  # a loss near zero may be the difference of larger numbers, whose rounding it has
+COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
+SideBySide = Callable[..., "list[Part]"]  # runs forwards, then backwards, in lock-step
+
+
+@dataclass
+class Evaluation:
+    """How samples are evaluated."""
+
+    models: Sequence[nn.Module]
+    runner: Runner
+    mover: Mover
+    side_by_side: SideBySide | None = None
+    is_away: bool = False  # whether what a backward needs waits in host memory
+
+
+class Part(NamedTuple):
+    """The loss and the gradient of some samples."""
+
+    value: float
+    kinds: tuple[str, ...]  # of the terms of the loss
+    counts: tuple[float, ...]  # of what they were averaged over
+    weight: float  # of the loss among the other parts'; NaN where its terms have weights of their own
+    gradient: tuple[Tensor, ...]  # times the weight
+    tolerance: float  # how far rounding may move the gradient, relatively
+    norms: int  # how often BatchNorm was called in lock-step
+    drew: bool  # whether it has drawn random numbers
+    certain: bool  # whether it used those of the piece
+    peak: int  # bytes of tensors that its forward held at once
+
+
+class _Forward(NamedTuple):
+    """A part between its forward and its backward."""
+
+    loss: Tensor
+    terms: list[Term]
+    is_first: bool
+    watch: Watch
+    numbers: Randomness  # before it
+
+
+class Piece:
+    """Some samples of a batch, evaluated together and in parts."""
+
+    def __init__(
+        self,
+        how: Evaluation,
+        division: Division,
+        shares: list[list[int]],
+        probes: tuple[Tensor, ...],
+        *,
+        watched: bool = True,
+    ) -> None:
+        """Evaluate them together; `probes` are the parameters whose gradients are compared."""
+        self._how, self._division, self._shares, self._watched = how, division, shares, watched
+        self._probes = probes
+        self._state, self._tape = Snapshot(how.models), list[Tensor]()
+        self.samples = [i for share in shares for i in share]
+        self._in_parts = False
+        (self.whole,) = self._evaluated([self.samples], [widest(division)], None)
+
+    def parts(self, widths: Sequence[int | None] | None = None, *, goes_on: bool = False) -> list[Part]:
+        """Evaluate the parts; their random numbers are those of the piece, or go on from part to part."""
+        self._in_parts = True
+        widths = widths or [_width(self._division, share) for share in self._shares]
+        totals = self.whole.counts
+        found = self._evaluated(self._shares, widths, totals, goes_on=goes_on)
+        came = totals_of(found)
+        alike = len(came) == len(totals) and all(map(partial(math.isclose, rel_tol=COUNT_TOLERANCE), came, totals))
+        if not alike and self._how.side_by_side is None:  # the piece has another count, or a graph of another kind
+            found = self._evaluated(self._shares, widths, came, goes_on=goes_on)
+        return [part for part in found if part.kinds] or found  # a loss of zero adds nothing
+
+    def padded_parts(self) -> list[Part]:
+        """Evaluate parts that have all the padding of the piece; none where it cannot be told."""
+        if self._division.longest is None or self._division.batch.collate is not None:
+            return []
+        return self.parts([widest(self._division)] * len(self._shares))
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether parts wait for each other."""
+        return self._how.side_by_side is not None
+
+    def _evaluated(
+        self,
+        shares: Sequence[list[int]],
+        widths: Sequence[int | None],
+        totals: Sequence[float] | None,
+        *,
+        goes_on: bool = False,
+    ) -> list[Part]:
+        """Evaluate samples: each share by itself, or in lock-step where their losses ask for each other."""
+        sizes = [len(share) for share in shares]
+        together, in_parts = self._how.side_by_side, self._in_parts
+        if in_parts:
+            self._state.restore()
+
+        def forward(number: int) -> _Forward:
+            if in_parts and together is None:
+                self._state.restore(randomness=not goes_on)
+            rows = Rows(sum(sizes[:number]), sizes[number], sum(sizes)) if in_parts else None
+            return self._forward(self._division.part(shares[number], widths[number]), rows, is_first=not number)
+
+        def weighed(found: Sequence[_Forward]) -> list[Callable[[], Part]]:
+            known = _sums([float(term.count) for term in each.terms] for each in found if each.terms)
+            return [partial(self._backward, each, known) for each in found]
+
+        if together is not None:
+            return together(forward, weighed, sizes)
+        return [self._backward(forward(number), totals) for number in range(len(shares))]
+
+    def _forward(self, given: Any, rows: Rows | None, *, is_first: bool) -> _Forward:
+        runner = self._how.runner
+        micro_batch, watch = self._how.mover.moved(given), Watch(self._tape, rows)
+        numbers = Snapshot(self._how.models).randomness
+        away = saved_tensors_hooks(_to_host, _from_host) if self._how.is_away else nullcontext()
+        with away, torch.enable_grad(), watch if self._watched else nullcontext():
+            loss, _ = runner.loss(micro_batch)
+        terms = list[Term]()
+        with nullcontext() if self._in_parts else suppress(LossError):  # a piece may be more than a micro-batch
+            terms = runner.read(loss)
+        return _Forward(loss, terms, is_first, watch, numbers)
+
+    def _backward(self, forward: _Forward, totals: Sequence[float] | None) -> Part:
+        """Compute the gradient, weighed by what the terms come to in all parts; None: of this one alone."""
+        loss, terms, is_first, watch, numbers = forward
+        worker = scope.worker()
+        weights = Weights()
+        if terms and totals is not None and len(totals) == len(terms):
+            weights = _weights(terms, totals, is_first=is_first)
+        # In lock-step others wait for its backward, whatever it counts.
+        counts = self._probes and not (weights.nothing and worker is None)
+        return Part(
+            float(loss.detach()),
+            tuple(term.kind for term in terms),
+            tuple(float(term.count) for term in terms),
+            math.nan if weights.each else float(weights.whole),
+            self._gradient(loss, terms, weights) if counts else tuple(map(torch.zeros_like, self._probes)),
+            self._tolerance(loss, watch.lowest),
+            worker.visits.get("BatchNorm", 0) if worker is not None else 0,
+            watch.is_calmed or numbers.drawn(),
+            watch.certain and not (self._in_parts and numbers.drawn()),
+            watch.peak,
+        )
+
+    def _gradient(self, loss: Tensor, terms: list[Term], weights: Weights) -> tuple[Tensor, ...]:
+        scale = self._how.runner.scale()
+        hooks = weigh_terms(weights, loss, terms, {}) if weights.each else ()
+        try:
+            start = torch.full_like(loss, float(weights.whole) * scale)
+            found: Sequence[Tensor | None] = torch.autograd.grad(loss, self._probes, start, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        known = (torch.zeros_like(p) if g is None else g for g, p in zip(found, self._probes, strict=True))
+        return tuple(g.detach().to_dense().to(torch.promote_types(g.dtype, torch.float32)) / scale for g in known)
+
+    def _tolerance(self, loss: Tensor, lowest: torch.dtype | None) -> float:
+        """Return how far the least precise numbers of a forward may move its gradient, relatively."""
+        device = loss.device.type
+        used = {
+            loss.dtype,
+            lowest or loss.dtype,
+            *(p.dtype for model in self._how.models for p in model.parameters()),
+        }
+        used |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
+        found = max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used if each.is_floating_point)
+        return found if scope.worker() is None else min(_LOCKSTEP * found, _LOW_PRECISION_TOLERANCE)
+
+
+def _weights(terms: Sequence[Term], totals: Sequence[float], *, is_first: bool) -> Weights:
+    """Return what a part's terms count with among all parts: one weight where it is the same, else one for each."""
+    shares = [
+        (float(term.count) / total if total else 0.0) if term.kind == "mean" else float(term.kind == "sum" or is_first)
+        for term, total in zip(terms, totals, strict=True)
+    ]
+    means = [share for term, share in zip(terms, shares, strict=True) if term.kind == "mean"]
+    kinds = {term.kind for term in terms}
+    # Shares of means add up to 1 over the parts, so terms that count once come out right, too.
+    if len(terms) == 1 or kinds == {"sum"} or ("sum" not in kinds and means and math.isclose(min(means), max(means))):
+        return Weights((means or shares)[0])
+    return Weights(1.0, tuple((term.node, share) for term, share in zip(terms, shares, strict=True) if term.node))
+
+
+def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
+    return [math.fsum(column) for column in zip(*rows, strict=False)]
+
+
+def totals_of(parts: Sequence[Part]) -> list[float]:
+    """Return what each term was averaged over in all parts."""
+    return _sums(part.counts for part in parts if part.kinds)
+
+
+def agree(whole: Part, parts: Sequence[Part]) -> bool:
+    """Whether the gradients of the parts make that of the whole, but for rounding, or do not tell."""
+    if not math.isfinite(whole.value) or not math.isfinite(norm(whole.gradient)):
+        return True
+    is_alone = all(set(part.kinds) == {"once"} for part in parts)
+    if is_alone and not all(is_near(whole.value, part.value, parts) for part in parts):
+        return False
+    broken = [part for part in parts if not math.isfinite(norm(part.gradient))]
+    if broken:  # as of a standard deviation of one sample; a mean over nothing does not tell
+        return not all(all(part.counts) for part in broken)
+    size, tolerance = sum(norm(part.gradient) for part in parts), max(part.tolerance for part in (whole, *parts))
+    return apart(whole, parts) <= tolerance * (size + _OF_NOTHING * max(_FLOOR, abs(whole.value)))
+
+
+def apart(whole: Part, parts: Sequence[Part]) -> float:
+    """Return the norm of what lies between the gradient of the whole and that of its parts."""
+    together = map(sum, zip(*(part.gradient for part in parts), strict=True))
+    return norm(one - other for one, other in zip(whole.gradient, together, strict=True))
+
+
+def norm(gradient: Iterable[Tensor]) -> float:
+    """Return the norm of tensors on any devices, as one vector."""
+    return math.hypot(*(float(torch.linalg.vector_norm(each)) for each in gradient))
+
+
+def together_of(parts: Sequence[Part]) -> float:
+    """Return the loss that the parts make together; NaN where their terms have weights of their own."""
+    return math.fsum(part.value * part.weight for part in parts if part.weight)
+
+
+def is_near(one: float, other: float, parts: Sequence[Part]) -> bool:
+    """Whether two losses differ by rounding alone, or one is not known."""
+    size = max(_FLOOR, abs(one), *(abs(part.value) for part in parts))
+    return not abs(one - other) > _OF_LOSS * max(part.tolerance for part in parts) * size
+
+
+def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    is_weight = tensor.is_leaf and tensor.requires_grad
+    return tensor.device, tensor.detach() if is_weight else tensor.detach().to("cpu")
+
+
+def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
+    return packed[1].to(packed[0])
+
+
+_from_host.shows = True  # type: ignore[attr-defined]  # the reader of the graph may look
+
+
+def widest(division: Division) -> int | None:
+    """Return what a piece is trimmed to, which some of its parts are not."""
+    if division.longest is None:
+        return None
+    return max(division.longest) if max(division.longest) > min(division.longest) else division.width
+
+
+def _width(division: Division, share: list[int]) -> int | None:
+    """Return what a micro-batch is trimmed to that some samples are of."""
+    groups = zip(division.groups, division.longest or (), strict=division.longest is not None)
+    return next((wide for group, wide in groups if share[0] in division.indices(group)), None)
