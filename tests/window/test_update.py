@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from bigbatch import Accumulator, Update
 from bigbatch.errors import ConfigurationError
@@ -233,18 +233,6 @@ def test_the_scheduler_does_not_step_after_a_window_of_nothing() -> None:
     assert scheduler.get_last_lr() == [0.25]
 
 
-def test_schedulers_may_be_composed() -> None:
-    """A warm-up and then a decay count updates, too."""
-    training, scheduler = scheduled(
-        3, lambda o: ChainedScheduler([ConstantLR(o, factor=0.1, total_iters=2), StepLR(o, 3, gamma=0.5)])
-    )
-    rates = []
-    for batch in training.accumulator.over(BATCHES):
-        if training.backward(batch) is not None:
-            rates.extend(scheduler.get_last_lr())
-    assert rates == pytest.approx([0.05, 0.5, 0.25])
-
-
 def test_several_schedulers() -> None:
     """One per optimizer, each stepped once."""
     models = [MASKED.model(), MASKED.model()]
@@ -268,9 +256,3 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     other = sgd(trained(MASKED.model()))
     with pytest.raises(ConfigurationError, match="StepLR schedules an optimizer that was not given"):
         scheduled(2, lambda _: StepLR(other, 1))
-
-
-def test_a_scheduler_must_be_one() -> None:
-    """A function or a name is none."""
-    with pytest.raises(ConfigurationError, match=r"LRScheduler or a sequence; found str"):
-        scheduled(2, lambda _: "cosine")

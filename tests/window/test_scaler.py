@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import StepLR
 
 from bigbatch import Accumulator
-from bigbatch.errors import ConfigurationError, LossError
+from bigbatch.errors import LossError
 from tests.support.reference import accumulated, assert_equal, big_batches, distance, sgd, state, trained, weights
 from tests.support.samples import Batch, Loss
 from tests.support.training import MASKED, PLAIN, Training, micro_batches
@@ -41,17 +41,6 @@ def test_a_scaled_window_is_the_big_batch(case: Loss, clip_norm: float | None) -
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
     true = big_batches(case, BATCHES, 3)
     assert [float(update.loss) for update in updates[:1]] == pytest.approx(true.losses[:1], rel=1e-12)
-
-
-def test_a_bare_scale_would_show() -> None:
-    """The backward really is scaled: in mid-window the gradient is about the scale times larger."""
-    plain, scaled = Training(steps=2), Training(steps=2, scaler=scaler())
-    plain.backward(BATCHES[0])
-    scaled.backward(BATCHES[0])
-    for p, q in zip(trained(plain.model), trained(scaled.model), strict=True):
-        assert p.grad is not None
-        assert q.grad is not None
-        assert distance([q.grad / SCALE], [p.grad]) <= 1e-12
 
 
 def test_the_scaler_is_called_once_per_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,12 +159,6 @@ def test_a_loss_that_was_scaled_by_hand_is_refused(how: str) -> None:
     with pytest.raises(LossError, match=r"already been through scaler.scale\(\).*\n.*accumulator.backward\(loss\)"):
         training.accumulator.backward(loss)
     training.assert_untouched()
-
-
-def test_a_scaler_must_be_one() -> None:
-    """`scaler=True` is none."""
-    with pytest.raises(ConfigurationError, match=r"scaler must be a torch.amp.GradScaler; found bool"):
-        Training(steps=3, scaler=True)
 
 
 # Autocast.

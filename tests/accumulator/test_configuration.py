@@ -12,8 +12,8 @@ from torch.optim import SGD
 from bigbatch import Accumulator
 from bigbatch.errors import BatchNormError, BigBatchError, ConfigurationError
 from tests.support.reference import distance, sgd, trained, weights
-from tests.support.samples import Loss, join, mlp, rows, seeded
-from tests.support.training import MASKED, Training
+from tests.support.samples import join, mlp, rows, seeded
+from tests.support.training import Training
 
 BATCHES = [rows(size, seed) for seed, size in enumerate((3, 2, 4))]
 
@@ -179,14 +179,3 @@ def test_micro_batch_norm_is_what_was_accepted() -> None:
     sgd(trained(big)).step()
     assert distance(weights(model), weights(twin)) <= 1e-12
     assert distance(weights(model), weights(big)) > 1e-2
-
-
-@pytest.mark.parametrize(
-    "norm", [nn.LayerNorm, lambda n: nn.GroupNorm(1, n), nn.RMSNorm], ids=["layer", "group", "rms"]
-)
-def test_other_norms_keep_samples_apart(norm: Any) -> None:
-    """They need no word."""
-    case = Loss("normed", seeded(lambda: Residual(norm(5))), rows, MASKED.loss, count=MASKED.count)
-    training = Training(steps=2, case=case)
-    training.train(BATCHES)
-    training.assert_big_batches(BATCHES[:2], BATCHES[2:])

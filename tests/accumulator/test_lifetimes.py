@@ -172,15 +172,3 @@ def test_an_accumulator_is_held_by_nothing_global() -> None:
     gc.collect()
     assert accumulator() is None
     assert optimizer.param_groups
-
-
-def test_an_update_keeps_numbers_alone() -> None:
-    """A list of updates, kept over a training, holds no graph and no gradient."""
-    training = Training(steps=2, clip_norm=1.0)
-    updates = training.train(micro_batches())
-    for update in updates:
-        for value in (update.loss, update.grad_norm, update.count):
-            if isinstance(value, Tensor):
-                assert value.numel() == 1
-                assert value.untyped_storage().nbytes() <= 16
-                assert value.grad_fn is None

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator
-from bigbatch.errors import LossError, UnreadableLoss, WindowBroken, WindowDisturbed, WindowError
+from bigbatch.errors import UnreadableLoss, WindowBroken, WindowDisturbed
 from tests.support.reference import sgd, trained
 from tests.support.samples import Batch
 from tests.support.training import MASKED, PLAIN, Training, micro_batches
@@ -192,27 +192,6 @@ def test_a_backward_that_fails_breaks_the_window(place: int) -> None:
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-def test_flush_of_a_window_whose_first_backward_failed() -> None:
-    """Silence would pass for an update."""
-    training = Training(steps=3, case=PLAIN)
-    with pytest.raises(MemoryError):
-        training.accumulator.backward(exploding(training.model, BATCHES[0]))
-    with pytest.raises(WindowBroken):
-        training.accumulator.flush()
-
-
-def test_a_failure_in_the_loop_shows_itself() -> None:
-    """`over` does not hide the exception behind one of its own."""
-    training = Training(steps=3, case=PLAIN)
-
-    def loop() -> None:
-        for batch in training.accumulator.over(BATCHES):
-            training.accumulator.backward(exploding(training.model, batch))
-
-    with pytest.raises(MemoryError):
-        loop()
-
-
 def test_a_graph_that_was_freed_is_an_error() -> None:
     """The same loss twice: torch's own words, or that it cannot be read, but no gradient counted twice."""
     training = Training(steps=3)
@@ -223,9 +202,3 @@ def test_a_graph_that_was_freed_is_an_error() -> None:
     training.accumulator.discard()
     training.train(BATCHES[:3])
     training.assert_big_batches(BATCHES[:3])
-
-
-def test_every_window_error_is_a_runtime_error() -> None:
-    """Code that knows nothing of bigbatch may catch them."""
-    assert issubclass(WindowError, RuntimeError)
-    assert issubclass(LossError, ValueError)

@@ -197,12 +197,3 @@ def test_the_generators_loss_leaves_an_open_window_of_the_discriminator_alone() 
     after = [p.grad for p in discriminator.parameters() if p.grad is not None]
     assert len(before) == len(after) == 4
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def test_inputs_that_take_gradients_get_none() -> None:
-    """A batch that requires gradients, as for a saliency map, is left alone too."""
-    model = mlp()()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2)
-    x = BATCHES[0]["x"].clone().requires_grad_()
-    accumulator.backward(F.cross_entropy(model(x), BATCHES[0]["label"]))
-    assert x.grad is None

@@ -61,17 +61,6 @@ def test_the_window_is_left_out(optimizer: str, scheduled: bool, window: int, va
     assert scheduler is None or scheduler.last_epoch == 2
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_it_changes_nothing_where_all_is_finite(optimizer: str) -> None:
-    """With clipping, too."""
-    training = Training(steps=3, case=PLAIN, optimizer=OPTIMIZERS[optimizer], skip_nonfinite=True, clip_norm=0.1)
-    batches = micro_batches(case=PLAIN)
-    updates = training.train(batches)
-    training.assert_big_batches(batches[:3], batches[3:6], batches[6:])
-    assert not any(update.skipped for update in updates)
-    assert all(update.grad_norm is not None for update in updates)
-
-
 def test_the_norm_is_reported_where_it_is_asked_for_alone() -> None:
     """`skip_nonfinite` looks at the norm, `clip_norm` reports it, also of a window that is skipped."""
     batches = broken(1, float("inf"))[:3]

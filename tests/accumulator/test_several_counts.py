@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bigbatch import Accumulator, BigStep, counted
+from bigbatch import Accumulator, counted
 from bigbatch.errors import ConfigurationError, LossError, SeveralCounts, WindowError
 from tests.support.losses import SEVERAL, kept, masked_and_mean, squares
 from tests.support.reference import accumulated, assert_equal, big_batches, sgd, trained
@@ -94,16 +94,6 @@ def test_several_counts_whose_values_are_unknown() -> None:
     with pytest.warns(UserWarning, match=r"(?s)plain average.*counted\(ce, tokens\)"):
         assert float(update.loss) == pytest.approx(plain, rel=1e-12)
     assert "loss=about" in repr(update)
-
-
-@pytest.mark.xfail(strict=True, reason="no graph keeps the values of terms; a pass of counting could take them down")
-def test_a_big_step_knows_the_loss_of_several_counts() -> None:
-    """It has run every forward."""
-    model, twin = TWO_COUNTS.model(), TWO_COUNTS.model()
-    batch = TWO_COUNTS.batch(11, 0)
-    update = BigStep(model, sgd(trained(model)), TWO_COUNTS.loss, micro_batch_size=4)(batch)
-    assert update.loss_is_exact
-    assert float(update.loss) == pytest.approx(TWO_COUNTS.loss(twin, batch).item(), rel=1e-12)
 
 
 def test_counts_in_constant_ratio_need_no_totals() -> None:

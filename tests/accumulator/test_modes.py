@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from bigbatch import Accumulator, BigStep, Options
+from bigbatch import Accumulator, BigStep
 from bigbatch.errors import LossError
 from bigbatch.loss.origin import Surroundings
 from bigbatch.loss.readings import Reader
@@ -168,11 +168,3 @@ def test_a_loss_divided_by_steps_is_noticed_under_a_mode() -> None:
     with flops(), pytest.warns(UserWarning, match="looks divided by steps"):
         accumulator.backward(F.cross_entropy(model(BATCHES[0]["x"]), BATCHES[0]["label"]) / 3)
     accumulator.discard()
-
-
-def test_probes_under_a_mode() -> None:
-    """A size is found, and the update made."""
-    model = plain()
-    step = BigStep(model, sgd(trained(model)), loss_of, memory="8GiB", options=Options(check=False))
-    with flops():
-        assert step(join(BATCHES)).micro_batches >= 1

@@ -53,14 +53,6 @@ def test_any_iterable_is_a_loader(loader: Callable[[], Iterable[Batch]]) -> None
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 8, 100])
-def test_any_number_of_steps(steps: int) -> None:
-    """From one micro-batch per update to more than an epoch has."""
-    training = Training(steps)
-    training.train(BATCHES)
-    training.assert_big_batches(*(BATCHES[start : start + steps] for start in range(0, len(BATCHES), steps)))
-
-
 def test_an_endless_stream_is_left_by_break() -> None:
     """It is never read to its end, and the open window is flushed."""
     training = Training(steps=3)
@@ -106,16 +98,6 @@ def test_len_of_a_loader_without_one_is_a_type_error(loader: str) -> None:
     """As `len` of the loader itself."""
     with pytest.raises(TypeError, match="len"):
         len(Training(steps=3).accumulator.over(LOADERS[loader]()))
-
-
-def test_a_wrapped_loader_serves_several_epochs() -> None:
-    """`over` may be called once, before the epochs."""
-    training = Training(steps=4)
-    epoch = training.accumulator.over(BATCHES)
-    for _ in range(2):
-        for batch in epoch:
-            training.backward(batch)
-    training.assert_big_batches(BATCHES[:4], BATCHES[4:], BATCHES[:4], BATCHES[4:])
 
 
 def test_a_loop_without_over() -> None:

@@ -122,14 +122,6 @@ def test_a_stateful_loader_resumes_bitwise(kind: str, stop: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(second.weights, whole.weights, strict=True))
 
 
-SIZED: dict[str, Callable[[list[int]], Iterable[Any]]] = {
-    "list": lambda numbers: numbers,
-    "range": lambda numbers: range(len(numbers)),
-    "keys": lambda numbers: dict.fromkeys(numbers).keys(),
-    "data-loader": lambda numbers: DataLoader(numbers, batch_size=None),  # type: ignore[arg-type]
-}
-
-
 class Watched:
     """A sequence that notes what was read of it."""
 
@@ -457,13 +449,6 @@ def test_more_batches_than_the_length_are_refused_when_they_arrive() -> None:
     assert training.accumulator.flush() is None
 
 
-@pytest.mark.parametrize("loader", [(batch for batch in BATCHES), BATCHES, DataLoader(Stream(BATCHES))])
-def test_a_wrapped_loader_is_true(loader: Any) -> None:
-    """`if loader:` asks nothing that it does not know."""
-    assert Training(steps=2).accumulator.over(loader)
-    assert not Training(steps=2).accumulator.over([])
-
-
 # Loops that outlive themselves.
 
 
@@ -513,12 +498,3 @@ def test_a_batch_that_was_not_given_out_is_not_lost(counts: Callable[[Any], Any]
         deque(by_hand(training, batch) for batch in training.accumulator.over(source))
     rest = list(training.accumulator.over(source))
     assert [batch is one for batch, one in zip(rest, BATCHES[1:], strict=True)] == [True] * 6
-
-
-def test_a_step_of_the_users_own_beside_our_backward_is_theirs() -> None:
-    """Between windows the optimizer is free, inside of `over`, too."""
-    training = Training(steps=1, case=PLAIN)
-    for batch in training.accumulator.over(BATCHES):
-        training.backward(batch)
-        training.optimizer.step()  # no gradients: nothing to do
-    training.assert_big_batches(*([batch] for batch in BATCHES))

@@ -12,7 +12,7 @@ from bigbatch.errors import UnreadableLoss
 from tests.support.training import Training, micro_batches
 
 BATCHES = micro_batches()  # of 3, 1, 4, 2, 5, 1 and 2 samples
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXT = r"left open with 1 of 3 micro-batches.*accumulator.flush\(\).*accumulator.discard\(\)"
 pytestmark = pytest.mark.filterwarnings("default:a window was left open:UserWarning")
 

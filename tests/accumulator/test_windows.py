@@ -83,29 +83,6 @@ LEFT_OPEN = (
 
 
 @pytest.mark.parametrize("leave", LEAVING)
-def test_a_window_left_open_can_be_flushed(leave: Callable[[Training, int], None]) -> None:
-    """It becomes an update of the micro-batches it had."""
-    training = Training(steps=3)
-    leave(training, 5)
-    update = training.accumulator.flush()
-    assert update is not None
-    assert update.micro_batches == 2
-    training.train(BATCHES[:2])
-    training.assert_big_batches(BATCHES[:3], BATCHES[3:5], BATCHES[:2])
-
-
-@pytest.mark.parametrize("leave", LEAVING)
-def test_a_window_left_open_can_be_discarded(leave: Callable[[Training, int], None]) -> None:
-    """It is as if it had never been."""
-    training = Training(steps=3)
-    leave(training, 5)
-    training.accumulator.discard()
-    training.accumulator.discard()
-    training.train(BATCHES[:2])
-    training.assert_big_batches(BATCHES[:3], BATCHES[:2])
-
-
-@pytest.mark.parametrize("leave", LEAVING)
 def test_a_window_left_open_is_an_error_at_the_next_over(leave: Callable[[Training, int], None]) -> None:
     """The error says how much is in it and what to call; nothing is lost by it."""
     training = Training(steps=3)
@@ -117,23 +94,6 @@ def test_a_window_left_open_is_an_error_at_the_next_over(leave: Callable[[Traini
         next(iter(epoch))  # wrapped before
     training.accumulator.flush()
     training.assert_big_batches(BATCHES[:3], BATCHES[3:5])
-
-
-@pytest.mark.parametrize("leave", LEAVING)
-def test_leaving_between_windows_leaves_nothing_open(leave: Callable[[Training, int], None]) -> None:
-    """The next epoch starts at once."""
-    training = Training(steps=3)
-    leave(training, 3)
-    training.train(BATCHES)
-    training.assert_big_batches(BATCHES[:3], BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-
-
-def test_a_loop_left_open_can_be_filled_by_hand() -> None:
-    """Nothing but `over` minds an open window: `backward` goes on with it, and a last batch is not remembered."""
-    training = Training(steps=3)
-    leave_by_break(training, 5)
-    assert training.backward(BATCHES[5]) is not None
-    training.assert_big_batches(BATCHES[:3], BATCHES[3:6])
 
 
 def test_breaking_at_the_last_batch_before_its_backward() -> None:
@@ -149,27 +109,6 @@ def test_breaking_at_the_last_batch_before_its_backward() -> None:
 
 
 # Batches that are passed over.
-
-
-@pytest.mark.parametrize("skipped", [(0,), (1, 4), (2,), (6,), (5, 6), (0, 1, 2, 3, 4, 5)])
-def test_a_batch_may_be_skipped(skipped: tuple[int, ...]) -> None:
-    """`continue` leaves a batch out of its window, also the last one: what came before it is not lost."""
-    training = Training(steps=3)
-    for place, batch in enumerate(training.accumulator.over(BATCHES)):
-        if place in skipped:
-            continue
-        training.backward(batch)
-    kept = [batch for place, batch in enumerate(BATCHES) if place not in skipped]
-    training.assert_big_batches(*(kept[start : start + 3] for start in range(0, len(kept), 3)))
-    assert training.accumulator.flush() is None
-
-
-def test_an_epoch_may_be_skipped() -> None:
-    """No micro-batch, no update."""
-    training = Training(steps=3)
-    for _ in training.accumulator.over(BATCHES):
-        pass
-    training.assert_untouched()
 
 
 def test_two_losses_per_batch_are_refused() -> None:

@@ -93,20 +93,6 @@ def test_a_thousand_fp16_micro_batches_do_not_underflow(ragged: bool) -> None:
     assert distance(seen.gradients, true) <= 1e-4
 
 
-def test_weights_in_bf16_would_show() -> None:
-    """The comparison above can fail: the same sum by bf16 weights is a thousand times farther off."""
-    batches = [rows(size, seed) for seed, size in enumerate((1001, 7, 3))]
-    model = mlp()().bfloat16()
-    counts = [kept(batch) for batch in batches]
-    true = weighed(micro_gradients(model, low_loss, batches), counts)
-    rounded = [float(torch.tensor(n / sum(counts), dtype=torch.bfloat16)) for n in counts]
-    gradients = micro_gradients(model, low_loss, batches)
-    naive = [
-        sum((g * w for g, w in zip(e, rounded, strict=True)), torch.zeros(())) for e in zip(*gradients, strict=True)
-    ]
-    assert distance(naive, true) > 1e-4
-
-
 @pytest.mark.parametrize("sizes", [(1001, 7), (7, 1001), (3, 200, 1, 1)], ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_low_precision_loss_costs_its_weights_nothing(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
@@ -131,20 +117,6 @@ def test_losses_of_both_precisions_in_one_window(low: tuple[int, ...]) -> None:
         loss = case.loss(model, batch)
         accumulator.backward(loss.bfloat16() if place in low else loss)
     assert distance(weights(model), big_batches(case, batches, 3).weights) <= 1e-12
-
-
-def test_a_bf16_model_is_the_big_batch_within_its_own_rounding() -> None:
-    """Against float64: what remains is the rounding of activations."""
-    case = Loss("low", mlp(), rows, low_loss)
-    batches = case.micro_batches((1001, 7))
-    model = case.model().bfloat16()
-    start = case.model().bfloat16().double()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    seen = Seen(model, accumulator)
-    for batch in accumulator.over(batches):
-        accumulator.backward(low_loss(model, batch))
-    true = torch.autograd.grad(low_loss(start, case.join(batches)), trained(start))
-    assert distance(seen.gradients, true) <= 1e-2
 
 
 def same_sign(dtype: torch.dtype | None) -> float:
@@ -176,23 +148,6 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, foreach=True),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, fused=True),
 }
-
-
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stock_optimizers_step_with_the_gradient_rounded_once(name: str, dtype: torch.dtype) -> None:
-    """Bit for bit what the optimizer does with the float32 gradient cast to the parameter's type."""
-    model, twin = mlp()().to(dtype), mlp()().to(dtype)
-    ours, theirs = OPTIMIZERS[name](trained(model)), OPTIMIZERS[name](trained(twin))
-    accumulator = Accumulator(model, ours, steps=2)
-    seen = Seen(model, accumulator)
-    for batch in accumulator.over([rows(size, seed) for seed, size in enumerate((3, 1, 4, 2))]):
-        if accumulator.backward(low_loss(model, batch)) is None:
-            continue
-        for p, gradient in zip(trained(twin), seen.gradients, strict=True):
-            p.grad = gradient.to(dtype)
-        theirs.step()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -363,25 +363,3 @@ def test_a_copy_is_refused(entrance: str, how: Callable[[Any], Any]) -> None:
     )
     with pytest.raises(StateError, match=r"(?s)cannot be copied or pickled.*state_dict\(\)"):
         how((model, optimizer, found) if how is not copy.copy else found)
-
-
-@pytest.mark.xfail(
-    strict=True, reason="recomputed windows are run again for any error; the one recompute replaces them"
-)
-def test_a_users_error_in_a_recomputed_window_is_raised_at_once() -> None:
-    """`loss_fn` is not run again for an error of its own."""
-    model, once = mlp()(), Once(ValueError("user error"))
-    calls: list[int] = []
-
-    def loss_fn(model: Any, batch: Batch) -> Tensor:
-        found = coupled(model, batch)
-        calls.append(len(found))
-        if len(calls) > 3:  # past the first check
-            once()
-        return found
-
-    step = BigStep(
-        model, sgd(trained(model)), loss_fn, micro_batch_size=4, options=Options(activations="recompute", check=False)
-    )
-    with pytest.raises(ValueError, match="user error"):
-        step(rows(10, 0))
