@@ -22,7 +22,7 @@ from bigbatch.errors import OutOfMemory
 from bigbatch.lockstep import offload_store, run
 from bigbatch.lockstep.offload_evict import Holdings
 from bigbatch.lockstep.offload_fetch import Held, Homecoming, Out
-from bigbatch.lockstep.pinned_slabs import HostMemory
+from bigbatch.lockstep.offload_store import HostMemory
 from bigbatch.lockstep.round import Round
 from tests.support.coupled import assert_big_batch
 from tests.support.late_streams import Event, Here, offload_late

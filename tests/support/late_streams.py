@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from bigbatch.lockstep import offload_fetch, offload_store, pinned_slabs
+from bigbatch.lockstep import offload_fetch, offload_store
 from bigbatch.lockstep.activations import Activations
 from bigbatch.lockstep.offload_fetch import Held, Homecoming
 
@@ -141,11 +141,11 @@ def _spoil(storage: torch.UntypedStorage) -> None:
 def offload_late(patch: pytest.MonkeyPatch) -> Counter[str]:
     """Offload on the host, in small pieces, as late as can be; counts who went, who came, and who was there before."""
     late = LateTorch()
-    for module in (offload_store, offload_fetch, pinned_slabs):
+    for module in (offload_store, offload_fetch):
         patch.setattr(module, "torch", late)
     patch.setattr(offload_store, "_WORTH_MOVING", 64)
     patch.setattr(offload_store, "_IN_FLIGHT", 2)
-    patch.setattr(pinned_slabs, "_SLAB", 1 << 14)
+    patch.setattr(offload_store, "_SLAB", 1 << 14)
     patch.setattr(Activations, "mode", lambda _, number, **__: "keep" if number == 1 else "offload")
     counted: Counter[str] = Counter()
     empty, come_home, room = Homecoming.empty, Homecoming.come_home, Homecoming._room_for

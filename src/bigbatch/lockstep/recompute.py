@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bigbatch.batch.tree import PLAIN, apart, leaves, mapped
 from bigbatch.lockstep.model_state import CannotRecompute, ModelState, version_of
-from bigbatch.lockstep.thread_state import Autocast, under
+from bigbatch.lockstep.thread_state import autocasts, under
 from bigbatch.lockstep.threads import Worker, current
 from bigbatch.loss.count import LOW_PRECISION
 from bigbatch.state.rng import Draws
@@ -120,7 +120,7 @@ class _Call:
         self.inputs = _tensors(given)
         self._versions = [*map(version_of, self.inputs.values())]
         self._found = state.found()
-        self.draws, self._autocasts = Draws(worker.round.streams), Autocast.here()
+        self.draws, self._autocasts = Draws(worker.round.streams), autocasts()
         self.wanted: Sequence[str] = ()  # where its results that have a gradient are
         self.values: Sequence[Tensor] = ()  # what they were, where that is to be compared
 
@@ -138,7 +138,7 @@ class _Call:
             found = dict(leaves(self.run(given)))
         results: list[Tensor] = [found.get(place, torch.empty(0)) for place in self.wanted]
         if self.values:
-            low = any(each.enabled for each in self._autocasts)
+            low = any(enabled for _, _, enabled, _ in self._autocasts)
             low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
             if not all(_is_same(*pair, low=low) for pair in zip(self.values, results, strict=True)):
                 raise CannotRecompute(

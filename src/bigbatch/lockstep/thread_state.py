@@ -8,7 +8,7 @@ that sleeps: launching a ResNet's kernels from sixteen threads took half as long
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context, copy_context
 from copy import copy
@@ -28,31 +28,22 @@ _PROCESSOR = 36  # its place behind the name in brackets, which may hold spaces
 _Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
-@dataclass(frozen=True)
-class Autocast:
-    """The autocast of one kind of device."""
+Autocasts = tuple[tuple[str, torch.dtype, bool, bool], ...]  # of each kind: whether enabled, whether it caches weights
 
-    kind: str
-    enabled: bool
-    dtype: torch.dtype
-    caching: bool  # whether it keeps its copies of weights
 
-    @classmethod
-    def here(cls) -> tuple["Autocast", ...]:
-        """Return those of this thread."""
-        caching = torch.is_autocast_cache_enabled()
-        return tuple(cls(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k), caching) for k in _KINDS)
+def autocasts() -> Autocasts:
+    """Return those of this thread."""
+    caching = torch.is_autocast_cache_enabled()
+    return tuple((k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k), caching) for k in _KINDS)
 
 
 @contextmanager
-def under(autocasts: Iterable[Autocast]) -> Iterator[None]:
+def under(states: Autocasts) -> Iterator[None]:
     """Put these into force."""
     with ExitStack() as stack:
-        for each in autocasts:
-            if each.enabled or torch.is_autocast_enabled(each.kind):
-                stack.enter_context(
-                    torch.autocast(each.kind, each.dtype, enabled=each.enabled, cache_enabled=each.caching)
-                )
+        for kind, dtype, enabled, caching in states:
+            if enabled or torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, dtype, enabled=enabled, cache_enabled=caching))
         yield
 
 
@@ -62,7 +53,7 @@ class Carried:
 
     grad: bool
     inference: bool
-    autocasts: tuple[Autocast, ...]
+    autocasts: Autocasts
     hooks: tuple[_Hooks, ...]  # for saved tensors, outermost first
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
@@ -75,7 +66,7 @@ class Carried:
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocasts=Autocast.here(),
+            autocasts=autocasts(),
             hooks=_saved_tensor_hooks(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
