@@ -26,7 +26,7 @@ _OTHER_LIBRARIES = {"paddle", "tensorflow", "jax", "mindspore", "mxnet", "tinygr
 _NO_BOUNDARY = re.compile(r"last|len|num_b|total|max|end|epoch")
 _HARMLESS = {*"isinstance hasattr getattr is_available is_initialized len get_rank get_world_size bool".split()}
 _IGNORED = 100  # negative: what torch leaves out of a cross-entropy by default
-_UPDATES = {"step", "zero_grad"}
+UPDATES = {"step", "zero_grad"}
 
 
 class Module:
@@ -180,11 +180,11 @@ class Module:
         for node in self.nodes:
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 bound.setdefault(dotted(node.targets[0]), node.value)
-        updates = [call for call in self.calls if called_name(call) in _UPDATES]
+        updates = [call for call in self.calls if called_name(call) in UPDATES]
         homes = [next((each for each in self._around(call) if isinstance(each, FUNCTIONS)), None) for call in updates]
-        stepping = _UPDATES | {home.name for home in homes if home is not None}
+        stepping = UPDATES | {home.name for home in homes if home is not None}
         for node in self.nodes:
-            if isinstance(node, ast.If) and _decides_on_update(node, stepping):
+            if isinstance(node, ast.If) and decides_on_update(node, stepping):
                 named = [bound[dotted(each)] for each in walk(node.test) if dotted(each) and dotted(each) in bound]
                 for test in [node.test, *named]:
                     yield from _boundaries_in(test)
@@ -201,7 +201,8 @@ def _is_torchs(call: ast.Call) -> bool:
     return is_common and isinstance(call.func, ast.Attribute) and role_of(dotted(call.func.value)) is not None
 
 
-def _decides_on_update(node: ast.If, names: set[str]) -> bool:
+def decides_on_update(node: ast.If, names: set[str]) -> bool:
+    """Tell whether a condition calls one of these functions, or skips them by a remainder."""
     body = [each for statement in node.body for each in walk(statement)]
     if any(isinstance(each, ast.Call) and called_name(each) in names for each in body):
         return True

@@ -34,41 +34,28 @@ NORMED_NETWORKS = re.compile(
     r"^googlenet$|^inception_v3$|^vgg\d+_bn$|^regnet\w*$"
 )
 _LOSSES = re.compile(r"(^|_)loss(es)?(_?\w{1,3})?$|^loss_|^losses$", re.IGNORECASE)
-_ROLES: tuple[tuple[Role, re.Pattern[str]], ...] = (
-    ("scaler", re.compile(r"(grad|amp|loss)?_?scaler$", re.IGNORECASE)),
-    ("scheduler", re.compile(r"sched|^warm_?up(er)?$|lr_(decay|warmup)$", re.IGNORECASE)),
-    ("optimizer", re.compile(r"optimi[sz]er|(^|_)opt(im)?s?($|_|[A-Z0-9])", re.IGNORECASE)),
-    ("accelerator", re.compile(r"^accelerator$", re.IGNORECASE)),
-    ("fabric", re.compile(r"^fabric$", re.IGNORECASE)),
-    ("engine", re.compile(r"engine|^accumulator$|deepspeed", re.IGNORECASE)),
-    ("criterion", re.compile(r"^criterion|(^|_)loss_?(fn|func|fun|function|fct|module|criterion)$", re.IGNORECASE)),
-    ("model", re.compile(r"(^|_)(model|net|network|ddp|backbone|encoder|generator|discriminator)($|_)|^net[A-Z]")),
-    ("mask", _MASKS),
-)
+_ROLES: dict[Role, str] = {
+    "scaler": r"(?i)(grad|amp|loss)?_?scaler$",
+    "scheduler": r"(?i)sched|^warm_?up(er)?$|lr_(decay|warmup)$",
+    "optimizer": r"(?i)optimi[sz]er|(^|_)opt(im)?s?($|_|[A-Z0-9])",
+    "accelerator": r"(?i)^accelerator$",
+    "fabric": r"(?i)^fabric$",
+    "engine": r"(?i)engine|^accumulator$|deepspeed",
+    "criterion": r"(?i)^criterion|(^|_)loss_?(fn|func|fun|function|fct|module|criterion)$",
+    "model": r"(^|_)(model|net|network|ddp|backbone|encoder|generator|discriminator)($|_)|^net[A-Z]",
+    "mask": f"(?i){_MASKS.pattern}",
+}
 # What a function makes, by its name.
-_MAKERS: tuple[tuple[Role, re.Pattern[str]], ...] = (
-    ("scaler", re.compile(r"^(Sharded)?GradScaler$")),
-    ("fabric", re.compile(r"^Fabric$")),
-    ("engine", re.compile(r"^(Accumulator|BigStep)$")),
-    (
-        "optimizer",
-        re.compile(
-            r"^\w*(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|Rprop|LBFGS|ASGD|Lion\w*|LAMB|Lamb|LARS|Muon|Adafactor|"
-            r"Sophia\w*|Optimizer)$|^(create|build|make|get|configure)_optimi[sz]ers?$"
-        ),
-    ),
-    (
-        "scheduler",
-        re.compile(r"^\w*(LR|Scheduler|Schedule|WarmRestarts)$|^get_\w*schedule\w*$|^(create|build|make)_\w*sched\w*$"),
-    ),
-    (
-        "model",
-        re.compile(
-            r"^(DataParallel|FullyShardedDataParallel|FSDP|fully_shard|create_model|from_pretrained|Sequential|Linear|"
-            r"DistributedDataParallel|DDP)$"
-        ),
-    ),
-)
+_MAKERS: dict[Role, str] = {
+    "scaler": r"^(Sharded)?GradScaler$",
+    "fabric": r"^Fabric$",
+    "engine": r"^(Accumulator|BigStep)$",
+    "optimizer": r"^\w*(Adam\w*|SGD\w*|RMSprop|Adagrad|Adadelta|Rprop|LBFGS|ASGD|Lion\w*|LAMB|Lamb|LARS|Muon|Adafactor|"
+    r"Sophia\w*|Optimizer)$|^(create|build|make|get|configure)_optimi[sz]ers?$",
+    "scheduler": r"^\w*(LR|Scheduler|Schedule|WarmRestarts)$|^get_\w*schedule\w*$|^(create|build|make)_\w*sched\w*$",
+    "model": r"^(DataParallel|FullyShardedDataParallel|FSDP|fully_shard|create_model|from_pretrained|Sequential|Linear|"
+    r"DistributedDataParallel|DDP)$",
+}
 
 
 @cache
@@ -127,13 +114,13 @@ def last_part(text: str) -> str:
 def role_of(text: str) -> Role | None:
     """Return what a thing is for by its name."""
     name = last_part(text)
-    return next((role for role, pattern in _ROLES if pattern.search(name)), None)
+    return next((role for role, pattern in _ROLES.items() if re.search(pattern, name)), None)
 
 
 @lru_cache(maxsize=8192)
 def role_made_by(name: str) -> Role | None:
     """Return what a function makes by its name."""
-    return next((role for role, pattern in _MAKERS if pattern.search(name)), None)
+    return next((role for role, pattern in _MAKERS.items() if re.search(pattern, name)), None)
 
 
 @lru_cache(maxsize=8192)

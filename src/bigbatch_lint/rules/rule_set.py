@@ -10,7 +10,7 @@ from typing import Literal
 from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import BATCH_NORMS, NORMED_NETWORKS, announces_steps, called_name, dotted, walk
 from bigbatch_lint.rules.windows import Shape, TrainingLoop, Window, rounds_in, weight_of
-from bigbatch_lint.running.values import NUMBERS, Division, Event, Kind
+from bigbatch_lint.running.values import NUMBERS, Event, Kind
 
 _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}
 _TORCH_CLIPS = {"", "utils", "nn", "torch", "clip_grad"}
@@ -185,22 +185,18 @@ def _loss_not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
 def _loss_scaled_twice(loop: TrainingLoop) -> Iterator[Hit]:
     event = loop.backwards[0]
     written = [each for each in event.loss.divisions if loop.is_of_steps(each)]
-    framework = next((each for each in written if _divides_too(loop, event, each)), None)
+    # Whether the framework divides, too, is known; or the name of the number says so.
+    accumulates = event.via == "accelerator" and loop.has_framework and event.divides is not False
+    framework = [each for each in written if event.divides or (accumulates and announces_steps(each.text))]
     rescaled = loop.everywhere("rescale")
-    if framework is not None:
+    if framework:
         name = _NAMES.get(event.via, "the framework")
-        yield framework.node, f"{name} divides by the number of steps as well: divided twice"
+        yield framework[0].node, f"{name} divides by the number of steps as well: divided twice"
     elif written and loop.shape == "accumulating":
         if len(written) > 1:
             yield written[1].node, f"the loss is divided by {loop.steps_text} a second time"
         elif rescaled and isinstance(factor := rescaled[0].factor, NUMBERS) and factor == written[0].value:
             yield rescaled[0].node, f"loss and gradients are both divided by {loop.steps_text}"
-
-
-def _divides_too(loop: TrainingLoop, event: Event, division: Division) -> bool:
-    """Tell whether the framework divides by the number of steps that the script divides by."""
-    accumulates = event.via == "accelerator" and loop.has_framework and event.divides is not False
-    return bool(event.divides) or (accumulates and announces_steps(division.text))
 
 
 @_rule("BB203", "warning", "sum the losses, and divide by the number of targets in the whole window")
@@ -218,44 +214,35 @@ def _masked_mean_divided_by_constant(loop: TrainingLoop) -> Iterator[Hit]:
 
 
 # BB3: what belongs between the last backward and the step.
-def _too_early(loop: TrainingLoop, kind: Kind) -> list[Event]:
-    """Return what happens in the loop before the last backward of a window."""
+def _misplaced(loop: TrainingLoop, kind: Kind, early: str, late: Callable[[Event], str]) -> Iterator[Hit]:
+    """Yield what happens in the loop before a window's last backward; and between a step and the next backward."""
     order = {event: place for place, event in enumerate(loop.events)}
     ends = [(window, order[window.backwards[-1]]) for window in loop.windows if window.size > 1]
-    early = [event for window, last in ends for event in window.noted(kind) if order[event] < last]
-    return [event for event in early if event in loop.within]
-
-
-def _after_step(loop: TrainingLoop, kind: Kind, known: list[Event]) -> Iterator[Event]:
-    """Yield what happens between a step and the next backward, other than what is known."""
-    has_stepped, nodes = False, {event.node for event in known}
+    found = [event for window, last in ends for event in window.noted(kind) if order[event] < last]
+    nodes = {event.node for event in found if event in loop.within}
+    yield from ((node, early) for node in nodes)
+    has_stepped = False
     for event in loop.events:
         if event.kind in {"step", "backward"}:
             has_stepped = event.kind == "step"
         elif event.kind == kind and has_stepped and event.node not in nodes:
-            yield event
+            yield event.node, late(event)
 
 
 @_rule("BB301", "error", "clip once, after the window's last backward and before the step", "plain", "accumulating")
 def _clip_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
-    often = _too_early(loop, "clip")
-    for event in often:
-        yield event.node, "partial sums are clipped with every micro-batch, not the window's gradient once"
     before = {event.node for event in loop.events[: loop.events.index(loop.backwards[0])]}
-    for event in _after_step(loop, "clip", often):
-        why = "before backward has added to it" if event.node in before else "after the step that used it"
-        yield event.node, f"the gradient is clipped {why}"
+    early = "partial sums are clipped with every micro-batch, not the window's gradient once"
+    why = ("after the step that used it", "before backward has added to it")
+    yield from _misplaced(loop, "clip", early, lambda event: f"the gradient is clipped {why[event.node in before]}")
 
 
 @_rule(
     "BB302", "error", "call scaler.unscale_(optimizer) once per window, right before clipping", "plain", "accumulating"
 )
 def _unscale_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
-    often = _too_early(loop, "unscale")
-    for event in often:
-        yield event.node, "gradients are unscaled with every micro-batch: what is added later is still scaled"
-    for event in _after_step(loop, "unscale", often):
-        yield event.node, "gradients are unscaled after the step that used them"
+    early = "gradients are unscaled with every micro-batch: what is added later is still scaled"
+    yield from _misplaced(loop, "unscale", early, lambda _: "gradients are unscaled after the step that used them")
     scaled = any(event.via == "scaler" for event in loop.backwards) and not loop.everywhere("handed")
     unscaled = False
     for event in loop.events if scaled else ():
@@ -267,23 +254,23 @@ def _unscale_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
 
 @_rule("BB303", "error", "call scaler.step and scaler.update once per window")
 def _scaler_per_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
-    for event in _repeated(loop, "update"):
-        yield event.node, "the scaler is updated with every micro-batch: its scale may change in mid-window"
+    yield from _repeated(
+        loop, "update", "the scaler is updated with every micro-batch: its scale may change in mid-window"
+    )
 
 
 @_rule("BB304", "warning", "step the scheduler after each optimizer step")
 def _scheduler_per_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
-    for event in _repeated(loop, "scheduler"):
-        yield event.node, f"the schedule advances {loop.steps_text} times per update"
+    yield from _repeated(loop, "scheduler", f"the schedule advances {loop.steps_text} times per update")
 
 
-def _repeated(loop: TrainingLoop, kind: Kind) -> list[Event]:
+def _repeated(loop: TrainingLoop, kind: Kind, message: str) -> list[Hit]:
     """Return the first of what happens more than once per window."""
     for window in loop.windows:
         found = window.noted(kind)
         rounds = {at.number if at else None for at in (event.round_of(loop.node) for event in found)}
         if window.size > 1 and len(rounds) > 1:
-            return found[:1]
+            return [(found[0].node, message)]
     return []
 
 

@@ -80,23 +80,19 @@ def _run_root(machine: Interpreter, node: FunctionDef, owner: ast.ClassDef | Non
     bound = {dotted(target) for each in walk(node) for target in getattr(each, "targets", ())}
     machine.assigned.append(frozenset(names) | {text for text in bound if text.startswith("self.")})
     total = machine.length if via == "lightning" else None
+    own = set() if via == "lightning" else _COUNTERS
+    counters = [name for name in names if name in own or name.startswith(("batch_i", "batch_n"))]
     for number in range(machine.length):
         machine.rounds.append(Round(node, number, is_micro=True, total=total, kind="range"))
         with suppress(BreakLoop, ContinueLoop):
-            result = machine.call_function(function, (), _numbers(names, number if via == "lightning" else None))
+            # Lightning counts the batches; others' numbers may mean anything.
+            numbers = {name: number if via == "lightning" else Opaque(name, is_setting=False) for name in counters}
+            result = machine.call_function(function, (), numbers)
             if via == "trainer" or (via == "lightning" and owner is not None and not _is_manual(owner)):
                 _step_of_framework(machine, node, via, result)
         machine.rounds.pop()
     machine.assigned.pop()
     machine.emit("end", node, is_exhausted=total is not None)
-
-
-def _numbers(names: list[str], number: int | None) -> dict[str, object]:
-    """Return the arguments that say which batch it is: Lightning counts them, others may mean anything."""
-    own = [name for name in names if name.startswith(("batch_i", "batch_n"))]
-    if number is not None:
-        return dict.fromkeys(own, number)
-    return {name: Opaque(name, is_setting=False) for name in names if name in _COUNTERS or name in own}
 
 
 def _step_of_framework(machine: Interpreter, node: FunctionDef, via: Via, result: object) -> None:

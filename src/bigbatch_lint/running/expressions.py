@@ -54,14 +54,19 @@ class Expressions(Machine):
             ast.Lambda: Function,
             ast.Tuple: lambda node, env: tuple(self.evaluate(each, env) for each in node.elts),
             ast.List: lambda node, env: [self.evaluate(each, env) for each in node.elts],
-            ast.Dict: self._dict,
+            ast.Dict: lambda node, env: {
+                getattr(key, "value", number): self.evaluate(value, env)
+                for number, (key, value) in enumerate(zip(node.keys, node.values, strict=True))
+            },
             ast.Attribute: self._attribute,
             ast.Subscript: self._subscript,
             ast.UnaryOp: self._unary,
             ast.BoolOp: self._and_or,
             ast.Compare: self._compare,
             ast.IfExp: self._if_else,
-            ast.BinOp: self._binary,
+            ast.BinOp: lambda node, env: self.combine(
+                node, node.op, *((self.evaluate(each, env), each) for each in (node.left, node.right))
+            ),
             ast.Call: self._call,
         }
 
@@ -80,13 +85,6 @@ class Expressions(Machine):
     def _walrus(self, node: ast.NamedExpr, env: Environment) -> object:
         value = env[node.target.id] = self.evaluate(node.value, env)
         return value
-
-    def _dict(self, node: ast.Dict, env: Environment) -> object:
-        pairs = enumerate(zip(node.keys, node.values, strict=True))
-        return {
-            key.value if isinstance(key, ast.Constant) else number: self.evaluate(value, env)
-            for number, (key, value) in pairs
-        }
 
     # Attributes and items.
     def _attribute(self, node: ast.Attribute, env: Environment) -> object:
@@ -211,10 +209,6 @@ class Expressions(Machine):
         return micro if own and micro is not None and micro.total else None
 
     # Arithmetic.
-    def _binary(self, node: ast.BinOp, env: Environment) -> object:
-        left, right = self.evaluate(node.left, env), self.evaluate(node.right, env)
-        return self.combine(node, node.op, (left, node.left), (right, node.right))
-
     def combine(
         self, node: ast.AST, op: ast.operator, first: tuple[object, ast.expr], second: tuple[object, ast.expr]
     ) -> object:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from bigbatch_lint.reading.module import LONGEST_WINDOW, Module
+from bigbatch_lint.reading.module import LONGEST_WINDOW, UPDATES, Module, decides_on_update
 from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, targets, walk
 from bigbatch_lint.running.expressions import Expressions
 from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, ReturnValue, WindowsAreWhole, batch
@@ -142,7 +142,7 @@ class Interpreter(Expressions):
         value = self.evaluate(node.test, env)
         answer = self.truth(value, node.test)
         unsure = answer is None or (isinstance(value, Opaque) and value.is_remainder)
-        if self.rounds and unsure and _decides_on_update(node):
+        if self.rounds and unsure and decides_on_update(node, UPDATES):
             self.emit("handed", node)
         if answer and any(isinstance(each, ast.Raise) for each in node.body) and _asks_for_remainder(node.test):
             raise WindowsAreWhole
@@ -338,11 +338,6 @@ class Interpreter(Expressions):
                 value = self.evaluate(default, env) if plain and is_open else value
             env[name] = value
         return env
-
-
-def _decides_on_update(node: ast.If) -> bool:
-    calls = [each for statement in node.body for each in walk(statement) if isinstance(each, ast.Call)]
-    return any(called_name(each) in {"step", "zero_grad"} for each in calls)
 
 
 def _asks_for_remainder(test: ast.expr) -> bool:
