@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bigbatch import Accumulator
-from bigbatch.errors import ConfigurationError, WindowError, WindowOpen
+from bigbatch.errors import ConfigurationError, LossError, WindowError, WindowOpen
 from tests.support.reference import trained, weights
 from tests.support.samples import Batch
 from tests.support.strategies import seeds, splits, steps
@@ -252,3 +253,35 @@ def test_any_loop_is_its_windows(loop: Loop) -> None:
                 break
         rest = rest[left:]
     training.assert_big_batches(*grouped(batches, loop))
+
+
+def test_a_refused_loss_is_not_taken_for_the_one_before() -> None:
+    """A loss that looks as the latest is counted on a short way; one that was refused was none of the window."""
+    torch.manual_seed(0)
+    model, x, labels = torch.nn.Linear(3, 2).double(), torch.randn(5, 3).double(), torch.tensor([0, 1, 1, 0, 1])
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=4)
+
+    def mean() -> torch.Tensor:
+        return F.cross_entropy(model(x), labels)
+
+    def squares() -> torch.Tensor:
+        return F.mse_loss(model(x), x[:, :2])
+
+    for _ in range(6):  # a window, and a half
+        accumulator.backward(mean())
+    for _ in range(3):
+        with pytest.raises(LossError, match="the loss changed within a window"):
+            accumulator.backward(squares())
+    accumulator.backward(mean())
+    assert accumulator.backward(mean()) is not None
+    accumulator.backward(squares())
+    accumulator.discard()
+    for _ in range(3):  # the window before had another loss
+        accumulator.backward(squares())
+        with pytest.raises(LossError, match="the loss changed within a window"):
+            accumulator.backward(mean())
+    expected = squares().item()
+    update = accumulator.flush()
+    assert update is not None
+    assert (update.count, update.micro_batches) == (30, 3)
+    assert update.loss.item() == pytest.approx(expected, rel=1e-12)
