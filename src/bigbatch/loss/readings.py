@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.loss import graph
-from bigbatch.loss.count import Count, Term
+from bigbatch.loss.count import Term
 from bigbatch.loss.divisors import divided_by
 from bigbatch.loss.graph import edges, is_number, operation, saved_tensor
 from bigbatch.loss.origin import Precedents, Surroundings, Trail
@@ -28,7 +28,7 @@ _KINDS, _SHAPES = 32, 512  # how many kinds of graphs are remembered, and of eac
 _BY_TENSOR = frozenset("Index IndexSelect IndexPut MaskedSelect IndexAdd IndexCopy".split())  # read by their indices
 _OF_INPUTS = NLL | PURE_POINTWISE - {"Expand"} | frozenset("Softmax LogSoftmax".split())  # sizes that follow from those
 _OURS = frozenset({"_Counted", "_BatchNorm"})
-_UNSEEN = -1  # the number of an input that was not looked at
+_UNSEEN, _NEW = -1, -2  # in the place of a node's number: it was not looked at; it is the next one
 
 Inspection: TypeAlias = Callable[[Any], object]  # of a node
 Input: TypeAlias = tuple[type, int, int]  # its type, which of its results it is, and the number of its node
@@ -37,7 +37,7 @@ Input: TypeAlias = tuple[type, int, int]  # its type, which of its results it is
 class _Reading(NamedTuple):
     """One reading of a kind of graphs; nodes are numbered as the walk meets them."""
 
-    terms: tuple[tuple[int, int | None, Term], ...]  # the numbers of its node and of that of its count; without either
+    terms: tuple[tuple[int, int | None, bool, Term], ...]  # its node, that of its count, whether it counts targets
     weights: tuple[tuple[int, str], ...]  # nodes, and which of their saved tensors is a frozen weight
     plain: bool  # whether it is one mean, over as many things each time, or over targets
 
@@ -62,7 +62,7 @@ class _Kind:
             for (below, number), (sort, place, index) in zip(inputs, expected):  # noqa: B905 - hot, and just compared
                 if type(below) is not sort or number != place:
                     return None
-                if index == len(nodes):
+                if index == _NEW:
                     nodes.append(below)  # type: ignore[arg-type]  # None is never numbered
                 elif index != _UNSEEN and below is not nodes[index]:
                     return None
@@ -109,7 +109,7 @@ class Reader:
         nodes = kind.walk(loss.grad_fn, loss.output_nr)
         if nodes is None or kind.key(nodes) != key:
             return None
-        _, source, term = reading.terms[0]
+        _, source, _, term = reading.terms[0]
         return term.count if source is None else targets(nodes[source])
 
     def _read(self, loss: Tensor) -> list[Term]:
@@ -139,10 +139,27 @@ class Reader:
             tensor = saved_tensor(nodes[at], which)
             if tensor is None or not self._is_weight(tensor):
                 return None
-        terms = [
-            _renewed(term, nodes[at], None if source is None else nodes[source]) for at, source, term in reading.terms
-        ]
-        return None if None in terms else terms  # type: ignore[return-value]
+        terms: list[Term] = []
+        for at, source, of_targets, like in reading.terms:
+            holder: Any = None if source is None else nodes[source]
+            kind, count, value = like.kind, like.count, None
+            if of_targets:
+                count = targets(holder)
+            elif like.divisor is not None:
+                found = divided_by(holder, like.divisor)
+                if found is None:
+                    return None
+                count = found
+            elif holder is not None:
+                kind, count, value = holder.kind, holder.count, holder.value
+            factors, about, shared = like.factors, like.about, like.shared
+            name, divided, factors, doubtful = like.name, like.divided, like.factors, like.doubtful
+            about, shared, divisor, chosen = like.about, like.shared, like.divisor, like.chosen
+            node = nodes[at]
+            terms.append(
+                Term(node, kind, count, name, value, divided, factors, doubtful, holder, about, shared, divisor, chosen)
+            )
+        return terms
 
     def _remember(self, root: Node, output: int, terms: list[Term], trail: Trail) -> None:
         # Of a mean over nothing, as of an empty mask, nothing was looked at below.
@@ -155,10 +172,12 @@ class Reader:
         for node in nodes:  # parents come before their inputs
             if node not in numbers:
                 return
-            for below, _ in edges(node):
-                if below is not None and below in nodes:
-                    numbers.setdefault(below, len(numbers))
-            inputs = [(type(below), number, numbers.get(below, _UNSEEN)) for below, number in edges(node)]
+            inputs: list[Input] = []
+            for below, number in edges(node):
+                index = numbers.get(below, _NEW if below is not None and below in nodes else _UNSEEN)
+                inputs.append((type(below), number, index))
+                if index == _NEW:
+                    numbers[below] = len(numbers)
             if inputs:
                 steps.append((numbers[node], tuple(inputs)))
         divisions = {term.source for term in terms}
@@ -179,6 +198,7 @@ class Reader:
             (
                 numbers[term.node or root],
                 None if term.source is None else numbers[term.source],
+                term.source is not None and operation(term.source) in NLL,
                 replace(term, node=None, source=None, value=None, count=term.count if term.source is None else 0.0),
             )  # which keeps no graph alive
             for term in terms
@@ -270,22 +290,3 @@ def _factors(node: Node) -> object:
 def _is_by_number(node: Node) -> object:
     divisor = saved_tensor(node, "other")
     return divisor is None or is_number(divisor)
-
-
-def _renewed(term: Term, node: Node, source: Any) -> Term | None:
-    """Return the same term of another graph; None where the tensor that divides it has counted something else."""
-    kind, value = term.kind, None
-    count: Count | None = term.count
-    if source is None:
-        pass
-    elif term.divisor is not None:
-        count = divided_by(source, term.divisor)
-    elif operation(source) in NLL:
-        count = targets(source)
-    else:
-        kind, count, value = source.kind, source.count, source.value
-    if count is None:
-        return None
-    factors, about, shared = term.factors, term.about, term.shared
-    rest = term.doubtful, source, about, shared, term.divisor, term.chosen
-    return Term(node, kind, count, term.name, value, term.divided, factors, *rest)
