@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -145,7 +145,11 @@ class Piece:
         runner = self._how.runner
         micro_batch, watch = self._how.mover.moved(given), Watch(self._tape, rows)
         numbers = Snapshot(self._how.models).randomness
-        away = saved_tensors_hooks(_to_host, _from_host) if self._how.is_away else nullcontext()
+        away: AbstractContextManager[object] = nullcontext()
+        if self._how.is_away:
+            weights = (p for model in self._how.models for p in model.parameters() if p.layout == torch.strided)
+            own = {p.untyped_storage().data_ptr() for p in weights}
+            away = saved_tensors_hooks(partial(_to_host, own), _from_host)
         with away, torch.enable_grad(), watch if self._watched else nullcontext():
             loss, _ = runner.loss(micro_batch)
         terms = list[Term]()
@@ -259,9 +263,10 @@ def is_near(one: float, other: float, parts: Sequence[Part]) -> bool:
     return not abs(one - other) > _OF_LOSS * max(part.tolerance for part in parts) * size
 
 
-def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    is_weight = tensor.is_leaf and tensor.requires_grad
-    return tensor.device, tensor.detach() if is_weight else tensor.detach().to("cpu")
+def _to_host(weights: set[int], tensor: Tensor) -> tuple[torch.device, Tensor]:
+    """Copy what is saved for backward to the host; weights stay where they are."""
+    stays = tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() in weights
+    return tensor.device, tensor.detach() if stays else tensor.detach().to("cpu")
 
 
 def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:

@@ -168,6 +168,14 @@ def test_a_gradient_is_seen_through_low_precision() -> None:
         step_of(model, on_policy)(data(32, 0, torch.bfloat16))
 
 
+def test_a_piece_larger_than_a_micro_batch_waits_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples, where a micro-batch is one; what is coupled is seen, and what is exact is not accused."""
+    monkeypatch.setattr("bigbatch.first_step_check._LITTLE", 1)
+    with pytest.raises(CoupledLoss):
+        step_of(net(), on_policy, 1)(data(4))
+    assert step_of(net(), plain, 1)(data(4)).micro_batches == 4
+
+
 # Models that are refused.
 
 INSIDE: dict[str, Between] = {
