@@ -1,7 +1,11 @@
-"""Try the whole zoo and write down what came out: `python -m tests.zoo --seed 1`, or `make zoo`."""
+"""Try the whole zoo and write down what came out: `python -m tests.zoo --seed 1`, or `make zoo`.
+
+It goes on where it was stopped, as long as neither the code nor the libraries have changed.
+"""
 
 import argparse
 import collections
+import hashlib
 import json
 import logging
 import os
@@ -12,6 +16,7 @@ from typing import Any
 
 import torch
 
+import bigbatch
 from tests.zoo.libraries import missing, version
 from tests.zoo.program import Program
 from tests.zoo.table import OPEN, PROGRAMS
@@ -28,11 +33,12 @@ norms, losses and buffers. *unseen*: the batch makes values without gradient, wh
 
 
 def main() -> None:
-    """Read the arguments, try all programs, write the results."""
+    """Read the arguments, try what is not yet in the result file, and write it after each program."""
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the batches")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[2] / "benchmarks/results/zoo.json")
+    parser.add_argument("--fresh", action="store_true", help="begin anew")
     parser.add_argument("words", nargs="*", help="only programs with one of these in their names; writes nothing")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -40,19 +46,19 @@ def main() -> None:
     logging.getLogger("torch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     programs = [p for p in PROGRAMS if not chosen.words or any(word in p.name for word in chosen.words)]
-    rows: dict[str, dict[str, Any]] = {}
+    made_with = _made_with(chosen.seed, chosen.device)
+    rows = {} if chosen.fresh or chosen.words else _resumed(chosen.out, made_with)
     for number, program in enumerate(programs, 1):
+        if program.name in rows:
+            continue
         row = rows[program.name] = _row(program, chosen.seed, torch.device(chosen.device))
         print(f"[{number}/{len(programs)}] {_cells(program.name, row)}", flush=True)
         for trial in (row[entrance] for entrance in ENTRANCES if chosen.words and entrance in row):
             print(f"  due: {trial['expected']}\n  {trial['text']}\n  {trial['warnings']}")
+        if not chosen.words:
+            _write(chosen.out, made_with, rows)
     if chosen.words:
         return
-    device = torch.cuda.get_device_name() if chosen.device.startswith("cuda") else chosen.device
-    versions = {library: version(library) for library in sorted({program.library for program in PROGRAMS})}
-    made_with = {"seed": chosen.seed, "device": device, "versions": versions}
-    chosen.out.write_text(json.dumps({"made_with": made_with, "programs": rows}, indent=1) + "\n")
-    chosen.out.with_suffix(".md").write_text(_page(made_with, rows))
     print(f"{_summary(rows)}\n{chosen.out} and {chosen.out.with_suffix('.md').name} are written.")
     surprises = [
         f"{name}/{each}: {_told(trial)}" for name, each, trial in _tried(rows) if _is_surprise(name, each, trial)
@@ -73,6 +79,33 @@ def _row(program: Program, seed: int, device: torch.device) -> dict[str, Any]:
         due = program.unseen if entrance == "verify" else str(expected(program, entrance))
         row[entrance] = {**asdict(result), "expected": due, "met": is_met(program, entrance, result)}
     return row
+
+
+def _made_with(seed: int, device: str) -> dict[str, Any]:
+    """Return what a result depends on."""
+    code = hashlib.sha256()
+    for path in sorted([*Path(bigbatch.__file__).parent.rglob("*.py"), *Path(__file__).parent.glob("*.py")]):
+        code.update(path.read_bytes())
+    return {
+        "seed": seed,
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else device,
+        "code": code.hexdigest()[:16],
+        "versions": {library: version(library) for library in sorted({program.library for program in PROGRAMS})},
+    }
+
+
+def _resumed(out: Path, made_with: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what an earlier run has left, if it was made with the same."""
+    state: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    rows: dict[str, dict[str, Any]] = state["programs"] if state.get("made_with") == made_with else {}
+    return rows
+
+
+def _write(out: Path, made_with: dict[str, Any], rows: dict[str, dict[str, Any]]) -> None:
+    new = out.with_suffix(".new")
+    new.write_text(json.dumps({"made_with": made_with, "programs": rows}, indent=1) + "\n")
+    new.replace(out)
+    out.with_suffix(".md").write_text(_page(made_with, rows))
 
 
 def _tried(rows: dict[str, dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
