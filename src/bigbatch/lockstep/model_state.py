@@ -135,6 +135,7 @@ class ModelState:
         return [
             (number, key)
             for number, (holder, content) in enumerate(zip(self._holders, self._contents, strict=True))
+            if len(holder) != len(content) or not all(map(is_, holder.values(), content.values()))
             for key in {**content, **holder}
             if (number, key) not in self._written and not _alike(holder.get(key, _NOTHING), content.get(key, _NOTHING))
         ]
