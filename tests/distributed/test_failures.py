@@ -371,6 +371,23 @@ def test_out_of_memory_after_the_last_meeting(name: str) -> None:
 # Nothing is left behind.
 
 
+def after_a_refusal(rank: int) -> list[str]:
+    """Reach other shards on each rank, drop that window, and make one of the same."""
+    network: Any = shards(two_heads())
+    accumulator = Accumulator(network, sgd(network), steps=1)
+    found = []
+    for head in (rank, 0):
+        x, y = micro_batch(4, rank)
+        found.append(heard(accumulator.backward, F.cross_entropy(network(x, head), y)).partition(":")[0])
+        accumulator.discard()
+    return found
+
+
+def test_what_a_dropped_window_has_reached_is_not_compared_again() -> None:
+    """The next one is made."""
+    assert exactly(2, after_a_refusal) == [["WindowError", ""]] * 2
+
+
 def refused_without_batches(rank: int, big: bool, hook: bool) -> Any:
     """Have an update without batches, or samples, be refused or fail in a hook; then step by hand."""
     network = model()

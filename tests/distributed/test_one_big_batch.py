@@ -351,7 +351,15 @@ def played_at_once(sizes: Sizes) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "way", [(False, (False, False)), (False, (True, False)), (True, (False, True)), (False, (True, True))], ids=str
+    "way",
+    [
+        (False, (False, False)),
+        (False, (False, True)),
+        (False, (True, False)),
+        (True, (False, True)),
+        (False, (True, True)),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("sizes", [SIZES, [[3, 5, 2, 4, 3], [6, 1, 1]]], ids=["even", "uneven"])
 def test_a_loss_leaves_shards_alone_that_another_trains(sizes: Sizes, way: Any) -> None:
