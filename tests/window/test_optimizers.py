@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 
 from bigbatch import Accumulator
 from bigbatch.errors import ConfigurationError
-from tests.support.losses import l2
+from tests.support.losses import MODELS, l2
 from tests.support.reference import distance, state, trained, weights
 from tests.support.samples import CLASSES, Batch, Tokens, join, mlp, rows, seeded, sequences
 from tests.support.training import MASKED, Training, micro_batches
@@ -244,7 +244,26 @@ def test_sparse_gradients_are_those_of_a_dense_embedding(clip_norm: float | None
     assert norms == pytest.approx(true if clip_norm else [], rel=1e-12)
 
 
+def test_sparse_adam_beside_adamw() -> None:
+    """SparseAdam takes sparse gradients alone; it shares a window with AdamW."""
+
+    def both(model: Any) -> list[Optimizer]:
+        return [
+            SparseAdam(list(model.embedding.parameters()), lr=0.01, eps=1e-3),
+            AdamW(model.head.parameters(), lr=0.01, eps=1e-3),
+        ]
+
+    assert_exact(seeded(lambda: Bag(sparse=True)), both, classify, TOKENS)
+
+
 # Double backward.
+
+
+@pytest.mark.parametrize("name", ["gradient-penalty", "gradient-penalty-r1"])
+def test_gradient_penalties_over_several_updates(name: str) -> None:
+    """Losses that hold a gradient themselves."""
+    case = next(case for case in MODELS if case.name == name)
+    assert_exact(case.model, lambda m: [Adam(m.parameters(), lr=0.01, eps=1e-3)], case.loss, BATCHES, clip_norm=0.5)
 
 
 # What cannot be.

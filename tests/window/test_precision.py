@@ -119,6 +119,20 @@ def test_losses_of_both_precisions_in_one_window(low: tuple[int, ...]) -> None:
     assert distance(weights(model), big_batches(case, batches, 3).weights) <= 1e-12
 
 
+def test_a_bf16_model_is_the_big_batch_within_its_own_rounding() -> None:
+    """Against float64: what remains is the rounding of activations."""
+    case = Loss("low", mlp(), rows, low_loss)
+    batches = case.micro_batches((1001, 7))
+    model = case.model().bfloat16()
+    start = case.model().bfloat16().double()
+    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
+    seen = Seen(model, accumulator)
+    for batch in accumulator.over(batches):
+        accumulator.backward(low_loss(model, batch))
+    true = torch.autograd.grad(low_loss(start, case.join(batches)), trained(start))
+    assert distance(seen.gradients, true) <= 1e-2
+
+
 def same_sign(dtype: torch.dtype | None) -> float:
     """The part that 1,024 micro-gradients of one sign lose when they are added up."""
     model = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)
@@ -148,6 +162,23 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, foreach=True),
     "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-4, fused=True),
 }
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stock_optimizers_step_with_the_gradient_rounded_once(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit what the optimizer does with the float32 gradient cast to the parameter's type."""
+    model, twin = mlp()().to(dtype), mlp()().to(dtype)
+    ours, theirs = OPTIMIZERS[name](trained(model)), OPTIMIZERS[name](trained(twin))
+    accumulator = Accumulator(model, ours, steps=2)
+    seen = Seen(model, accumulator)
+    for batch in accumulator.over([rows(size, seed) for seed, size in enumerate((3, 1, 4, 2))]):
+        if accumulator.backward(low_loss(model, batch)) is None:
+            continue
+        for p, gradient in zip(trained(twin), seen.gradients, strict=True):
+            p.grad = gradient.to(dtype)
+        theirs.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ReduceLROnPlateau, StepLR
 
 from bigbatch import Accumulator, Update
 from bigbatch.errors import ConfigurationError
@@ -256,3 +256,15 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     other = sgd(trained(MASKED.model()))
     with pytest.raises(ConfigurationError, match="StepLR schedules an optimizer that was not given"):
         scheduled(2, lambda _: StepLR(other, 1))
+
+
+def test_schedulers_may_be_composed() -> None:
+    """A warm-up and then a decay count updates, too."""
+    training, scheduler = scheduled(
+        3, lambda o: ChainedScheduler([ConstantLR(o, factor=0.1, total_iters=2), StepLR(o, 3, gamma=0.5)])
+    )
+    rates = []
+    for batch in training.accumulator.over(BATCHES):
+        if training.backward(batch) is not None:
+            rates.extend(scheduler.get_last_lr())
+    assert rates == pytest.approx([0.05, 0.5, 0.25])
