@@ -59,6 +59,7 @@ class Window:
     _loss_dtype: torch.dtype = torch.float32
     alike: torch.dtype | None = None  # of the losses, where all were plain means with counts on the host
     reading: object = None  # of the latest one, where there is another to be recognized by it
+    _alike_start: tuple[float, Tensor] | None = None  # the latest start of their backwards, and its weight
     _first_count: Tensor | None = None  # on its way to the host
     _reached: bool = False  # whether any gradient has come yet
     _awaited: bool = False  # whether a loss was weighed whose backward did not come yet
@@ -86,7 +87,7 @@ class Window:
     def begin_alike(self, before: "Window", count: float) -> None:
         """Begin with a loss that was read as those of the window `before`, which were plain means."""
         self.ledger.begin_alike(before.ledger, count)
-        self.alike, self.reading = before.alike, before.reading
+        self.alike, self.reading, self._alike_start = before.alike, before.reading, before._alike_start  # noqa: SLF001
         self._loss_dtype = torch.float64 if before.alike == torch.float64 else torch.float32
 
     @property
@@ -150,16 +151,16 @@ class Window:
 
     def add_alike(self, loss: Tensor, count: float) -> None:
         """Add one more micro-batch whose loss was read as the latest, on the shortest way: small models feel it."""
-        gradients, ledger, known = self.gradients, self.ledger, self._stepper.start
+        gradients, ledger, known = self.gradients, self.ledger, self._alike_start
         if self.state is not OPEN:
             self.check()
         elif ledger.micro_batches:  # gradients were looked at when the window was opened
             gradients.check()
         weight = count / ledger.provisional  # type: ignore[operator]  # a number: is_plain
-        same = known is not None and known[0] == (weight, loss.dtype, loss.device)
         self.state = BROKEN
-        start = known[1] if same and known is not None else self._starts.of(weight, loss, first=False)
-        run_backward(loss, start, gradients.leaves)
+        if known is None or known[0] != weight:
+            known = self._alike_start = weight, self._starts.of(weight, loss, first=False)
+        run_backward(loss, known[1], gradients.leaves)
         gradients.remember()
         if not self._reached:
             self._refuse_unreached()
@@ -343,6 +344,7 @@ class Window:
 
     def _enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
         self._loss_dtype, self.alike = loss.dtype if loss.dtype == torch.float64 else torch.float32, None
+        self._alike_start = None
         self.ledger.enter(terms, weights, loss, factors)
 
     def check(self) -> None:
