@@ -65,7 +65,6 @@ class _Forward(NamedTuple):
 
     loss: Tensor
     terms: list[Term]
-    is_first: bool
     watch: Watch
     numbers: Randomness  # before it
 
@@ -131,17 +130,22 @@ class Piece:
             if in_parts and together is None:
                 self._state.restore(randomness=not goes_on)
             rows = Rows(sum(sizes[:number]), sizes[number], sum(sizes)) if in_parts else None
-            return self._forward(self._division.part(shares[number], widths[number]), rows, is_first=not number)
+            return self._forward(self._division.part(shares[number], widths[number]), rows)
 
         def weighed(found: Sequence[_Forward]) -> list[Callable[[], Part]]:
             known = _sums([float(term.count) for term in each.terms] for each in found if each.terms)
-            return [partial(self._backward, each, known) for each in found]
+            first = next((number for number, each in enumerate(found) if each.terms), 0)
+            return [partial(self._backward, each, known, is_first=n == first) for n, each in enumerate(found)]
 
         if together is not None:
             return together(forward, weighed, sizes)
-        return [self._backward(forward(number), totals) for number in range(len(shares))]
+        parts = list[Part]()
+        for number in range(len(shares)):
+            is_first = not any(part.kinds for part in parts)  # what counts once is not in a loss of zero
+            parts.append(self._backward(forward(number), totals, is_first=is_first))
+        return parts
 
-    def _forward(self, given: Any, rows: Rows | None, *, is_first: bool) -> _Forward:
+    def _forward(self, given: Any, rows: Rows | None) -> _Forward:
         runner = self._how.runner
         micro_batch, watch = self._how.mover.moved(given), Watch(self._tape, rows)
         numbers = Snapshot(self._how.models).randomness
@@ -155,11 +159,11 @@ class Piece:
         terms = list[Term]()
         with nullcontext() if self._in_parts else suppress(LossError):  # a piece may be more than a micro-batch
             terms = runner.read(loss)
-        return _Forward(loss, terms, is_first, watch, numbers)
+        return _Forward(loss, terms, watch, numbers)
 
-    def _backward(self, forward: _Forward, totals: Sequence[float] | None) -> Part:
+    def _backward(self, forward: _Forward, totals: Sequence[float] | None, *, is_first: bool) -> Part:
         """Compute the gradient, weighed by what the terms come to in all parts; None: of this one alone."""
-        loss, terms, is_first, watch, numbers = forward
+        loss, terms, watch, numbers = forward
         worker = scope.worker()
         weights = Weights()
         if terms and totals is not None and len(totals) == len(terms):

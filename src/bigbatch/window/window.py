@@ -485,8 +485,10 @@ class Window:
             **self.ledger.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: object) -> None:
         """Go on where a window was saved."""
+        if not isinstance(state, dict):
+            raise StateError(f"the window of this state_dict is a {type(state).__name__}, not a dict")
         missing = {"gradients", "residual", "double"} - state.keys()
         if missing:
             msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
