@@ -156,10 +156,11 @@ class Window:
             self.check()
         elif ledger.micro_batches:  # gradients were looked at when the window was opened
             gradients.check()
-        weight = count / ledger.provisional  # type: ignore[operator]  # a number: is_plain
+        weight: float = count / ledger.provisional  # type: ignore[operator, assignment]  # a number: is_plain
         self.state = BROKEN
         if known is None or known[0] != weight:
-            known = self._alike_start = weight, self._starts.of(weight, loss, first=False)
+            known = weight, self._starts.of(weight, loss, first=False)
+            self._alike_start = known
         run_backward(loss, known[1], gradients.leaves)
         gradients.remember()
         if not self._reached:
