@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli import terminal
+from bigbatch.cli.terminal import FAILED, AsJson, File, Html, Results, deliver, progress, running
 
 if TYPE_CHECKING:
     from bigbatch.planner.plan_report import Plan
 
 
 def plan(
-    file: Annotated[Path, typer.Argument(metavar="FILE.py", help="A file with setup().")],
+    file: File,
     memory: Annotated[
         str | None,
         typer.Option(
@@ -24,8 +24,8 @@ def plan(
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, metavar="N", help="Instead of the file's own.")] = None,
-    as_json: terminal.AsJson = False,
-    html: terminal.Html = None,
+    as_json: AsJson = False,
+    html: Html = None,
 ) -> None:
     """Find the micro-batch size for your own file.
 
@@ -34,19 +34,19 @@ def plan(
 
     FILE.py: a file whose function setup() returns a bigbatch.Setup.
     """
-    with terminal.running(as_json=as_json, page=html):
+    with running(as_json=as_json, page=html):
         found = _planned(file, memory, batch_size)
-    if as_json:
-        terminal.print_json({"file": str(file), **dataclasses.asdict(found)})
-    else:
-        _print(found, file)
-    if html is not None:
+
+    def page() -> str:
         from bigbatch.report.plan_page import plan_page
 
         command, why = _next(found, Path(file.name))  # a page may be read elsewhere
-        terminal.write_page(plan_page(found, name=file.name, next_step=(f"bigbatch {command}", why)), html)
+        return plan_page(found, name=file.name, next_step=(f"bigbatch {command}", why))
+
+    data = dataclasses.asdict(found) if as_json else None
+    deliver(file, data, lambda results: _show(found, file, results), page, html)
     if found.size is None:
-        raise typer.Exit(terminal.FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
@@ -59,31 +59,26 @@ def _planned(file: Path, memory: str | None, batch_size: int | None) -> "Plan":
     refuse_launcher("plan")
     setup = read_setup(file, "plan")
     batch, asked = first_batch(setup, batch_size)
-    with terminal.progress() as bar:
-        task = bar.add_task(terminal.escaped(file.name), total=PROBES)
-
-        def on_probe(size: int) -> None:
-            bar.update(task, advance=1, description=f"{size:,} samples at once")
-
-        with calling("loss_fn"):
-            found = make_plan(
-                setup.model, setup.loss_fn, batch, optimizer=setup.optimizer, memory=memory, on_probe=on_probe
-            )
+    with progress(file.name, PROBES) as (_, advance), calling("loss_fn"):
+        found = make_plan(
+            setup.model,
+            setup.loss_fn,
+            batch,
+            optimizer=setup.optimizer,
+            memory=memory,
+            on_probe=lambda size: advance(f"{size:,} samples at once"),
+        )
     return dataclasses.replace(found, notes=with_short_data(found.notes, found.batch_size, asked))
 
 
-def _print(found: "Plan", file: Path) -> None:
+def _show(found: "Plan", file: Path, results: Results) -> None:
     from bigbatch.planner.plan_report import table
 
-    console = terminal.results()
-    terminal.paragraph(console, f"{file.name}: {found.headline()}")
-    console.print()
-    for line in table(found.rows, found.size):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print()
+    results.paragraph(f"{file.name}: {found.headline()}\n")
+    results.plain("\n".join([*table(found.rows, found.size), ""]))
     for sentence in (*found.advice, *found.notes):
-        terminal.paragraph(console, sentence)
-    terminal.next_step(console, *_next(found, file))
+        results.paragraph(sentence)
+    results.next_step(*_next(found, file))
 
 
 def _next(found: "Plan", file: Path) -> tuple[str, str]:

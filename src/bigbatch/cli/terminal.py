@@ -11,7 +11,7 @@ import sys
 import sysconfig
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from traceback import FrameSummary, StackSummary, TracebackException, extract_tb
@@ -30,15 +30,11 @@ _PYTHONS = Path(sysconfig.get_path("stdlib"))
 _EXIT = 'It ended the program. Put what is not to run here under  if __name__ == "__main__":'
 
 # Options that several commands have.
+File: TypeAlias = Annotated[Path, typer.Argument(metavar="FILE.py", help="A file with setup().")]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print the results as JSON.")]
 Html: TypeAlias = Annotated[
     Path | None, typer.Option("--html", metavar="PAGE", help="Write a page with plots, too; needs matplotlib.")
 ]
-
-
-def results() -> Console:
-    """Return where results go. Made per command: streams and NO_COLOR may differ between two calls in one process."""
-    return Console(highlight=False)
 
 
 def escaped(text: str) -> str:
@@ -58,18 +54,27 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(rows)
 
 
-def paragraph(console: Console, text: str) -> None:
-    """Print prose, without the trailing spaces that rich leaves."""
-    console.print(wrapped(text, console.width), markup=False, soft_wrap=True)
+class Results(Console):
+    """Where results go. Made per command: streams and NO_COLOR may differ between two calls in one process."""
 
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
 
-def next_step(console: Console, arguments: str, why: str) -> None:
-    """Print the next thing worth typing, whole on its line, as the last of a report."""
-    command = f"Next: {escaped(typed(arguments))}"
-    fits = len(command) + len(why) + len("  ()") <= min(console.width, READABLE)
-    console.print(f"{command}  ({why})" if fits else command, markup=False, soft_wrap=True)
-    if not fits:
-        paragraph(console, f"({why})")
+    def plain(self, text: str) -> None:
+        """Print text as it is, whole on its line."""
+        self.print(text, markup=False, soft_wrap=True)
+
+    def paragraph(self, text: str) -> None:
+        """Print prose, without the trailing spaces that rich leaves."""
+        self.plain(wrapped(text, self.width))
+
+    def next_step(self, arguments: str, why: str) -> None:
+        """Print the next thing worth typing, whole on its line, as the last of a report."""
+        command = f"Next: {escaped(typed(arguments))}"
+        fits = len(command) + len(why) + len("  ()") <= min(self.width, READABLE)
+        self.plain(f"{command}  ({why})" if fits else command)
+        if not fits:
+            self.paragraph(f"({why})")
 
 
 def typed(arguments: str) -> str:
@@ -91,20 +96,34 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(plain(data), indent=2))
 
 
-def progress() -> Progress:
-    """Return a bar on stderr that leaves nothing behind; there is none where stderr is no terminal."""
+@contextmanager
+def progress(what: str, total: int | None) -> Iterator[tuple[Progress, Callable[[str], None]]]:
+    """Show a bar on stderr that leaves nothing behind; yield it, and what takes a step of it and describes the next.
+
+    There is none where stderr is no terminal.
+    """
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(escaped(what), total=total)
+        yield bar, lambda text: bar.update(task, advance=1, description=text)
 
 
-def write_page(text: str, page: Path) -> None:
-    """Write the page of `--html`, and say so where it does not mix with results."""
+def deliver(
+    file: Path, data: dict[str, Any] | None, show: Callable[[Results], None], page: Callable[[], str], to: Path | None
+) -> None:
+    """Print what was found of a file, as JSON where there is `data` for it; write the page of `--html`, and say so."""
+    if data is None:
+        show(Results())
+    else:
+        print_json({"file": str(file), **data})
+    if to is None:
+        return
     try:
-        page.write_text(text, encoding="utf-8")
+        to.write_text(page(), encoding="utf-8")
     except OSError as error:
-        fail(f"--html {page}: this could not be written ({error.strerror or error}).", "Name another file.", FAILED)
-    typer.echo(f"Wrote {escaped(str(page))}", err=True)
+        fail(f"--html {to}: this could not be written ({error.strerror or error}).", "Name another file.", FAILED)
+    typer.echo(f"Wrote {escaped(str(to))}", err=True)
 
 
 def fail(message: str, hint: str = "", code: int = MISUSED) -> NoReturn:

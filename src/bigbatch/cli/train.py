@@ -3,17 +3,15 @@
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli import terminal
+from bigbatch.cli.terminal import FAILED, AsJson, Results, fail, print_json, progress, running
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from bigbatch.recipes.arms import ArmResult, Comparison, Spread
     from bigbatch.recipes.setup_run import Training
 
@@ -33,7 +31,7 @@ def train(  # noqa: PLR0917 - typer calls it, by name
         typer.Option(min=1, metavar="N", help=f"Recipes: how many seeds to average. [default: {DEFAULT_SEEDS}]"),
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Files: the random seed. [default: 0]")] = None,
-    as_json: terminal.AsJson = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train an example of the teaching pages, or your own file.
 
@@ -47,31 +45,31 @@ def train(  # noqa: PLR0917 - typer calls it, by name
     FILE.py: your own, a file whose function setup() returns a bigbatch.Setup.
     """
     if clip is not None and not (math.isfinite(clip) and clip > 0):
-        terminal.fail(f"--clip {clip:g}: the largest norm of a gradient is a positive number", "--clip 1.0 is usual")
+        fail(f"--clip {clip:g}: the largest norm of a gradient is a positive number", "--clip 1.0 is usual")
     from bigbatch.recipes.experiment import RECIPES
 
     # A file is told from a recipe by its looks, so that a missing file is not called a missing recipe.
     path = Path(what)
     is_file = what not in RECIPES and (path.suffix != "" or path.name != what or path.exists())
-    with terminal.running(as_json=as_json and is_file):
+    with running(as_json=as_json and is_file):
         from bigbatch.cli.setup_file import refuse_launcher
 
         refuse_launcher("train")
         if is_file:
             if seeds is not None:
-                terminal.fail("--seeds is for recipes; a file is trained once", f"bigbatch train {what} --seed {seeds}")
+                fail("--seeds is for recipes; a file is trained once", f"bigbatch train {what} --seed {seeds}")
             training = _train_file(path, clip, epochs, seed or 0, as_json)
         else:
             if seed is not None:
-                terminal.fail("--seed is for files; a recipe runs seeds 0, 1, ...", f"bigbatch train {what} --seeds 5")
+                fail("--seed is for files; a recipe runs seeds 0, 1, ...", f"bigbatch train {what} --seeds 5")
             _train_recipe(what, clip, epochs, seeds or DEFAULT_SEEDS, as_json)
             return
     if as_json:
-        terminal.print_json({"file": str(path), "seed": seed or 0, **dataclasses.asdict(training)})
+        print_json({"file": str(path), "seed": seed or 0, **dataclasses.asdict(training)})
     broken = [n for n, epoch in enumerate(training.epochs, 1) if not math.isfinite(epoch.loss or 0.0)]
     if broken:
         advice = "Try a smaller learning rate, clip_norm=1.0, or skip_nonfinite=True if single batches are to blame."
-        terminal.fail(f"the loss is not finite since epoch {broken[0]}", advice, terminal.FAILED)
+        fail(f"the loss is not finite since epoch {broken[0]}", advice, FAILED)
 
 
 # A recipe.
@@ -86,41 +84,37 @@ def _train_recipe(name: str, clip: float | None, epochs: int | None, seeds: int,
     if name not in RECIPES:
         near = suggest([*RECIPES, *(path.name for path in Path().glob("*.py"))], name, "train")
         known = f"The recipes are {', '.join(RECIPES)}; your own training goes by its file: `bigbatch train FILE.py`."
-        terminal.fail(f"no recipe is called {name!r}", near or known)
+        fail(f"no recipe is called {name!r}", near or known)
     recipe = RECIPES[name]
-    with terminal.progress() as bar:
-        task = bar.add_task(recipe.name, total=seeds * len(recipe.arms()) * (epochs or recipe.epochs))
+    with progress(name, seeds * len(recipe.arms()) * (epochs or recipe.epochs)) as (_, advance):
 
         def on_epoch(seed: int, arm: str) -> None:
-            bar.update(task, advance=1, description=f"seed {seed + 1} of {seeds}, {arm}")
+            advance(f"seed {seed + 1} of {seeds}, {arm}")
 
         comparison = compare(recipe, seeds=seeds, epochs=epochs, clip_norm=clip, on_epoch=on_epoch)
     if as_json:
-        terminal.print_json({**dataclasses.asdict(comparison), "findings": findings(comparison)})
+        print_json({**dataclasses.asdict(comparison), "findings": findings(comparison)})
     else:
-        _print_comparison(comparison, terminal.results(), clipped=clip is not None)
+        _print_comparison(comparison, findings(comparison), Results(), clipped=clip is not None)
 
 
-def _print_comparison(comparison: "Comparison", console: "Console", *, clipped: bool) -> None:
+def _print_comparison(comparison: "Comparison", found: "Sequence[str]", results: Results, *, clipped: bool) -> None:
     """Print the table, what was found, and what to try next."""
     from rich.table import Table
 
-    from bigbatch.recipes.arms import findings
-
     clip = f", clipped at {comparison.clip_norm:g}" if comparison.clip_norm is not None else ""
-    terminal.paragraph(
-        console,
+    results.paragraph(
         f"{comparison.origin}: {comparison.title}{clip}.\n"
         f"Seeds: {comparison.seeds}, epochs: {comparison.epochs}; the same first weights and order of samples in all "
         f"arms; loss and accuracy on {comparison.validation:,} other samples; {comparison.dtype}, one CPU thread, "
         f"torch {comparison.torch}.\n",
     )
-    is_narrow = console.width < _TABLE_WIDTH
+    is_narrow = results.width < _TABLE_WIDTH
     rows = _rows(comparison, " " if is_narrow else "\n")
     if is_narrow:  # one arm after the other
         for arm in comparison.arms:
             lines = [f"  {label}: {value(arm)}" for label, value in rows.items()]
-            console.print("\n".join([arm.name, *lines, ""]), markup=False)
+            results.print("\n".join([arm.name, *lines, ""]), markup=False)
     else:
         # Arms are columns, since five of them fit where nine measurements would not.
         table = Table("", box=None, pad_edge=False, padding=(0, 1))
@@ -129,24 +123,21 @@ def _print_comparison(comparison: "Comparison", console: "Console", *, clipped: 
             table.add_column(f"{kind}\n" + rest.replace(", ", "\n"), justify="right", no_wrap=True)
         for label, value in rows.items():
             table.add_row(label, *(value(arm) for arm in comparison.arms))
-        console.print(table)
-        console.print()
+        results.print(table)
+        results.print()
     around = "±: standard deviation over seeds. " if comparison.seeds > 1 else ""
-    terminal.paragraph(
-        console,
+    results.paragraph(
         f"textbook: the loop as the teaching pages print it. {around}Time: the fastest epoch's. Memory: tensors alive "
         "at once in an update, its micro-batches among them, weights and data set not. Distance: of the final weights, "
         f"relative, from those of the true batch of {comparison.batch} at the same rate; worst seed.",
     )
-    for sentence in findings(comparison):
-        terminal.paragraph(console, f"\n{sentence}")
-    console.print()
+    results.paragraph("".join(f"\n{sentence}\n" for sentence in found))
+    following = ("train --clip 1.0", "the teaching pages' bonus: clip the accumulated gradient")
+    if clipped:
+        following = ("train adamw", "the teaching pages' second example")
     if comparison.recipe != "textbook":
-        terminal.next_step(console, "train FILE.py", "yours: a function setup() that returns a bigbatch.Setup")
-    elif clipped:
-        terminal.next_step(console, "train adamw", "the teaching pages' second example")
-    else:
-        terminal.next_step(console, "train --clip 1.0", "the teaching pages' bonus: clip the accumulated gradient")
+        following = ("train FILE.py", "yours: a function setup() that returns a bigbatch.Setup")
+    results.next_step(*following)
 
 
 def _rows(comparison: "Comparison", between: str) -> dict[str, Callable[["ArmResult"], str]]:
@@ -186,28 +177,27 @@ def _train_file(path: Path, clip: float | None, epochs: int | None, seed: int, a
     from bigbatch.recipes.setup_run import expected_updates, train_setup
 
     torch.manual_seed(seed)
-    console = terminal.results()
+    results = Results()
     setup = read_setup(path, "train")
     setup = dataclasses.replace(setup, epochs=epochs or setup.epochs, clip_norm=clip or setup.clip_norm)
-    with terminal.progress() as bar:
-        task = bar.add_task(terminal.escaped(path.name), total=expected_updates(setup))
+    with progress(path.name, expected_updates(setup)) as (bar, advance):
 
         def on_update(epoch: int) -> None:
-            bar.update(task, advance=1, description=f"epoch {epoch} of {setup.epochs}")
+            advance(f"epoch {epoch} of {setup.epochs}")
 
         def on_epoch(training: "Training") -> None:
             if as_json:
                 return
             bar.stop()  # stdout and stderr may be one terminal
             if len(training.epochs) == 1:
-                terminal.paragraph(console, f"{path.name}: {_sizes(training)}, seed {seed}\n")
-            _print_epoch(training, console)
+                results.paragraph(f"{path.name}: {_sizes(training)}, seed {seed}\n")
+            _print_epoch(training, results)
             bar.start()
 
         training = train_setup(setup, on_update=on_update, on_epoch=on_epoch)
     if not as_json:
-        _print_end(training, console)
-        terminal.next_step(console, f"train {shlex.quote(str(path))} --seed {seed + 1}", "how much of this is luck?")
+        _print_end(training, results)
+        results.next_step(f"train {shlex.quote(str(path))} --seed {seed + 1}", "how much of this is luck?")
     return training
 
 
@@ -221,7 +211,7 @@ def _sizes(training: "Training") -> str:
     return f"batch {training.batch_size} = {steps}{coupled}{clipped}"
 
 
-def _print_epoch(training: "Training", console: "Console") -> None:
+def _print_epoch(training: "Training", results: Results) -> None:
     """Print the last epoch, under headings where they are new: what a later one will bring is not known before."""
     *before, epoch = training.epochs
     told = {name for each in before for name in each.metrics}
@@ -235,7 +225,7 @@ def _print_epoch(training: "Training", console: "Console") -> None:
     }
     widths = [max(len(name), 8 if place > 1 else 0) for place, name in enumerate(cells)]
     for row in ([] if before and told >= set(names) else [cells.keys()]) + [cells.values()]:
-        console.print("  ".join(map(str.rjust, row, widths)), markup=False, soft_wrap=True)
+        results.plain("  ".join(map(str.rjust, row, widths)))
 
 
 def _number(value: float) -> str:
@@ -243,7 +233,7 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if abs(value) < _HUGE else f"{value:.2e}"
 
 
-def _print_end(training: "Training", console: "Console") -> None:
+def _print_end(training: "Training", results: Results) -> None:
     """Print, below all epochs, what it cost."""
     updates, skipped = (sum(getattr(each, name) for each in training.epochs) for name in ("updates", "skipped"))
     said = []
@@ -256,4 +246,4 @@ def _print_end(training: "Training", console: "Console") -> None:
         said.append(f"{what}: nothing was counted, or a gradient was not finite.")
     if training.peak_bytes is not None:
         said.append(f"Peak of CUDA memory: {training.peak_bytes / 2**20:,.0f} MiB.")
-    terminal.paragraph(console, "\n".join(["", *said]))
+    results.paragraph("\n".join(["", *said]))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bigbatch.cli import terminal
+from bigbatch.cli.terminal import FAILED, AsJson, File, Html, Results, deliver, progress, running
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ _SHORTEST = 20  # letters of a parameter's name, whatever the terminal
 
 
 def verify(  # noqa: PLR0917 - each is an option of the command
-    file: Annotated[Path, typer.Argument(metavar="FILE.py", help="A file with setup(), and perhaps train_window().")],
+    file: File,
     batch_size: Annotated[int | None, typer.Option(min=2, metavar="N", help="Instead of the file's own.")] = None,
     micro_batch_size: Annotated[
         int | None,
@@ -30,8 +30,8 @@ def verify(  # noqa: PLR0917 - each is an option of the command
         list[str] | None,
         typer.Option(metavar="KIND", help="A kind of cause that is no failure, such as randomness; may be repeated."),
     ] = None,
-    as_json: terminal.AsJson = False,
-    html: terminal.Html = None,
+    as_json: AsJson = False,
+    html: Html = None,
 ) -> None:
     """Prove that your file's accumulated gradient is the big batch's, or find out why it is not.
 
@@ -41,21 +41,21 @@ def verify(  # noqa: PLR0917 - each is an option of the command
 
     FILE.py: a file whose function setup() returns a bigbatch.Setup.
     """
-    with terminal.running(as_json=as_json, page=html):
+    with running(as_json=as_json, page=html):
         from bigbatch.verification.result import refuse_unknown
 
         refuse_unknown(allow or ())
         found = _verified(file, batch_size, micro_batch_size)
-    if as_json:
-        terminal.print_json({"file": str(file), **found.to_dict()})
-    else:
-        _print(found, file)
-    if html is not None:
+
+    def page() -> str:
         from bigbatch.report.verify_page import verify_page
 
-        terminal.write_page(verify_page(found, name=file.name), html)
+        return verify_page(found, name=file.name)
+
+    data = found.to_dict() if as_json else None
+    deliver(file, data, lambda results: _show(found, file, results), page, html)
     if not found.accepted(allow or ()):
-        raise typer.Exit(terminal.FAILED)
+        raise typer.Exit(FAILED)
 
 
 def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) -> "Verification":
@@ -70,40 +70,36 @@ def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) 
     batch, asked = first_batch(setup, batch_size)
     if not setup.model.training:  # as `bigbatch train` has it
         setup.model.train()
-    with terminal.progress() as bar:
-        task = bar.add_task(terminal.escaped(file.name), total=None)
-        with calling("loss_fn" if train_window is None else "loss_fn or train_window"):
-            found = run_verification(
-                setup.model,
-                setup.loss_fn,
-                batch,
-                micro_batch_size or setup.micro_batch_size or max(1, asked * 2 // 5),
-                train_window=train_window,
-                options=Options(batch_norm=setup.batch_norm, gradient_dtype=setup.gradient_dtype),
-                on_run=lambda what: bar.update(task, advance=1, description=what),
-            )
+    called = "loss_fn" if train_window is None else "loss_fn or train_window"
+    with progress(file.name, None) as (_, advance), calling(called):
+        found = run_verification(
+            setup.model,
+            setup.loss_fn,
+            batch,
+            micro_batch_size or setup.micro_batch_size or max(1, asked * 2 // 5),
+            train_window=train_window,
+            options=Options(batch_norm=setup.batch_norm, gradient_dtype=setup.gradient_dtype),
+            on_run=advance,
+        )
     return dataclasses.replace(found, notes=with_short_data(found.notes, found.samples, asked))
 
 
-def _print(found: "Verification", file: Path) -> None:
+def _show(found: "Verification", file: Path, results: Results) -> None:
     from bigbatch.verification.result import cause_text, headline
 
-    console = terminal.results()
-    terminal.paragraph(console, f"{file.name}: {headline(found)}")
-    console.print()
+    results.paragraph(f"{file.name}: {headline(found)}\n")
     if found.differences:
-        console.print(_table(found, console.width))
+        results.print(_table(found, results.width))
         left = len(found.differences) - _ROWS
         if left > 0:
-            console.print(f"and {left:,} more, each nearer to the big batch's", soft_wrap=True)
+            results.plain(f"and {left:,} more, each nearer to the big batch's")
         rounding = "what the big batch loses by itself, in another order (float64), and in {} against float64"
         text = rounding.format(found.dtype) if found.in_float64 else f"the big batch against itself, in {found.dtype}"
-        terminal.paragraph(console, f"Differences are relative. rounding: {text}.")
+        results.paragraph(f"Differences are relative. rounding: {text}.")
     for text in (*(cause_text(found, place) for place in range(len(found.causes))), *found.notes):
-        console.print()
-        terminal.paragraph(console, text)
-    console.print()
-    terminal.next_step(console, *_next(found, shlex.quote(str(file))))
+        results.paragraph(f"\n{text}")
+    results.plain("")
+    results.next_step(*_next(found, shlex.quote(str(file))))
 
 
 def _next(found: "Verification", name: str) -> tuple[str, str]:

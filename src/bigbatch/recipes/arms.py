@@ -1,8 +1,7 @@
 """Train every arm of a recipe from the same weights on the same samples in the same order; measure, and say so."""
 
-import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice
@@ -159,11 +158,10 @@ def compare(
 
 def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[], None]) -> _Run:
     """Train once; only the loops' own time is counted."""
-    model = copy.deepcopy(task.model)
-    optimizer = task.optimizer_for(model, recipe, arm)
+    model, optimizer = task.start(recipe, arm)
     run = _Run(float(optimizer.param_groups[0]["lr"]))
     run.tally.watch(model, optimizer)
-    epochs = (_micro_batches(task, order, arm.micro_batch) for order in task.orders)
+    epochs = (task.micro_batches(order, arm.micro_batch) for order in task.orders)
     training = arm.loop(model, optimizer, epochs, arm.steps, clip_norm)
     for _ in task.orders:
         started = time.perf_counter()
@@ -177,22 +175,14 @@ def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epo
     return run
 
 
-def _micro_batches(task: Task, order: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the samples in this order, cut; the last cut may be short."""
-    for chosen in order.split(size):
-        yield task.inputs[chosen], task.labels[chosen]
-
-
 def _peak(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None) -> int:
     """Return the most tensor bytes alive at once in two updates: the second has the optimizer's state."""
-    model = copy.deepcopy(task.model)
-    optimizer = task.optimizer_for(model, recipe, arm)
-    live = LiveBytes()
-    with live:
-        first: MicroBatches = islice(_micro_batches(task, task.orders[0], arm.micro_batch), 2 * arm.steps)
+    model, optimizer = task.start(recipe, arm)
+    with LiveBytes() as live:
+        first: MicroBatches = islice(task.micro_batches(task.orders[0], arm.micro_batch), 2 * arm.steps)
         for _ in arm.loop(model, optimizer, [first], arm.steps, clip_norm):
             pass
-    return live.peak
+    return int(live.peak)
 
 
 def _result(arm: Arm, runs: list[_Run], references: list[_Run], clip_norm: float | None, peak: int) -> ArmResult:

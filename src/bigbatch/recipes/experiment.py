@@ -4,6 +4,7 @@ The three loops are written as a person would write them in a script, and only t
 epochs as iterables of micro-batches and yields after each the norms of its gradients before they were clipped.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -150,12 +151,17 @@ class Task:
         orders = tuple(torch.randperm(split, generator=generator) for _ in range(epochs))
         return cls(inputs[:split], labels[:split], inputs[split:], labels[split:], model, orders)
 
-    def optimizer_for(self, model: nn.Module, recipe: Recipe, arm: Arm) -> Optimizer:
-        """Return the recipe's optimizer, at the recipe's rate or carried over to the big batch."""
+    def start(self, recipe: Recipe, arm: Arm) -> tuple[nn.Module, Optimizer]:
+        """Return a model and the recipe's optimizer, at the recipe's rate or carried over to the big batch."""
+        model = copy.deepcopy(self.model)
         optimizer = recipe.make_optimizer(model.parameters())
         if arm.rescaled:
             scale_lr(optimizer, recipe.micro_batch, recipe.batch)
-        return optimizer
+        return model, optimizer
+
+    def micro_batches(self, order: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the samples in this order, cut; the last cut may be short."""
+        return ((self.inputs[chosen], self.labels[chosen]) for chosen in order.split(size))
 
     @torch.no_grad()
     def validate(self, model: nn.Module) -> tuple[float, float]:
