@@ -100,10 +100,10 @@ class Module:
             family += [base for base in known if base is not None and base not in family]
         return family
 
-    def method(self, cls: ast.ClassDef, name: str) -> FunctionDef | None:
+    def method(self, cls: ast.ClassDef | None, name: str) -> FunctionDef | None:
         """Return a method of a class or of its bases in this file."""
-        members = [member for each in self._family(cls) for member in each.body if isinstance(member, FUNCTIONS)]
-        return next((member for member in members if member.name == name), None)
+        members = [member for each in (self._family(cls) if cls else ()) for member in each.body]
+        return next((each for each in members if isinstance(each, FUNCTIONS) and each.name == name), None)
 
     def bases(self, cls: ast.ClassDef) -> set[str]:
         """Return the names of all bases."""

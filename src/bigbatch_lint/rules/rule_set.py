@@ -16,18 +16,14 @@ _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_re
 _TORCH_CLIPS = {"", "utils", "nn", "torch", "clip_grad"}
 _NAMES = {"accelerator": "Accelerate", "lightning": "Lightning", "trainer": "Trainer", "engine": "the engine"}
 # What takes BatchNorm out of a network, or stops it from normalizing by the batch.
-_REPLACED = set(
-    "convert_to_groupnorm batch_norm_to_group_norm freeze_batch_norm freeze_bn convert_frozen_batchnorm "
-    "FrozenBatchNorm2d".split()
-)
+_REPLACED = {"convert_to_groupnorm", "batch_norm_to_group_norm", "freeze_batch_norm", "freeze_bn"}
+_REPLACED |= {"convert_frozen_batchnorm", "FrozenBatchNorm2d"}
 # Rules of version 0.1, and what is there instead.
 REMOVED = {
     "BB305": "`bigbatch.scale_lr` changes the learning rate for a larger batch.",
     "BB502": "Add up `loss.detach()`, and read the sum once per window.",
     "BB900": "A file that cannot be read is an error on stderr, and the exit status is 2. Leave it out with --exclude.",
 }
-
-
 Hit = tuple[ast.AST, str]  # one place where a rule is broken, and what is wrong there
 Severity = Literal["error", "warning"]
 Check = Callable[[TrainingLoop], Iterator[Hit]]
@@ -63,21 +59,18 @@ def _rule(code: str, severity: Severity, remedy: str, *shapes: Shape) -> Callabl
 # BB1: which micro-batches enter a step.
 @_rule("BB101", "error", "clear gradients right after the step, under the same condition")
 def _zero_grad_inside_window(loop: TrainingLoop) -> Iterator[Hit]:
-    if loop.zeroed is not None:
-        event, before_step = loop.zeroed
-        often = (
-            "gradients are cleared with every micro-batch, the step comes once per window: "
-            f"only the last of {loop.steps_text} micro-batches counts"
-        )
-        before = "gradients are cleared right before the step: it steps with none of them"
-        yield event.node, before if before_step else often
+    event, before_step = loop.zeroed or (None, False)
+    often = "gradients are cleared with every micro-batch, the step comes once per window: only the last of "
+    before = "gradients are cleared right before the step: it steps with none of them"
+    if event is not None:
+        yield event.node, before if before_step else f"{often}{loop.steps_text} micro-batches counts"
 
 
 @_rule("BB102", "error", "step and clear only when a window is complete", "each")
 def _step_every_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
-    announced = f"though a window of {loop.steps_text} is announced: nothing is accumulated"
-    divided = f"with gradients divided by {loop.steps}: without accelerator.accumulate nothing is accumulated"
-    why = announced if loop.is_announced else divided
+    why = f"with gradients divided by {loop.steps}: without accelerator.accumulate nothing is accumulated"
+    if loop.is_announced:
+        why = f"though a window of {loop.steps_text} is announced: nothing is accumulated"
     yield loop.steps_inside[0].step.node, f"the optimizer steps with every micro-batch, {why}"
 
 
@@ -86,21 +79,20 @@ def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
     by_lightning = loop.backwards[0].via == "lightning" or "automatic_optimization" in loop.module.words
     if loop.has_framework or not loop.steps_inside or (loop.is_function and not by_lightning):
         return
-    lefts = [(rounds_in(leftover.backwards), leftover) for leftover in loop.leftovers if leftover.end.is_exhausted]
-    left, leftover = next(((left, each) for left, each in lefts if 0 < left < loop.steps), (0, None))
+    ended = [each for each in loop.leftovers if each.end.is_exhausted and 0 < rounds_in(each.backwards) < loop.steps]
     at = loop.first_round
-    if leftover is None or at is None:
+    if not ended or at is None:
         return
-    following, first = leftover.following, leftover.backwards[0]
+    following, first = ended[0].following, ended[0].backwards[0]
     leaks = following is not None and first in following.backwards
     if following is not None:
         is_carried = following.size == loop.steps and loop.passes > 1 and leaks and not loop.zeroed
         if is_carried or not following.is_inside:
             return
+    which = f"micro-batches left over after the last full window of {loop.steps_text}"
+    if at.is_known and at.total:
+        which = f"the last {rounds_in(ended[0].backwards)} of {at.total} micro-batches"
     leak = " and leak into the next epoch's first window" if leaks else ""
-    known = f"the last {left} of {at.total} micro-batches"
-    unknown = f"micro-batches left over after the last full window of {loop.steps_text}"
-    which = known if at.is_known and at.total else unknown
     yield loop.steps_inside[0].place(), f"{which} are never stepped{leak}"
 
 
@@ -133,32 +125,28 @@ def _off_by_one_modulo(loop: TrainingLoop) -> Iterator[Hit]:
     if loop.has_framework or len(inside) < 2 or n < 2 or loop.kind in {"pieces", "batched"}:  # noqa: PLR2004
         return
     first, second = (rounds_in(window.reached) for window in loop.windows[:2])
-    why = f"the step comes with the first micro-batch of each {loop.steps_text}, not with the last: the first window "
-    reasons = {
-        n + 1: f"{why}is one too long",
-        1: f"{why}holds one micro-batch",
-        n - 1: "the step comes before the backward of its window's last micro-batch, which goes into the next window: "
-        "the first one is one too short",
-    }
+    late = f"the step comes with the first micro-batch of each {loop.steps_text}, not with the last: the first window "
+    early = "the step comes before the backward of its window's last micro-batch, which goes into the next window: "
+    reasons = {n + 1: f"{late}is one too long", 1: f"{late}holds one micro-batch"}
+    reasons[n - 1] = f"{early}the first one is one too short"
     if second == n != first and first in reasons:
         yield inside[0].place(), reasons[first]
 
 
 @_rule("BB106", "error", "call optimizer.zero_grad() after each step", "plain", "accumulating")
 def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
-    inside = loop.steps_inside
+    inside, zeros = loop.steps_inside, loop.of("zero")
     if loop.has_framework or loop.of("handed") or not loop.windows or (loop.is_cleared and not inside):
         return
     if loop.shape == "plain" and (loop.is_function or len(inside) < 2):  # noqa: PLR2004
         return
-    zeros = loop.of("zero")
-    cleared = {event.subject for event in zeros}
+    cleared, often = {event.subject for event in zeros}, "only outside the loop" if loop.is_cleared else "never"
     steps = {window.step.subject: window.step for window in reversed(inside or loop.windows)}
     for subject, step in steps.items():
         # Clearing something else than another optimizer may clear this one's gradients too.
         if cleared <= steps.keys() - {subject}:
-            often = "only outside the loop" if loop.is_cleared and not cleared else "never"
-            yield step.node, f"gradients are {often} cleared: every step also takes those of all steps before"
+            how = "never" if cleared else often
+            yield step.node, f"gradients are {how} cleared: every step also takes those of all steps before"
     after = [each.step for each in loop.windows if not each.is_inside and inside]
     if zeros == loop.everywhere("zero") and zeros and after and loop.passes > 1 and loop.shape == "accumulating":
         text = "the leftover's gradients are not cleared after their step: the next epoch's first window holds them too"
@@ -168,17 +156,15 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
 # BB2: the weights.
 @_rule("BB201", "error", "divide each loss by the number of micro-batches in its window")
 def _loss_not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
-    window = loop.whole[0] if loop.whole else None
+    size, own = (loop.whole[0].size, loop.whole[0].backwards) if loop.whole else (0, [])
     means = all(event.loss.reduction in {"mean", "?"} for event in loop.backwards)
-    if window is None or len(window.backwards) != window.size or not means:
-        return
-    first, weight = window.backwards[0], weight_of(window.backwards)
     divided = loop.has_framework or loop.divides or loop.everywhere("rescale")
-    unknown = any(each.value is None for each in first.loss.divisions)
-    if weight is not None and math.isclose(weight, window.size) and not unknown and not divided:
+    if not own or len(own) != size or not means or divided:
+        return
+    if math.isclose(weight_of(own) or 0, size) and all(each.value is not None for each in own[0].loss.divisions):
         text = loop.steps_text
         why = f"the gradient is {text} times that of the big batch's mean"
-        yield first.node, f"{text} losses are added up and none is divided: {why}"
+        yield own[0].node, f"{text} losses are added up and none is divided: {why}"
 
 
 @_rule("BB202", "warning", "divide once, or leave it to the framework; a factor that is meant: # noqa: BB202", *_ALL)
@@ -207,10 +193,9 @@ def _masked_mean_divided_by_constant(loop: TrainingLoop) -> Iterator[Hit]:
     full = {loop.steps, *(window.size for window in loop.whole[:1])}
     written = [each.node for each in event.loss.divisions if each.value in full or announces_steps(each.text)]
     by_framework = loop.has_framework and event.via in {"accelerator", "lightning"} and event.divides is not False
-    if written or by_framework:
-        why = "the big batch's mean weighs them by that number"
-        text = f"each micro-batch's mean is over its own number of targets, and all weigh the same: {why}"
-        yield written[-1] if written else event.node, text
+    why = "and all weigh the same: the big batch's mean weighs them by that number"
+    for node in written[-1:] or [event.node] * by_framework:
+        yield node, f"each micro-batch's mean is over its own number of targets, {why}"
 
 
 # BB3: what belongs between the last backward and the step.
@@ -218,7 +203,7 @@ def _misplaced(loop: TrainingLoop, kind: Kind, early: str, late: Callable[[Event
     """Yield what happens in the loop before a window's last backward; and between a step and the next backward."""
     order = {event: place for place, event in enumerate(loop.events)}
     ends = [(window, order[window.backwards[-1]]) for window in loop.windows if window.size > 1]
-    found = [event for window, last in ends for event in window.noted(kind) if order[event] < last]
+    found = [event for window, last in ends for event in window.events if event.kind == kind and order[event] < last]
     nodes = {event.node for event in found if event in loop.within}
     yield from ((node, early) for node in nodes)
     has_stepped = False
@@ -252,26 +237,24 @@ def _unscale_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
             yield event.node, "gradients are clipped while they are still multiplied by the scaler's scale"
 
 
+def _repeated(loop: TrainingLoop, kind: Kind, message: str) -> Iterator[Hit]:
+    """Yield the first of what happens more than once per window."""
+    for window in loop.windows:
+        found = [event for event in window.events if event.kind == kind]
+        rounds = {at.number if at else None for at in (event.round_of(loop.node) for event in found)}
+        if window.size > 1 and len(rounds) > 1:
+            yield found[0].node, message
+            return
+
+
 @_rule("BB303", "error", "call scaler.step and scaler.update once per window")
 def _scaler_per_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
-    yield from _repeated(
-        loop, "update", "the scaler is updated with every micro-batch: its scale may change in mid-window"
-    )
+    return _repeated(loop, "update", "the scaler is updated with every micro-batch: its scale may change in mid-window")
 
 
 @_rule("BB304", "warning", "step the scheduler after each optimizer step")
 def _scheduler_per_micro_batch(loop: TrainingLoop) -> Iterator[Hit]:
-    yield from _repeated(loop, "scheduler", f"the schedule advances {loop.steps_text} times per update")
-
-
-def _repeated(loop: TrainingLoop, kind: Kind, message: str) -> list[Hit]:
-    """Return the first of what happens more than once per window."""
-    for window in loop.windows:
-        found = window.noted(kind)
-        rounds = {at.number if at else None for at in (event.round_of(loop.node) for event in found)}
-        if window.size > 1 and len(rounds) > 1:
-            return [(found[0].node, message)]
-    return []
+    return _repeated(loop, "scheduler", f"the schedule advances {loop.steps_text} times per update")
 
 
 # BB4: several devices.
@@ -285,13 +268,11 @@ def _ddp_without_no_sync(loop: TrainingLoop) -> Iterator[Hit]:
 @lru_cache(maxsize=8)  # asked for each loop of a file
 def _is_distributed(module: Module) -> bool:
     """Tell whether a model is wrapped for data-parallel training with one process per device."""
-    for call in module.calls:
-        name = called_name(call)
-        strategies = [getattr(word.value, "value", "") for word in call.keywords if word.arg == "strategy"]
-        by_name = name in {"Fabric", "Trainer"} and any(str(each).startswith("ddp") for each in strategies)
-        if by_name or module.full_name(name).rpartition(".")[2] in {"DistributedDataParallel", "DDP"}:
-            return True
-    return False
+    names = {module.full_name(called_name(call)).rpartition(".")[2] for call in module.calls}
+    makers = [call for call in module.calls if called_name(call) in {"Fabric", "Trainer"}]
+    words = [word.value for call in makers for word in call.keywords if word.arg == "strategy"]
+    strategies = [str(getattr(each, "value", "")) for each in words]
+    return bool(names & {"DistributedDataParallel", "DDP"}) or any(each.startswith("ddp") for each in strategies)
 
 
 @_rule("BB402", "error", "put the forward into the same no_sync block")
@@ -324,10 +305,10 @@ def _batch_norm_under_accumulation(loop: TrainingLoop) -> Iterator[Hit]:
     # Under a framework, somebody must say that there is more than one micro-batch to a window.
     is_certain = not loop.has_framework or loop.is_announced or loop.divides
     models = frozenset(event.subject for event in loop.of("forward"))
+    text = "BatchNorm normalises by each micro-batch's statistics, not by the big batch's: accumulation is an "
     call = _brings_batch_norm(loop.module, models) if is_certain else None
     if call is not None:
-        why = "accumulation is an approximation here"
-        yield call, f"BatchNorm normalises by each micro-batch's statistics, not by the big batch's: {why}"
+        yield call, f"{text}approximation here"
 
 
 @lru_cache(maxsize=8)  # asked for each loop of a file
@@ -341,10 +322,8 @@ def _brings_batch_norm(module: Module, models: frozenset[str]) -> ast.Call | Non
     is_frozen = any("BatchNorm" in word for word in module.words) and any("BatchNorm" in ast.unparse(t) for t in tests)
     if (models and models <= evaluated) or module.words & _REPLACED or is_frozen:
         return None
-    assigned = [
-        node for node in module.nodes if isinstance(node, ast.Assign) and evaluated & {*map(dotted, node.targets)}
-    ]
-    frozen = {each for node in assigned for each in walk(node.value)}
+    assigned = [node for node in module.nodes if isinstance(node, ast.Assign)]
+    frozen = {each for node in assigned if evaluated & {*map(dotted, node.targets)} for each in walk(node.value)}
     return next((call for call in module.calls if call not in frozen and _has_batch_norm(module, call)), None)
 
 

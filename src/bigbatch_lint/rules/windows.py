@@ -33,10 +33,6 @@ class Window:
         """Return the number of micro-batches."""
         return rounds_in(self.backwards)
 
-    def noted(self, kind: Kind) -> list[Event]:
-        """Return what else happened."""
-        return [event for event in self.events if event.kind == kind]
-
     def place(self) -> ast.AST:
         """Return the condition that decides on the step, or the step."""
         return self.step.guard or self.step.node
@@ -81,8 +77,7 @@ class TrainingLoop:
         own, pending, reached, since = set(self.backwards), list[Event](), list[Event](), list[Event]()
         for event in self.events:
             if event in own:
-                pending.append(event)
-                reached.append(event)
+                pending, reached = [*pending, event], [*reached, event]
             elif event.kind == "zero" and not self._is_of_another(event):
                 self.lost += [(pending, event)] if pending else []
                 pending = []
@@ -92,16 +87,15 @@ class TrainingLoop:
                     leftover.following = leftover.following or self.windows[-1]
                 pending, reached, since = [], [], []
             elif event.kind == "end" and event.node is self.node:
-                self.leftovers.append(Leftover(list(reached), event))
+                self.leftovers += [Leftover(reached, event)] if reached else []
             else:
                 since.append(event)
 
     def _is_of_another(self, zero: Event) -> bool:
         """Tell whether one of several optimizers is cleared that does not step here."""
-        if zero.subject in self.stepped or not self.stepped:
-            return False
-        cleared = any(each.subject in self.stepped for each in self.of("zero"))
-        return (role_of(zero.subject) == "optimizer" and cleared) or (len(self.stepped) > 1 and zero in self.within)
+        cleared = role_of(zero.subject) == "optimizer" and any(each.subject in self.stepped for each in self.of("zero"))
+        own = not self.stepped or zero.subject in self.stepped
+        return not own and (cleared or (len(self.stepped) > 1 and zero in self.within))
 
     def of(self, kind: Kind) -> list[Event]:
         """Return what happened in the loop."""
@@ -165,19 +159,15 @@ class TrainingLoop:
 
     def _is_refilled(self, zero: Event) -> bool:
         """Tell whether gradients may come from elsewhere between a clear and the step after it."""
-        for event in self.events[self.events.index(zero) + 1 :]:
-            if event.kind == "step":
-                return event.has_closure
-            if event.kind in {"forward", "handed", "rescale", "backward"}:
-                return True
-        return False
+        kinds = {"step", "forward", "handed", "rescale", "backward"}
+        after = [event for event in self.events[self.events.index(zero) + 1 :] if event.kind in kinds]
+        return bool(after) and (after[0].kind != "step" or after[0].has_closure)
 
     @cached_property
     def whole(self) -> list[Window]:
         """Return the windows that are as large as announced."""
-        if self.kind == "pieces" or not self.steps_inside:
-            return [window for window in self.windows if window.size > 1]
-        return [window for window in self.windows if window.size == self.steps]
+        any_size = self.kind == "pieces" or not self.steps_inside
+        return [window for window in self.windows if (window.size > 1 if any_size else window.size == self.steps)]
 
     def is_of_steps(self, division: Division) -> bool:
         """Tell whether a division is meant to be by the number of micro-batches."""

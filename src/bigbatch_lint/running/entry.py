@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from bigbatch_lint.reading.module import FunctionDef, Module
 from bigbatch_lint.reading.names import called_name, dotted, walk
@@ -37,34 +38,31 @@ def run_file(module: Module) -> list[Story]:
 
 def _stories(machine: Interpreter) -> list[Story]:
     """Run the file, then its functions that train and were not called."""
-    module, env = machine.module, Environment()
-    stories = [_story(machine, lambda: machine.run(module.tree.body, env))]
+    module, env, stories = machine.module, Environment(), list[Story]()
+
+    def tell(run: Callable[[], None]) -> None:
+        machine.begin()
+        with suppress(ReturnValue, BreakLoop, ContinueLoop):
+            run()
+        stories.append((machine.events, machine.steps))
+
+    tell(lambda: machine.run(module.tree.body, env))
     owners = {member: cls for cls in module.classes.values() for member in cls.body}
     for only_uncalled in (True, False):
         for function in module.functions:
             trains = function in module.trains or function.name in {"training_step", "compute_loss"}
             called = function in machine.entered or (only_uncalled and function.name in module.called)
             if trains and not called and function.name != "__init__":
-                owner = owners.get(function)
-                stories.append(_story(machine, lambda f=function, o=owner: _run_root(machine, f, o, env)))  # type: ignore[misc]
+                tell(partial(_run_root, machine, function, owners.get(function), env))
     return stories
-
-
-def _story(machine: Interpreter, run: Callable[[], None]) -> Story:
-    machine.begin()
-    with suppress(ReturnValue, BreakLoop, ContinueLoop):
-        run()
-    return machine.events, machine.steps
 
 
 def _run_root(machine: Interpreter, node: FunctionDef, owner: ast.ClassDef | None, env: Environment) -> None:
     """Call a function that is called from elsewhere: once, or with every micro-batch."""
     module, function = machine.module, Function(node, env)
     bases = module.bases(owner) if owner is not None else set()
-    via: Via | None = None
-    if "LightningModule" in bases and node.name == "training_step":
-        via = "lightning"
-    elif node.name == "compute_loss" and any(base.endswith("Trainer") for base in bases):
+    via: Via | None = "lightning" if "LightningModule" in bases and node.name == "training_step" else None
+    if node.name == "compute_loss" and any(base.endswith("Trainer") for base in bases):
         via = "trainer"
     if owner is not None:
         with suppress(ReturnValue, BreakLoop, ContinueLoop):
@@ -79,20 +77,20 @@ def _run_root(machine: Interpreter, node: FunctionDef, owner: ast.ClassDef | Non
     names = [each.arg for each in (*node.args.posonlyargs, *node.args.args)][owner is not None :]
     bound = {dotted(target) for each in walk(node) for target in getattr(each, "targets", ())}
     machine.assigned.append(frozenset(names) | {text for text in bound if text.startswith("self.")})
-    total = machine.length if via == "lightning" else None
-    own = set() if via == "lightning" else _COUNTERS
+    by_lightning = via == "lightning"
+    total, own = (machine.length, set[str]()) if by_lightning else (None, _COUNTERS)
     counters = [name for name in names if name in own or name.startswith(("batch_i", "batch_n"))]
+    asks = via == "trainer" or (by_lightning and owner is not None and not _is_manual(owner))
     for number in range(machine.length):
-        machine.rounds.append(Round(node, number, is_micro=True, total=total, kind="range"))
+        machine.rounds = [Round(node, number, is_micro=True, total=total, kind="range")]
         with suppress(BreakLoop, ContinueLoop):
             # Lightning counts the batches; others' numbers may mean anything.
-            numbers = {name: number if via == "lightning" else Opaque(name, is_setting=False) for name in counters}
+            numbers = {name: number if by_lightning else Opaque(name, is_setting=False) for name in counters}
             result = machine.call_function(function, (), numbers)
-            if via == "trainer" or (via == "lightning" and owner is not None and not _is_manual(owner)):
+            if via is not None and asks:
                 _step_of_framework(machine, node, via, result)
-        machine.rounds.pop()
-    machine.assigned.pop()
-    machine.emit("end", node, is_exhausted=total is not None)
+    machine.rounds = []
+    machine.emit("end", node, is_exhausted=by_lightning)
 
 
 def _step_of_framework(machine: Interpreter, node: FunctionDef, via: Via, result: object) -> None:
@@ -123,8 +121,7 @@ def _divides(module: Module) -> bool:
         name = dotted(call.func)
         bases = module.bases(module.classes[name]) if name in module.classes else {name}
         if any(base.endswith("Trainer") for base in bases):
-            named = [word.value for word in call.keywords if word.arg == "model"]
-            models.append([*named, *call.args, None][0])
+            models.append([*(word.value for word in call.keywords if word.arg == "model"), *call.args, None][0])
     unsaid = not (module.words | module.keywords) & _SAYS_OTHERWISE
     return unsaid and bool(models) and all(_is_plain(module, model) for model in models)
 

@@ -11,10 +11,10 @@ from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import LENGTHS, announces_steps, children, dotted, is_mask_key, last_part
 from bigbatch_lint.running.calls import CALLS, make
 from bigbatch_lint.running.machine import Call, Machine, computed
-from bigbatch_lint.running.tensor_calls import TENSOR_CALLS
 from bigbatch_lint.running.values import (
     NUMBERS,
     PLAIN,
+    UNKNOWN,
     Division,
     Environment,
     Function,
@@ -88,47 +88,34 @@ class Expressions(Machine):
 
     # Attributes and items.
     def _attribute(self, node: ast.Attribute, env: Environment) -> object:
-        text = dotted(node)
-        bound = env.find(text) if text else None
+        text, name = dotted(node), node.attr
+        bound = env.find(text)
         if bound is not None:
             return bound
-        if node.attr == "sync_gradients":
-            return self.is_synchronizing()
-        if node.attr == "is_last_batch":
-            return bool(self.rounds) and self.rounds[-1].is_last()
+        if name in {"sync_gradients", "is_last_batch"}:
+            return self.is_synchronizing() if name == "sync_gradients" else self.rounds and self.rounds[-1].is_last()
         base = self.evaluate(node.value, env)
-        if node.attr == "grad":
-            return Opaque(text, "gradient")
         if isinstance(base, Environment):
-            return self._member(base, node.attr, text)
-        if isinstance(base, Loss):
-            return self._tensor_attribute(base, node)
-        if isinstance(base, Opaque) and base.role is not None and node.attr in {"data", "module"}:
-            return base
-        return self.unknown(text or node.attr)
+            return self._member(base, name, text)
+        if isinstance(base, Loss) and name not in {"grad", "data"} and not isinstance(self.unknown(name), int):
+            masked = node if self.module.pads_models else None
+            return replace(base.part(name), reduction="mean", masked=masked) if name == "loss" else base.part(name)
+        if isinstance(base, (Loss, Opaque)) and name == "data":
+            return base.detached() if isinstance(base, Loss) else base
+        return Opaque(text, "gradient") if name == "grad" else self.unknown(text or name)
 
     def _member(self, base: Environment, name: str, text: str) -> object:
         """Return an attribute of an object of the file."""
-        method = self.module.method(base.cls, name) if base.cls is not None else None
-        found = base.get(f"self.{name}")
+        method, found = self.module.method(base.cls, name), base.get(f"self.{name}")
         if found is not None or method is None:
             return self.unknown(text or name) if found is None else found
         bound = Function(method, base, base)
         is_property = any(last_part(dotted(each)).endswith("property") for each in method.decorator_list)
         return self.call_function(bound, (), {}) if is_property else bound
 
-    def _tensor_attribute(self, base: Loss, node: ast.Attribute) -> object:
-        if isinstance(self.unknown(node.attr), int):
-            return self.steps
-        if node.attr == "data":
-            return base.detached()
-        part = base.part(node.attr)
-        masked = node if self.module.pads_models else None
-        return replace(part, reduction="mean", masked=masked) if node.attr == "loss" else part
-
     def _subscript(self, node: ast.Subscript, env: Environment) -> object:
         text = dotted(node)
-        bound = env.find(text) if text else None
+        bound = env.find(text)
         if bound is not None:
             return bound
         base, index = self.evaluate(node.value, env), self.evaluate(node.slice, env)
@@ -138,11 +125,11 @@ class Expressions(Machine):
             return Opaque(text, "mask")
         if isinstance(base, (tuple, list)) and isinstance(index, int):
             return base[index] if -len(base) <= index < len(base) else Opaque(text)
-        if isinstance(base, Opaque) and base.role is not None:
-            return base
         if isinstance(base, Loss):
             masked = isinstance(index, Opaque) and index.role == "mask"
             return replace(base, masked=node) if masked else base.part(self.module.text(node.slice))
+        if isinstance(base, Opaque) and base.role is not None:
+            return base
         return self.unknown(text) if text else Opaque(is_setting=not self.varies(node))
 
     # Questions.
@@ -150,7 +137,7 @@ class Expressions(Machine):
         value = self.evaluate(node.operand, env)
         if isinstance(node.op, ast.Not):
             answer = self.truth(value, node.operand)
-            return Opaque(is_setting=False) if answer is None else not answer
+            return UNKNOWN if answer is None else not answer
         return -value if isinstance(value, NUMBERS) and isinstance(node.op, ast.USub) else value
 
     def _and_or(self, node: ast.BoolOp, env: Environment) -> object:
@@ -163,15 +150,14 @@ class Expressions(Machine):
             if answer is decides:
                 return value if isinstance(value, PLAIN) else decides
             unknown = unknown or answer is None
-        return Opaque(is_setting=False) if unknown else not decides
+        return UNKNOWN if unknown else not decides
 
     def _if_else(self, node: ast.IfExp, env: Environment) -> object:
         answer = self.truth(self.evaluate(node.test, env), node.test)
         return self.evaluate(node.orelse if answer is False else node.body, env)
 
     def _compare(self, node: ast.Compare, env: Environment) -> object:
-        left = self.evaluate(node.left, env)
-        result: object = True
+        left, result = self.evaluate(node.left, env), object()
         for op, comparator in zip(node.ops, node.comparators, strict=True):
             right = self.evaluate(comparator, env)
             result = self._comparison(node, op, left, right)
@@ -253,38 +239,29 @@ class Expressions(Machine):
 
     # Calls.
     def _call(self, node: ast.Call, env: Environment) -> object:
-        text = dotted(node.func)
-        receiver, function = self._callee(node, text, env)
+        text, method = dotted(node.func), node.func if isinstance(node.func, ast.Attribute) else None
+        receiver = self.evaluate(method.value, env) if method is not None else None
+        function = env.find(text) if method is not None else self.evaluate(node.func, env)
+        if function is None and method is not None and isinstance(receiver, Environment):
+            function = self._member(receiver, method.attr, text)
         args = [self.evaluate(each, env) for each in node.args]
         words = {word.arg or "**": self.evaluate(word.value, env) for word in node.keywords}
         if isinstance(function, Environment):
             function = self._member(function, "__call__", text)
         if isinstance(function, Function):
             return self.call_function(function, args, words)
-        is_method = isinstance(node.func, ast.Attribute)
-        full = self.module.full_name(text) if text else ""
-        name = full.rpartition(".")[2] or (node.func.attr if isinstance(node.func, ast.Attribute) else text)
-        on = dotted(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+        full = self.module.full_name(text)
+        name = full.rpartition(".")[2] or (method.attr if method is not None else text)
+        on = dotted(method.value) if method is not None else ""
         call = Call(node, name, full, on, receiver, args, words, env)
         if "clip_grad" in name:
-            self.emit("clip", node, subject=on)
-            return Opaque(is_setting=False)
-        thing = self.unknown(text) if function is None and is_method and text else function
-        for handle in (CALLS.handle, make, lambda _, call: self._of_thing(call, thing, text), TENSOR_CALLS.handle):
-            found = handle(self, call)
+            return self.emit("clip", node, subject=on)
+        thing = self.unknown(text) if function is None and text else function
+        for handle in (CALLS.get(name), make, lambda _, call: self._of_thing(call, thing, text)):
+            found = NotImplemented if handle is None else handle(self, call)
             if found is not NotImplemented:
                 return found
         return self._of_elsewhere(call)
-
-    def _callee(self, node: ast.Call, text: str, env: Environment) -> tuple[object, object]:
-        """Return what a method is called on, and the function, as far as the file has them."""
-        if not isinstance(node.func, ast.Attribute):
-            return None, self.evaluate(node.func, env)
-        receiver = self.evaluate(node.func.value, env)
-        bound = env.find(text) if text else None
-        if bound is None and isinstance(receiver, Environment):
-            return receiver, self._member(receiver, node.func.attr, text)
-        return receiver, bound
 
     def construct(self, cls: ast.ClassDef, env: Environment) -> Environment:
         """Return an object of a class of the file, after its `__init__`."""

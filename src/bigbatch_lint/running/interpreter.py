@@ -4,12 +4,13 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from bigbatch_lint.reading.module import LONGEST_WINDOW, UPDATES, Module, decides_on_update
+from bigbatch_lint.reading.module import FUNCTIONS, LONGEST_WINDOW, UPDATES, Module, decides_on_update
 from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, targets, walk
 from bigbatch_lint.running.expressions import Expressions
 from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, ReturnValue, WindowsAreWhole, batch
 from bigbatch_lint.running.values import (
     PLAIN,
+    UNKNOWN,
     Environment,
     Function,
     Items,
@@ -33,28 +34,21 @@ class Interpreter(Expressions):
         self._sums: dict[ast.AugAssign, ast.BinOp] = {}
         self._loops: dict[ast.AST, ast.For] = {}
         self._kinds.update(dict.fromkeys((ast.ListComp, ast.GeneratorExp), self._comprehension))
+        leaves = (ast.Return, ast.Raise, ast.Break, ast.Continue)
         self._statements: dict[type[ast.AST], Callable[..., object]] = {
             ast.Expr: lambda node, env: self.evaluate(node.value, env),
-            ast.Assign: self._assignment,
-            ast.AnnAssign: self._assignment,
             ast.AugAssign: self._augmented,
             ast.If: self._if,
-            ast.For: self._for,
-            ast.AsyncFor: self._for,
             ast.While: self._while,
-            ast.With: self._with,
-            ast.AsyncWith: self._with,
             ast.Try: lambda node, env: self.run([*node.body, *node.orelse, *node.finalbody], env),
             ast.Match: self._match,
-            ast.Return: self._leave,
-            ast.Raise: self._leave,
-            ast.Break: self._leave,
-            ast.Continue: self._leave,
-            ast.Global: lambda node, _: self.globals.update(node.names),
-            ast.Nonlocal: lambda node, _: self.globals.update(node.names),
             ast.Assert: self._assert,
-            ast.FunctionDef: self._define,
-            ast.AsyncFunctionDef: self._define,
+            **dict.fromkeys((ast.Assign, ast.AnnAssign), self._assignment),
+            **dict.fromkeys((ast.For, ast.AsyncFor), self._for),
+            **dict.fromkeys((ast.With, ast.AsyncWith), self._with),
+            **dict.fromkeys(leaves, self._leave),
+            **dict.fromkeys((ast.Global, ast.Nonlocal), lambda node, _: self.globals.update(node.names)),
+            **dict.fromkeys(FUNCTIONS, lambda node, env: env.update({node.name: Function(node, env)})),
         }
 
     def run(self, body: Sequence[ast.stmt], env: Environment) -> None:
@@ -67,9 +61,6 @@ class Interpreter(Expressions):
             if act is not None:
                 act(statement, env)
 
-    def _define(self, node: ast.FunctionDef | ast.AsyncFunctionDef, env: Environment) -> None:
-        env[node.name] = Function(node, env)
-
     # Plain statements.
     def _assignment(self, node: ast.Assign | ast.AnnAssign, env: Environment) -> None:
         value = self.evaluate(node.value, env)
@@ -80,13 +71,10 @@ class Interpreter(Expressions):
         """Bind a target to a value."""
         if isinstance(target, (ast.Tuple, ast.List)):
             for number, each in enumerate(target.elts):
-                if isinstance(each, ast.Starred):
-                    self.assign(each.value, Opaque(), env, source)
-                else:
-                    self.assign(each, self._part(value, number, len(target.elts), dotted(each)), env, source)
+                self.assign(each, self._part(value, number, len(target.elts), dotted(each)), env, source)
             return
-        text = dotted(target)
-        value = self._kept_sum(target, text, value, source)
+        text = dotted(target.value if isinstance(target, ast.Starred) else target)
+        value = UNKNOWN if isinstance(target, ast.Starred) else self._kept_sum(target, text, value, source)
         if isinstance(target, ast.Attribute) and target.attr == "grad":
             zeros = isinstance(source, ast.Call) and called_name(source).startswith("zeros")
             cleared = zeros or isinstance(source, ast.Constant)
@@ -98,16 +86,11 @@ class Interpreter(Expressions):
             holder = self.evaluate(target.value, env)
             (holder if isinstance(holder, dict) else {})[target.slice.value] = value
         if text:
-            self._learn_steps(last_part(text), value)
+            name, moduli = last_part(text), self.module.moduli
+            meant = self.module.is_guess and (name in moduli if moduli else counts_steps(name))
+            if meant and isinstance(value, int) and 1 < value <= LONGEST_WINDOW:  # the file has no other number
+                self.length, self.steps = max(1, self.length * value // self.steps), value
             env.bind(text, self.named(text, value), outside=text in self.globals)
-
-    def _learn_steps(self, name: str, value: object) -> None:
-        """Take a computed number for the length of a window, where the file has no other."""
-        moduli = self.module.moduli
-        meant = self.module.is_guess and (name in moduli if moduli else counts_steps(name))
-        if meant and isinstance(value, int) and 1 < value <= LONGEST_WINDOW:
-            self.length = max(1, self.length * value // self.steps)
-            self.steps = value
 
     def _part(self, value: object, number: int, count: int, name: str) -> object:
         """Return one item of what is unpacked; what is kept of one tensor keeps none of the others."""
@@ -120,7 +103,7 @@ class Interpreter(Expressions):
             found = self.unknown(name)
         if isinstance(found, Opaque) and found.role is None:
             return replace(found, is_setting=False)
-        return Opaque(is_setting=False) if isinstance(found, int) and not isinstance(value, (tuple, list)) else found
+        return UNKNOWN if isinstance(found, int) and not isinstance(value, (tuple, list)) else found
 
     def _augmented(self, node: ast.AugAssign, env: Environment) -> None:
         """Run `a += b` as `a = a + b`."""
@@ -147,15 +130,10 @@ class Interpreter(Expressions):
         if answer and any(isinstance(each, ast.Raise) for each in node.body) and _asks_for_remainder(node.test):
             raise WindowsAreWhole
         # What nobody can know is left out, with all that depends on it.
-        is_computed = isinstance(value, bool) or self.varies(node.test)
-        self._guarded(node if self.rounds and is_computed else None, node.body if answer else node.orelse, env)
-
-    def _guarded(self, guard: ast.If | None, body: Sequence[ast.stmt], env: Environment) -> None:
-        self.guards.append(guard)
-        try:
-            self.run(body, env)
-        finally:
-            self.guards.pop()
+        guards, is_computed = self.guards, isinstance(value, bool) or self.varies(node.test)
+        self.guards = [*guards, node] if self.rounds and is_computed else guards
+        self.run(node.body if answer else node.orelse, env)
+        self.guards = guards
 
     def _assert(self, node: ast.Assert, env: Environment) -> None:
         if self.evaluate(node.test, env) is False and _asks_for_remainder(node.test):
@@ -164,10 +142,10 @@ class Interpreter(Expressions):
     def _match(self, node: ast.Match, env: Environment) -> None:
         subject = self.evaluate(node.subject, env)
         for case in node.cases:
-            fits = self._fits(case.pattern, subject, env)
-            if fits and (case.guard is None or self.truth(self.evaluate(case.guard, env), case.guard)):
-                self._guarded(None, case.body, env)
-                return
+            guard = case.guard
+            if self._fits(case.pattern, subject, env) and (not guard or self.truth(self.evaluate(guard, env), guard)):
+                self.run(case.body, env)
+                break
 
     def _fits(self, pattern: ast.pattern, subject: object, env: Environment) -> bool:
         """Tell whether a value fits a pattern; an unknown one fits what catches everything."""
@@ -256,24 +234,24 @@ class Interpreter(Expressions):
         """Run the rounds of a loop; `begin` binds its target, or asks its condition and tells whether to go on."""
         self.assigned.append(targets(node))
         like.passage = self.passages[node] = self.passages.get(node, 0) + 1
-        depth, is_exhausted = len(self.contexts), like.total is not None
-        try:
-            for number in rounds:
-                self.rounds.append(replace(like, number=number))
-                try:
-                    if not begin(number):
-                        is_exhausted = True
-                        break
-                    self.run(node.body, env)
-                except ContinueLoop:
-                    pass
-                finally:
-                    self.rounds.pop()
-                    del self.contexts[depth:]
-        except BreakLoop:
-            is_exhausted = False
-        finally:
-            self.assigned.pop()
+        depth, guards, is_exhausted = len(self.contexts), self.guards, like.total is not None
+        for number in rounds:
+            self.rounds.append(replace(like, number=number))
+            try:
+                if not begin(number):
+                    is_exhausted = True
+                    break
+                self.run(node.body, env)
+            except ContinueLoop:
+                continue
+            except BreakLoop:
+                is_exhausted = False
+                break
+            finally:
+                self.rounds.pop()
+                del self.contexts[depth:]
+                self.guards = guards
+        self.assigned.pop()
         if like.is_micro:
             self.emit("end", node, is_exhausted=is_exhausted)
 
@@ -286,10 +264,8 @@ class Interpreter(Expressions):
                 self.assign(item.optional_vars, value, env, item.context_expr)
             if isinstance(value, Opaque) and value.role == "context":
                 self.contexts.append(replace(value, made=node))
-        try:
-            self.run(node.body, env)
-        finally:
-            del self.contexts[depth:]
+        self.run(node.body, env)
+        del self.contexts[depth:]
 
     def _leave(self, node: ast.Return | ast.Raise | ast.Break | ast.Continue, env: Environment) -> None:
         if isinstance(node, (ast.Break, ast.Continue)):
@@ -310,14 +286,14 @@ class Interpreter(Expressions):
             endless = any(isinstance(n, ast.While) and getattr(n.test, "value", False) for n in walk(node))
             return Items(None if endless else self.length, batch, "endless" if endless else "loader")
         self.depth += 1
-        guards, self.guards = self.guards, list(self.guards)
+        around = self.guards, list(self.contexts), list(self.rounds), list(self.assigned)
         try:
             self.run(node.body, env)
         except ReturnValue as returned:
             return returned.args[0]
         finally:
             self.depth -= 1
-            self.guards = guards
+            self.guards, self.contexts, self.rounds, self.assigned = around
         return None
 
     def _arguments(

@@ -3,12 +3,13 @@
 import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import ENDLESS, PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of
 from bigbatch_lint.running.values import (
     NUMBERS,
+    UNKNOWN,
     Environment,
     Event,
     Function,
@@ -58,7 +59,6 @@ class Machine:
         self.asked = False  # whether anything depended on settings
         self.entered: set[ast.AST] = set()
         self.globals: set[str] = set()
-        self.assigned: list[frozenset[str]] = []  # what each loop around binds anew
         self.budget = _BUDGET
         self.begin()
 
@@ -66,18 +66,20 @@ class Machine:
         """Forget what has happened, but not what is bound."""
         self.events: list[Event] = []
         self.rounds: list[Round] = []
-        self.guards: list[ast.If | None] = []
+        self.assigned: list[frozenset[str]] = []  # what each loop around binds anew
+        self.guards: list[ast.If] = []
         self.contexts: list[Opaque] = []
         self.depth = 0
         self.passages: dict[ast.AST, int] = {}
 
-    def emit(self, kind: Kind, node: ast.AST, **notes: Any) -> None:
+    def emit(self, kind: Kind, node: ast.AST, **notes: Any) -> Opaque:
         """Record what happens, with what is around it."""
         held = kind in _HELD_BACK and not notes.get("is_unprepared")
         if held and any(each.context == "accumulate" for each in self.contexts) and not self.is_synchronizing():
-            return
-        guard = next((guard for guard in reversed(self.guards) if guard is not None), None)
+            return UNKNOWN
+        guard = self.guards[-1] if self.guards else None
         self.events.append(Event(kind, node, tuple(self.rounds), guard, tuple(self.contexts), **notes))
+        return UNKNOWN
 
     def micro_round(self) -> Round | None:
         """Return the round of the innermost loop over micro-batches."""
@@ -136,9 +138,7 @@ class Machine:
             return value
         if isinstance(value, (list, tuple, dict, str)) and not isinstance(value, Environment):
             listed = list(value)
-            return Items(
-                len(listed), lambda k: listed[k] if k < len(listed) else Opaque(is_setting=False), "list", is_known=True
-            )
+            return Items(len(listed), lambda k: listed[k] if k < len(listed) else UNKNOWN, "list", is_known=True)
         text = self.module.text(node)
         item: Callable[[int], object] = (lambda k: new_loss((text, k))) if isinstance(value, Loss) else batch
         if ENDLESS.search(text):
@@ -157,10 +157,10 @@ def computed(function: Callable[..., object], *values: object) -> object:
     try:
         found = function(*values)
     except (TypeError, ValueError, ArithmeticError):
-        return Opaque(is_setting=False)
+        return UNKNOWN
     is_small = -_LARGEST < found < _LARGEST if isinstance(found, NUMBERS) else True
     is_short = len(found) <= _LONGEST if isinstance(found, (str, list, tuple)) else True
-    return found if is_small and is_short else Opaque(is_setting=False)
+    return found if is_small and is_short else UNKNOWN
 
 
 @dataclass(eq=False)
@@ -186,6 +186,11 @@ class Call:
         """Return what the receiver is for."""
         return self.receiver.role if isinstance(self.receiver, Opaque) else None
 
+    @property
+    def is_made(self) -> bool:
+        """Tell whether the receiver is called as the file has made it; what `prepare` returns is of unknown making."""
+        return isinstance(self.receiver, Opaque) and self.receiver.made is not None
+
     def argument(self, position: int, word: str) -> object:
         """Return an argument given by position or by name."""
         return self.words.get(word, self.args[position] if len(self.args) > position else None)
@@ -202,25 +207,3 @@ def reduction_of(machine: Machine, call: Call) -> tuple[str, ast.AST | None]:
     masks = call.name.lower().replace("_", "") in {"crossentropy", "crossentropyloss", "nllloss"}
     ignores = "ignore_index" in call.words or machine.module.ignores_targets
     return reduction, call.node if reduction == "mean" and masks and ignores else None
-
-
-Handler = Callable[[Machine, Call], object]
-_Any = TypeVar("_Any", bound=Handler)
-
-
-class Table(dict[str, Handler]):
-    """What calls do, by their last name; a handler that cannot tell returns NotImplemented."""
-
-    def on(self, names: str) -> Callable[[_Any], _Any]:
-        """Register a function for calls of these names."""
-
-        def register(handler: _Any) -> _Any:
-            self.update(dict.fromkeys(names.split(), handler))
-            return handler
-
-        return register
-
-    def handle(self, machine: Machine, call: Call) -> object:
-        """Return what a call returns, after its effect."""
-        handler = self.get(call.name)
-        return NotImplemented if handler is None else handler(machine, call)

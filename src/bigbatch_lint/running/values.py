@@ -34,6 +34,9 @@ class Opaque:
     is_remainder: bool = False  # of something unknown: rarely zero
 
 
+UNKNOWN = Opaque(is_setting=False)  # it may be another thing in each round
+
+
 @dataclass(frozen=True)
 class Division:
     """One division of a loss."""
