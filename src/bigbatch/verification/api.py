@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -80,59 +80,50 @@ def run_verification(
 ) -> Verification:
     """Verify, and call `on_run` with what each run is of before it is made."""
     models = arguments.models(model)
+    options = Options() if options is None else options
     _check_functions(loss_fn, train_window, options)
-    options, loss_fn = options or Options(), loss_fn or own_loss
     whole = Batch.of(batch, collate=options.collate)
     _check_size(micro_batch_size, whole.size)
     under_test = ModelUnderTest(model)
     if not under_test.own.parameters:
         raise ConfigurationError("no parameter of the model requires a gradient: there is nothing to verify.")
+    device = next(iter(under_test.own.parameters.values())).device
+    name: Literal["BigStep", "train_window"] = "BigStep" if train_window is None else "train_window"
+    cut = balanced if train_window is None else loader_sizes
+    samples, wide = whole.size, True
 
-    def verifier(samples: int, *, wide: bool) -> Verifier:
+    def verification() -> Verification:
         at_once = micro_batch_size if samples == whole.size else min(micro_batch_size, samples // 2)
         part = whole if samples == whole.size else whole.only(range(samples))
-        cut = balanced if train_window is None else loader_sizes
-        device = next(iter(under_test.own.parameters.values())).device
-        strategy = Strategy(
-            "BigStep" if train_window is None else "train_window",
-            at_once,
-            options,
-            accumulate_with_big_step,
-            train_window,
-        )
-        found = Runner(under_test, loss_fn, Samples(part, tuple(cut(samples, at_once)), device), strategy, on_run)
+        strategy = Strategy(name, at_once, options, accumulate_with_big_step, train_window)
+        of_part = Samples(part, tuple(cut(samples, at_once)), device)
+        runner = Runner(under_test, loss_fn or own_loss, of_part, strategy, on_run)
         if not wide:
-            found.notes.append(
+            runner.note(
                 f"Not even two samples fit into memory in float64, so it was judged in {name_of(under_test.own.dtype)} "
                 "alone, where small mistakes may hide in rounding."
             )
         if samples < whole.size:
             less = f", in micro-batches of {at_once:,} instead of {micro_batch_size:,}"
-            found.notes.append(
+            runner.note(
                 f"The whole batch of {whole.size:,} did not fit into memory: the first {samples:,} samples were "
                 f"compared{less if at_once < micro_batch_size else ''}."
             )
-        return Verifier(found, whole.size, wide)
+        return Verifier(runner, whole.size, wide).verification()
 
     with untouched(models), torch.enable_grad(), asked_aside():
-        return _on_as_many_as_fit(verifier, whole.size)
-
-
-def _on_as_many_as_fit(verifier: Callable[..., Verifier], total: int) -> Verification:
-    """Compare on all samples, or, out of memory, on half of them, and so on; at last without float64."""
-    samples, wide = total, True
-    while True:
-        try:
-            return verifier(samples, wide=wide).verification()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            let_go(error, told=True)
-            if samples <= _LEAST and not wide:
-                problem = f"out of memory with two samples; {missing(error)}. The model is unchanged."
-                fix = "a smaller model of the same kind, or the CPU:  verify(model.cpu(), ...)"
-                raise OutOfMemory(problem, fix=fix) from error
-        samples, wide = (samples // 2, wide) if samples > _LEAST else (total, False)
+        while True:  # on all samples, or, out of memory, on half of them, and so on; at last without float64
+            try:
+                return verification()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                let_go(error, told=True)
+                if samples <= _LEAST and not wide:
+                    problem = f"out of memory with two samples; {missing(error)}. The model is unchanged."
+                    fix = "a smaller model of the same kind, or the CPU:  verify(model.cpu(), ...)"
+                    raise OutOfMemory(problem, fix=fix) from error
+            samples, wide = (samples // 2, wide) if samples > _LEAST else (whole.size, False)
 
 
 def accumulate_with_big_step(
@@ -166,14 +157,13 @@ def accumulate_with_big_step(
 def _check_functions(loss_fn: object, train_window: object, options: object) -> None:
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, nn.Module)):
         fix = "lambda model, batch: criterion(model(batch[0]), batch[1])"
-        raise ConfigurationError(
-            "loss_fn must be a function of a model and a batch.", found=type(loss_fn).__name__, fix=fix
-        )
+        problem = "loss_fn must be a function of a model and a batch."
+        raise ConfigurationError(problem, found=type(loss_fn).__name__, fix=fix)
     if train_window is not None and not callable(train_window):
         problem = "train_window must be a function of a model and one window's micro-batches, a list."
         fix = "def train_window(model, micro_batches): ..."
         raise ConfigurationError(problem, found=type(train_window).__name__, fix=fix)
-    if options is not None and not isinstance(options, Options):
+    if not isinstance(options, Options):
         raise ConfigurationError("options must be Options.", found=repr(options), fix="Options(check=False)")
 
 

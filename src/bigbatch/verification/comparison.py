@@ -14,8 +14,8 @@ from bigbatch.verification.model_copy import USE_ARGUMENT, has_gradient_hooks
 from bigbatch.verification.result import Cause, Difference, Verification, number
 from bigbatch.verification.runner import Accumulated, Runner, uneven_size
 from bigbatch.verification.suspects import irreproducible_place
-from bigbatch.verification.tolerance import EXACT, Comparison, Tolerance, is_finite, is_zero, largest, overall, relative
-from bigbatch.verification.weights import Counts, fit, sampled
+from bigbatch.verification.tolerance import EXACT, Comparison, Tolerance, is_finite, is_zero, overall, relative
+from bigbatch.verification.weights import count_all, fit, sampled
 
 _FAR = 30  # times what the big batch itself loses in the model's own dtype: no rounding any more
 _OTHER_ORDER = 30  # times the rounding of a factor: another order of the samples costs no more, if it is rounding
@@ -44,22 +44,18 @@ class Verifier:
         own_whole = own_whole if runner.autocast is None else runner.whole()
         truth, accumulated = own_whole, own
         if self.wide and runner.model.own.dtype != torch.float64:
-            runner.dtype, strategy = torch.float64, runner.strategy
+            runner.dtype = torch.float64
             try:
                 truth, accumulated = runner.whole(), self._accumulated()
             except Exception as error:
                 if is_out_of_memory(error) or isinstance(error, BigBatchError):
                     raise
-                self._note(
+                runner.note(
                     f"This does not run in float64 ({type(error).__name__}: {_first_line(error)}), so it was judged in "
                     f"{name_of(runner.model.own.dtype)} alone, where small mistakes may hide in rounding."
                 )
                 let_go(error)
                 runner.dtype = None
-            if runner.strategy is not strategy and runner.dtype is not None:  # BigStep raised in float64 alone
-                runner.dtype = None
-                own = self._accumulated()
-                runner.dtype = torch.float64
         tolerance = self._tolerance(truth)
         compared = Comparison.of(accumulated.gradients, truth.gradients)
         in_own = [relative(each.gradients, truth.gradients) for each in (own, own_whole)]
@@ -84,10 +80,6 @@ class Verifier:
             refused="" if self.refused is None else _first_line(self.refused),
             notes=tuple(runner.notes),
         )
-
-    def _note(self, note: str) -> None:
-        if note not in self.runner.notes:
-            self.runner.notes.append(note)
 
     def _whole(self) -> Accumulated:
         """Run the big batch for the first time."""
@@ -114,32 +106,31 @@ class Verifier:
                 raise
             if self.refused is None and isinstance(error, BigBatchError):
                 self.refused = error
-                self._note(f"BigStep refuses this: {_first_line(error)}\nThe figures are those of accumulating anyway.")
+                runner.note(
+                    f"BigStep refuses this: {_first_line(error)}\nThe figures are those of accumulating anyway."
+                )
             is_check = strategy.options.check and isinstance(error, CoupledLoss)
             runner.strategy = unchecked if is_check else replace(strategy, name="samples")
             let_go(error, told=True)
             return self._accumulated()
-        if found.record is not None:
-            return self._of_loop(found, found.record)
-        runner.strategy = unchecked if strategy.options.check else strategy  # one check is enough
-        return found
-
-    def _of_loop(self, found: Accumulated, record: LoopRecord) -> Accumulated:
-        """See what a loop did, and run it again with its clipping, where it clips before the gradient is whole."""
-        runner = self.runner
+        if found.record is None:
+            runner.strategy = unchecked  # one check is enough
+            return found
         runner.model.refuse_reached()
         if is_zero(found.gradients):
-            raise LossError(
-                f"train_window(model, micro_batches) left no gradient: {record.backwards} backwards came to the model, "
-                "and no optimizer of torch stepped its parameters.",
-                fix="gradients left in .grad, or an optimizer that train_window makes of the model that is passed in",
+            problem = (
+                f"train_window(model, micro_batches) left no gradient: {found.record.backwards} backwards came to "
             )
-        runner.autocast = record.autocast or runner.autocast
-        if record.clipped > max(1, len(record.stepped)) and not runner.strategy.clipping:
-            runner.strategy = replace(runner.strategy, clipping=True)
+            problem += "the model, and no optimizer of torch stepped its parameters."
+            fix = "gradients left in .grad, or an optimizer that train_window makes of the model that is passed in"
+            raise LossError(problem, fix=fix)
+        runner.autocast = found.record.autocast or runner.autocast
+        if strategy.clipping or not found.record.clipped:
+            return found
+        if found.record.clipped > max(1, len(found.record.stepped)):  # before the gradient is whole: it is compared
+            runner.strategy = replace(strategy, clipping=True)
             return runner.accumulated()
-        if record.clipped and not runner.strategy.clipping:
-            self._note("The loop clips its gradient; what was compared is the gradient before that.")
+        runner.note("The loop clips its gradient; what was compared is the gradient before that.")
         return found
 
     def _tolerance(self, truth: Accumulated) -> Tolerance:
@@ -149,22 +140,20 @@ class Verifier:
         def difference(factor: float = 1.0, order: Sequence[int] | None = None) -> dict[str, float]:
             return relative(runner.whole(factor=factor, order=order).gradients, truth.gradients)
 
-        doubled = largest(difference(factor=2.0))  # a power of two is not rounded
-        repeated = largest(difference()) if doubled > EXACT else 0.0
-        if doubled > max(_NOT_LINEAR, _FAR * repeated):
-            self._nonlinear = doubled
+        doubled = max(difference(factor=2.0).values())  # a power of two is not rounded
+        repeated = max(difference().values()) if doubled > EXACT else 0.0
+        self._nonlinear = doubled if doubled > max(_NOT_LINEAR, _FAR * repeated) else 0.0
         order = [*range(1, size, 2), *range(0, size, 2)][::-1]
-        moved = runner.attempt(lambda: difference(1 / 7, order), None, noted=False)  # a loss may want its own order
-        scaled = moved
+        scaled = moved = runner.attempt(lambda: difference(1 / 7, order), None, noted=False)  # a loss may want its own
         if moved is None or overall(moved) > EXACT:  # with dropout another order is more than rounding
             scaled = difference(1 / 3)
             moved = moved if moved is not None and overall(moved) <= _OTHER_ORDER * overall(scaled) else scaled
-        measured = {name: max(each, moved[name]) for name, each in (scaled or {}).items()}
+        measured = {name: max(each, moved[name]) for name, each in (scaled or moved).items()}
         tolerance = Tolerance.of(measured, most=_NOT_LINEAR if self._nonlinear else math.inf)
         small = EXACT if tolerance.is_precise else self._reordered_sums()
         self._apart = repeated if repeated > small and not self._nonlinear else 0.0
-        if runner.judged_in == torch.float64 and not tolerance.is_precise and not self._apart and not self._nonlinear:
-            self._note(
+        if runner.judged_in == torch.float64 and not (tolerance.is_precise or self._apart or self._nonlinear):
+            runner.note(
                 "Some of this model computes in less than float64 whatever its weights are, so equality is judged to "
                 "the rounding of that."
             )
@@ -210,37 +199,31 @@ class Verifier:
         if self._apart:
             text = f"two runs of the same big batch with the same random state differ by {number(self._apart)}"
             return [runner.cause("nondeterminism", irreproducible_place(runner), text)]
-        if not all(each.exact for each in differences) or (record is not None and record.most_steps > 1):
-            precise = tolerance.is_precise and runner.judged_in == torch.float64
-            kept = _kept_in(compared) if precise else None
-            if kept is None:
-                return self._with_refusal(Diagnose(runner, tolerance, compared).causes(record))
+        if all(each.exact for each in differences) and (record is None or record.most_steps <= 1):
+            return self._lost_in_sums(compared, differences) if runner.dtype == torch.float64 else []
+        kept = _kept_in(compared) if tolerance.is_precise and runner.judged_in == torch.float64 else None
+        if kept is not None:
             text = (
                 f"every element of the gradient is a {kept} number, though the model ran in float64: it was added up "
-                f"or kept in {kept}, which costs {number(compared.overall)}"
             )
+            text += f"or kept in {kept}, which costs {number(compared.overall)}"
             return [runner.cause("precision", f"{kept} gradients", text)]
-        return self._lost_in_sums(compared, differences) if runner.dtype == torch.float64 else []
-
-    def _with_refusal(self, causes: list[Cause]) -> list[Cause]:
-        """Where BigStep has seen that samples are coupled, weights that happen to fit are no cause."""
-        kept = [each for each in causes if (each.kind, each.where) not in _OF_WEIGHTS]
-        if not isinstance(self.refused, CoupledLoss) or kept == causes:
+        causes = Diagnose(runner, tolerance, compared).causes(record)
+        # Where BigStep has seen that samples are coupled, weights that happen to fit are no cause.
+        others = [each for each in causes if (each.kind, each.where) not in _OF_WEIGHTS]
+        if not isinstance(self.refused, CoupledLoss) or others == causes:
             return causes
-        if not any(each.kind == "coupled-samples" for each in kept):
+        if not any(each.kind == "coupled-samples" for each in others):
             text = f"BigStep raises: {_first_line(self.refused).rstrip('.')}"
-            kept.append(self.runner.cause("coupled-samples", "loss_fn", text))
-        return kept
+            others.append(runner.cause("coupled-samples", "loss_fn", text))
+        return others
 
     def _lost_in_sums(self, compared: Comparison, differences: Sequence[Difference]) -> list[Cause]:
         """Compare the own dtype with the same micro-batches added up in float64: what is off may be the sum's."""
         runner, dtype, short = self.runner, self.runner.model.own.dtype, name_of(self.runner.model.own.dtype)
         found = overall({each.name: each.own_difference for each in differences})
-        floor = overall({each.name: each.own_floor for each in differences})
-        eps, said = (
-            torch.finfo(dtype).eps,
-            f"is off by {number(found)}, where the big batch's own is off by {number(floor)}",
-        )
+        floor, eps = overall({each.name: each.own_floor for each in differences}), torch.finfo(dtype).eps
+        said = f"is off by {number(found)}, where the big batch's own is off by {number(floor)}"
         if dtype in _LOW and found > max(_MORE * floor, eps):
             parts = [sampled(gradients) for _, gradients in runner.per_micro_batch()]
             right = fit(sampled(compared.truth), parts, runner.samples.sizes)
@@ -253,18 +236,17 @@ class Verifier:
         exact_floor = overall({each.name: each.exact_floor for each in differences})
         self._is_off_in_own_dtype = not found <= _FAR * max(floor, exact_floor, eps)
         if self._is_off_in_own_dtype:
-            self._note(f"In {short} the gradient {said}: what runs in {short} is not what runs in float64.")
+            runner.note(f"In {short} the gradient {said}: what runs in {short} is not what runs in float64.")
         return []
 
     def _note_alike(self, sizes: Sequence[int]) -> None:
         """Say what micro-batches that count the same cannot show, and which size would."""
-        loop = self.runner.is_loop
-        if Counts(self.runner.samples).are_alike:
+        counts, loop = count_all(self.runner.samples).items(), self.runner.is_loop
+        if all(len(set(each)) == 1 for name, each in counts if not name.endswith("!= 0).sum()")):  # 0 may be a class
             other = uneven_size(sum(sizes), sizes[0], balanced=not loop)
-            said = f"  micro_batch_size={other}" if other is not None else ""
-            said = f" Take a size that does not divide the batch as well:{said}" if said else ""
+            said = f" Take a size that does not divide the batch as well:  micro_batch_size={other}" if other else ""
             who = f"a {'loop' if loop else 'loss'} that weights them wrong"
-            self._note(f"All {len(sizes):,} micro-batches count the same, which hides {who}.{said}")
+            self.runner.note(f"All {len(sizes):,} micro-batches count the same, which hides {who}.{said}")
 
 
 def _kept_in(compared: Comparison) -> str | None:

@@ -14,7 +14,7 @@ from bigbatch.verification.runner import Runner, Strategy
 from bigbatch.verification.suspects import Suspect, coupling_modules, random_numbers, training_norms, written_state
 from bigbatch.verification.switches import NOTHING, Off, without
 from bigbatch.verification.tolerance import Comparison, Tolerance, relative
-from bigbatch.verification.weights import Diagnosis, Weights
+from bigbatch.verification.weights import Weights
 
 _ROUNDS = 16  # of looking for modules that couple samples: one hides those behind it
 _ASKED = (
@@ -37,25 +37,26 @@ class Diagnose:
         runner = self._runner
         found = self._of_loop(record) if record is not None else []
         accused, off, rest = self._suspects()
-        later, right = Diagnosis([]), self._strategy if self._is_gone(rest) else None
+        of_weights, weights = list[Cause](), tuple[float, ...]()
+        right = self._strategy if self._is_gone(rest) else None
         if right is None:
             backwards = record.backwards if record is not None else None
-            later = runner.attempt(lambda: Weights(runner, self._tolerance, off, rest, backwards).explain(), later)
+            of_weights, weights = runner.attempt(
+                lambda: Weights(runner, self._tolerance, off, rest, backwards).explain(), (of_weights, weights)
+            )
         for each in accused:
-            alone = runner.attempt(partial(self._alone, each, off, right, later.weights), None)
+            alone = runner.attempt(partial(self._alone, each, off, right, weights), None)
             if alone is not None:
                 text = f"{each.evidence}; with all else turned off, that makes a difference of {number(alone)}"
                 where = listed([name or type(runner.model.own.models[0]).__name__ for name in each.names])
                 found.append(runner.cause(each.kind, where, text, first=each.names[0]))
-        of_weights = later.causes
-        if runner.uses_across and not runner.is_loop:  # a loss that uses all samples is not advised to
-            of_weights = [replace(each, kind="coupled-samples", remedy=_ASKED) for each in of_weights[:1]]
-        found += of_weights
-        if right is None and not later.causes:
+        if right is None and not of_weights:
             beside = "with all of these turned off" if found else "whatever is turned off"
             text = f"{beside}, a difference of {number(rest.overall)} is left, and no experiment explains it"
             found.append(runner.cause("unknown", "", text))
-        return found
+        if runner.uses_across and not runner.is_loop:  # a loss that uses all samples is not advised to
+            of_weights = [replace(each, kind="coupled-samples", remedy=_ASKED) for each in of_weights[:1]]
+        return [*found, *of_weights]
 
     def _is_gone(self, compared: Comparison) -> bool:
         return self._tolerance.is_negligible(compared.differences)
@@ -114,14 +115,12 @@ class Diagnose:
                     off, rest = without(off, each.off), on
         return found, off, rest
 
-    def _alone(
-        self, suspect: Suspect, off: Off, right: Strategy | None, weights: Sequence[float] | None
-    ) -> float | None:
+    def _alone(self, suspect: Suspect, off: Off, right: Strategy | None, weights: Sequence[float]) -> float | None:
         """Return the difference that this makes with all else off and the right weights; None where it makes none."""
         on, runner = without(off, suspect.off), self._runner
         if right is not None:
             found = self._compared(on, right)
-        elif weights is not None:
+        elif weights:
             found = Comparison.of(runner.weighted(weights, on), runner.whole(on).gradients)
         else:  # nobody knows the right weights: see whether it changes anything at all
             found = Comparison.of(runner.whole(on).gradients, runner.whole(off).gradients)

@@ -1,7 +1,8 @@
 """The model under test: every run trains on a copy of it, and the model itself is neither run nor stepped."""
 
 import copy
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,7 +15,10 @@ from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import devices_of
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS: dict[str, Callable[[Any, Any], object]] = {
+    "_backward_hooks": Tensor.register_hook,
+    "_post_accumulate_grad_hooks": Tensor.register_post_accumulate_grad_hook,
+}
 USE_ARGUMENT = "the model that is passed in:  loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])"
 
 
@@ -44,9 +48,9 @@ class ModelCopy:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that most of the weights have."""
-        numbers: dict[torch.dtype, int] = {}
+        numbers = Counter[torch.dtype]()
         for p in (p for each in self.models for p in each.parameters() if p.is_floating_point()):
-            numbers[p.dtype] = numbers.get(p.dtype, 0) + p.numel()
+            numbers[p.dtype] += p.numel()
         return max(numbers, key=numbers.__getitem__, default=torch.float32)
 
 
@@ -85,18 +89,14 @@ class ModelUnderTest:
             if is_out_of_memory(error):
                 raise
             let_go(error, told=True)
-            problem = (
-                f"verify runs copies of the model, and this one cannot be copied: {type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]}"
-            )
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            problem = f"verify runs copies of the model, and this one cannot be copied: {said}"
             fix = "a model without files, locks, generators and handles in its attributes, which copy.deepcopy can copy"
             raise ConfigurationError(problem, fix=fix) from error
         for p, twin in zip(_all_parameters(self.own), _all_parameters(ModelCopy.of(found)), strict=True):
-            before, after = ((getattr(p, name, None) or {}) for name in _HOOKS)  # which copies of tensors lose
-            for hook in before.values():
-                twin.register_hook(hook)
-            for hook in after.values():
-                twin.register_post_accumulate_grad_hook(hook)
+            for attribute, register in _HOOKS.items():  # which copies of tensors lose
+                for hook in (getattr(p, attribute, None) or {}).values():
+                    register(twin, hook)
         return found
 
 

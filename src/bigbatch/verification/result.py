@@ -151,14 +151,12 @@ class Verification:
     def accepted(self, allow: Collection[str] = ()) -> bool:
         """Whether the gradients are equal but for causes of these kinds."""
         refuse_unknown(allow)
-        kinds_found = {cause.kind for cause in self.causes}
-        return self.exact or (bool(kinds_found) and kinds_found <= set(allow) and not self.refused)
+        kinds = {cause.kind for cause in self.causes}
+        return self.exact or (bool(kinds) and kinds <= set(allow) and not self.refused)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings and lists, as JSON has them: what is not a finite number is None."""
-        found: dict[str, Any] = _plain(asdict(self))
-        found["worst"] = None if self.worst is None else self.worst.name
-        return found
+        return {**_plain(asdict(self)), "worst": None if self.worst is None else self.worst.name}
 
     def __str__(self) -> str:
         """Show the largest differences, the verdict and the causes; lines are as long as they are."""
@@ -176,23 +174,21 @@ def refuse_unknown(kinds: Collection[str]) -> None:
 
 def headline(found: Verification) -> str:
     """Return the verdict in one sentence."""
-    samples = f"{found.samples_proved:,} samples"
-    if found.samples_proved < found.samples:
-        samples = f"{found.samples_proved:,} of {found.samples:,} samples"
-    cut = f"{samples} in {len(found.micro_batches):,} micro-batches{_BY[found.accumulated_by]}"
-    worst = found.worst
-    if worst is None:
-        return f"Nothing to compare: no parameter is trained ({cut.rstrip(',')})."
-    far, dtype = number(worst.difference), "float64" if found.in_float64 else found.dtype
+    of = f" of {found.samples:,}" if found.samples_proved < found.samples else ""
+    cut = f"{found.samples_proved:,}{of} samples in {len(found.micro_batches):,} micro-batches"
+    if (worst := found.worst) is None:
+        return f"Nothing to compare: no parameter is trained ({cut}{_BY[found.accumulated_by].rstrip(',')})."
+    gradient, far = f"the gradient of {cut}{_BY[found.accumulated_by]}", number(worst.difference)
+    dtype = "float64" if found.in_float64 else found.dtype
     if found.exact:
-        return f"Exact: the gradient of {cut} is the big batch's, to {far} in {dtype}."
+        return f"Exact: {gradient} is the big batch's, to {far} in {dtype}."
     if found.accepted({"randomness"}):
-        return f"Equal in distribution: the gradient of {cut} differs from the big batch's by its random numbers alone."
+        return f"Equal in distribution: {gradient} differs from the big batch's by its random numbers alone."
     if worst.exact and any(cause.kind == "precision" for cause in found.causes):
-        return f"Exact in float64, not in {found.dtype}: the gradient of {cut} loses more than the big batch's does."
+        return f"Exact in float64, not in {found.dtype}: {gradient} loses more than the big batch's does."
     if worst.exact:
-        return f"No proof: the gradient of {cut} came out as the big batch's, to {far} in {dtype}, but see below."
-    return f"Not exact: the gradient of {cut} differs from the big batch's, by {far} at {worst.name}."
+        return f"No proof: {gradient} came out as the big batch's, to {far} in {dtype}, but see below."
+    return f"Not exact: {gradient} differs from the big batch's, by {far} at {worst.name}."
 
 
 def cause_text(found: Verification, place: int) -> str:
@@ -226,11 +222,8 @@ def listed(names: Sequence[str]) -> str:
 def _table(differences: Sequence[Difference], dtype: str) -> list[str]:
     shown = sorted(differences, key=lambda each: -each.excess)[:_ROWS]
     cells = [header(dtype), *map(row, shown)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))]).rstrip()
-        for line in cells
-    ]
+    first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
+    lines = ["  ".join([name.ljust(first), *map(str.rjust, line, widths)]).rstrip() for name, *line in cells]
     left = len(differences) - len(shown)
     return [*lines, f"and {left:,} more, each closer to the big batch's"] if left else lines
 

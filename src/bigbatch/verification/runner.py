@@ -4,10 +4,10 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from bigbatch.errors import LossError
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.scope import times_asked
-from bigbatch.verification.loop_recorder import LoopRecord, TrainWindow, record
+from bigbatch.verification.loop_recorder import LoopRecord, TrainWindow
 from bigbatch.verification.model_copy import ModelCopy, ModelUnderTest
 from bigbatch.verification.result import REMEDIES, Cause
 from bigbatch.verification.switches import NOTHING, Off, turn_off
@@ -65,9 +65,6 @@ class Accumulated:
     record: LoopRecord | None = None
 
 
-BigStepWindow: TypeAlias = Callable[["Strategy", ModelCopy, LossFunction, Samples, torch.dtype | None], Accumulated]
-
-
 @dataclass(frozen=True)
 class Strategy:
     """A way to accumulate: by BigStep, weighted by samples for what BigStep refuses, or by a loop of the user's."""
@@ -75,28 +72,10 @@ class Strategy:
     name: Literal["BigStep", "samples", "train_window"]
     size: int  # the rest: what BigStep and the loop run with
     options: Options
-    big_step: BigStepWindow
+    big_step: Callable[..., Accumulated]
     train_window: TrainWindow | None = None
     clipping: bool = False  # whether a loop's own has an effect
     stepping: bool = True
-
-    def run(
-        self, model: ModelCopy, loss_fn: LossFunction, samples: Samples, dtype: torch.dtype | None, own: frozenset[int]
-    ) -> Accumulated:
-        """Accumulate the gradients of all samples; the model's `own` parameters, by id, may not be stepped."""
-        if self.name == "BigStep":
-            return self.big_step(self, model, loss_fn, samples, dtype)
-        micro_batches = samples.micro_batches(dtype)
-        if self.name == "samples" or self.train_window is None:
-            total = 0.0
-            for batch, size in zip(micro_batches, samples.sizes, strict=True):
-                loss, weight = loss_fn(model.model, batch), size / samples.batch.size
-                loss.backward(torch.full_like(loss, weight))
-                total += weight * float(loss.detach())
-            return Accumulated(read_gradients(model.parameters), total)
-        undo = {"undo_clipping": not self.clipping, "undo_steps": not self.stepping}
-        found = record(self.train_window, model, micro_batches, **undo, refused=own)
-        return Accumulated(found.gradients if self.stepping else found.over_all_steps, found.loss, record=found)
 
 
 class Runner:
@@ -108,7 +87,7 @@ class Runner:
         loss_fn: LossFunction,
         samples: Samples,
         strategy: Strategy,
-        on_run: Callable[[str], None] = lambda _: None,
+        on_run: Callable[[str], None],
     ) -> None:
         """Run nothing yet."""
         self.model, self.samples, self.strategy = model, samples, strategy
@@ -125,14 +104,16 @@ class Runner:
         """The dtype that the model runs in now."""
         return self.dtype or self.model.own.dtype
 
-    def cause(
-        self, kind: str, where: str, found: str, *, remedy: str = "", count: str = "", steps: int = 0, first: str = ""
-    ) -> Cause:
+    def note(self, note: str) -> None:
+        """Say it once."""
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def cause(self, kind: str, where: str, found: str, *, remedy: str = "", count: str = "", **of_text: Any) -> Cause:
         """Make a cause; its remedy is that of its kind, for BigStep or for a loop, unless one is passed."""
-        counts = "" if count else _COUNTS
-        said = REMEDIES[kind][-1 if self.is_loop else 0]
-        said = said.format(count=count or "count", counts=counts, steps=steps, first=first)
-        return Cause(kind, where, f"{found[:1].upper()}{found[1:]}.", remedy or said)
+        advice = REMEDIES[kind][-1 if self.is_loop else 0]
+        said = remedy or advice.format(count=count or "count", counts="" if count else _COUNTS, **of_text)
+        return Cause(kind, where, f"{found[:1].upper()}{found[1:]}.", said)
 
     def attempt(self, experiment: Callable[[], Found], otherwise: Found, *, noted: bool = True) -> Found:
         """Return what an experiment finds; one may fail where training does not, as BatchNorm on one sample."""
@@ -143,33 +124,42 @@ class Runner:
                 raise
             let_go(error)
             if noted:
-                first_line = str(error).partition("\n")[0]
-                self.notes.append(f"An experiment failed with {type(error).__name__}: {first_line}")
+                self.notes.append(
+                    f"An experiment failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                )
             return otherwise
 
-    def whole(
-        self,
-        off: Off = NOTHING,
-        *,
-        order: Sequence[int] | None = None,
-        factor: float = 1.0,
-    ) -> Accumulated:
+    def whole(self, off: Off = NOTHING, *, order: Sequence[int] | None = None, factor: float = 1.0) -> Accumulated:
         """Run the big batch, its loss times a `factor`, which is taken out again."""
         self._on_run("the big batch")
         with self.copy(off, self.samples.sizes) as model:
             asked = times_asked()
-            loss = self._loss(model.model, self._all(order))
+            every = slice(0, self.samples.batch.size) if order is None else order
+            loss = self._loss(model.model, self.samples.take(every, self.dtype))
             self.uses_across = self.uses_across or times_asked() != asked
             loss.backward(torch.full_like(loss, factor))
             return Accumulated(read_gradients(model.parameters, 1 / factor), float(loss.detach()))
 
     def accumulated(self, off: Off = NOTHING, strategy: Strategy | None = None) -> Accumulated:
         """Run a window, by the strategy that is verified or by another."""
-        self._on_run("accumulated")
         strategy = strategy or self.strategy
+        self._on_run("accumulated")
         with self.copy(off) as model:
-            loss_fn = self._loss_fn if strategy.name == "BigStep" else self._loss  # BigStep checks its own
-            return strategy.run(model, loss_fn, self.samples, self.dtype, self.model.parameter_ids)
+            if strategy.name == "BigStep":  # which checks its loss itself
+                return strategy.big_step(strategy, model, self._loss_fn, self.samples, self.dtype)
+            micro_batches = self.samples.micro_batches(self.dtype)
+            if strategy.name == "train_window" and strategy.train_window is not None:
+                undo = {"undo_clipping": not strategy.clipping, "undo_steps": not strategy.stepping}
+                found = LoopRecord(model, self.model.parameter_ids, **undo)
+                found.run(strategy.train_window, micro_batches)
+                gradients = found.gradients if strategy.stepping else found.over_all_steps
+                return Accumulated(gradients, found.loss, record=found)
+            total = 0.0
+            for batch, size in zip(micro_batches, self.samples.sizes, strict=True):
+                loss, weight = self._loss(model.model, batch), size / self.samples.batch.size
+                loss.backward(torch.full_like(loss, weight))
+                total += weight * float(loss.detach())
+            return Accumulated(read_gradients(model.parameters), total)
 
     def per_micro_batch(self, off: Off = NOTHING) -> Iterator[tuple[float, Gradients]]:
         """Run the micro-batches one after the other, as a loop does; return each one's own loss and gradient."""
@@ -191,27 +181,23 @@ class Runner:
 
     def forward(self, model: ModelCopy, start: int, end: int) -> None:
         """Call the user's function on some samples, for what it does on its way."""
-        self._called(model.model, self.samples.take(slice(start, end), self.dtype))
+        self._loss_fn(model.model, self.samples.take(slice(start, end), self.dtype))
 
     @contextmanager
     def copy(self, off: Off = NOTHING, sizes: Sequence[int] = ()) -> Iterator[ModelCopy]:
         """Return a copy of the model for a run; `sizes` are its micro-batches where it runs whole."""
-        context: AbstractContextManager[Any] = nullcontext()
-        if self.dtype is None and self.autocast is not None:
-            context = torch.autocast(self.samples.device.type, dtype=self.autocast)
+        lowered, device = self.autocast if self.dtype is None else None, self.samples.device.type
         with self.model.fresh(self.dtype) as model:
             switched = turn_off(off, model, sizes)
             if not sizes:
                 _draw_ahead(self.model.devices)
-            with switched, context:
+            with switched, nullcontext() if lowered is None else torch.autocast(device, dtype=lowered):
                 yield model
-
-    def _all(self, order: Sequence[int] | None = None) -> Any:
-        return self.samples.take(slice(0, self.samples.batch.size) if order is None else order, self.dtype)
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
         """Call the user's function, and raise for what is no loss."""
-        loss = self._called(model, batch)
+        loss = self._loss_fn(model, batch)
+        loss = loss[0] if isinstance(loss, tuple) and len(loss) == 2 else loss  # noqa: PLR2004 - and extras
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise LossError("loss_fn must return one number, the loss of the batch.", found=shape)
@@ -219,10 +205,6 @@ class Runner:
             fix = "it without .item(), .detach() and torch.no_grad()"
             raise LossError("the loss has no graph, so no gradient can come from it.", fix=fix)
         return loss
-
-    def _called(self, model: Any, batch: Any) -> Any:
-        found = self._loss_fn(model, batch)
-        return found[0] if isinstance(found, tuple) and len(found) == 2 else found  # noqa: PLR2004 - and extras
 
 
 def loader_sizes(total: int, size: int) -> tuple[int, ...]:
@@ -241,6 +223,5 @@ def _draw_ahead(devices: frozenset[torch.device]) -> None:
     for device in {torch.device("cpu"), *devices}:
         torch.rand(1009, device=device)
     random.random()  # noqa: S311 - no secret
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.random(7)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.random(7)

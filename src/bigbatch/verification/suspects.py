@@ -78,26 +78,22 @@ def _is_same(one: Any, other: Any) -> bool:
     )
 
 
-class Call(NamedTuple):
-    """One call of a module: the modules that ran, the innermost last, and the tensors."""
-
-    path: tuple[str, ...]
-    given: list[Tensor | None]
-    output: list[Tensor | None]
+Tensors = list[Tensor | None]  # of the leaves of a tree; None for what is none
+Call = tuple[tuple[str, ...], Tensors, Tensors]  # the modules that run, the innermost last, what it takes and returns
 
 
 def recorded_calls(runner: Runner, off: Off, start: int, sizes: Sequence[int]) -> list[Call]:
     """Run some micro-batches as one; return what each module takes and returns. What returns a loss is no layer."""
-    given, calls, stack = list[list[Tensor | None]](), list[Call](), list[str]()
+    given, calls, stack = list[Tensors](), list[Call](), list[str]()
 
-    def after(_name: str, output: Any) -> None:
+    def after(output: Any) -> None:
         taken = given.pop()
         is_layer = all(leaf.dim() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         if is_layer and not off.keys() & set(stack):
-            calls.append(Call(tuple(stack), taken, _tensors(output)))
+            calls.append((tuple(stack), taken, _tensors(output)))
 
     with runner.copy(off, sizes) as model, torch.no_grad():
-        _follow(model, stack, lambda _name, args, kwargs: given.append(_tensors((args, kwargs))), after)
+        _follow(model, stack, lambda arguments: given.append(_tensors(arguments)), after)
         runner.forward(model, start, start + sum(sizes))
     return calls
 
@@ -107,13 +103,13 @@ def coupling_modules(runner: Runner, off: Off, tolerance: float) -> list[Suspect
     modules, sizes, half = runner.model.own.modules, runner.samples.sizes, len(runner.samples.sizes) // 2
     parts = ((0, sizes), (0, sizes[:half]), (sum(sizes[:half]), sizes[half:]))
     found: dict[tuple[str, ...], Layout] = {}
-    for call, *halves in zip(*(recorded_calls(runner, off, *part) for part in parts), strict=False):
-        if any(half.path != call.path for half in halves):
+    for calls in zip(*(recorded_calls(runner, off, *part) for part in parts), strict=False):
+        (path, *others), takes, returns = zip(*calls, strict=True)
+        if any(other != path for other in others):
             break
-        given = _compared(call.given, [half.given for half in halves], tolerance)
-        output = _compared(call.output, [half.output for half in halves], tolerance)
+        given, output = _compared(takes, tolerance), _compared(returns, tolerance)
         if given is not None and output is not None and given[1] and not output[1]:
-            found.setdefault(call.path, Layout(given[0], output[0]))
+            found.setdefault(path, Layout(given[0], output[0]))
     inner = {path: each for path, each in found.items() if not any(p[: len(path)] == path and p != path for p in found)}
     accused = []
     for name, layout in {path[-1]: layout for path, layout in inner.items()}.items():
@@ -124,35 +120,32 @@ def coupling_modules(runner: Runner, off: Off, tolerance: float) -> list[Suspect
     return accused
 
 
-def _compared(
-    whole: list[Tensor | None], halves: list[list[Tensor | None]], tolerance: float
-) -> tuple[Dims, bool] | None:
+def _compared(whole_and_halves: Sequence[Tensors], tolerance: float) -> tuple[Dims, bool] | None:
     """Return where the samples are in each tensor, as shapes tell, and whether the halves make the whole; else None."""
-    if any(len(half) != len(whole) for half in halves):
-        return None
     dims, same = list[int | None](), True
-    for tensor, *others in zip(whole, *halves, strict=True):
-        dim, parts = None, [part for part in others if part is not None]
-        if tensor is not None and len(parts) == len(halves) and all(part.dim() == tensor.dim() for part in parts):
-            dim = next((d for d, n in enumerate(tensor.shape) if n == sum(p.shape[d] for p in parts)), None)
-            joined = torch.cat(parts, dim) if dim is not None else parts[0]
+    for tensor, *parts in zip(*whole_and_halves, strict=False):
+        dim, given = None, [part for part in parts if part is not None and tensor is not None]
+        if tensor is not None and len(given) == len(parts) and all(part.dim() == tensor.dim() for part in given):
+            dim = next((d for d, n in enumerate(tensor.shape) if n == sum(p.shape[d] for p in given)), None)
+            joined = torch.cat(given, dim) if dim is not None else given[0]
             same = same and joined.shape == tensor.shape and _is_near(joined.double(), tensor.double(), tolerance)
         dims.append(dim)
-    return (tuple(dims), same) if any(dim is not None for dim in dims) else None
+    alike = len(set(map(len, whole_and_halves))) == 1 and any(dim is not None for dim in dims)
+    return (tuple(dims), same) if alike else None
 
 
 def _is_near(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return bool((one - other).nan_to_num().norm() <= tolerance * other.nan_to_num().norm())
 
 
-def _tensors(tree: Any) -> list[Tensor | None]:
+def _tensors(tree: Any) -> Tensors:
     return [leaf.detach().clone() if isinstance(leaf, Tensor) else None for leaf in tree_leaves(tree)]
 
 
 def irreproducible_place(runner: Runner) -> str:
     """Return the first module that returns something else in a second run of the same big batch, or "backward"."""
     runs = zip(*(recorded_calls(runner, NOTHING, 0, runner.samples.sizes) for _ in range(2)), strict=False)
-    return next((one.path[-1] or OUTSIDE for one, other in runs if not _is_same(one.output, other.output)), "backward")
+    return next((path[-1] or OUTSIDE for (path, _, one), (*_, other) in runs if not _is_same(one, other)), "backward")
 
 
 def _named(runner: Runner, name: str) -> str:
@@ -164,24 +157,18 @@ def _named(runner: Runner, name: str) -> str:
 
 
 def _follow(
-    model: ModelCopy,
-    stack: list[str],
-    before: Callable[[str, Any, Any], None] = lambda *_: None,
-    after: Callable[[str, Any], Any] = lambda *_: None,
+    model: ModelCopy, stack: list[str], before: Callable[[Any], None], after: Callable[[Any], None] = lambda _: None
 ) -> None:
-    """Keep the names of a copy's modules that run in a stack; `after` may return another output for a module."""
+    """Keep the names of a copy's modules that run in a stack; call with what each takes and returns."""
     names = {id(module): name for name, module in reversed(model.modules.items())}
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-        before(names[id(module)], args, kwargs)
+        before((args, kwargs))
         stack.append(names[id(module)])
 
-    def leave(module: nn.Module, _args: Any, output: Any) -> Any:
-        try:
-            return after(names[id(module)], output)
-        finally:
-            if stack and stack[-1] == names[id(module)]:
-                stack.pop()
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        after(output)
+        stack.pop()
 
     for module in dict.fromkeys(model.modules.values()):
         module.register_forward_pre_hook(enter, with_kwargs=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -49,7 +50,7 @@ def turn_off(off: Off, model: ModelCopy, sizes: Sequence[int]) -> AbstractContex
         for p in model.parameters.values() if PLACE in off else ():
             p.mul_(1 + _MOVED * torch.arange(p.numel(), device=p.device).cos().reshape(p.shape).to(p.dtype))
     for each in model.models if OUTPUTS in off else ():
-        each.register_forward_hook(_detach)
+        each.register_forward_hook(lambda _module, _args, output: _copy(output))
     for module in dict.fromkeys(model.modules.values()):
         if STATISTICS in off and isinstance(module, BatchNorm):  # in each forward: a loop may turn training mode on
             module.register_forward_pre_hook(_evaluate, prepend=True)
@@ -64,10 +65,6 @@ def turn_off(off: Off, model: ModelCopy, sizes: Sequence[int]) -> AbstractContex
     for each in model.models:
         each.register_forward_pre_hook(lambda *_: randomness.restore(), prepend=True)
     return Draws(hold=True)
-
-
-def _detach(_module: nn.Module, _args: object, output: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
 
 
 def _evaluate(module: nn.Module, _: object) -> None:
@@ -121,7 +118,8 @@ def _hold(drawn: Tensor, name: str, given: Mapping[str, Any]) -> None:
 def state_of(module: nn.Module) -> dict[str, Any]:
     """Copy the buffers of one module, and the values that it keeps as plain attributes beside them."""
     plain = {name: value for name, value in vars(module).items() if name not in _OF_TORCH and _is_plain(value)}
-    return _copy({**plain, **dict(module.named_buffers(recurse=False))})
+    found: dict[str, Any] = _copy({**plain, **dict(module.named_buffers(recurse=False))})
+    return found
 
 
 def _is_plain(value: Any) -> bool:
@@ -129,16 +127,12 @@ def _is_plain(value: Any) -> bool:
     return all(isinstance(x, int | float | str | Tensor | None) and not isinstance(x, nn.Parameter) for x in leaves)
 
 
-def _copy(tree: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
-    return found
+def _copy(tree: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def _restorer(module: nn.Module) -> Callable[..., None]:
-    """Return a hook that restores a module's state before each forward.
-
-    Of each module by itself, not of a model when it begins: in lock-step all micro-batches begin before one goes on.
-    """
+    """Return a hook that restores a module's own state, not a model's: in lock-step all begin before one ends."""
     kept = state_of(module)
 
     def restore(module: nn.Module, _: object) -> None:
@@ -154,22 +148,21 @@ def _split(module: nn.Module, layout: Layout, sizes: Sequence[int]) -> None:
     """Have a module see each micro-batch of the big batch by itself."""
     inner, samples = module.forward, sum(sizes)
 
-    def narrowed(leaf: Any, dim: int | None, start: int, size: int) -> Any:
+    def narrowed(leaf: Any, dim: int | None, end: int, size: int) -> Any:
         if not isinstance(leaf, Tensor) or dim is None:
             return leaf
         per_sample = leaf.shape[dim] // samples
-        return leaf.narrow(dim, start * per_sample, size * per_sample)
+        return leaf.narrow(dim, (end - size) * per_sample, size * per_sample)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         if len(leaves) != len(layout.given):
             return inner(*args, **kwargs)
-        outputs, start = [], 0
-        for size in sizes:
-            pairs = zip(leaves, layout.given, strict=True)
-            some, named = tree_unflatten([narrowed(leaf, dim, start, size) for leaf, dim in pairs], spec)
+        outputs = []
+        for end, size in zip(accumulate(sizes), sizes, strict=True):
+            part = [narrowed(leaf, dim, end, size) for leaf, dim in zip(leaves, layout.given, strict=True)]
+            some, named = tree_unflatten(part, spec)
             outputs.append(tree_flatten(inner(*some, **named)))
-            start += size
         columns = zip(*(each[0] for each in outputs), layout.output, strict=True)
         joined = [parts[0] if dim is None else torch.cat(parts, dim) for *parts, dim in columns]
         return tree_unflatten(joined, outputs[0][1])

@@ -65,11 +65,6 @@ def overall(differences: Mapping[str, float]) -> float:
     return math.sqrt(math.fsum(each**2 for each in differences.values()) / max(len(differences), 1))
 
 
-def largest(differences: Mapping[str, float]) -> float:
-    """Return the largest difference of a parameter."""
-    return max(differences.values(), default=0.0)
-
-
 @dataclass(frozen=True)
 class Comparison:
     """A window's gradients, the big batch's, and how far they differ."""
