@@ -9,9 +9,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from bigbatch.cli import app
+from tests.support.commands import run
 
 FILE = """\
 from tests.support.setups import make
@@ -19,11 +19,6 @@ from tests.support.setups import make
 def setup():
     return make(micro_batch_size=8, epochs=2, evaluate=lambda model: {"always": 0.25})
 """
-
-
-def run(*arguments: str, columns: int = 80) -> Result:
-    """One command, with a terminal of this width."""
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns), "NO_COLOR": "1"})
 
 
 @pytest.fixture(scope="module")

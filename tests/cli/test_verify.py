@@ -4,28 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from bigbatch.cli import app
+from tests.support.commands import run, written
 
-FILE = """\
-import torch
-import torch.nn.functional as F
-from torch.utils.data import TensorDataset
-from bigbatch import Setup
-
-def setup():
-    print("a file that prints")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(6, 8), {layer}, torch.nn.Linear(8, 3))
-    return Setup(
-        model=model{mode},
-        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        optimizer=torch.optim.AdamW(model.parameters()),
-        data=TensorDataset(torch.randn(64, 6), torch.randint(3, (64,))),
-        batch_size=16,{more}
-    )
-"""
 LOOP = """
 def train_window(model, micro_batches):
     for inputs, labels in micro_batches:
@@ -33,22 +14,10 @@ def train_window(model, micro_batches):
 """
 
 
-def run(*arguments: str, columns: int = 80) -> Result:
-    """One command, with a terminal of this width."""
-    return CliRunner().invoke(app, ["verify", *arguments], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
-
-
-def written(folder: Path, *, layer: str = "torch.nn.Tanh()", loop: str = "", mode: str = "", more: str = "") -> str:
-    """A user's own file."""
-    path = folder / "mine.py"
-    path.write_text(FILE.format(layer=layer, mode=mode, more=more) + loop)
-    return str(path)
-
-
 @pytest.mark.parametrize("columns", [80, 120])
 def test_the_report_has_its_parts_in_order(tmp_path: Path, columns: int) -> None:
     """The verdict, the table, and what is next, inside the terminal."""
-    result = run(written(tmp_path), columns=columns)
+    result = run("verify", written(tmp_path), columns=columns)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     parts = ("mine.py: Exact: the gradient of 16 samples in 3 micro-batches", "parameter shape float64", "0.weight 8×6")
@@ -60,7 +29,7 @@ def test_the_report_has_its_parts_in_order(tmp_path: Path, columns: int) -> None
 
 def test_a_loop_in_the_file_is_put_to_the_proof(tmp_path: Path) -> None:
     """The cause stands below the table, and the exit status says that it is wrong."""
-    result = run(written(tmp_path, loop=LOOP, more="micro_batch_size=4,"))
+    result = run("verify", written(tmp_path, loop=LOOP, more="micro_batch_size=4,"))
     assert result.exit_code == 1
     text = " ".join(result.stdout.split())
     assert "Not exact: the gradient of 16 samples in 4 micro-batches" in text
@@ -72,14 +41,14 @@ def test_equal_micro_batches_are_no_proof_of_a_loops_counts(tmp_path: Path) -> N
     """The textbook's division is exact for them: a size that shows it is what to type next, and it shows it."""
     loop = LOOP.replace("labels).backward()", "labels).div(len(micro_batches)).backward()")
     file = written(tmp_path, loop=loop, more="micro_batch_size=4,")
-    even = run(file)
+    even = run("verify", file)
     assert even.exit_code == 0
     text = " ".join(even.stdout.split())
     assert "All 4 micro-batches count the same, which hides a loop that weights them wrong." in text
     assert "micro_batch_size=3" in text
     assert f"Next: bigbatch verify {file} --micro-batch-size 3 (with a short last micro-batch)" in text
     assert "with the gradients that were proved" not in text
-    uneven = run(file, "--micro-batch-size", "3")
+    uneven = run("verify", file, "--micro-batch-size", "3")
     assert uneven.exit_code == 1
     assert "wrong-count" in uneven.stdout
 
@@ -87,13 +56,13 @@ def test_equal_micro_batches_are_no_proof_of_a_loops_counts(tmp_path: Path) -> N
 def test_random_numbers_can_be_accepted(tmp_path: Path) -> None:
     """By name; a model in evaluation mode is put into training mode, as train does."""
     file = written(tmp_path, layer="torch.nn.Dropout(0.5)", mode=".eval()")
-    refused, accepted = run(file), run(file, "--allow", "randomness")
+    refused, accepted = run("verify", file), run("verify", file, "--allow", "randomness")
     assert (refused.exit_code, accepted.exit_code) == (1, 0)
     assert "Equal in distribution: " in refused.stdout
     assert "--allow randomness" in refused.stdout
     assert "1. randomness at 1" in accepted.stdout
-    assert run(file, "--allow", "batch-norm").exit_code == 1
-    unknown = run(file, "--allow", "dropout")
+    assert run("verify", file, "--allow", "batch-norm").exit_code == 1
+    unknown = run("verify", file, "--allow", "dropout")
     assert unknown.exit_code == 2
     assert "error: allow must be a set of kinds of causes. Got 'dropout'" in " ".join(unknown.stderr.split())
 
@@ -101,7 +70,7 @@ def test_random_numbers_can_be_accepted(tmp_path: Path) -> None:
 def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
     """Also where the file prints."""
     file = written(tmp_path, layer="torch.nn.BatchNorm1d(8)", more='batch_norm="micro",')
-    result = run(file, "--json", "--batch-size", "12", "--micro-batch-size", "5")
+    result = run("verify", file, "--json", "--batch-size", "12", "--micro-batch-size", "5")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
     assert found["micro_batches"] == [4, 4, 4]
@@ -112,19 +81,14 @@ def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
 def test_long_names_keep_their_ends(tmp_path: Path) -> None:
     """In a narrow terminal; no cell of a figure is cut."""
     name = "a_layer_with_a_name_that_is_much_too_long_for_any_terminal_at_all_whatever_it_is_called"
-    layer = f"torch.nn.ModuleDict({{'{name}': torch.nn.Linear(8, 8)}})"
-    made = FILE.format(layer="torch.nn.Tanh()", mode="", more="").replace(
-        "torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))", "Named()"
-    )
     own = (
-        "class Named(torch.nn.Module):\n"
+        "\nclass Named(torch.nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n"
-        f"        self.parts = {layer.replace('Linear(8, 8)', 'Linear(6, 3)')}\n"
+        f"        self.parts = torch.nn.ModuleDict({{'{name}': torch.nn.Linear(8, 8)}})\n"
         f"    def forward(self, x):\n        return self.parts['{name}'](x)\n"
     )
-    path = tmp_path / "mine.py"
-    path.write_text(made.replace("def setup", f"{own}\ndef setup"))
-    result = run(str(path), columns=70)
+    file = written(tmp_path, layer="Named()", loop=own)
+    result = run("verify", file, columns=70)
     assert result.exit_code == 0, result.output
     rows = [line for line in result.stdout.splitlines() if line.startswith("…")]
     assert len(rows) == 2
@@ -134,7 +98,7 @@ def test_long_names_keep_their_ends(tmp_path: Path) -> None:
 
 def test_more_is_asked_for_than_there_is(tmp_path: Path) -> None:
     """A note says so."""
-    result = run(written(tmp_path), "--batch-size", "100", "--micro-batch-size", "40")
+    result = run("verify", written(tmp_path), "--batch-size", "100", "--micro-batch-size", "40")
     assert result.exit_code == 0, result.output
     assert "The file's data has 64 samples in all: no batch of 100 can be made." in " ".join(result.stdout.split())
 
@@ -149,7 +113,7 @@ def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    result = run(file, "--html", str(tmp_path / "page.html"))
+    result = run("verify", file, "--html", str(tmp_path / "page.html"))
     assert result.exit_code == 1
     assert "Exact: " in result.stdout
     assert "this could not be written (No space left on device)" in " ".join(result.stderr.split())
@@ -157,14 +121,14 @@ def test_a_page_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch: pyte
 
 def test_what_cannot_work_says_what_to_type(tmp_path: Path) -> None:
     """As every other command."""
-    whole = run(written(tmp_path), "--micro-batch-size", "16")
+    whole = run("verify", written(tmp_path), "--micro-batch-size", "16")
     assert whole.exit_code == 2
     assert "error: micro_batch_size=16 takes all 16 samples" in " ".join(whole.stderr.split())
     assert "a smaller one, such as micro_batch_size=6" in whole.stderr
-    missing = run(str(tmp_path / "none.py"))
+    missing = run("verify", str(tmp_path / "none.py"))
     assert missing.exit_code == 2
     assert "There is no file" in missing.stderr
-    broken = run(written(tmp_path, loop="\ndef train_window(model, micro_batches):\n    1 / 0\n"))
+    broken = run("verify", written(tmp_path, loop="\ndef train_window(model, micro_batches):\n    1 / 0\n"))
     assert broken.exit_code == 1
     assert "ZeroDivisionError" in broken.stderr
     assert "loss_fn or train_window failed" in broken.stderr

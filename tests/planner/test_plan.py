@@ -10,36 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typer.testing import CliRunner, Result
 
-from bigbatch.cli import app
 from bigbatch.errors import BigBatchError
 from bigbatch.memory.search import Choice, Probe
 from bigbatch.planner.measure import make_plan, plan
 from bigbatch.planner.plan_report import Plan, advice
 from tests.bombs import seed
+from tests.support.commands import run, written
 from tests.support.messages import approve
 
 Batch = tuple[Tensor, Tensor]
 GIB = 1 << 30
-
-FILE = """\
-import torch
-import torch.nn.functional as F
-from torch.utils.data import TensorDataset
-from bigbatch import Setup
-
-def setup():
-    print("a file that prints")
-    model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 10))
-    return Setup(
-        model=model,
-        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        optimizer=torch.optim.AdamW(model.parameters()),
-        data=TensorDataset(torch.randn(128, 64), torch.randint(10, (128,))),
-        batch_size=32,
-    )
-"""
 
 
 def model() -> nn.Sequential:
@@ -187,46 +168,36 @@ def test_a_loss_that_a_step_would_refuse_is_said() -> None:
     assert any(note.startswith("A step would refuse this loss: the samples of") for note in found.notes)
 
 
-def run(*arguments: str) -> Result:
-    """One command."""
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    """A user's own training."""
-    path = tmp_path / "mine.py"
-    path.write_text(FILE)
-    return path
-
-
-def test_the_command_prints_table_advice_and_what_is_next(file: Path) -> None:
+def test_the_command_prints_table_advice_and_what_is_next(tmp_path: Path) -> None:
     """In this order, inside eighty columns."""
-    result = run("plan", str(file))
+    file = written(tmp_path)
+    result = run("plan", file)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    places = [text.index(part) for part in ("mine.py: Batch of 32", "micro-batch steps", "<- take this", "Next: ")]
+    places = [text.index(part) for part in ("mine.py: Batch of 16", "micro-batch steps", "<- take this", "Next: ")]
     assert places == sorted(places)
     assert max(len(line) for line in result.stdout.splitlines() if not line.startswith("Next")) <= 80
 
 
-def test_json_is_all_that_is_on_stdout(file: Path) -> None:
+def test_json_is_all_that_is_on_stdout(tmp_path: Path) -> None:
     """Also where the file prints."""
-    result = run("plan", str(file), "--json", "--batch-size", "16", "--memory", "0.9")
+    file = written(tmp_path)
+    result = run("plan", file, "--json", "--batch-size", "12", "--memory", "0.9")
     assert result.exit_code == 0, result.output
     found: dict[str, Any] = json.loads(result.stdout)
-    assert (found["batch_size"], found["measured"]) == (16, True)
+    assert (found["batch_size"], found["measured"]) == (12, True)
     assert set(found) == {"file", *Plan.__dataclass_fields__}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be measured")
-def test_memory_of_a_gpu_on_the_command_line(file: Path) -> None:
+def test_memory_of_a_gpu_on_the_command_line(tmp_path: Path) -> None:
     """Traced; and where nothing fits, the exit status says so."""
-    result = run("plan", str(file), "--memory", "24GiB")
+    file = written(tmp_path)
+    result = run("plan", file, "--memory", "24GiB")
     assert result.exit_code == 0, result.output
     assert "Predicted by tracing" in " ".join(result.stdout.split())
-    assert run("plan", str(file), "--memory", "1MiB").exit_code == 1
-    misused = run("plan", str(file), "--memory", "24")
+    assert run("plan", file, "--memory", "1MiB").exit_code == 1
+    misused = run("plan", file, "--memory", "24")
     assert misused.exit_code == 2
     assert "24 of what?" in misused.stderr
     assert "hint:" in misused.stderr

@@ -10,11 +10,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from bigbatch.cli import app
 from bigbatch.errors import ConfigurationError
 from bigbatch.report.page import Html, check_page, element, join
+from tests.support.commands import run, written
 from tests.support.pages import (
     DIFFERS,
     EVIL,
@@ -207,35 +206,10 @@ def test_html_is_put_in_as_it_is() -> None:
 # The command.
 
 
-FILE = """\
-import torch
-from bigbatch import Setup
-
-def setup():
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    data = [(torch.randn(4), torch.randn(1)) for _ in range(16)]
-    return Setup(
-        model=model,
-        loss_fn=lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1]),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data=data,
-        batch_size=16,
-    )
-"""
-
-
-def run(*arguments: str) -> Result:
-    """One command."""
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "NO_COLOR": "1"})
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """A file with a setup()."""
-    path = tmp_path / "training.py"
-    path.write_text(FILE)
-    return path
+    return Path(written(tmp_path))
 
 
 def test_plan_writes_a_page_beside_its_table(file: Path) -> None:
@@ -247,7 +221,7 @@ def test_plan_writes_a_page_beside_its_table(file: Path) -> None:
     assert f"Wrote {page}" in done.stderr
     assert "Wrote" not in done.stdout
     text = page.read_text()
-    assert "training.py" in Seen(text).words
+    assert "mine.py" in Seen(text).words
     assert str(file.parent) not in text
 
 
@@ -258,9 +232,8 @@ def test_verify_writes_a_page_beside_its_table(file: Path) -> None:
     assert done.exit_code == 0, done.output
     assert f"Wrote {page}" in done.stderr
     assert "Exact The gradient of 16 samples" in Seen(page.read_text()).words
-    file.write_text(FILE + "\ndef train_window(model, micro_batches):\n    for x, y in micro_batches:\n")
-    with file.open("a") as own:
-        own.write("        torch.nn.functional.mse_loss(model(x), y).backward()\n")
+    loop = "\ndef train_window(model, micro_batches):\n    for x, y in micro_batches:\n"
+    written(file.parent, loop=f"{loop}        F.cross_entropy(model(x), y).backward()\n")
     wrong = run("verify", str(file), "--micro-batch-size", "4", "--json", "--html", str(page))
     assert wrong.exit_code == 1
     assert json.loads(wrong.stdout)["exact"] is False

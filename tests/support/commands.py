@@ -1,0 +1,38 @@
+"""Run a command as a user does, on a small file of a user's own."""
+
+from pathlib import Path
+
+from typer.testing import CliRunner, Result
+
+from bigbatch.cli import app
+
+_FILE = """\
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+from bigbatch import Setup
+
+def setup():
+    print("a file that prints")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), {layer}, torch.nn.Linear(8, 3))
+    return Setup(
+        model=model{mode},
+        loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        optimizer=torch.optim.AdamW(model.parameters()),
+        data=TensorDataset(torch.randn(64, 6), torch.randint(3, (64,))),
+        batch_size=16,{more}
+    )
+"""
+
+
+def run(*arguments: str, columns: int = 80) -> Result:
+    """One command, with a terminal of this width."""
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+
+
+def written(folder: Path, *, layer: str = "torch.nn.Tanh()", loop: str = "", mode: str = "", more: str = "") -> str:
+    """Write a user's own file; return its path."""
+    path = folder / "mine.py"
+    path.write_text(_FILE.format(layer=layer, mode=mode, more=more) + loop)
+    return str(path)
