@@ -479,7 +479,7 @@ def test_what_cannot_be_measured_is_refused(name: str) -> None:
 @pytest.mark.parametrize("value", [0, 1.5, True, "8"])
 def test_arguments_are_positive_integers(name: str, value: Any) -> None:
     """Each is named with what was found."""
-    with pytest.raises(ConfigurationError, match=rf"{name} must be a positive integer. Got {value!r}"):
+    with pytest.raises(ConfigurationError, match=rf"{name} must be a positive integer; found {value!r}"):
         GradientNoise(Training(steps=2).accumulator, **{name: value})
 
 

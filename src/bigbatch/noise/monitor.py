@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
+from bigbatch import arguments
 from bigbatch.accumulator import Accumulator
 from bigbatch.big_step import BigStep
 from bigbatch.errors import ConfigurationError, StateError
@@ -46,7 +47,7 @@ class GradientNoise:
                 f"GradientNoise({type(training).__name__}): it measures the windows of an Accumulator or a BigStep.",
                 fix="GradientNoise(accumulator)",
             )
-        self._every, self._last = _positive("every", every), _positive("last", last)
+        self._every, self._last = arguments.positive("every", every), arguments.positive("last", last)
         self.reset()
         self._end = training.observe(self)
 
@@ -137,9 +138,3 @@ def _on_host(numbers: Sequence[Count]) -> list[float]:
         at: n for some in kinds.values() for at, n in zip(some, torch.stack([*some.values()]).tolist(), strict=True)
     }
     return [read[at] if at in read else float(number) for at, number in enumerate(numbers)]
-
-
-def _positive(name: str, number: object) -> int:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ConfigurationError(f"{name} must be a positive integer.", found=repr(number))
-    return number

@@ -1,7 +1,7 @@
 """Plan a batch: which size of micro-batch, how many steps, what it takes."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,20 +18,21 @@ from bigbatch.default_loss import own_loss
 from bigbatch.distributed.ddp_internals import silence
 from bigbatch.distributed.discovery import data_parallel, refuse_tensor_parallelism
 from bigbatch.distributed.fsdp_internals import sharded
-from bigbatch.errors import ConfigurationError, LossError, OutOfMemory, spoken_to_step
+from bigbatch.errors import ConfigurationError, LossError, OutOfMemory
 from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, resident, room
 from bigbatch.memory.probe import Stage
 from bigbatch.memory.search import MARGIN, Choice, Probe, choose
 from bigbatch.planner.coupled import Coupling
 from bigbatch.planner.plan_report import REFUSED, Plan, Row, advice, advice_when_nothing_fits
-from bigbatch.planner.trace import optimizer_bytes, predict, wider
+from bigbatch.planner.trace import checked_loss, optimizer_bytes, predict, wider
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import devices_of
 from bigbatch.window.gate import Admission
 
-TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
+# What `silence` changes and plan restores: an Accumulator may have silenced the wrapper before.
 _DDP = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
+TRACED_MARGIN = 0.10  # a trace does not see what kernels allocate within themselves
 
 
 def plan(
@@ -89,29 +90,15 @@ def make_plan(
     whole = Batch.of(batch)
     coupling = Coupling(models, _tensors(batch), whole.size)
     task = _Task(model, models, loss_fn or own_loss, whole, optimizers, device, coupling)
-    randomness = Randomness(devices)  # a trace, too, runs the user's code, and that of optimizers
-    try:
-        with _without_reduction(models):
-            budget = bytes_of(memory, device)
-            fraction, asked = (1.0, 0) if memory is None else read(memory)
-            is_here = fraction is not None or (device.type == "cuda" and asked <= room(device).reachable)
-            return _planned(task, _Measuring(task, budget) if is_here else _Tracing(task), budget, on_probe)
-    finally:
-        randomness.restore()
-
-
-@contextmanager
-def _without_reduction(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, DDP neither reduces nor broadcasts; afterwards it goes on as before."""
-    wrappers = data_parallel(models)
-    before = [{name: getattr(wrapper, name, None) for name in _DDP} for wrapper in wrappers]
-    for wrapper in wrappers:
-        silence(wrapper)
-    try:
-        yield
-    finally:
-        for wrapper, settings in zip(wrappers, before, strict=True):
-            vars(wrapper).update(settings)
+    with ExitStack() as stack:
+        stack.callback(Randomness(devices).restore)  # a trace, too, runs the user's code, and that of optimizers
+        for wrapper in data_parallel(models):
+            stack.callback(vars(wrapper).update, {name: getattr(wrapper, name, None) for name in _DDP})
+            silence(wrapper)
+        budget = bytes_of(memory, device)
+        fraction, asked = (1.0, 0) if memory is None else read(memory)
+        is_here = fraction is not None or (device.type == "cuda" and asked <= room(device).reachable)
+        return _planned(task, _Measuring(task, budget) if is_here else _Tracing(task), budget, on_probe)
 
 
 @dataclass(frozen=True)
@@ -164,10 +151,7 @@ class _Measuring:
         coupling = self._task.coupling
         is_readable = not coupling.is_new(size)
         samples = self._mover.moved(self._task.batch.take(slice(0, size)))
-        returned = self._task.loss(samples, size, self._task.device)
-        loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
-        with spoken_to_step():
-            arguments.loss(loss)
+        loss = checked_loss(self._task.loss(samples, size, self._task.device))
         if is_readable and not coupling.asked and not any(note.startswith(REFUSED) for note in self.notes):
             try:
                 with _disable_current_modes():  # as in a window

@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from bigbatch import arguments
 from bigbatch.batch.tree import mapped
-from bigbatch.errors import ConfigurationError
+from bigbatch.errors import ConfigurationError, spoken_to_step
 from bigbatch.memory.meter import LiveBytes
 from bigbatch.planner.cuda_like import like_cuda, scratch
 
@@ -86,7 +87,7 @@ def predict(
             samples = live.add(inputs)
             with live:
                 live.begin("forward")
-                loss = _loss(loss_fn(model, inputs))
+                loss = checked_loss(loss_fn(model, inputs))
                 forward, where = live.above, live.where
                 live.begin("backward", live.base)
                 loss.backward()
@@ -257,14 +258,11 @@ def _with_gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _loss(returned: Any) -> Tensor:
-    loss = returned[0] if isinstance(returned, tuple) else returned
-    if not isinstance(loss, Tensor) or not loss.requires_grad:
-        raise ConfigurationError(
-            "loss_fn(model, batch) must return a loss with a graph.",
-            found=type(loss).__name__,
-            fix="a loss computed from the model's output with gradients on",
-        )
+def checked_loss(returned: Any) -> Tensor:
+    """Return the loss that a loss function returned, alone or before its extras."""
+    loss: Tensor = returned[0] if isinstance(returned, tuple) else returned
+    with spoken_to_step():
+        arguments.loss(loss)
     return loss
 
 
