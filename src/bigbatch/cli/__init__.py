@@ -6,7 +6,7 @@ Nothing here imports torch before a command runs, so that `bigbatch --help` answ
 import os
 import sys
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.core import TyperGroup
@@ -21,15 +21,8 @@ from bigbatch_lint.cli import main as run_lint
 class Commands(TyperGroup):
     """The group of commands; a command line that it cannot read is answered in the style of all other errors."""
 
-    def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Read what stands before the command."""
-        with usage_errors_as_text():
-            return super().make_context(*args, **kwargs)
-
-    def invoke(self, *args: Any, **kwargs: Any) -> Any:
-        """Read what stands behind it, and run it."""
-        with usage_errors_as_text():
-            return super().invoke(*args, **kwargs)
+    make_context = usage_errors_as_text()(TyperGroup.make_context)  # what stands before the command
+    invoke = usage_errors_as_text()(TyperGroup.invoke)  # what stands behind it
 
 
 app = typer.Typer(
