@@ -1,21 +1,22 @@
-"""Compares a window's gradients with the big batch's, and says what causes the difference."""
+"""Compares a window's gradients with the big batch's, and finds by experiment what causes the difference."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from bigbatch.errors import BatchNormError, BigBatchError, CoupledLoss, LossError
 from bigbatch.state.oom import is_out_of_memory, let_go
-from bigbatch.verification.diagnosis import Diagnose
+from bigbatch.verification import suspects
 from bigbatch.verification.loop_recorder import LoopRecord
 from bigbatch.verification.model_copy import USE_ARGUMENT, has_gradient_hooks
-from bigbatch.verification.result import Cause, Difference, Verification, number
-from bigbatch.verification.runner import Accumulated, Runner, uneven_size
-from bigbatch.verification.suspects import irreproducible_place
-from bigbatch.verification.tolerance import EXACT, Comparison, Tolerance, is_finite, is_zero, overall, relative
-from bigbatch.verification.weights import count_all, fit, sampled
+from bigbatch.verification.result import Cause, Difference, Verification, listed, number
+from bigbatch.verification.runner import Accumulated, Runner, Strategy, uneven_size
+from bigbatch.verification.switches import NOTHING, Off, without
+from bigbatch.verification.tolerance import EXACT, Comparison, Tolerance, is_zero, overall, relative
+from bigbatch.verification.weights import Weights, count_all, fit, sampled
 
 _FAR = 30  # times what the big batch itself loses in the model's own dtype: no rounding any more
 _OTHER_ORDER = 30  # times the rounding of a factor: another order of the samples costs no more, if it is rounding
@@ -23,6 +24,12 @@ _MORE = 3  # times what the big batch itself loses in a low precision: less may 
 _NOT_LINEAR = 1e-6  # relative, of the gradient of twice the loss: a power of two is not rounded
 _LOW = (torch.bfloat16, torch.float16)
 _OF_WEIGHTS = {("wrong-scale", ""), ("wrong-count", ""), ("unknown", "")}  # as coupled samples look, too
+_ROUNDS = 16  # of looking for modules that couple samples: one hides those behind it
+_ASKED = (
+    "The loss uses all samples already; check what it does with them. Rows of own samples begin at across.offset(). "
+    "across.sum(x) adds up sums, across.mean(x) averages means over samples, across.mean(x, count) those over other "
+    "things (docs/coupled.md)."
+)
 
 
 @dataclass
@@ -33,9 +40,9 @@ class Verifier:
     samples: int  # of the whole batch
     wide: bool  # whether to try float64
     refused: BigBatchError | None = None
-    _nonlinear: float = field(default=0.0, init=False)  # how far from linear in the loss the gradient is
-    _apart: float = field(default=0.0, init=False)  # how far two runs of the same big batch differ
-    _is_off_in_own_dtype: bool = field(default=False, init=False)
+    _nonlinear: float = 0.0  # how far from linear in the loss the gradient is
+    _apart: float = 0.0  # how far two runs of the same big batch differ
+    _is_off_in_own_dtype: bool = False
 
     def verification(self) -> Verification:
         """Run both sides in the model's own dtype first, since what fails there is the user's own; then in float64."""
@@ -57,7 +64,7 @@ class Verifier:
                 let_go(error)
                 runner.dtype = None
         tolerance = self._tolerance(truth)
-        compared = Comparison.of(accumulated.gradients, truth.gradients)
+        compared = Comparison(accumulated.gradients, truth.gradients)
         in_own = [relative(each.gradients, truth.gradients) for each in (own, own_whole)]
         differences = self._differences(tolerance, compared.differences, *in_own)
         causes = self._causes(tolerance, compared, differences, accumulated.record)
@@ -88,7 +95,7 @@ class Verifier:
         if is_zero(found.gradients):
             problem = "no parameter of the model got a gradient from loss_fn(model, batch)."
             raise LossError(problem, fix=USE_ARGUMENT)
-        if not is_finite(found.gradients) or not math.isfinite(found.loss):
+        if not math.isfinite(found.loss) or not all(g.isfinite().all() for g in found.gradients.values()):
             problem = f"the big batch itself has a loss of {found.loss:g} and a gradient that is not finite."
             raise LossError(problem, fix="samples and weights at which the model trains, as before a first step")
         return found
@@ -149,7 +156,7 @@ class Verifier:
             scaled = difference(1 / 3)
             moved = moved if moved is not None and overall(moved) <= _OTHER_ORDER * overall(scaled) else scaled
         measured = {name: max(each, moved[name]) for name, each in (scaled or moved).items()}
-        tolerance = Tolerance.of(measured, most=_NOT_LINEAR if self._nonlinear else math.inf)
+        tolerance = Tolerance(measured, most=_NOT_LINEAR if self._nonlinear else math.inf)
         small = EXACT if tolerance.is_precise else self._reordered_sums()
         self._apart = repeated if repeated > small and not self._nonlinear else 0.0
         if runner.judged_in == torch.float64 and not (tolerance.is_precise or self._apart or self._nonlinear):
@@ -198,7 +205,7 @@ class Verifier:
             return [runner.cause("clipping", next(hooked, "backward"), text)]
         if self._apart:
             text = f"two runs of the same big batch with the same random state differ by {number(self._apart)}"
-            return [runner.cause("nondeterminism", irreproducible_place(runner), text)]
+            return [runner.cause("nondeterminism", suspects.irreproducible_place(runner), text)]
         if all(each.exact for each in differences) and (record is None or record.most_steps <= 1):
             return self._lost_in_sums(compared, differences) if runner.dtype == torch.float64 else []
         kept = _kept_in(compared) if tolerance.is_precise and runner.judged_in == torch.float64 else None
@@ -265,3 +272,120 @@ def _first_line(error: BaseException) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """Return the short name of a dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+class Diagnose:
+    """Looks for the causes of one difference: turn something off, see what is left, and turn the next thing off.
+
+    What is in the model comes first, since it hides the rest. With all of that off, what is left shows in the weights
+    by which micro-batches add up. Each thing is a cause if the difference comes back when it alone is turned on.
+    """
+
+    def __init__(self, runner: Runner, tolerance: Tolerance, before: Comparison) -> None:
+        """Turn nothing off yet."""
+        self._runner, self._tolerance, self._before = runner, tolerance, before
+        self._strategy = runner.strategy
+
+    def causes(self, record: LoopRecord | None) -> list[Cause]:
+        """Find them: those of the loop's steps, of the model, of the weights; `unknown` is what is left."""
+        runner = self._runner
+        found = self._of_loop(record) if record is not None else []
+        accused, off, rest = self._suspects()
+        of_weights, weights = list[Cause](), tuple[float, ...]()
+        right = self._strategy if self._is_gone(rest) else None
+        if right is None:
+            backwards = record.backwards if record is not None else None
+            of_weights, weights = runner.attempt(
+                lambda: Weights(runner, self._tolerance, off, rest, backwards).explain(), (of_weights, weights)
+            )
+        for each in accused:
+            alone = runner.attempt(partial(self._alone, each, off, right, weights), None)
+            if alone is not None:
+                text = f"{each.evidence}; with all else turned off, that makes a difference of {number(alone)}"
+                where = listed([name or type(runner.model.own.models[0]).__name__ for name in each.names])
+                found.append(runner.cause(each.kind, where, text, first=each.names[0]))
+        if right is None and not of_weights:
+            beside = "with all of these turned off" if found else "whatever is turned off"
+            text = f"{beside}, a difference of {number(rest.overall)} is left, and no experiment explains it"
+            found.append(runner.cause("unknown", "", text))
+        if runner.uses_across and not runner.is_loop:  # a loss that uses all samples is not advised to
+            of_weights = [replace(each, kind="coupled-samples", remedy=_ASKED) for each in of_weights[:1]]
+        return [*found, *of_weights]
+
+    def _is_gone(self, compared: Comparison) -> bool:
+        return self._tolerance.is_negligible(compared.differences)
+
+    def _compared(self, off: Off, strategy: Strategy | None = None) -> Comparison:
+        """Run both sides with something turned off."""
+        if not off and strategy is None and self._strategy is self._runner.strategy:
+            return self._before
+        found = self._runner.accumulated(off, strategy or self._strategy).gradients
+        return Comparison(found, self._runner.whole(off).gradients)
+
+    def _of_loop(self, record: LoopRecord) -> list[Cause]:
+        """Look at what a loop did to its gradients before they were whole; from here on that has no effect."""
+        runner, found, before = self._runner, [], self._before
+        if self._strategy.clipping:
+            self._strategy = replace(self._strategy, clipping=False)
+            without_it = self._compared(NOTHING)
+            text = f"gradients were clipped {record.clipped} times in the window; without it "
+            text += _goes(before, without_it)
+            if not self._tolerance.is_negligible(relative(without_it.found, before.found)):  # a norm that is reached
+                found.append(runner.cause("clipping", record.clipped_by, text))
+            before = without_it
+        if record.most_steps > 1:
+            self._strategy = replace(self._strategy, stepping=False)
+            text = f"the optimizer stepped {record.most_steps} times in the window"
+            if self._is_gone(self._before):
+                text += ": once with the right gradient, and on"
+            else:
+                text += f". With the weights held still, {_goes(before, self._compared(NOTHING))}"
+            steps = len(runner.samples.sizes)
+            found.append(runner.cause("stepped-inside", "optimizer.step", text, steps=steps))
+        return found
+
+    def _suspects(self) -> tuple[list[suspects.Suspect], Off, Comparison]:
+        """Turn off what is in the model, one thing after the other, until the difference is gone."""
+        runner, found = self._runner, list[suspects.Suspect]()
+        off, rest = NOTHING, self._compared(NOTHING)
+        looks = [
+            partial(look, runner) for look in (suspects.random_numbers, suspects.written_state, suspects.training_norms)
+        ]
+        for round_ in range(len(looks) + _ROUNDS):
+            coupling = partial(suspects.coupling_modules, runner, off, self._tolerance.loose)
+            look = looks[round_] if round_ < len(looks) else coupling
+            seen = [] if self._is_gone(rest) else runner.attempt(look, list[suspects.Suspect]())
+            for each in seen:
+                compared = runner.attempt(partial(self._compared, {**off, **each.off}), None)
+                if compared is not None:
+                    off, rest = {**off, **each.off}, compared
+                    found.append(each)
+            if not seen and look is coupling:
+                break
+        for each in list(found):  # leave out what is better on: BatchNorm that is exact, or a module that only seemed
+            if each.kind in {"batch-norm", "coupled-samples"} and (len(found) > 1 or not self._is_gone(rest)):
+                on = self._compared(without(off, each.off))
+                if self._is_gone(on) or on.overall < rest.overall / 2:
+                    found.remove(each)
+                    off, rest = without(off, each.off), on
+        return found, off, rest
+
+    def _alone(
+        self, suspect: suspects.Suspect, off: Off, right: Strategy | None, weights: Sequence[float]
+    ) -> float | None:
+        """Return the difference that this makes with all else off and the right weights; None where it makes none."""
+        on, runner = without(off, suspect.off), self._runner
+        if right is not None:
+            found = self._compared(on, right)
+        elif weights:
+            found = Comparison(runner.weighted(weights, on), runner.whole(on).gradients)
+        else:  # nobody knows the right weights: see whether it changes anything at all
+            found = Comparison(runner.whole(on).gradients, runner.whole(off).gradients)
+            if self._is_gone(found):
+                plain = replace(self._strategy, name="samples")
+                found = Comparison(*(runner.accumulated(each, plain).gradients for each in (on, off)))
+        return None if self._is_gone(found) else found.overall
+
+
+def _goes(before: Comparison, after: Comparison) -> str:
+    return f"the difference goes from {number(before.overall)} to {number(after.overall)}"

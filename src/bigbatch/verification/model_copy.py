@@ -4,7 +4,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -22,28 +21,22 @@ _HOOKS: dict[str, Callable[[Any, Any], object]] = {
 USE_ARGUMENT = "the model that is passed in:  loss_fn = lambda model, batch: criterion(model(batch[0]), batch[1])"
 
 
-@dataclass(frozen=True)
 class ModelCopy:
-    """A copy of the model that one run trains on."""
+    """A model, one module or a sequence: that under test, or a copy that one run trains on."""
 
-    model: Any  # as loss_fn takes it: one module or a sequence
-    models: tuple[nn.Module, ...]
-    modules: dict[str, nn.Module]  # the name of a single model is empty; of several, names begin with its number
-    parameters: dict[str, nn.Parameter]  # those that are trained
-
-    @classmethod
-    def of(cls, model: Any) -> "ModelCopy":
-        """Wrap one module or a sequence."""
-        models = tuple(model) if isinstance(model, list | tuple) else (model,)
-        modules: dict[str, nn.Module] = {}
-        trained: dict[int, tuple[str, nn.Parameter]] = {}
-        for number, each in enumerate(models):
-            prefix = f"[{number}]" if len(models) > 1 else ""
-            modules |= dict(each.named_modules(prefix=prefix))
+    def __init__(self, model: Any) -> None:
+        """Name modules and parameters; the name of a single model is empty, and of several begins with its number."""
+        self.model = model  # as loss_fn takes it
+        self.models: tuple[nn.Module, ...] = tuple(model) if isinstance(model, list | tuple) else (model,)
+        self.modules: dict[str, nn.Module] = {}
+        trained: dict[nn.Parameter, str] = {}
+        for number, each in enumerate(self.models):
+            prefix = f"[{number}]" if len(self.models) > 1 else ""
+            self.modules |= dict(each.named_modules(prefix=prefix))
             for name, p in each.named_parameters(prefix=prefix):
                 if p.requires_grad:
-                    trained.setdefault(id(p), (name, p))
-        return cls(model, models, modules, dict(trained.values()))
+                    trained.setdefault(p, name)
+        self.parameters = {name: p for p, name in trained.items()}  # those that are trained
 
     @property
     def dtype(self) -> torch.dtype:
@@ -59,7 +52,7 @@ class ModelUnderTest:
 
     def __init__(self, model: Any) -> None:
         """Keep the model as it is."""
-        self.own = ModelCopy.of(model)
+        self.own = ModelCopy(model)
         self.devices = devices_of(self.own.models)
         self.parameter_ids = frozenset(id(p) for p in _all_parameters(self.own))
 
@@ -73,7 +66,7 @@ class ModelUnderTest:
         """Return a copy for one run, None for its own dtype. Random numbers are the same in every run."""
         randomness = Randomness(self.devices)
         try:
-            found = ModelCopy.of(self._copied())
+            found = ModelCopy(self._copied())
             for each in found.models if dtype is not None else ():
                 each.to(dtype)
             yield found
@@ -93,7 +86,7 @@ class ModelUnderTest:
             problem = f"verify runs copies of the model, and this one cannot be copied: {said}"
             fix = "a model without files, locks, generators and handles in its attributes, which copy.deepcopy can copy"
             raise ConfigurationError(problem, fix=fix) from error
-        for p, twin in zip(_all_parameters(self.own), _all_parameters(ModelCopy.of(found)), strict=True):
+        for p, twin in zip(_all_parameters(self.own), _all_parameters(ModelCopy(found)), strict=True):
             for attribute, register in _HOOKS.items():  # which copies of tensors lose
                 for hook in (getattr(p, attribute, None) or {}).values():
                     register(twin, hook)

@@ -174,10 +174,8 @@ class Runner:
 
     def weighted(self, weights: Sequence[float], off: Off = NOTHING) -> Gradients:
         """Add the micro-batches up by given weights, in float64."""
-        total: Gradients = {}
-        for weight, (_, gradients) in zip(weights, self.per_micro_batch(off), strict=True):
-            total = add([total, {name: weight * g for name, g in gradients.items()}])
-        return total
+        every = zip(weights, self.per_micro_batch(off), strict=True)
+        return add({name: weight * g for name, g in gradients.items()} for weight, (_, gradients) in every)
 
     def forward(self, model: ModelCopy, start: int, end: int) -> None:
         """Call the user's function on some samples, for what it does on its way."""

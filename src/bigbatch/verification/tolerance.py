@@ -1,8 +1,7 @@
 """Gradients by name, how far two of them differ, and how much of that is rounding."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import TypeAlias
 
@@ -29,17 +28,12 @@ def read_gradients(parameters: Mapping[str, nn.Parameter], factor: float = 1.0) 
     return found
 
 
-def add(gradients: Sequence[Gradients]) -> dict[str, Tensor]:
+def add(gradients: Iterable[Gradients]) -> dict[str, Tensor]:
     """Add several up; of some, parameters may be missing."""
     found: dict[str, Tensor] = {}
     for name, gradient in (item for each in gradients for item in each.items()):
         found[name] = found[name] + gradient if name in found else gradient
     return found
-
-
-def is_finite(gradients: Gradients) -> bool:
-    """Whether no element is inf or NaN."""
-    return all(bool(torch.isfinite(g).all()) for g in gradients.values())
 
 
 def is_zero(gradients: Gradients) -> bool:
@@ -65,47 +59,25 @@ def overall(differences: Mapping[str, float]) -> float:
     return math.sqrt(math.fsum(each**2 for each in differences.values()) / max(len(differences), 1))
 
 
-@dataclass(frozen=True)
 class Comparison:
     """A window's gradients, the big batch's, and how far they differ."""
 
-    found: Gradients
-    truth: Gradients
-    differences: Mapping[str, float]
-
-    @classmethod
-    def of(cls, found: Gradients, truth: Gradients) -> "Comparison":
+    def __init__(self, found: Gradients, truth: Gradients) -> None:
         """Measure the differences."""
-        return cls(found, truth, relative(found, truth))
-
-    @property
-    def overall(self) -> float:
-        """One figure for all parameters."""
-        return overall(self.differences)
+        self.found, self.truth, self.differences = found, truth, relative(found, truth)
+        self.overall = overall(self.differences)
 
 
-@dataclass(frozen=True)
 class Tolerance:
     """What rounding explains, for each parameter."""
 
-    floors: Mapping[str, float]
-
-    @classmethod
-    def of(cls, measured: Mapping[str, float], most: float) -> "Tolerance":
+    def __init__(self, measured: Mapping[str, float], most: float) -> None:
         """Even out what was measured: by chance two roundings of a parameter may be the same."""
         finite = {name: min(each, most) for name, each in measured.items() if math.isfinite(each)}
         typical = median(finite.values()) if finite else 0.0
-        return cls({name: max(finite.get(name, typical), typical) for name in measured})
-
-    @property
-    def is_precise(self) -> bool:
-        """Whether all of the model computes in float64."""
-        return overall(self.floors) <= _PRECISE
-
-    @property
-    def loose(self) -> float:
-        """What is more than rounding in any experiment."""
-        return max(_LOOSE, _FACTOR * (median(self.floors.values()) if self.floors else 0.0))
+        self.floors = {name: max(finite.get(name, typical), typical) for name in measured}
+        self.is_precise = overall(self.floors) <= _PRECISE  # all of the model computes in float64
+        self.loose = max(_LOOSE, _FACTOR * median(self.floors.values()))  # more than rounding in any experiment
 
     def is_negligible(self, differences: Mapping[str, float]) -> bool:
         """Whether a difference is rounding, in an experiment whose own rounding was not measured."""

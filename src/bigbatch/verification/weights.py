@@ -117,10 +117,8 @@ class Weights:
         empty = [(str(place), loss) for place, (loss, each) in enumerate(self._each, 1) if not each.isfinite().all()]
         if empty:
             which = f"micro-batch {listed([place for place, _ in empty])} of {len(self._each)}"
-            text = (
-                f"{which} has a loss of {empty[0][1]} by itself: nothing in it is counted, and a mean over nothing is"
-            )
-            return [runner.cause("wrong-count", OUTSIDE, f"{text} no number", remedy=_CLAMP)], ()
+            text = f"{which} has a loss of {empty[0][1]} by itself: a mean over nothing is no number"
+            return [runner.cause("wrong-count", OUTSIDE, text, remedy=_CLAMP)], ()
         alone = self._of_parameters_alone(self.off)
         used, right = (
             fit(sampled(gradients), [each for _, each in self._each], self._sizes, alone)
