@@ -108,12 +108,8 @@ def read_settings(path: Path) -> Settings | None:
 
 def files_in(paths: Iterable[Path], patterns: tuple[str, ...] = EXCLUDED) -> Iterator[Path]:
     """Yield scripts and notebooks, each once and in order; a file that was named is read whatever it is called."""
-    seen: set[Path] = set()
-    for path in paths:
-        for file in _walk(path, patterns) if path.is_dir() else (path,):
-            if file not in seen:
-                seen.add(file)
-                yield file
+    files = (file for path in paths for file in (_walk(path, patterns) if path.is_dir() else (path,)))
+    yield from dict.fromkeys(files)
 
 
 def _walk(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:

@@ -4,7 +4,8 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any
 
 from bigbatch_lint.reading.names import (
     PADDED_MODELS,
@@ -36,22 +37,18 @@ class Module:
         self.tree = tree
         self.nodes = walk(tree)
         self.parents = {child: node for node in self.nodes for child in children(node)}
-        kinds: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
-        for node in self.nodes:
-            kinds[type(node)].append(node)
         self.imports: dict[str, str] = {}
-        for node in (*kinds[ast.Import], *kinds[ast.ImportFrom]):
-            for name in node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else ():
+        for node in self.of(ast.Import, ast.ImportFrom):
+            for name in node.names:
                 home = f"{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
                 first = name.name if home else name.name.partition(".")[0]
                 self.imports[name.asname or first] = home + (name.name if name.asname else first)
-        self.classes = {node.name: node for node in kinds[ast.ClassDef] if isinstance(node, ast.ClassDef)}
-        functions = (*kinds[ast.FunctionDef], *kinds[ast.AsyncFunctionDef])
-        self.functions = [node for node in functions if isinstance(node, FUNCTIONS)]
-        self.calls = [node for node in kinds[ast.Call] if isinstance(node, ast.Call)]
-        self.words = {getattr(n, "id", "") or getattr(n, "attr", "") for n in (*kinds[ast.Name], *kinds[ast.Attribute])}
-        self.keywords = {getattr(node, "arg", None) or "" for node in kinds[ast.keyword]}
-        yields = (*kinds[ast.Yield], *kinds[ast.YieldFrom])
+        self.classes: dict[str, ast.ClassDef] = {node.name: node for node in self.of(ast.ClassDef)}
+        self.functions: list[FunctionDef] = [*self.of(ast.FunctionDef), *self.of(ast.AsyncFunctionDef)]
+        self.calls: list[ast.Call] = self.of(ast.Call)
+        self.words = {node.id if isinstance(node, ast.Name) else node.attr for node in self.of(ast.Name, ast.Attribute)}
+        self.keywords = {node.arg or "" for node in self.of(ast.keyword)}
+        yields = self.of(ast.Yield, ast.YieldFrom)
         self.generators = {each for node in yields for each in self._around(node) if isinstance(each, FUNCTIONS)}
         # Closures are called by an optimizer's step.
         closures = {dotted(each) for call in self.calls if called_name(call) == "step" for each in call.args}
@@ -61,8 +58,10 @@ class Module:
         self._find_training_parts()
         self.moduli: set[str] = set()
         self.steps_text, self.is_guess, self.steps = self._window()
-        self._mentions: dict[ast.AST, tuple[frozenset[str], bool]] = {}
-        self._texts: dict[ast.AST, str] = {}
+
+    def of(self, *kinds: type[ast.AST]) -> list[Any]:
+        """Return the nodes of some kinds."""
+        return [node for node in self.nodes if type(node) in kinds]
 
     def _around(self, node: ast.AST) -> Iterator[ast.AST]:
         while node in self.parents:
@@ -109,20 +108,6 @@ class Module:
         """Return the names of all bases."""
         return {last_part(dotted(base)) for each in self._family(cls) for base in each.bases} - {""}
 
-    def mentions(self, node: ast.AST) -> tuple[frozenset[str], bool]:
-        """Return the names in an expression with all their beginnings, and whether it calls something."""
-        if node not in self._mentions:
-            below = walk(node)
-            calls = {last_part(dotted(each.func)) for each in below if isinstance(each, ast.Call)}
-            self._mentions[node] = frozenset(map(dotted, below)) - {""}, not calls <= _HARMLESS
-        return self._mentions[node]
-
-    def text(self, node: ast.AST) -> str:
-        """Return an expression as it may be written."""
-        if node not in self._texts:
-            self._texts[node] = ast.unparse(node)
-        return self._texts[node]
-
     def _find_training_parts(self) -> None:
         """Find what is around a backward, also through calls of functions; and what of it holds a loop that trains."""
         by_name: dict[str, list[ast.Call]] = defaultdict(list)
@@ -159,35 +144,39 @@ class Module:
 
     def _constants(self) -> Iterator[tuple[str, int]]:
         """Yield the names that are bound to a number."""
-        pairs: list[tuple[str, ast.expr]]
-        for node in self.nodes:
+        for node in self.of(ast.Assign, ast.Dict, ast.arguments):
+            pairs: list[tuple[object, ast.expr | None]]
             if isinstance(node, ast.Assign):
                 pairs = [(last_part(dotted(target)), node.value) for target in node.targets]
             elif isinstance(node, ast.Dict):
-                keys = [each.value if isinstance(each, ast.Constant) else None for each in node.keys]
-                pairs = [(str(key), value) for key, value in zip(keys, node.values, strict=True)]
-            elif isinstance(node, ast.arguments):
-                pairs = [(a.arg, d) for a, d in zip(reversed(node.args), reversed(node.defaults))]  # noqa: B905
+                pairs = [
+                    (getattr(key, "value", None), value) for key, value in zip(node.keys, node.values, strict=True)
+                ]
             else:
-                continue
-            for name, value in pairs:
-                if isinstance(value, ast.Constant) and type(value.value) is int:
-                    yield name, value.value
+                pairs = [(a.arg, d) for a, d in zip(reversed(node.args), reversed(node.defaults))]  # noqa: B905
+            numbers = ((str(name), getattr(value, "value", None)) for name, value in pairs)
+            yield from ((name, number) for name, number in numbers if type(number) is int)
 
     def _boundaries(self) -> Iterator[ast.expr]:
         """Yield what conditions on an update divide or compare by."""
         bound: dict[str, ast.expr] = {}
-        for node in self.nodes:
-            if isinstance(node, ast.Assign) and len(node.targets) == 1:
-                bound.setdefault(dotted(node.targets[0]), node.value)
+        for node in self.of(ast.Assign):
+            bound.setdefault(dotted(node.targets[0]) if len(node.targets) == 1 else "", node.value)
         updates = [call for call in self.calls if called_name(call) in UPDATES]
         homes = [next((each for each in self._around(call) if isinstance(each, FUNCTIONS)), None) for call in updates]
         stepping = UPDATES | {home.name for home in homes if home is not None}
-        for node in self.nodes:
-            if isinstance(node, ast.If) and decides_on_update(node, stepping):
-                named = [bound[dotted(each)] for each in walk(node.test) if dotted(each) and dotted(each) in bound]
-                for test in [node.test, *named]:
-                    yield from _boundaries_in(test)
+        for test in (node.test for node in self.of(ast.If) if decides_on_update(node, stepping)):
+            named = [bound[dotted(each)] for each in walk(test) if dotted(each) and dotted(each) in bound]
+            for each in [test, *named]:
+                yield from _boundaries_in(each)
+
+
+@cache
+def mentions(node: ast.AST) -> tuple[frozenset[str], bool]:
+    """Return the names in an expression with all their beginnings, and whether it calls something."""
+    below = walk(node)
+    calls = {last_part(dotted(each.func)) for each in below if isinstance(each, ast.Call)}
+    return frozenset(map(dotted, below)) - {""}, not calls <= _HARMLESS
 
 
 def _is_backward(call: ast.Call) -> bool:
@@ -197,17 +186,16 @@ def _is_backward(call: ast.Call) -> bool:
 
 def _is_torchs(call: ast.Call) -> bool:
     """Tell `model.train()` and `optimizer.step()` from methods of the file that are called so."""
-    is_common = isinstance(call.func, ast.Attribute) and call.func.attr in {"train", "step", "update"}
-    return is_common and isinstance(call.func, ast.Attribute) and role_of(dotted(call.func.value)) is not None
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return called_name(call) in {"train", "step", "update"} and owner is not None and role_of(dotted(owner)) is not None
 
 
 def decides_on_update(node: ast.If, names: set[str]) -> bool:
     """Tell whether a condition calls one of these functions, or skips them by a remainder."""
-    body = [each for statement in node.body for each in walk(statement)]
-    if any(isinstance(each, ast.Call) and called_name(each) in names for each in body):
-        return True
+    body = (each for statement in node.body for each in walk(statement))
+    calls = any(isinstance(each, ast.Call) and called_name(each) in names for each in body)
     skips = len(node.body) == 1 and isinstance(node.body[0], ast.Continue)
-    return skips and any(isinstance(each, ast.Mod) for each in walk(node.test))
+    return calls or (skips and any(isinstance(each, ast.Mod) for each in walk(node.test)))
 
 
 def _boundaries_in(test: ast.expr) -> Iterator[ast.expr]:

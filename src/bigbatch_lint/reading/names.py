@@ -87,6 +87,12 @@ def walk(node: ast.AST) -> list[ast.AST]:
 
 
 @cache
+def source_of(node: ast.AST) -> str:
+    """Return an expression as it may be written."""
+    return ast.unparse(node)
+
+
+@cache
 def targets(node: ast.AST) -> frozenset[str]:
     """Return the names that are bound below a node, with all their beginnings."""
     stored = [each for each in walk(node) if isinstance(getattr(each, "ctx", None), ast.Store)]
@@ -95,7 +101,7 @@ def targets(node: ast.AST) -> frozenset[str]:
 
 def forget_nodes() -> None:
     """Forget what was noted on the nodes of a file."""
-    for noted in (dotted, children, walk, targets):
+    for noted in (dotted, children, walk, targets, source_of):
         noted.cache_clear()
 
 

@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Iterator
 
-from bigbatch_lint.reading.module import Module
+from bigbatch_lint.reading.module import Module, mentions
 from bigbatch_lint.reading.names import forget_nodes
 from bigbatch_lint.rules.rule_set import REMOVED, RULES
 from bigbatch_lint.rules.windows import training_loops
@@ -15,6 +15,7 @@ __all__ = ["REMOVED", "RULES", "find"]
 def find(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
     """Yield what all rules find in a file, each place once."""
     forget_nodes()
+    mentions.cache_clear()
     module = Module(tree)
     seen: set[tuple[str, ast.AST]] = set()
     for events, steps in () if module.is_of_another_library else run_file(module):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from bigbatch_lint.reading.module import Module
-from bigbatch_lint.reading.names import LENGTHS, announces_steps, children, dotted, is_mask_key, last_part
+from bigbatch_lint.reading.names import LENGTHS, announces_steps, children, dotted, is_mask_key, last_part, source_of
 from bigbatch_lint.running.calls import CALLS, make
 from bigbatch_lint.running.machine import Call, Machine, computed
 from bigbatch_lint.running.values import (
@@ -127,7 +127,7 @@ class Expressions(Machine):
             return base[index] if -len(base) <= index < len(base) else Opaque(text)
         if isinstance(base, Loss):
             masked = isinstance(index, Opaque) and index.role == "mask"
-            return replace(base, masked=node) if masked else base.part(self.module.text(node.slice))
+            return replace(base, masked=node) if masked else base.part(source_of(node.slice))
         if isinstance(base, Opaque) and base.role is not None:
             return base
         return self.unknown(text) if text else Opaque(is_setting=not self.varies(node))
@@ -171,7 +171,7 @@ class Expressions(Machine):
             return computed(_COMPARISONS[type(op)], left, right)
         if isinstance(op, (ast.Is, ast.IsNot)) and (left is None or right is None):
             return self._is_something(left if right is None else right) is isinstance(op, ast.IsNot)
-        text = self.module.text(node)
+        text = source_of(node)
         if isinstance(op, (ast.NotEq, ast.Gt, ast.GtE)) and re.search("-100|ignore_index|pad", text, re.IGNORECASE):
             return Opaque(text, "mask")
         micro = self._round_compared(node, left, right) if LENGTHS.search(text) else None
@@ -222,7 +222,7 @@ class Expressions(Machine):
         terms = isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Add)
         is_weight = terms and isinstance(expression, ast.Constant)
         number = float(value) if isinstance(value, NUMBERS) else None
-        return loss.divided(Division(number, self.module.text(expression), node, is_weight))
+        return loss.divided(Division(number, source_of(expression), node, is_weight))
 
     def _product(self, loss: Loss, node: ast.AST, factor: tuple[object, ast.expr]) -> Loss:
         """Return a loss times a number: one over the steps is a division."""
@@ -233,7 +233,7 @@ class Expressions(Machine):
             return replace(loss, weight=None, masked=None)
         written = isinstance(expression, ast.Constant)
         if 0 < value < 1 and (not written or math.isclose(1 / value, self.steps)):
-            text = f"× {value}" if written else self.module.text(expression)
+            text = f"× {value}" if written else source_of(expression)
             return loss.divided(Division(1 / value, text, node, is_weight=written))
         return loss if written else replace(loss, weight=None)
 

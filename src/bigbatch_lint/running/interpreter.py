@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from bigbatch_lint.reading.module import FUNCTIONS, LONGEST_WINDOW, UPDATES, Module, decides_on_update
-from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, targets, walk
+from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, source_of, targets, walk
 from bigbatch_lint.running.expressions import Expressions
 from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, ReturnValue, WindowsAreWhole, batch
 from bigbatch_lint.running.values import (
@@ -116,7 +116,7 @@ class Interpreter(Expressions):
             if isinstance(value, Loss) and value.live and isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
                 names = {dotted(each) for each in walk(part)} - {""}
                 if (part.left is target or text in names) and any(not text.startswith(each) for each in names):
-                    self.emit("keep", target, loss=value, subject=text or self.module.text(target))
+                    self.emit("keep", target, loss=value, subject=text or source_of(target))
                     return value.part(id(target))
         return value
 

@@ -5,8 +5,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bigbatch_lint.reading.module import Module
-from bigbatch_lint.reading.names import ENDLESS, PIECES, Role, counts_steps, dotted, is_loss, last_part, role_of
+from bigbatch_lint.reading.module import Module, mentions
+from bigbatch_lint.reading.names import (
+    ENDLESS,
+    PIECES,
+    Role,
+    counts_steps,
+    dotted,
+    is_loss,
+    last_part,
+    role_of,
+    source_of,
+)
 from bigbatch_lint.running.values import (
     NUMBERS,
     UNKNOWN,
@@ -111,7 +121,7 @@ class Machine:
 
     def varies(self, node: ast.AST) -> bool:
         """Tell whether an expression may change from round to round."""
-        names, calls = self.module.mentions(node)
+        names, calls = mentions(node)
         return calls or any(not names.isdisjoint(each) for each in self.assigned)
 
     def setting(self) -> bool:
@@ -139,7 +149,7 @@ class Machine:
         if isinstance(value, (list, tuple, dict, str)) and not isinstance(value, Environment):
             listed = list(value)
             return Items(len(listed), lambda k: listed[k] if k < len(listed) else UNKNOWN, "list", is_known=True)
-        text = self.module.text(node)
+        text = source_of(node)
         item: Callable[[int], object] = (lambda k: new_loss((text, k))) if isinstance(value, Loss) else batch
         if ENDLESS.search(text):
             return Items(None, item, "endless")
