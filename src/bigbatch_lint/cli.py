@@ -85,8 +85,8 @@ def _run(given: argparse.Namespace) -> int:
         if path != "-" and not Path(path).exists():
             raise UsageError(f"there is no file or folder {path}")
     checked = _checked(given.paths, command, given.stdin_filename)
-    found, problems = _show(checked, given.format or ("json" if given.json else "text"))
-    return MISUSED if problems else FOUND if found and not given.exit_zero else 0
+    found, failed = _show(checked, given.format or ("json" if given.json else "text"))
+    return MISUSED if failed else FOUND if found and not given.exit_zero else 0
 
 
 def page(code: str) -> str:

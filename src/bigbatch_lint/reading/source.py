@@ -100,17 +100,17 @@ def _joined(text: str, broken: list[_Unreadable]) -> tuple[str, list[tuple[int, 
     cells: list[tuple[int, int]] = []
     joined: list[str] = []
     for number, cell in enumerate(found, start=1):
-        if isinstance(cell, dict) and cell.get("cell_type") == "code":
-            lines = cell.get("source", "")
-            given = [each for each in (lines if isinstance(lines, list) else [lines]) if isinstance(each, str)]
-            code = "".join(given).replace("\r\n", "\n").replace("\r", "\n")
-            cells.append((number, len(joined) + 1))
-            try:
-                code = _as_python(code)
-            except _Unreadable as error:
-                broken.append(_Unreadable(error.why, len(joined) + 1))
-                code = "\n" * code.count("\n")
-            joined += code.split("\n")
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        lines = cell.get("source", "")
+        given = [each for each in (lines if isinstance(lines, list) else [lines]) if isinstance(each, str)]
+        code = "".join(given).replace("\r\n", "\n").replace("\r", "\n")
+        cells.append((number, len(joined) + 1))
+        try:
+            joined += _as_python(code).split("\n")
+        except _Unreadable as error:
+            broken.append(_Unreadable(error.why, len(joined) + 1))
+            joined += [""] * (code.count("\n") + 1)
     return "\n".join(joined), cells
 
 

@@ -16,8 +16,7 @@ def find(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:
     """Yield what all rules find in a file, each place once."""
     forget_nodes()
     mentions.cache_clear()
-    module = Module(tree)
-    seen: set[tuple[str, ast.AST]] = set()
+    module, seen = Module(tree), set[tuple[str, ast.AST]]()
     for events, steps in () if module.is_of_another_library else run_file(module):
         for loop in training_loops(events, module, steps):
             for code, rule in RULES.items():

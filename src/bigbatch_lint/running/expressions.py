@@ -246,8 +246,6 @@ class Expressions(Machine):
             function = self._member(receiver, method.attr, text)
         args = [self.evaluate(each, env) for each in node.args]
         words = {word.arg or "**": self.evaluate(word.value, env) for word in node.keywords}
-        if isinstance(function, Environment):
-            function = self._member(function, "__call__", text)
         if isinstance(function, Function):
             return self.call_function(function, args, words)
         full = self.module.full_name(text)
@@ -277,14 +275,11 @@ class Expressions(Machine):
         if thing.role == "scaler" and call.args and isinstance(call.args[0], Loss):
             self.emit("backward", call.node, loss=call.args[0])
             asked = next((call.words[word] for word in ("update_grad", "need_update") if word in call.words), True)
-            if self.truth(asked, call.node):
-                self.emit("step", call.node, subject=call.written(1))
-            return Opaque()
+            return self.emit("step", call.node, subject=call.written(1)) if self.truth(asked, call.node) else UNKNOWN
         if thing.role == "model":
             self.emit("forward", call.node, subject=text or thing.text)
-        if thing.role in {"model", "criterion"}:
-            return new_loss(id(call.node), reduction=thing.reduction, masked=thing.masked)
-        return NotImplemented
+        makes = thing.role in {"model", "criterion"}
+        return new_loss(id(call.node), reduction=thing.reduction, masked=thing.masked) if makes else NotImplemented
 
     def _of_elsewhere(self, call: Call) -> object:
         """Call code of another file: it may do what it likes with what it is given."""

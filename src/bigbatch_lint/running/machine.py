@@ -110,11 +110,11 @@ class Machine:
     def named(self, text: str, value: object) -> object:
         """Return a value that got a name: the name may say what it is for."""
         role = role_of(text)
-        if isinstance(value, Opaque) and value.role is not None:
-            return value if value.role in {"context", "gradient", "nothing"} else replace(value, text=text)
-        if isinstance(value, Opaque) and role is not None:
-            return replace(value, text=text, role=role, made=value.made if value.is_setting else None)
         if isinstance(value, Opaque):
+            if value.role is not None:
+                return value if value.role in {"context", "gradient", "nothing"} else replace(value, text=text)
+            if role is not None:
+                return replace(value, text=text, role=role, made=value.made if value.is_setting else None)
             return new_loss((text, id(value))) if is_loss(text) else value
         is_plain = isinstance(value, Loss) and (value.reduction, value.divisions, value.weight) == ("?", (), 1.0)
         return Opaque(text, role) if is_plain and role in _TOOLS else value
@@ -131,16 +131,14 @@ class Machine:
 
     def truth(self, value: object, node: ast.AST) -> bool | None:
         """Return whether a value is true; None if nobody can know."""
-        if isinstance(value, Loss):
-            return None
         if not isinstance(value, Opaque):
-            return isinstance(value, (Items, Function, Environment)) or bool(value)
+            known = isinstance(value, (Items, Function, Environment)) or bool(value)
+            return None if isinstance(value, Loss) else known
         if value.role is not None:
             decided = {"nothing": False, "mask": None, "count": None}
             return decided[value.role] if value.role in decided else value.made is not None or self.setting()
-        if value.is_remainder:
-            return False
-        return self.setting() if value.is_setting and not self.varies(node) else None
+        known = value.is_setting and not self.varies(node)
+        return False if value.is_remainder else self.setting() if known else None
 
     def items_of(self, value: object, node: ast.expr) -> Items:
         """Return what a loop goes over."""
@@ -151,10 +149,9 @@ class Machine:
             return Items(len(listed), lambda k: listed[k] if k < len(listed) else UNKNOWN, "list", is_known=True)
         text = source_of(node)
         item: Callable[[int], object] = (lambda k: new_loss((text, k))) if isinstance(value, Loss) else batch
-        if ENDLESS.search(text):
-            return Items(None, item, "endless")
         cut = PIECES.search(last_part(dotted(node)))
-        return Items(self.steps, item, "pieces") if cut else Items(self.length, item)
+        length, kind = (self.steps, "pieces") if cut else (self.length, "loader")
+        return Items(None, item, "endless") if ENDLESS.search(text) else Items(length, item, kind)
 
 
 def batch(_: int = 0) -> Opaque:
@@ -168,9 +165,8 @@ def computed(function: Callable[..., object], *values: object) -> object:
         found = function(*values)
     except (TypeError, ValueError, ArithmeticError):
         return UNKNOWN
-    is_small = -_LARGEST < found < _LARGEST if isinstance(found, NUMBERS) else True
-    is_short = len(found) <= _LONGEST if isinstance(found, (str, list, tuple)) else True
-    return found if is_small and is_short else UNKNOWN
+    too_large = isinstance(found, NUMBERS) and not -_LARGEST < found < _LARGEST
+    return UNKNOWN if too_large or (isinstance(found, (str, list, tuple)) and len(found) > _LONGEST) else found
 
 
 @dataclass(eq=False)
