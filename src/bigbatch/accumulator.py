@@ -271,14 +271,15 @@ class Accumulator:
         terms = self._read(loss, count)
         if admission.reader.fresh or admission.may_wake:
             admission.scan(loss)
-            admission.hints.check_moving(admission.models, several=self._steps > 1)
         if admission.others:
             admission.refuse_changed(loss)
         return terms
 
     def _look_around(self) -> None:
-        """Before a window: look up BatchNorm layers, and hooks on gradients."""
+        """Before a window: look up BatchNorm and other layers, and hooks on gradients."""
         self._admission.open()
+        if not self._admission.hints.saw_layers:
+            self._admission.hints.check_layers(self._admission.models, several=self._steps > 1)
         self._admission.warn_of_hooks(several=self._steps > 1 or not self._team.is_alone)
 
     def _read(self, loss: Tensor, count: GivenCount | None) -> list[Term]:

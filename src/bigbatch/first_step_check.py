@@ -249,7 +249,8 @@ def _coupled(whole: Part, parts: Sequence[Part], samples: int, causes: str) -> L
     alike = all(is_near(parts[0].value, part.value, parts) for part in parts)
     if not alike and all(set(part.kinds) == {"once"} for part in parts):
         return refusals.shared_alone([part.value for part in parts])
-    away = apart(whole, parts) / max(norm(whole.gradient), sum(norm(part.gradient) for part in parts))
+    size = max(norm(whole.gradient), sum(norm(part.gradient) for part in parts))
+    away = apart(whole, parts) / size if size else 0.0
     return CoupledLoss(
         f"the samples of this batch are coupled: the gradient of {samples} of them is {away:.2g} of its norm away from "
         f"that of {len(parts)} parts together. Their losses are {whole.value:.6g} and {together_of(parts):.6g}. "

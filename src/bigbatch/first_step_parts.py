@@ -16,16 +16,18 @@ from bigbatch.batch.transfer import Mover
 from bigbatch.errors import LossError
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_watch import Rows, Watch
+from bigbatch.loss import refusals
 from bigbatch.loss.count import Term
 from bigbatch.state import scope
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import Snapshot
 from bigbatch.window.backward import weigh_terms
+from bigbatch.window.gate import scan
 from bigbatch.window.tally import Weights
 
 # How far rounding may move a gradient, relative to those of the parts; what couples samples moves it further.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
-_LOW_PRECISION_TOLERANCE = 0.2
+_LOW_PRECISION_TOLERANCE = 0.03
 _LOCKSTEP = 10  # times the tolerance: statistics of a few samples amplify rounding
 _OF_LOSS = 0.1  # times the tolerance: how far rounding may move a loss, relatively
 _OF_NOTHING = 1e-3  # times the tolerance and the loss: a gradient that is rounding alone
@@ -140,9 +142,14 @@ class Piece:
         if together is not None:
             return together(forward, weighed, sizes)
         parts = list[Part]()
+        whole = False
         for number in range(len(shares)):
+            found = forward(number)
+            whole = whole or any(term.kind == "mean" and not term.chosen for term in found.terms)
             is_first = not any(part.kinds for part in parts)  # what counts once is not in a loss of zero
-            parts.append(self._backward(forward(number), totals, is_first=is_first))
+            parts.append(self._backward(found, totals, is_first=is_first))
+        if in_parts and whole and not all(part.kinds for part in parts):
+            raise refusals.zero_beside_mean()  # how many samples the zero was over is not known
         return parts
 
     def _forward(self, given: Any, rows: Rows | None) -> _Forward:
@@ -170,6 +177,7 @@ class Piece:
             weights = _weights(terms, totals, is_first=is_first)
         # In lock-step others wait for its backward, whatever it counts.
         counts = self._probes and not (weights.nothing and worker is None)
+        counts = counts and not scan(loss).reentrant_checkpoint  # it knows no chosen parameters: values are compared
         return Part(
             float(loss.detach()),
             tuple(term.kind for term in terms),
@@ -205,7 +213,9 @@ class Piece:
         }
         used |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
         found = max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used if each.is_floating_point)
-        return found if scope.worker() is None else min(_LOCKSTEP * found, _LOW_PRECISION_TOLERANCE)
+        worker = scope.worker()
+        rests = worker is None or worker.round.mode == "resting"
+        return found if rests else min(_LOCKSTEP * found, _LOW_PRECISION_TOLERANCE)
 
 
 def _weights(terms: Sequence[Term], totals: Sequence[float], *, is_first: bool) -> Weights:
@@ -242,6 +252,8 @@ def agree(whole: Part, parts: Sequence[Part]) -> bool:
     if broken:  # as of a standard deviation of one sample; a mean over nothing does not tell
         return not all(all(part.counts) for part in broken)
     size, tolerance = sum(norm(part.gradient) for part in parts), max(part.tolerance for part in (whole, *parts))
+    if not size and not norm(whole.gradient):  # as where a gradient cannot be asked for: then the values tell
+        return is_near(whole.value, together_of(parts), (whole, *parts))
     return apart(whole, parts) <= tolerance * (size + _OF_NOTHING * max(_FLOOR, abs(whole.value)))
 
 

@@ -897,3 +897,39 @@ def test_coupling_that_eval_mode_shows_is_refused_beside_them() -> None:
     mixes: Between = lambda h, on: h + 0.3 * h[torch.randperm(len(h))] if on else h  # noqa: E731
     with pytest.raises(CoupledLoss, match=COUPLED):
         step_of(net(between=mixes, centred="always"), plain)(data(8))
+
+
+def test_a_coupling_shows_behind_a_reentrant_checkpoint() -> None:
+    """Its gradient cannot be asked for; the losses are compared."""
+    model = net(parts=Reentrant())
+    with pytest.raises(CoupledLoss):
+        BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), by_their_mean, micro_batch_size=4)(data(16))
+
+
+def test_a_coupling_shows_beside_batch_norm_in_float32() -> None:
+    """Statistics of a few samples do not excuse it: the check uses none."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+    with pytest.raises(CoupledLoss, match="the samples of this batch are coupled"):
+        BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), by_their_mean, micro_batch_size=16)(
+            data(128, dtype=torch.float32)
+        )
+
+
+class Reentrant(nn.Module):
+    """A layer in a checkpoint of the older kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(n, 8) → (n, 8)."""
+        found: Tensor = torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
+        return found
+
+
+def by_their_mean(model: Any, batch: Batch) -> Tensor:
+    """Losses weighed by advantages that the batch has normalized."""
+    losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+    chosen = batch[0][:, 0]
+    return (losses * ((chosen - chosen.mean()) / chosen.std())).mean()

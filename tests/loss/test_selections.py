@@ -1,6 +1,6 @@
 """Losses of what a mask has selected: a micro-batch may have nothing of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, BigStep, counted
-from bigbatch.errors import UnreadableLoss
+from bigbatch.errors import CoupledLoss, UnreadableLoss
 from bigbatch.window.gate import Admission
-from tests.support.reference import accumulated, assert_equal, big_batches, distance
+from tests.support.reference import accumulated, assert_equal, big_batches, distance, trained
 from tests.support.samples import Batch, Loss, images, mlp, rows, seeded, sequences
 
 ELEMENTWISE: dict[str, Callable[[Tensor, Batch, Tensor], Tensor]] = {
@@ -165,3 +165,70 @@ def test_a_grid_of_the_whole_batch_is_refused() -> None:
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.5), steps=2)
     with pytest.raises(Exception, match="coupled"):
         accumulator.backward(loss(model, case.micro_batches((3,))[0]))
+
+
+CHOSEN: dict[str, Callable[[Any, Batch], Tensor]] = {
+    "errors": lambda m, b: F.smooth_l1_loss(m(b["x"])[b["kept"]], b["value"][b["kept"]], reduction="sum"),
+    "a sum": lambda m, b: (m(b["x"]) - b["value"]).abs().sum(1)[b["kept"]].sum(),
+}
+
+
+def kept(numbers: Iterable[int], size: int = 8) -> list[Batch]:
+    """Micro-batches of which so many samples are chosen."""
+    found = []
+    for seed, number in enumerate(numbers):
+        found.append({**rows(size, seed), "kept": torch.arange(size) < number})
+    return found
+
+
+@pytest.mark.parametrize("entrance", ["accumulator", "big step"])
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_sum_over_chosen_rows_divided_by_their_number(name: str, entrance: str) -> None:
+    """As detection losses are written; a micro-batch with none counts none, though it divides by 1."""
+    case = Loss(name, mlp(), rows, lambda m, b: CHOSEN[name](m, b) / max(1, int(b["kept"].sum())))
+    model, twin = case.model(), case.model()
+    ours, theirs = (torch.optim.SGD(trained(each), lr=0.1) for each in (model, twin))
+    accumulator = Accumulator(model, ours, steps=4) if entrance == "accumulator" else None
+    step = None if accumulator else BigStep(model, ours, case.loss, micro_batch_size=8)
+    for numbers in ((6, 5, 4, 3), (5, 0, 6, 0), (0, 4, 3, 6)):
+        batches = kept(numbers)
+        batch = {key: torch.cat([each[key] for each in batches]) for key in batches[0]}
+        if accumulator is not None:
+            update = [accumulator.backward(case.loss(model, each)) for each in batches][-1]
+        else:
+            assert step is not None
+            update = step(batch)
+        assert update is not None
+        assert update.count == sum(numbers)
+        theirs.zero_grad()
+        case.loss(twin, batch).backward()
+        theirs.step()
+        assert distance([p.detach() for p in trained(model)], [p.detach() for p in trained(twin)]) <= 1e-12
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.filterwarnings("ignore:this loss is a sum over data:UserWarning")
+def test_a_sum_over_no_rows_divided_by_all_of_them_is_refused(name: str) -> None:
+    """Nothing shows that a sum over nothing was divided by the samples: that would count them."""
+    case = Loss(name, mlp(), rows, lambda m, b: CHOSEN[name](m, b) / len(b["x"]))
+    for numbers in ((5, 0), (0, 5)):
+        model = case.model()
+        accumulator = Accumulator(model, torch.optim.SGD(trained(model), lr=0.1), steps=2)
+        first, second = kept(numbers)
+        accumulator.backward(case.loss(model, first))
+        with pytest.raises(UnreadableLoss, match="0 times something"):
+            accumulator.backward(case.loss(model, second))
+        accumulator.discard()
+
+
+def test_an_embedding_that_divides_by_how_often_a_row_comes_is_refused() -> None:
+    """A micro-batch has a row less often than the big batch; one micro-batch per update is the big batch."""
+    model = nn.Sequential(nn.Embedding(6, 8, scale_grad_by_freq=True), nn.Linear(8, 3))
+    for steps in (1, 2):
+        accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=steps)
+        for _ in range(2):  # it is refused again
+            if steps == 1:
+                assert accumulator.backward(model(torch.tensor([1, 1, 2])).mean()) is not None
+            else:
+                with pytest.raises(CoupledLoss, match="layer '0' divides each row's gradient"):
+                    accumulator.backward(model(torch.tensor([1, 1, 2])).mean())

@@ -136,7 +136,10 @@ class _Call:
         """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
         with torch.enable_grad(), under(self._autocasts), self._state.again(self._found), self.draws.again():
             found = dict(leaves(self.run(given)))
-        results: list[Tensor] = [found.get(place, torch.empty(0)) for place in self.wanted]
+        missing = [place for place in self.wanted if not isinstance(found.get(place), Tensor)]
+        if missing:
+            raise CannotRecompute(f"the model returned {missing[0]} the first time, and not the second")
+        results: list[Tensor] = [found[place] for place in self.wanted]
         if self.values:
             low = any(enabled for _, _, enabled, _ in self._autocasts)
             low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())

@@ -52,6 +52,11 @@ class Sizes:
     time_first: bool  # samples may lie second, too
     rows: frozenset[float]  # what kl_div's batchmean and its kin divide by, whatever else is as large
 
+    def has_all(self, count: Count) -> bool:
+        """Whether a count may be that of all samples that the model gave, chosen or not."""
+        every = [math.prod(size for size, own in way if own) for way in self.ways[1:]]
+        return isinstance(count, Tensor) or any(count % max(each, 1) == 0 for each in every)
+
     def meaning(self, divisor: float, *, whole: bool) -> Meaning:
         """Tell what a division of the sum takes a mean over; a number of samples is a `whole` one, an integer."""
         one = whole and divisor == 1  # a count: nobody divides by 1 as such
@@ -219,8 +224,9 @@ def divided_by(division: Node, by: Divisor) -> Count | None:
     divisor, masks = saved_tensor(division, "other"), _masks(division)
     if divisor is None or by.mask > len(masks):
         return None
-    mask = masks[by.mask - 1][0] if by.mask else torch.ones(())
-    number, expected = wide(divisor.reshape(())), wide(mask).sum() * by.each
+    mask = masks[by.mask - 1][0] if by.mask else divisor.new_ones(())
+    number = wide(divisor.reshape(()))
+    expected = mask.sum(dtype=number.dtype) * by.each
     counted = (number - expected).abs() <= _ROUNDING * expected.abs()
     kept = mask.any()
     if not divisor.is_cpu:

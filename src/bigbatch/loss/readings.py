@@ -152,7 +152,6 @@ class Reader:
                 count = found
             elif holder is not None:
                 kind, count, value = holder.kind, holder.count, holder.value
-            factors, about, shared = like.factors, like.about, like.shared
             name, divided, factors, doubtful = like.name, like.divided, like.factors, like.doubtful
             about, shared, divisor, chosen = like.about, like.shared, like.divisor, like.chosen
             node = nodes[at]

@@ -29,6 +29,7 @@ class Reduced(NamedTuple):
     term: Term
     inside: tuple[Node, ...] = ()  # factors below a sum, `(x / n).sum()`
     sizes: Sizes | None = None  # of what was summed
+    empty: bool = False  # whether a sum was over nothing, as of rows of which none was chosen
 
 
 def once(name: str, node: Node | None = None) -> Term:
@@ -115,7 +116,8 @@ class _Chain:
         samples = Samples(trail, unbatched=self.kinds == ["Sum"] and _is_one_distribution(edge))
         if 0 in self.counts and not self.below:  # over nothing, and nothing to look at
             is_mean = "Mean" in self.kinds
-            return Reduced(Term(None, "mean", 0.0, "Mean") if is_mean else Term(None, "sum", 1.0, "Sum"))
+            nothing = Term(None, "mean", 0.0, "Mean") if is_mean else Term(None, "sum", 1.0, "Sum")
+            return Reduced(nothing, empty=True)
         for below in self.below or [edge]:
             if below[0] is None:
                 samples.gradless = True
@@ -144,7 +146,8 @@ class _Chain:
         if "Mean" in self.kinds[:level]:
             raise refusals.scaled_sum("Mean", "a number")
         sizes = _sizes_of(samples, [part for dim in self.layout for part in dim], self._rows(edge))
-        return Reduced(Term(None, "sum", 1.0, name, doubtful=doubtful), tuple(factors_below(edge)), sizes)
+        term = Term(None, "sum", 1.0, name, doubtful=doubtful, chosen=chosen)
+        return Reduced(term, tuple(factors_below(edge)), sizes, empty=0 in self.counts)
 
     def _level(self, samples: Samples) -> int:
         if samples.one_by_one and len(self.kinds) > 1:
@@ -210,7 +213,8 @@ def read_fused(node: Node, name: str, trail: Trail) -> Reduced:
     if how == SUM:
         ones = frozenset({1.0} if samples.unbatched else ())
         parts = [part for dim in axes for part in dim]
-        return Reduced(Term(None, "sum", 1.0, name), sizes=_sizes_of(samples, parts, ones))
+        term = Term(None, "sum", 1.0, name, chosen=samples.taken)
+        return Reduced(term, sizes=_sizes_of(samples, parts, ones), empty=0 in sizes)
     size = float(math.prod(size for dim, size in enumerate(sizes) if dim not in classes))
     if not nll:
         return Reduced(Term(None, "mean", 1.0 if samples.unbatched else size, name, chosen=samples.taken))

@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from bigbatch.loss import graph, refusals
 from bigbatch.loss.count import Term
 from bigbatch.loss.divisors import number_of, numbers, read_factors
-from bigbatch.loss.graph import Edge, edges, operation, saved
+from bigbatch.loss.graph import Edge, edges, operation, python_number, saved
 from bigbatch.loss.origin import Origin, Trail, is_made_of
 from bigbatch.loss.reductions import FUSED, LINEAR, Reduced, label_smoothing, once, read_fused, read_reduction
 
@@ -153,11 +153,16 @@ def _term(place: _Place, node: Node, found: Reduced, trail: Trail) -> Term:
     term = found.term
     term.node = node
     if term.kind == "sum":  # over data: what divides it by its samples makes it a mean, all else is a constant
-        by = read_factors((*place.factors, *found.inside), found.sizes, trail)
+        factors = (*place.factors, *found.inside)
+        if found.empty and factors and all(python_number(factor, "other") is not None for factor in factors):
+            trail.passing = True
+            return once(_ZERO, node)  # whether it was divided by the rows chosen or by all of them, nothing shows
+        by = read_factors(factors, found.sizes, trail)
         term.factors = by.factors
         if by.count is not None:
             term.kind, term.count, term.source, term.divisor = "mean", by.count, by.source, by.divisor
             term.divided = by.source is None
+            term.chosen = term.chosen and found.sizes is not None and not found.sizes.has_all(by.count)
         elif term.doubtful:
             raise refusals.data_or_constant(term.name)
     elif term.kind == "mean":

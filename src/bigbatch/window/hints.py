@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from bigbatch.caller import outside
-from bigbatch.errors import BigBatchError
+from bigbatch.errors import BigBatchError, CoupledLoss
 from bigbatch.loss.count import Count, Term
 from bigbatch.loss.graph import operation, saved_number, unseen
 
@@ -25,7 +25,7 @@ class Hints:
 
     def __init__(self) -> None:
         """Have warned of nothing."""
-        self._of_division = self._of_moving = self.saw_hooks = False
+        self._of_division = self.saw_layers = self.saw_hooks = False
         self.to_compare = _COMPARED
         self._compared: tuple[float, float] | None = None  # the first of the window
 
@@ -72,12 +72,19 @@ class Hints:
                 stacklevel=outside(),
             )
 
-    def check_moving(self, models: Sequence[nn.Module], *, several: bool) -> None:
-        """Name the layers that move once per micro-batch, at the first backward of several."""
-        if self._of_moving or not several:
-            self._of_moving = True
+    def check_layers(self, models: Sequence[nn.Module], *, several: bool) -> None:
+        """Refuse or name, once, the layers whose gradient depends on what micro-batch a sample is in."""
+        if not several:
+            self.saw_layers = True
             return
-        self._of_moving = True
+        for name, layer in (each for model in models for each in model.named_modules()):
+            if getattr(layer, "scale_grad_by_freq", False) and layer.weight.requires_grad:
+                raise CoupledLoss(
+                    f"layer '{name}' divides each row's gradient by how often the row is in a micro-batch, and the big "
+                    "batch would divide by how often it is in all of them.",
+                    fix="scale_grad_by_freq=False",
+                )
+        self.saw_layers = True
         moving = _spectral_norms(models)
         if moving:
             warnings.warn(
