@@ -186,6 +186,8 @@ class Interpreter(Expressions):
     def _rounds(self, node: ast.For | ast.AsyncFor, items: Items) -> tuple[Sequence[int], bool]:
         """Return which rounds of a loop are run, and whether each is a micro-batch."""
         length, holds_loop = items.length, node in self.module.holds_loop
+        if items.kind == "range" and length == self.steps and self._counts_otherwise(node.iter):
+            length = self.length
         target = node.target.id if isinstance(node.target, ast.Name) else ""
         few = None
         if node not in self.module.trains:
@@ -204,6 +206,11 @@ class Interpreter(Expressions):
         first = min(windows * self.steps, end)
         last = max(end - (windows - 1) * self.steps, first)
         return [*range(first), *range(last, length)], target not in _PARTS
+
+    def _counts_otherwise(self, head: ast.expr) -> bool:
+        """Tell whether a number of micro-steps is not the window's: another name decides on the update."""
+        names = [last_part(dotted(each)) for each in head.args] if isinstance(head, ast.Call) else []
+        return bool(self.module.moduli) and any(counts_steps(each) and each not in self.module.moduli for each in names)
 
     def _while(self, node: ast.While, env: Environment) -> None:
         trains, holds = node in self.module.trains, node in self.module.holds_loop

@@ -73,3 +73,9 @@ for i, (x, y) in enumerate(loader):
     if i % accumulation_steps == 0:
         optimizer.step()
         optimizer.zero_grad()
+# --- the_loop_counts_micro_steps_under_another_name (after the head): BB105, BB201, (BB103)
+for i in range(micro_steps):
+    criterion(model(x), y).backward()
+    if i % accumulation_steps == 0:  # expect: BB105
+        optimizer.step()
+        optimizer.zero_grad()
