@@ -159,7 +159,7 @@ HUGGING_FACE = [
     Program("bert-pretraining-with-counts", made("BertForPreTraining", "BertConfig", **BERT), sentences, asking(*TEXT, labels="hidden", next_sentence_label="pair"), "transformers", settings={"counts": lambda b: ((b["hidden"] != -100).sum(), len(b["pair"]))}),
     Program("bert-next-sentence", made("BertForNextSentencePrediction", "BertConfig", **BERT), sentences, asking(*TEXT, labels="pair"), "transformers"),
     Program("bert-multiple-choice", made("BertForMultipleChoice", "BertConfig", **BERT), sentences, asking(input_ids="choices", labels="choice"), "transformers"),
-    Program("bert-multiple-choice-one-by-one", made("BertForMultipleChoice", "BertConfig", **BERT), sentences, asking(input_ids="choices", labels="choice"), "transformers", cuts=(1, 1, 1, 1), micro_batch=1, accumulator=ALIKE, big_step=ALIKE),
+    Program("bert-multiple-choice-one-by-one", made("BertForMultipleChoice", "BertConfig", **BERT), sentences, asking(input_ids="choices", labels="choice"), "transformers", cuts=(1, 1, 1, 1), micro_batch=1, accumulator=ALIKE),
     Program("electra-pretraining", made("ElectraForPreTraining", "ElectraConfig", **BERT, embedding_size=8), sentences, asking(*TEXT, labels="replaced"), "transformers", tolerance=FLOAT32),
     Program("albert-pretraining", made("AlbertForPreTraining", "AlbertConfig", **BERT, embedding_size=8, classifier_dropout_prob=0.0), sentences, asking(*TEXT, labels="hidden", sentence_order_label="pair"), "transformers", accumulator=SEVERAL),
     Program("roberta-masked-lm", made("RobertaForMaskedLM", "RobertaConfig", **BERT, pad_token_id=0), sentences, asking(*TEXT, labels="hidden"), "transformers"),

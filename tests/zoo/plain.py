@@ -267,7 +267,7 @@ PLAIN = [
     Program("multivariate-normal", lambda: mlp(6, 15), rows, multivariate),
     Program("quantile-regression", mlp, rows, lambda m, b: torch.maximum(0.9 * (b["value"] - m(b["x"])), -0.1 * (b["value"] - m(b["x"]))).mean()),
     Program("normalizing-flow", Coupling, rows, lambda m, b: -m(b["x"]).mean()),
-    Program("rmse", mlp, rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"]).sqrt(), accumulator=refused(UnreadableLoss, "sqrt"), big_step=refused(UnreadableLoss, "across")),
+    Program("rmse", mlp, rows, lambda m, b: F.mse_loss(m(b["x"]), b["value"]).sqrt(), accumulator=refused(UnreadableLoss, "nonlinear"), big_step=refused(UnreadableLoss, "across")),
     Program("masked-regression-by-index", mlp, rows, lambda m, b: F.mse_loss(m(b["x"])[b["binary"] == 1], b["value"][b["binary"] == 1])),
     Program("masked-regression-often-empty", mlp, rows, lambda m, b: F.mse_loss(m(b["x"])[b["rare"]], b["value"][b["rare"]])),
     Program("masked-regression-times-zero", mlp, rows, lambda m, b: F.mse_loss(m(b["x"])[b["rare"]], b["value"][b["rare"]]) if b["rare"].any() else 0 * m(b["x"]).sum()),
