@@ -119,6 +119,7 @@ class _Seat(threading.Thread):
         self.go = threading.Lock()  # released by whoever passes the baton
         self.go.acquire()
         self.job: Callable[[], None] | None = None
+        self.failed: Callable[[BaseException], None]
         self.ended = False
 
     def wake(self) -> None:
@@ -133,7 +134,10 @@ class _Seat(threading.Thread):
             self.go.acquire()
             job = self.job
             if job is not None:
-                job()
+                try:
+                    job()
+                except BaseException as error:  # noqa: BLE001 - between turns; the others must not wait for this one
+                    self.failed(error)
             del job  # it holds a window's tensors
 
 
@@ -164,6 +168,8 @@ class _Turns:
 
     def run(self) -> list[Any]:
         self._wait()
+        for seat in self._seats:
+            del seat.failed  # it knows this window
         failure, results = self._failure, self._results
         self._tasks, self._values, self._results, self._combined, self._failure = [], [], [], None, None
         self.round = Round(())  # a graph that outlives its window has a worker, and must hold nothing else of it
@@ -180,7 +186,7 @@ class _Turns:
             while not self._over:
                 if self._turn < 0:
                     for number, seat in enumerate(self._seats):
-                        seat.job = partial(self._work, number)
+                        seat.job, seat.failed = self._job(number), partial(self._fail, number)
                     self._turn = 0
                 self._seats[self._turn].wake()  # also where an interrupt came between a turn and its waking
                 self._finished.acquire()
@@ -188,22 +194,25 @@ class _Turns:
             self._failure = self._failure or interrupt
             self._wait()
 
-    def _work(self, number: int) -> None:
-        if self._turn != number or self._done[number]:
-            return  # woken for nothing
-        self._seats[number].job = None
-        try:
-            scope.become(Worker(self, number))
-            if self._failure is None:
-                with staying_on(self._processor), self._carried.there():
-                    self._results[number] = self._carried.context.copy().run(self._tasks[number])
-        except Abandoned:
-            pass
-        except BaseException as error:  # noqa: BLE001 - it comes out of `run`
-            self._failure = self._failure or error
-        finally:
-            scope.become(None)
-        self._end(number)
+    def _job(self, number: int) -> Callable[[], None]:
+        def job() -> None:
+            if self._turn != number or self._done[number]:
+                return  # woken for nothing
+            self._seats[number].job = None
+            try:
+                scope.become(Worker(self, number))
+                if self._failure is None:
+                    with staying_on(self._processor), self._carried.there():
+                        self._results[number] = self._carried.context.copy().run(self._tasks[number])
+            except Abandoned:
+                pass
+            except BaseException as error:  # noqa: BLE001 - it comes out of `run`
+                self._failure = self._failure or error
+            finally:
+                scope.become(None)
+            self._end(number)
+
+        return job
 
     def meet(
         self,
@@ -245,6 +254,10 @@ class _Turns:
         values, self._values, self._alike = self._values, [], True
         self.at = [None] * len(self._seats)
         self._combined = combine(values)
+
+    def _fail(self, number: int, error: BaseException) -> None:
+        self._failure = self._failure or error
+        self._end(number)
 
     def _end(self, number: int) -> None:
         """A task is over: the baton goes to the next, and from the last one to whoever still waits."""
