@@ -906,11 +906,15 @@ def test_a_coupling_shows_behind_a_reentrant_checkpoint() -> None:
         BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), by_their_mean, micro_batch_size=4)(data(16))
 
 
-def test_a_coupling_shows_beside_batch_norm_in_float32() -> None:
+def test_a_weak_coupling_shows_beside_batch_norm_in_float32() -> None:
     """Statistics of a few samples do not excuse it: the check uses none."""
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+
+    def loss(model: Any, batch: Batch) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1]) + 0.2 * by_their_mean(model, batch)
+
     with pytest.raises(CoupledLoss, match="the samples of this batch are coupled"):
-        BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), by_their_mean, micro_batch_size=16)(
+        BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, micro_batch_size=16)(
             data(128, dtype=torch.float32)
         )
 

@@ -23,7 +23,7 @@ from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.errors import ConfigurationError, PathsDiffer
-from bigbatch.lockstep import thread_state
+from bigbatch.lockstep import thread_state, threads
 from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker, current
@@ -275,6 +275,24 @@ def test_errors_of_every_kind_come_out(error: type[BaseException]) -> None:
 
 
 # Different paths.
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_an_error_between_two_turns_ends_the_window(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes out, nobody waits for the worker, and the threads serve again."""
+    plain, failed = threads._Turns._end, list[int]()
+
+    def end(turns: Any, which: int) -> None:
+        if which == number and not failed:
+            failed.append(which)
+            raise MemoryError
+        plain(turns, which)
+
+    monkeypatch.setattr(threads._Turns, "_end", end)
+    crew = Crew()
+    with pytest.raises(MemoryError):
+        in_time(lambda: side_by_side(crew, [lambda worker: worker.number] * 3))
+    assert in_time(lambda: side_by_side(crew, [lambda worker: worker.number] * 3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])
