@@ -485,11 +485,13 @@ class Accumulator:
                 self._stepper.refuse_backward_by_hand()
             self._team.check_last_batch()
         loop.last = True
+        after = NoLoop()  # made now: an error after the last update would not tell of it
         self.flush()
         while self._team.joins_windows and (loop.promised or self._team.others_go_on):
             loop.last = True
             self._close_without_batches()
-        self._leave(loop)
+        if self._loop is loop:  # another one may have begun since
+            self._loop = after
 
     def _close_without_batches(self) -> None:
         """Take part in a window of others, who have batches left."""

@@ -28,12 +28,16 @@ def test_a_fault_anywhere_is_survived(outcomes: list[tuple[Case, Outcome]], entr
     assert sum(outcome.kind == "fine" for _, outcome in found) > 0.9 * len(found)
 
 
-def test_a_batch_is_not_lost_where_over_is_interrupted_before_it() -> None:
-    """The next `over` of the iterator begins with it."""
-    where = ("iterator over", "call state.scope:times_asked #1, discard")
-    assert [each.kind for each in single_faults.run([Case("single", 0, 0, "Accumulator", *where, "CUDA error")])] == [
-        "fine"
+def test_faults_at_places_that_chance_seldom_finds_are_survived() -> None:
+    """Before a batch of `over` is given out, after its last update, and before a worker's first task."""
+    places = [
+        ("Accumulator", "iterator over", "call state.scope:times_asked #1, discard", "CUDA error"),
+        ("Accumulator", "unsized over", "call loop:NoLoop.__init__ #2, discard", "cuBLAS"),
+        ("Accumulator", "unsized over", "call loop:NoLoop.__init__ #2, retry", "KeyboardInterrupt"),
+        ("BigStep", "across, offload", "call lockstep.thread_state:wait_when_woken #2, retry", "cuBLAS"),
     ]
+    cases = [Case("single", 0, 0, *place, 0) for place in places]
+    assert [each.kind for each in single_faults.run(cases)] == ["fine"] * len(places)
 
 
 def test_the_same_seed_draws_the_same_cases() -> None:

@@ -140,8 +140,7 @@ def wait_when_woken() -> None:
     Linux would rather let the one that was woken run at once, only to find that Python's lock is still held.
     """
     if hasattr(os, "sched_setscheduler") and hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 @cache
