@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from bigbatch import BigStep, Options, counted
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError
-from tests.bombs import Restless, everything, restless_loss, seed
+from tests.support.bombs import Restless, everything, restless_loss, seed
 from tests.support.reference import trained
 from tests.support.samples import mlp, rows
 

@@ -16,7 +16,17 @@ from torch import Tensor
 from bigbatch import BigStep, Options
 from bigbatch.errors import ConfigurationError, OutOfMemory
 from bigbatch.state.oom import is_out_of_memory
-from tests.bombs import OTHER, OUT_OF_MEMORY, POINTS, Bomb, Restless, everything, restless_loss, seed, two_counts
+from tests.support.bombs import (
+    OTHER,
+    OUT_OF_MEMORY,
+    POINTS,
+    Bomb,
+    Restless,
+    everything,
+    restless_loss,
+    seed,
+    two_counts,
+)
 from tests.support.reference import sgd, trained, weights
 from tests.support.samples import Batch, mlp, rows, sequences
 from tests.support.training import PLAIN

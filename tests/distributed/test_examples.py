@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from examples.ranks import fsdp2, one_gpu
-from tests.launched import assert_ended, torchrun
+from tests.support.launched import assert_ended, torchrun
 from tests.support.reference import distance
 
 pytestmark = pytest.mark.ranks

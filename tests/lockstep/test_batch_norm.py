@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from bigbatch import BigStep, Options
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError, OutOfMemory
 from bigbatch.lockstep.threads import current
-from tests.bombs import OTHER, OUT_OF_MEMORY, Bomb, Fuse, everything, seed
+from tests.support.bombs import OTHER, OUT_OF_MEMORY, Bomb, Fuse, everything, seed
 from tests.support.coupled import (
     KINDS,
     PLACES,

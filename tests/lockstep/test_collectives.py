@@ -14,7 +14,7 @@ from bigbatch import BigStep, Options, across
 from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, PathsDiffer, UnreadableLoss
 from bigbatch.lockstep.threads import current
 from bigbatch.memory.meter import LiveBytes
-from tests.bombs import everything, seed
+from tests.support.bombs import everything, seed
 from tests.support.coupled import (
     LOSSES,
     Inside,

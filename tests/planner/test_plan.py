@@ -15,7 +15,7 @@ from bigbatch.errors import BigBatchError
 from bigbatch.memory.search import Choice, Probe
 from bigbatch.planner.measure import make_plan, plan
 from bigbatch.planner.plan_report import Plan, advice
-from tests.bombs import seed
+from tests.support.bombs import seed
 from tests.support.commands import run, written
 from tests.support.messages import approve
 

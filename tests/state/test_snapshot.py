@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch.state.rng import Randomness
 from bigbatch.state.snapshot import Buffers, untouched
-from tests.bombs import seed
+from tests.support.bombs import seed
 
 ON_CPU = frozenset({torch.device("cpu")})
 

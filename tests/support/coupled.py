@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from bigbatch import BigStep, Options, across, counted
 from bigbatch.batch.tree import leaves
-from tests.bombs import everything, seed
+from tests.support.bombs import everything, seed
 from tests.support.reference import (
     FLOOR,
     TOLERANCE,

@@ -16,8 +16,8 @@ from torch.utils.data import default_collate
 
 from bigbatch import Options, errors, verify
 from bigbatch.verification.result import KINDS, Cause, Difference, Verification
-from tests.bombs import OUT_OF_MEMORY
 from tests.support import defects
+from tests.support.bombs import OUT_OF_MEMORY
 from tests.support.defects import Batch, by_samples, mean, network, samples
 from tests.support.messages import approve
 

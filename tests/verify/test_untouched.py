@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import optimizer as of_torch
 
 from bigbatch import Options, errors, verify
-from tests.bombs import seed
 from tests.support import defects
+from tests.support.bombs import seed
 from tests.support.defects import Batch, by_samples, mean, network, samples
 from tests.support.messages import approve
 

@@ -21,7 +21,7 @@ from bigbatch.state.snapshot import Buffers, untouched
 from bigbatch.window.gradients import Gradients
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.window import Window
-from tests.bombs import Bomb, Restless, restless_loss, seed
+from tests.support.bombs import Bomb, Restless, restless_loss, seed
 from tests.support.ranks import run_on_ranks
 from tests.support.reference import sgd, trained, weights
 from tests.support.samples import Batch, mlp, rows
