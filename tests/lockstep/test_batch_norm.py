@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm as imported_by_name
-from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options
@@ -35,7 +34,7 @@ from tests.support.coupled import (
     plain,
     told_apart,
 )
-from tests.support.reference import close, distance, sgd, trained, weights
+from tests.support.reference import distance, sgd, trained, weights
 from tests.support.samples import CLASSES, Batch, rows, seeded, sequences
 from tests.support.strategies import OPTIMIZERS
 
@@ -133,47 +132,6 @@ def test_frozen_parts_beside_batch_norm(norm: bool) -> None:
         return model
 
     assert_big_batch(make, plain, [rows(7, 0), rows(5, 1)], 3)
-
-
-@pytest.mark.parametrize("activations", ["keep", "offload", "auto"])
-@pytest.mark.parametrize("size", [3, "auto"])
-def test_wherever_activations_stay(activations: str, size: Any) -> None:
-    """On the CPU they are where they are; `auto` finds a size by itself."""
-    assert_big_batch(partial(net, place="two"), plain, [rows(8, 0), rows(8, 1)], size, activations=activations)
-
-
-def test_several_models_and_optimizers() -> None:
-    """One window, one global norm; the second model has a norm, too."""
-
-    def run(*, ours: bool) -> tuple[list[Tensor], list[Tensor], list[float]]:
-        body, head = net(place="twice"), seeded(lambda: nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)))()
-        optimizers = [torch.optim.SGD(trained(body), lr=0.1, momentum=0.9), OPTIMIZERS["adamw"](trained(head))]
-        norms = []
-
-        def loss_fn(models: Any, batch: Batch) -> Tensor:
-            return F.mse_loss(models[1](models[0](batch["x"]))[:, :CLASSES], batch["value"])
-
-        step = BigStep([body, head], optimizers, loss_fn, micro_batch_size=3, clip_norm=0.2)
-        for number in range(3):
-            batch = rows(7, number)
-            if ours:
-                norm = step(batch).grad_norm
-                assert norm is not None
-            else:
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                loss_fn([body, head], batch).backward()
-                norm = clip_grad_norm_([*trained(body), *trained(head)], 0.2)
-                for optimizer in optimizers:
-                    optimizer.step()
-            norms.append(float(norm))
-        buffers = [b.double() for model in (body, head) for b in model.buffers()]
-        return [*weights(body), *weights(head)], buffers, norms
-
-    ours, true = run(ours=True), run(ours=False)
-    assert distance(ours[0], true[0]) <= 1e-11
-    assert distance(ours[1], true[1]) <= 1e-11
-    assert all(close(a, b, 1e-11) for a, b in zip(ours[2], true[2], strict=True))
 
 
 def test_a_model_of_a_teacher_that_tracks_along() -> None:
@@ -309,19 +267,6 @@ def test_checkpoints_run_again_with_the_same_numbers(reentrant: bool | None, siz
     assert distance(list(model.buffers()), list(twin.buffers())) <= 1e-12
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_are_exact_over_several_updates(reentrant: bool) -> None:
-    """Without dropout; statistics move twice, as they do for a big batch under a checkpoint."""
-
-    def make() -> nn.Module:
-        model = seeded(lambda: Checkpointed(reentrant))()
-        model.get_submodule("dropping").given = torch.ones(())
-        return model
-
-    batches = [rows(7, number) for number in range(3)]
-    assert_big_batch(make, masked, batches, 2, optimizer=OPTIMIZERS["adamw"], clip_norm=0.3)
-
-
 def test_the_same_seed_gives_the_same_update() -> None:
     """Bit by bit, and another seed another one; the next step draws new numbers."""
 
@@ -423,21 +368,12 @@ def test_no_statistics_where_they_are_refused() -> None:
     assert_refused(compiled, loss_fn, rows(6, 0), 3, BatchNormError, told)  # type: ignore[arg-type]
 
 
-NORMS: dict[str, Callable[[], nn.Module]] = {
-    "GroupNorm": lambda: nn.GroupNorm(2, 4),
-    "LayerNorm": lambda: nn.LayerNorm([4, 3, 3]),
-    "InstanceNorm": lambda: nn.InstanceNorm2d(4),
-    "InstanceNorm, affine": lambda: nn.InstanceNorm2d(4, affine=True),
-    "BatchNorm, frozen": lambda: nn.BatchNorm2d(4).eval(),
-}
-
-
-@pytest.mark.parametrize("name", NORMS)
-def test_other_norms_never_enter_lock_step(name: str) -> None:
+@pytest.mark.parametrize("norm", [nn.GroupNorm(2, 4), nn.InstanceNorm2d(4, affine=True), nn.BatchNorm2d(4).eval()])
+def test_other_norms_never_enter_lock_step(norm: nn.Module) -> None:
     """They need nothing and get nothing: no thread is made, and the result is the big batch's as ever."""
 
     def make() -> nn.Module:
-        layers = (nn.Conv2d(2, 4, 3, padding=1), NORMS[name](), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES))
+        layers = (nn.Conv2d(2, 4, 3, padding=1), copy.deepcopy(norm), nn.Tanh(), nn.Flatten(), nn.Linear(36, CLASSES))
         return nn.Sequential(*layers)
 
     before = threading.active_count()
@@ -451,12 +387,12 @@ class Escaping(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.first, self.last, self.how = nn.Linear(3, 6), nn.Linear(6, CLASSES), how
-        self.norm, self.asleep = nn.BatchNorm1d(6), False
+        self.norm = nn.BatchNorm1d(6)
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 3) → (n, classes)."""
-        if "reentrant" in self.how:
-            return self.last(checkpoint(self.escape, self.first(x), use_reentrant="not" not in self.how))
+        if self.how == "checkpoint":
+            return self.last(checkpoint(self.escape, self.first(x), use_reentrant=False))
         return self.last(self.escape(self.first(x)))
 
     def escape(self, h: Tensor) -> Tensor:
@@ -464,34 +400,7 @@ class Escaping(nn.Module):
         norm = self.norm
         if self.how == "imported by name":
             return imported_by_name(h, norm.running_mean, norm.running_var, norm.weight, norm.bias, training=True)
-        running = (norm.running_mean, norm.running_var)
-        return torch.batch_norm(h, norm.weight, norm.bias, *running, not self.asleep, 0.1, 1e-5, True)
-
-
-ESCAPES = ["direct", "imported by name", "not reentrant"]
-
-
-@pytest.mark.parametrize("how", [*ESCAPES, "reentrant"])
-def test_a_norm_that_escapes_is_detected(how: str) -> None:
-    """In every step: it would have normalised by the micro-batch."""
-    make = seeded(lambda: Escaping(how))
-    told = r"(?s)cannot meet at.*torch\.nn\.functional\.batch_norm"
-    step = assert_refused(make, plain, rows(6, 0), 3, BatchNormError, told, check=False)
-    with pytest.raises(BatchNormError, match="cannot meet at"):
-        step(rows(6, 1))
-
-
-def test_a_norm_that_escapes_later() -> None:
-    """It was frozen at first, in a step that runs in lock-step from the beginning."""
-    model = seeded(lambda: Escaping("direct"))()
-    assert isinstance(model, Escaping)
-    model.asleep, model.beginning = True, nn.BatchNorm1d(3).double()
-    loss = lambda m, b: F.cross_entropy(m(m.beginning(b["x"])), b["label"])  # noqa: E731
-    step = BigStep(model, sgd(trained(model)), loss, micro_batch_size=3, options=Options(check=False))
-    step(rows(6, 0))
-    model.asleep = False
-    with pytest.raises(BatchNormError, match="cannot meet at"):
-        step(rows(6, 1))
+        return torch.batch_norm(h, norm.weight, norm.bias, norm.running_mean, norm.running_var, True, 0.1, 1e-5, True)
 
 
 def without_gradient(m: Any, batch: Batch) -> Tensor:
@@ -501,12 +410,15 @@ def without_gradient(m: Any, batch: Batch) -> Tensor:
     return F.mse_loss(m.last(m.first(batch["x"])), target)
 
 
-@pytest.mark.parametrize("how", [*ESCAPES, "reentrant", "without gradient"])
-def test_a_norm_that_escapes_is_seen_by_the_first_check(how: str) -> None:
-    """By its loss, also where no graph shows it."""
-    hidden = how == "without gradient"
-    make, loss = seeded(lambda: Escaping("direct" if hidden else how)), without_gradient if hidden else plain
-    assert_refused(make, loss, rows(8, 0), 4, (BatchNormError, CoupledLoss))
+@pytest.mark.parametrize("how", ["direct", "imported by name", "checkpoint"])
+def test_a_norm_that_escapes_is_detected(how: str) -> None:
+    """In every step: it would have normalised by the micro-batch. By the first check, also where no graph shows it."""
+    make = seeded(lambda: Escaping(how))
+    told = r"(?s)cannot meet at.*torch\.nn\.functional\.batch_norm"
+    step = assert_refused(make, plain, rows(6, 0), 3, BatchNormError, told, check=False)
+    with pytest.raises(BatchNormError, match="cannot meet at"):
+        step(rows(6, 1))
+    assert_refused(make, without_gradient, rows(8, 0), 4, (BatchNormError, CoupledLoss))
 
 
 @pytest.mark.parametrize("how", ["never", "once for two"])
@@ -542,26 +454,6 @@ def test_a_model_that_nobody_told_of(size: int, gradient: bool) -> None:
         step(rows(8, 0))
     teacher.eval()
     step(rows(8, 0))
-
-
-@pytest.mark.parametrize("how", ["a centred batch", "attention", "a largest value"])
-def test_coupling_beside_batch_norm_is_refused(how: str) -> None:
-    """Micro-batches meet at the norms alone."""
-
-    class Coupled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.norm, self.last = nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Linear(6, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.norm(self.first(x)))
-            if how == "attention":
-                h = (h @ h.T).softmax(-1) @ h
-            else:
-                h = h - h.mean(0) if how == "a centred batch" else h / h.abs().max()
-            return self.last(h)
-
-    assert_refused(seeded(Coupled), plain, rows(8, 0), 4, CoupledLoss)
 
 
 def test_other_threads_normalise_as_ever() -> None:
@@ -676,11 +568,6 @@ def test_an_error_in_any_micro_batch_changes_nothing(point: str, after: int) -> 
     assert session.all == expected
 
 
-def _learned(step: BigStep) -> int:
-    (found,) = step.state_dict()["sizes"].values()
-    return found["size"]
-
-
 @given(
     point=st.sampled_from(POINTS),
     error=st.sampled_from(OUT_OF_MEMORY),
@@ -689,22 +576,21 @@ def _learned(step: BigStep) -> int:
     fits=st.integers(1, 2),
     after=st.integers(0, 3),
 )
+@example(point="forward", error=MemoryError, n=4, size=3, fits=2, after=0)
 @settings(max_examples=10)
 def test_out_of_memory_is_as_if_it_had_never_been(
     *, point: str, error: Callable[[], BaseException], n: int, size: int, fits: int, after: int
 ) -> None:
-    """The size is halved, and the update is, bit by bit, that of the smaller size all along."""
+    """The update is, bit by bit, that of the smaller size all along; of the same, where the check alone met it."""
     bomb = Bomb(point, fits, after, error)
     session = Session(bomb, size)
     update, found = session.step(rows(n, 0)), session.all
-    if not bomb.went_off:
-        return
-    learned = _learned(session.step)
-    assert learned < min(size, n)
-    true = Session(size=learned)
+    learned = [each["size"] for each in session.step.state_dict()["sizes"].values()]
+    assert all(each < min(size, n) for each in learned)
+    true = Session(size=learned[0] if learned else size)
     expected = true.step(rows(n, 0))
     assert found == true.all
-    assert update.micro_batches == expected.micro_batches == math.ceil(n / learned)
+    assert update.micro_batches == expected.micro_batches
 
 
 @pytest.mark.parametrize("point", ["forward", "backward between"])
@@ -756,20 +642,3 @@ def test_a_thousand_windows_leave_nothing_behind() -> None:
     assert set(threading.enumerate()) <= threads
     assert tensors() <= alive
     assert len(gc.get_objects()) <= objects + 50
-
-
-def test_threads_end_with_their_step() -> None:
-    """A step that nobody holds leaves no thread behind."""
-    gc.collect()
-    before = set(threading.enumerate())
-    model = net()
-    step: BigStep | None = BigStep(model, sgd(trained(model)), plain, micro_batch_size=2)
-    assert step is not None
-    step(rows(6, 0))
-    mine = set(threading.enumerate()) - before
-    assert len(mine) == 3
-    step = None
-    gc.collect()
-    for thread in mine:
-        thread.join(20)
-    assert not any(thread.is_alive() for thread in mine)

@@ -17,17 +17,13 @@ from bigbatch.memory.meter import LiveBytes
 from tests.support.bombs import everything, seed
 from tests.support.coupled import (
     LOSSES,
-    Inside,
     LossFunction,
     assert_big_batch,
     assert_refused,
-    balance,
     clip,
     gradients_of,
-    masked,
     mine,
     plain,
-    rmse,
     twins,
 )
 from tests.support.reference import distance, sgd, trained
@@ -43,34 +39,6 @@ def test_every_loss_wherever_activations_stay(loss: str, activations: str) -> No
     """Unevenly cut, and in single samples."""
     for size in (1, 3):
         assert_big_batch(twins, LOSSES[loss], [rows(7, 0), rows(5, 1)], size, activations=activations)
-
-
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("how", ["centred", "scaled", "attending"])
-def test_inside_of_a_model(how: str, last: bool) -> None:
-    """Between its layers, or after the last; its activations are kept then."""
-    for size in (1, 4):
-        assert_big_batch(seeded(lambda: Inside(how, last=last)), masked, [rows(7, 0), rows(6, 1)], size)
-
-
-def beside_batch_norm() -> nn.Module:
-    """Both meet."""
-    model: Any = twins()
-    model.one.insert(1, nn.BatchNorm1d(6).double())
-    return model
-
-
-def attending(model: Any, batch: Batch) -> Tensor:
-    """A product of what is a sample's own with what all have in common, twice."""
-    out = model.one(batch["x"])
-    every = across.gather(out)
-    return F.mse_loss((out @ every.T).softmax(1) @ every, batch["value"])
-
-
-def frozen_keys(model: Any, batch: Batch) -> Tensor:
-    """Of all samples, as a momentum encoder makes them."""
-    one, two, scale = model(batch)
-    return F.cross_entropy(scale * one @ across.gather(two.detach()).T, mine(one))
 
 
 def two_views(model: Any, batch: Batch) -> Tensor:
@@ -102,8 +70,6 @@ def of_classes(model: Any, batch: Batch) -> Tensor:
 
 
 EXACT: dict[str, LossFunction] = {
-    "attending": attending,
-    "keys without gradient": frozen_keys,
     "two views": two_views,
     "in turns": in_turns,
     "extras": lambda m, b: (clip(m, b), m.one(b["x"])),
@@ -119,12 +85,6 @@ def test_other_losses_of_all(how: str) -> None:
     batch["partly"] = torch.tensor([1, -100, 3, -100, -100, -100, 0])
     for size in (1, 3):
         assert_big_batch(twins, EXACT[how], [batch], size)
-
-
-def test_beside_batch_norm() -> None:
-    """Both meet."""
-    for loss in (clip, balance, rmse):
-        assert_big_batch(beside_batch_norm, loss, [rows(7, 0), rows(5, 1)], 2)
 
 
 def test_what_each_micro_batch_is_told() -> None:
@@ -182,13 +142,8 @@ def test_low_precision_is_added_up_in_float32() -> None:
 
 COUNTED_OFTEN: dict[str, LossFunction] = {
     "a root of a mean": lambda m, b: across.mean(F.mse_loss(m.one(b["x"]), b["value"])).sqrt(),
-    "a mean": lambda m, b: across.mean(F.mse_loss(m.one(b["x"]), b["value"])),
     "a sum": lambda m, b: across.sum(F.mse_loss(m.one(b["x"]), b["value"], reduction="sum")),
-    "a mean of gathered rows": lambda m, b: across.gather(m.one(b["x"])).square().mean(),
     "a sum of gathered rows": lambda m, b: across.gather(m.one(b["x"])).square().sum(),
-    "a cross-entropy of gathered rows": lambda m, b: F.cross_entropy(
-        across.gather(m.one(b["x"])), across.gather(b["label"])
-    ),
     "a product of means": lambda m, b: across.mean(m.one(b["x"]).mean()) * across.mean(m.two(b["x"]).mean()),
     "a ratio of sums, one without gradient": lambda m, b: (
         1
@@ -203,7 +158,6 @@ COUNTED_OFTEN: dict[str, LossFunction] = {
         across.gather(m.one(b["x"])) @ across.gather(m.two(b["x2"])).T,
         torch.arange(across.gather(b["x"]).shape[0]),
     ),
-    "through a layer": lambda m, b: F.mse_loss(m.two(across.gather(m.one(b["x"]))[:, :3]), across.gather(b["value"])),
     "through a layer, summed": lambda m, b: m.two(across.gather(m.one(b["x"]))[:, :3]).square().sum(),
 }
 
@@ -218,26 +172,6 @@ def test_a_term_of_values_of_all_counts_once(how: str) -> None:
     assert len(alone) == (0 if "beside" in how else 1)
     if "beside" not in how:
         assert_big_batch(twins, lambda m, b: across.once(COUNTED_OFTEN[how](m, b)), [rows(7, 0)], 3)
-
-
-@pytest.mark.filterwarnings("ignore:this loss is made of values of all")
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("how", ["a layer", "two layers", "a norm"])
-def test_a_sum_through_layers_that_every_micro_batch_would_count(how: str, check: bool) -> None:
-    """However far down the gathered rows are, it is refused or counted once."""
-
-    def loss_fn(m: Any, b: Batch) -> Tensor:
-        every = across.gather(m.one(b["x"]))[:, :3]
-        if how == "two layers":
-            every = m.two(every)[:, :3]
-        elif how == "a norm":
-            every = F.layer_norm(every, (3,))
-        return m.two(every).square().sum()
-
-    try:
-        assert_big_batch(twins, loss_fn, [rows(7, 0)], 3, check=check)
-    except LossError:
-        return
 
 
 def _two_terms(m: Any, b: Batch) -> tuple[Tensor, Tensor]:
@@ -292,24 +226,6 @@ def test_a_marked_term_is_looked_at_when_it_says_something() -> None:
             step(batch)
 
 
-def test_a_marked_term_is_looked_at_no_more_when_it_was_seen_to_be_the_same() -> None:
-    """It waits for a device."""
-    model, meetings = twins(), []
-
-    def loss_fn(m: Any, b: Batch) -> Tensor:
-        found = rmse(m, b)
-        worker = current()
-        if worker is not None and worker.size == 3 and not worker.number:
-            meetings.append(worker.meetings)
-        return found
-
-    options = Options(activations="keep", check=False)
-    step = BigStep(model, sgd(trained(model)), loss_fn, micro_batch_size=2, options=options)
-    for number in range(3):
-        step(rows(6, number))
-    assert meetings == [2, 1, 1]  # a mean and a look; then the mean
-
-
 @pytest.mark.xfail(
     strict=True,
     reason="own values without gradient, a target or a weight, do not count as data where values of all are met: a "
@@ -355,12 +271,11 @@ def changed_in_place(m: Any, b: Batch, *, ask: Callable[[Tensor], Tensor], late:
     return F.mse_loss(out * shared.sum(0), b["value"])
 
 
-def penalized(m: Any, b: Batch, *, gathers: bool) -> Tensor:
+def penalized(m: Any, b: Batch) -> Tensor:
     """A penalty on the slope of a model that asks would see this micro-batch alone."""
     x = b["x"].clone().requires_grad_()
     out = m.one(x)
-    shared = across.gather(out).square().mean(0) if gathers else across.mean(out.square().mean(0))
-    (slope,) = torch.autograd.grad((out * shared).square().sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad((out * across.gather(out).square().mean(0)).square().sum(), x, create_graph=True)
     return F.mse_loss(slope, torch.ones_like(slope)) + F.mse_loss(out, b["value"])
 
 
@@ -391,13 +306,9 @@ REFUSED: dict[str, tuple[LossFunction, Any, str]] = {
     "a count below nothing": (
         lambda m, b: across.once(across.mean(m.one(b["x"]).mean(), torch.tensor(-2.0))), LossError, r"Got -2"
     ),
-    "gathered, changed": (partial(changed_in_place, ask=across.gather), RuntimeError, IN_PLACE),
     "summed, changed": (partial(changed_in_place, ask=across.sum), RuntimeError, IN_PLACE),
-    "averaged, changed": (partial(changed_in_place, ask=across.mean), RuntimeError, IN_PLACE),
     "gathered, changed in backward": (partial(changed_in_place, ask=across.gather, late=True), RuntimeError, IN_PLACE),
-    "averaged, changed in backward": (partial(changed_in_place, ask=across.mean, late=True), RuntimeError, IN_PLACE),
-    "a second derivative": (partial(penalized, gathers=True), RuntimeError, "cannot be differentiated twice"),
-    "another": (partial(penalized, gathers=False), RuntimeError, "cannot be differentiated twice"),
+    "a second derivative": (penalized, RuntimeError, "cannot be differentiated twice"),
     "an attack": (attacked, LossError, "a derivative inside of the loss goes through across"),
 }  # fmt: skip
 
@@ -412,19 +323,6 @@ def test_what_is_refused(how: str) -> None:
         activations = ("keep", "recompute") if "changed" in how else ("auto",)
         for each in activations:
             assert_refused(twins, loss, batch, 2, error, told, check=check, activations=each)
-
-
-def test_own_values_without_gradient_changed_in_place() -> None:
-    """Refused, or each micro-batch has its own."""
-
-    def loss_fn(m: Any, b: Batch, ask: Callable[[Tensor], Tensor]) -> Tensor:
-        shared = ask(b["unit"] if ask is across.gather else b["unit"].sum(0))
-        shared.add_(1.0)
-        return F.mse_loss(m.one(b["x"]) * float(shared.mean()), b["value"])
-
-    for ask in (across.gather, across.sum):
-        with pytest.raises(RuntimeError, match="in place"):
-            assert_big_batch(twins, partial(loss_fn, ask=ask), [rows(6, 0)], 2, check=False)
 
 
 # Different paths.
@@ -446,7 +344,6 @@ def mean_of(m: Any, b: Batch, scale: float = 1) -> Tensor:
 ADDED: dict[str, Callable[[Any, Batch], Any]] = {
     "gathered by some": lambda m, b: across.gather(m.one(b["x"])).mean(0) if _some(b) else 0,
     "summed by some": lambda m, b: across.sum(m.one(b["x"]).sum(0)) if _some(b) else 0,
-    "something else by some": lambda m, b: across.gather(m.one(b["x"])).mean(0) if _some(b) else mean_of(m, b),
     "another shape": lambda m, b: across.sum(m.one(b["x"])[:, : 3 if _some(b) else 2].sum(0)).sum(),
     "another order": lambda m, b: sum(
         (across.mean if which else across.sum)(m.one(b["x"]).mean(0)) for which in ((0, 1) if _some(b) else (1, 0))
@@ -456,14 +353,12 @@ ADDED: dict[str, Callable[[Any, Batch], Any]] = {
         (m.one(b["x"]) if _some(b) else m.one(b["x"]).detach()).mean(0)
     ),
     "one of two means that look alike": lambda m, b: _either([mean_of(m, b, s) for s in (1, 2)], _some(b)),
-    "one of two gathered that look alike": lambda m, b: _either(
-        [across.gather(m.one(b["x"]) * s) for s in (1, 2)], _some(b)
-    ).mean(0),
+    "on two lines": lambda m, b: across.mean(m.one(b["x"]).mean(0)) if _some(b) else mean_of(m, b),
     "used in the loss of some": lambda m, b: mean_of(m, b) if _some(b) else mean_of(m, b).detach(),
 }
 
 
-@pytest.mark.parametrize("signs", [(1, -1, -1), (-1, 1, -1), (-1, -1, 1)])
+@pytest.mark.parametrize("signs", [(1, -1, -1), (-1, 1, -1)])
 @pytest.mark.parametrize("how", ADDED)
 def test_micro_batches_that_take_different_paths_are_reported(how: str, signs: tuple[int, ...]) -> None:
     """With what each waits at; never a hang, and nothing is changed."""
@@ -474,23 +369,6 @@ def test_micro_batches_that_take_different_paths_are_reported(how: str, signs: t
     step = assert_refused(twins, loss, batch, 2, PathsDiffer, told, check=False, activations="keep")
     batch["x"][:, 0] = 1.0
     step(batch)  # all take one path
-
-
-def test_two_questions_that_look_alike_are_at_different_places() -> None:
-    """By the lines that ask them."""
-
-    def loss_fn(m: Any, b: Batch) -> Tensor:
-        out = m.one(b["x"])
-        if _some(b):  # noqa: SIM108 - two lines, which is the point
-            out = out - across.mean(out.mean(0))
-        else:
-            out = out + across.mean(out.mean(0))
-        return F.cross_entropy(out, b["label"])
-
-    batch = rows(4, 0)
-    batch["x"][:, 0] = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    told = r"(?s)across\.mean of .*test_collectives\.py, line \d+"
-    assert_refused(twins, loss_fn, batch, 2, PathsDiffer, told, check=False)
 
 
 # Where activations stay.

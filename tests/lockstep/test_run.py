@@ -11,10 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from bigbatch import BigStep, Options, across, counted
@@ -27,7 +24,6 @@ from bigbatch.errors import (
     WindowDisturbed,
     WindowError,
 )
-from bigbatch.lockstep.activations import _SHAPES, Activations
 from tests.support.coupled import Case, assert_big_batch, assert_refused, cases, gradients_of
 from tests.support.reference import distance, sgd, trained, weights
 
@@ -141,7 +137,7 @@ def test_what_is_kept_outside_of_a_call_is_another_micro_batchs(how: str) -> Non
     """Seen at the first step, which changes nothing, and told what it is."""
     kind, loss = SHARED[how]
     told = r"(?s)keeps outside of the call.*another micro-batch"
-    for size in (2, 4, 5):
+    for size in (2, 5):
         assert_refused(kind, loss(), samples(20), size, CoupledLoss, told)
 
 
@@ -160,7 +156,6 @@ def test_what_is_kept_is_ones_own_where_nobody_takes_turns(how: str) -> None:
 
 WEIGHED: dict[str, Callable[[Any, Batch], Tensor]] = {
     "a count that is not one": lambda m, b: counted(F.mse_loss(m(b[0]), b[0][:, :3]), 1),
-    "means of sums": lambda m, b: across.once(across.mean(m(b[0]).square().sum()) / across.mean(b[0].square().sum())),
     "a masked mean without its count": lambda m, b: across.once(
         across.mean((m(b[0]).square().mean(1) * (b[1] > 0)).sum() / (b[1] > 0).sum()).sqrt()
     ),
@@ -172,34 +167,6 @@ def test_what_equal_parts_would_hide(how: str) -> None:
     """Mistakes in weighing show where parts differ in size."""
     for size in (4, 5, 8):
         assert_refused(layer, WEIGHED[how], samples(23, 3), size, CoupledLoss, "the samples of this batch are coupled")
-
-
-class Centring(Student):
-    """Looks at other samples in training mode."""
-
-    looks = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 6) → (n, 3)."""
-        self.looks += 1
-        hidden = self.first(x)
-        return self.last(hidden - hidden.mean(0) if self.norm.training else hidden)
-
-
-def test_what_couples_samples_when_it_trains_later() -> None:
-    """Samples are looked at again where other modules train than before; not where that was seen."""
-    model = Centring()
-    model.norm.eval()
-    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=4)
-    for _ in range(2):  # samples are compared in both
-        step(samples(8))
-    model.train()
-    with pytest.raises(CoupledLoss):
-        step(samples(8))
-    model.norm.eval()
-    looked = model.looks
-    step(samples(8))
-    assert model.looks - looked == 8 // 4
 
 
 def test_a_step_inside_of_another_is_refused() -> None:
@@ -237,27 +204,6 @@ def test_norms_by_the_micro_batch_beside_across() -> None:
     torch.stack([F.cross_entropy(twin(x), y) for x, y in parts]).mean().sqrt().backward()
     sgd(trained(twin)).step()
     assert distance([*weights(model), *model.buffers()], [*weights(twin), *twin.buffers()]) <= 1e-12
-
-
-def test_somebody_elses_norms_where_those_of_micro_batches_are_accepted() -> None:
-    """Nothing of a teacher is put back where nothing meets: also where one micro-batch runs alone, to be measured."""
-
-    class Gated(Student):
-        def forward(self, x: Tensor) -> Tensor:
-            hidden = self.norm(self.first(x))
-            return self.last(hidden * across.mean(hidden.square().mean(0)).sigmoid())
-
-    teacher = Student()
-
-    def loss(model: Any, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            wanted = teacher(batch[0])
-        return F.mse_loss(model(batch[0]), wanted)
-
-    model = Gated()
-    options = Options(batch_norm="micro", check=False)
-    BigStep(model, sgd(trained(model)), loss, micro_batch_size=4, options=options)(samples(8))
-    assert model.norm.num_batches_tracked == 2
 
 
 def halved(model: Any, batch: Batch) -> Tensor:
@@ -366,68 +312,12 @@ class OwnNames(nn.Module):
         return F.batch_norm(x, self.m, self.v, training=self.training)
 
 
-class Counting(nn.Module):
-    """Counts what it has seen in a buffer."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layer()
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Count the rows."""
-        self.seen += len(x)
-        found: Tensor = self.layer(x)
-        return found
-
-
-def contrasted(model: Any, batch: Batch) -> Tensor:
-    """A loss of all samples."""
-    rows = F.normalize(model(batch[0]), dim=1)
-    return F.cross_entropy(rows @ across.gather(rows).T, across.offset() + torch.arange(len(rows)))
-
-
 @pytest.mark.parametrize("make", [lambda: between(Renewing(8)), lambda: between(OwnNames())])
 def test_norms_that_keep_their_own(make: Callable[[], nn.Module]) -> None:
     """A counter that is another tensor each time, and statistics of other names: they move once per window."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_big_batch(make, cross_entropy, [samples(10, number) for number in range(3)], 4)
-
-
-@pytest.mark.parametrize("activations", ["auto", "keep", "recompute"])
-def test_a_buffer_moves_once_though_the_model_runs_twice(activations: str) -> None:
-    """What backward runs again was counted in forward."""
-    assert_big_batch(Counting, contrasted, [samples(11)], 4, activations=activations, check=False)
-
-
-class Turning(nn.Module):
-    """A weight that is another each time it is asked for in training, as a spectral norm's is."""
-
-    asked: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("asked", torch.zeros(()))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        """Count how often."""
-        if self.training:
-            self.asked += 1
-        return weight * (1 + 0.01 * self.asked.clone())
-
-
-def test_a_computed_weight_of_a_norm_is_asked_for_by_its_micro_batches_alone() -> None:
-    """To look up the layers of a model moves nothing: as often as there are micro-batches, it is computed."""
-    norm, counting = nn.BatchNorm1d(8), Turning()
-    parametrize.register_parametrization(norm, "weight", counting)
-    model = between(norm)
-    before = int(counting.asked)
-    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=4, options=Options(check=False))
-    update = step(samples(10))
-    assert int(counting.asked) - before == update.micro_batches == 3
 
 
 class Centred(nn.Module):
@@ -460,23 +350,6 @@ def test_buffers_that_a_forward_changes_are_told_of(norm: bool) -> None:
         BigStep(model, torch.optim.SGD(model.parameters(), lr=0.1), cross_entropy, micro_batch_size=11)(samples(11))
 
 
-def test_who_is_told_of_buffers_that_move() -> None:
-    """A spectral norm turns with every forward; an average that the optimizer moves is right once per update."""
-    model = nn.Sequential(spectral_norm(nn.Linear(6, 4)), nn.Tanh(), nn.Linear(4, 3)).double()
-    step = BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=4, options=Options(check=False))
-    with pytest.warns(UserWarning, match="_SpectralNorm._u"):
-        step(samples(11))
-    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
-    average = torch.zeros(3, 6, dtype=torch.float64)
-    model.register_buffer("average", average)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    weight = model.get_parameter("0.weight")
-    optimizer.register_step_post_hook(lambda *_: average.lerp_(weight.detach(), 0.5))  # type: ignore[arg-type]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        BigStep(model, optimizer, cross_entropy, micro_batch_size=4)(samples(11))
-
-
 def test_a_model_that_leaves_training_mode_between_steps() -> None:
     """Its loss_fn puts it there and back: the second step begins in evaluation mode, and is exact all the same."""
 
@@ -490,21 +363,6 @@ def test_a_model_that_leaves_training_mode_between_steps() -> None:
         return Student().eval()
 
     assert_big_batch(make, loss_fn, [samples(8, number) for number in range(3)], 4, check=False)
-
-
-class Keeping(Student):
-    """Keeps what it has computed on the way."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 6) → (n, 3)."""
-        self.kept = self.first(x)
-        found: Tensor = self.last(self.norm(self.kept))
-        return found
-
-
-def of_kept(model: Any, batch: Batch) -> Tensor:
-    """Features that are kept are of another."""
-    return cross_entropy(model, batch) + 0.1 * model.kept.square().mean()
 
 
 def changing(model: Any, batch: Batch) -> Tensor:
@@ -532,11 +390,9 @@ def with_a_backward(model: Any, batch: Batch) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, Any, str, bool]] = {
-    "kept features": (Keeping, of_kept, RuntimeError, "backward through the graph a second time", True),
     "a changed batch": (Student, changing, RuntimeError, "modified by an inplace operation", False),
     "NaN of one sample": (Standardised, cross_entropy, CoupledLoss, "the samples of this batch are coupled", True),
     "a backward": (Student, with_a_backward, (WindowDisturbed, LossError), "", False),
-    "a backward, one at a time": (layer, with_a_backward, (WindowDisturbed, LossError), "", False),
 }
 
 
@@ -612,26 +468,6 @@ def test_a_sum_by_a_count_of_all_and_then_by_its_own() -> None:
     own.append(True)
     with pytest.raises(LossError, match="cannot tell what this loss was averaged over"):
         step(samples(8, 1))
-
-
-class Scaled(Student):
-    """Has a learned number of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
-
-
-TERMS: dict[str, Callable[[Any, Batch], Tensor]] = {
-    "regulariser": lambda m, b: cross_entropy(m, b) + m.scale * sum(p.square().sum() for p in m.parameters()),
-    "learned factor": lambda m, b: (-m.scale).exp() * cross_entropy(m, b) + m.scale,
-}
-
-
-@pytest.mark.parametrize("how", TERMS)
-def test_a_mean_and_a_term_of_parameters_beside_batch_norm(how: str) -> None:
-    """Exact, and its value is known."""
-    assert_big_batch(Scaled, TERMS[how], [samples(8)], 3, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
 
 
 # Low precision, other devices, several threads, others' parameters.
@@ -757,34 +593,3 @@ def test_weights_do_not_wait_with_every_micro_batch(monkeypatch: pytest.MonkeyPa
     model, options = nn.Sequential(*layers).double(), Options(check=False)
     monkeypatch.setattr("bigbatch.lockstep.activations.host_available", lambda: 4 * 20 * 500 * 8)  # rows, no square
     BigStep(model, sgd(trained(model)), cross_entropy, micro_batch_size=1, options=options)(samples(4))
-
-
-def test_what_memory_allows_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is less than the host has."""
-    monkeypatch.setattr("bigbatch.lockstep.activations.resident", lambda: 0)
-    where = Activations("auto", torch.device("cpu"))
-    with pytest.raises(OutOfMemory, match="1 KiB for them within memory="):
-        where.make_room(lambda: 256.0, 8, "a shape", meets_inside=True, budget=1024, pinned=0)
-    where.make_room(lambda: 128.0, 8, "another", meets_inside=True, budget=1024, pinned=0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), max_size=60))
-def test_shapes_are_measured_where_it_matters(asked: list[tuple[int, int]]) -> None:
-    """Each of the first ones once; of others the largest is taken, unless it would not fit."""
-    waiting, measured = Activations("auto", torch.device("cpu")), list[int]()
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("bigbatch.lockstep.activations.host_available", lambda: 1 << 40)
-        patched.setattr("bigbatch.lockstep.activations.resident", lambda: 0)
-        for shape, room in asked:
-
-            def measure(shape: int = shape) -> float:
-                measured.append(shape)
-                return 1 + shape % 4
-
-            try:
-                waiting.make_room(measure, 1000, str(shape), meets_inside=True, budget=1000 * room, pinned=0)
-            except OutOfMemory:
-                assert 1 + shape % 4 > 0.9 * room
-            if shape not in measured:
-                assert len(set(measured)) >= _SHAPES
-    assert len(measured) == len(set(measured))
