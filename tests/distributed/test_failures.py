@@ -266,24 +266,11 @@ def of_buffers(rank: int) -> list[str]:
     return failing_once(rank, Ddp(two_heads(), find_unused_parameters=True), True)
 
 
-def of_shards(rank: int) -> list[str]:
-    """Fail before the norm of all shards is found."""
-    return failing_once(rank, shards(model()), False)
-
-
 def test_an_optimizer_that_fails_leaves_nobody_waiting_for_buffers() -> None:
     """They were sent before; that the ranks have parted is said in the next window."""
     one, other = exactly(2, of_buffers, limit=LIMIT)
     assert (one[:2], other[:2]) == (["", ""], ["", "ValueError: mine"])
     assert all("windows made: 2 on rank 0, 1 on rank 1" in words for words in (one[2], other[2]))
-
-
-def test_a_hook_that_fails_leaves_nobody_waiting_for_a_norm() -> None:
-    """Nobody has stepped, so all go on; also where only one rank has a hook."""
-    one, other = exactly(2, of_shards, limit=LIMIT)
-    assert other == ["", "ValueError: mine", ""]
-    assert one[::2] == ["", ""]
-    assert "RankFailed: a before_step hook failed on another rank" in one[1]
 
 
 def and_again(rank: int) -> Any:

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 
 from bigbatch.distributed.statement import (
-    REFUSALS,
-    REFUSED,
     Statement,
     agree,
     fingerprint,
@@ -40,7 +38,7 @@ def test_totals_are_added_up() -> None:
     """And a rank without a micro-batch has no kind of loss."""
     found = agreed(ROW, ROW._replace(total=6.0, loss=5.0, going=1, missing=True), EMPTY)
     assert (found.kind, found.total, found.loss, found.micro_batches) == ("mean", 10.0, 7.0, 2)
-    assert (found.going, found.missing, found.loss_known, found.hooks) == (1, True, True, False)
+    assert (found.going, found.missing, found.loss_known) == (1, True, True)
     assert found.big_loss() == 0.7
 
 
@@ -68,7 +66,6 @@ DIFFER: dict[str, tuple[dict[str, Any], type[BigBatchError]]] = {
     "weights": ({"weights": 2.1}, WindowError),
     "common": ({"common": 8.0}, ConfigurationError),
     "reached": ({"reached": 5.0}, WindowError),
-    **{name: ({"refused": REFUSED[name]}, REFUSALS[name][0]) for name in REFUSALS if name},
 }
 
 

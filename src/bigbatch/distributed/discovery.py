@@ -18,11 +18,7 @@ from bigbatch.distributed.team import Team
 from bigbatch.errors import ConfigurationError
 from bigbatch.loss.count import LOW_PRECISION
 
-_UNSUPPORTED = {
-    "FullyShardedDataParallel": ("FSDP1 is not supported", "torch.distributed.fsdp.fully_shard(model)"),
-    "DeepSpeedEngine": ("it accumulates, clips and steps by itself", "DistributedDataParallel or fully_shard"),
-    "DataParallel": ("it adds up in one process", "DistributedDataParallel(model), started with torchrun"),
-}
+_UNSUPPORTED = frozenset({"FullyShardedDataParallel", "DeepSpeedEngine", "DataParallel"})
 
 
 def team_of(
@@ -38,21 +34,19 @@ def team_of(
     """
     refuse_tensor_parallelism(models)
     wrappers, parts = data_parallel(models), sharded(models)
-    if not (dist.is_available() and dist.is_initialized()):
-        if group is not None:
-            raise ConfigurationError(
-                "group= needs torch.distributed.", fix="torch.distributed.init_process_group() first, under torchrun"
-            )
+    initialized = dist.is_available() and dist.is_initialized()
+    if group is not None and not (initialized and isinstance(group, dist.ProcessGroup)):
+        raise ConfigurationError(
+            "group must be a torch.distributed.ProcessGroup that this process belongs to.",
+            found=repr(group),
+            fix="torch.distributed.init_process_group() under torchrun, then group=torch.distributed.group.WORLD, or "
+            "what new_group(ranks) returns on its members",
+        )
+    if not initialized:
         _warn_of_others(started())
         return Team(wrappers)
     if overlap:
         _refuse_overlap(models, wrappers, parts, trained)
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ConfigurationError(
-            "group must be a torch.distributed.ProcessGroup that this process belongs to.",
-            found=repr(group),
-            fix="torch.distributed.group.WORLD, or what torch.distributed.new_group(ranks) returns on its members",
-        )
     if parts:
         _refuse_loose(models, parts)
         shards = Shards(parts, overlap=overlap)
@@ -75,15 +69,14 @@ def team_of(
 
 def data_parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     """Return the DDP wrappers in some models, nested ones too; refuse wrappers that reduce in their own way."""
-    found: dict[int, DistributedDataParallel] = {}
-    for name, module in (named for model in models for named in model.named_modules()):
-        for kind in _UNSUPPORTED.keys() & {kind.__name__ for kind in type(module).__mro__}:
-            why, instead = _UNSUPPORTED[kind]
-            where = f" ({name})" if name else ""
-            raise ConfigurationError(f"this model{where} is wrapped in {kind}: {why}.", fix=instead)
-        if isinstance(module, DistributedDataParallel):
-            found[id(module)] = module
-    return list(found.values())
+    every = list({id(module): module for model in models for module in model.modules()}.values())
+    if found := _UNSUPPORTED & {kind.__name__ for module in every for kind in type(module).__mro__}:
+        raise ConfigurationError(
+            "a wrapper of this model reduces gradients, accumulates or splits batches in a way of its own.",
+            found=", ".join(found),
+            fix="DistributedDataParallel(model) or torch.distributed.fsdp.fully_shard(model), started with torchrun",
+        )
+    return [module for module in every if isinstance(module, DistributedDataParallel)]
 
 
 def _refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
@@ -101,16 +94,19 @@ def _refuse_hidden_wrappers(models: Sequence[nn.Module]) -> None:
 def refuse_tensor_parallelism(models: Sequence[nn.Module]) -> None:
     """Raise where parameters are in parts over ranks otherwise than by fully_shard."""
     every = [group.mesh_info.mesh for part in sharded(models) for group in groups_of(part)]
-    by_shards = [set(mesh.mesh.flatten().tolist()) for mesh in every]
+    by_shards = [_ranks_of(mesh) for mesh in every]
     for name, parameter in (named for model in models for named in model.named_parameters()):
-        spread: Any = parameter
-        ranks = set(spread.device_mesh.mesh.flatten().tolist()) if hasattr(spread, "device_mesh") else set()
+        ranks = _ranks_of(parameter.device_mesh) if hasattr(parameter, "device_mesh") else set()
         # DDP(..., device_mesh=...) puts plain tensors in their place, and keeps what they were.
-        if (len(ranks) > 1 and ranks not in by_shards) or hasattr(spread, "_st_info"):
+        if (len(ranks) > 1 and ranks not in by_shards) or hasattr(parameter, "_st_info"):
             raise ConfigurationError(
                 f"{name} is in parts over ranks by tensor parallelism, which bigbatch does not support.",
                 fix="the plain model, in fully_shard(model) or DistributedDataParallel(model)",
             )
+
+
+def _ranks_of(mesh: Any) -> set[int]:
+    return set(mesh.mesh.flatten().tolist())
 
 
 def _refuse_overlap(
@@ -120,22 +116,17 @@ def _refuse_overlap(
     trained: Sequence[Tensor],
 ) -> None:
     """Raise where a last backward that reduces would miss something; what DDP leaves out is told when it has."""
-    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
-    missing = len({id(p) for p in parameters} - {id(p) for p in trained})
-    found = (
-        "it needs DistributedDataParallel or fully_shard, and there is neither"
-        if not wrappers and not parts
-        else f"it waits for every gradient, and {missing} trainable parameters of the model are in no optimizer here"
-        if missing
-        else "with find_unused_parameters=True DDP leaves out what the last micro-batch does not use, though others did"
-        if any(wrapper.find_unused_parameters for wrapper in wrappers)
-        else "bf16 and fp16 parameters add up in float32 here, which DDP's buckets do not hold"
-        if wrappers and any(p.dtype in LOW_PRECISION for p in parameters)
-        else ""
-    )
-    if found:
+    parameters = {id(p): p for model in models for p in model.parameters() if p.requires_grad}
+    if (
+        not (wrappers or parts)
+        or parameters.keys() - {id(p) for p in trained}
+        or any(wrapper.find_unused_parameters for wrapper in wrappers)
+        or (wrappers and any(p.dtype in LOW_PRECISION for p in parameters.values()))
+    ):
         raise ConfigurationError(
-            f"overlap=True has the gradients reduced in a window's last backward, and {found}.",
+            "overlap=True has a window's last backward reduce all gradients. It needs fully_shard, or "
+            "DistributedDataParallel of float32 or float64 parameters, without find_unused_parameters=True; and an "
+            "optimizer for every trainable parameter.",
             fix="Accumulator(...) without overlap=True: gradients still cross the wire once per update",
         )
 
@@ -168,20 +159,20 @@ def _one_group(found: Sequence[Any], given: dist.ProcessGroup | None) -> dist.Pr
 
 def started() -> int:
     """Return how many processes a launcher such as torchrun says that it has started."""
+    is_launched = all(name in os.environ for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"))
     said = os.environ.get("WORLD_SIZE", "")
-    told = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    return int(said) if said.isdecimal() and told else 1
+    return int(said) if is_launched and said.isdecimal() else 1
 
 
 def _warn_of_others(size: int) -> None:
     """Warn where other processes are there, or were started with this one, and it has found none to train with."""
     if size > 1:
-        begin = "" if dist.is_available() and dist.is_initialized() else "torch.distributed.init_process_group(), then "
         warnings.warn(
             f"this process is one of {size}, and nothing says that they train this model together: each would train "
             "one of its own, on its own batches alone.\n"
-            f"Use: {begin}DistributedDataParallel(model) or fully_shard(model) before the Accumulator or BigStep is "
-            "made; or, without a wrapper, group=torch.distributed.group.WORLD (for BigStep in Options(group=...)).\n"
+            "Use: torch.distributed.init_process_group(), then DistributedDataParallel(model) or fully_shard(model) "
+            "before the Accumulator or BigStep is made; or, without a wrapper, group=torch.distributed.group.WORLD "
+            "(for BigStep in Options(group=...)).\n"
             "To train apart on purpose, filter this warning, or give a group of this process alone.",
             stacklevel=outside(),
         )

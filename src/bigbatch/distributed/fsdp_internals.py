@@ -46,17 +46,9 @@ def whole_weights(parts: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, in its own memory."""
-    if type(tensor) is Tensor:  # what it has not takes a plain tensor long to say
-        return tensor
-    whole: Any = tensor
-    return whole.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def held(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor itself, not a view of it: its version tells of whatever is added to it."""
-    found: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+    # What it has not takes a plain tensor long to say.
+    return tensor if type(tensor) is Tensor else getattr(tensor, "_local_tensor", tensor)
 
 
 def flat(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -105,26 +97,19 @@ def drop_waiting(parts: Iterable[Any], own: set[int]) -> None:
 
 @contextmanager
 def leaving_alone(parts: Iterable[Any], own: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, a backward reduces no group of parameters that has none of `own`, nor adds to what others have waiting.
+    """Inside, a backward adds nothing to gradients that wait to be reduced and are of none of `own`.
 
     Their `.grad` is left to whoever calls this, that of whole ones, too.
     """
     mine = set(map(id, own))
-    groups, waiting = [], []
-    for group in (group for part in parts for group in groups_of(part)):
-        others = [each for each in group.fsdp_params if id(each.sharded_param) not in mine]
-        waiting += [(each, each.unsharded_accumulated_grad) for each in others]
-        if len(others) == len(group.fsdp_params):
-            groups.append((group, group.reduce_grads))
-            group.reduce_grads = False
-    for each, _ in waiting:
+    others = [each for each in parameters_of(parts) if id(each.sharded_param) not in mine]
+    waiting = [each.unsharded_accumulated_grad for each in others]
+    for each in others:
         _set_waiting(each, None)
     try:
         yield
     finally:
-        for group, reduces in reversed(groups):  # modules that share a group name it twice
-            group.reduce_grads = reduces
-        for each, gradient in reversed(waiting):
+        for each, gradient in zip(reversed(others), reversed(waiting), strict=True):  # shared groups name it twice
             _set_waiting(each, gradient)
 
 

@@ -8,7 +8,6 @@ its sum by that, and the gradients cross the wire once.
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.distributed.statement import REFUSED, Statement, Words, agree, fingerprint, trained
+from bigbatch.distributed.statement import Statement, Words, agree, fingerprint, trained
 from bigbatch.distributed.team import Team
-from bigbatch.errors import BatchError, BigBatchError, LossError, PathsDiffer, RankFailed, SeveralCounts, WindowError
+from bigbatch.errors import BigBatchError, LossError, PathsDiffer, RankFailed, SeveralCounts, WindowError
 from bigbatch.loss.count import LOW_PRECISION, Count, TotalOfSum
 
 if TYPE_CHECKING:
     from bigbatch.window.gradients import Gradients
 
 _NUMBERS = 40  # in every row: a rank that fails need not know which one the others wait for
-_HEADER = 3  # numbers that each row begins with: whether it has failed, whether it tries again, its place
+_HEADER = 2  # numbers that each row begins with: its code, its place
+_FAILED, _AGAIN, _SEVERAL = 1, 2, 3  # codes: a rank has failed, tries again, needs counts in advance
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()  # objects that a group serves
 
 
@@ -45,6 +45,7 @@ class Ranks(Team):
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)
         self._loops = 0
+        self._reached = 0  # one number of the shards that backwards have reached since ranks compared it
         self._number = 0  # of all that these processes make together: the same on every rank
 
     def serve(self, owner: object) -> None:
@@ -58,43 +59,51 @@ class Ranks(Team):
 
     def wire(self, device: torch.device) -> torch.device:
         """Return where to send from what is on a device: shards may wait where their group knows no way from."""
-        return self.device or (torch.device("cpu") if device.type == "mps" else device)  # which has no float64
+        return self.device or device
 
-    def rows(self, about: str, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
+    def rows(self, about: str, numbers: Sequence[Count], device: torch.device, *, code: int = 0) -> list[list[float]]:
         """Contribute a row of numbers; returns those of all ranks, padded with zeros.
 
         Raises on all ranks where one has failed, or has come to something else than `about`.
         """
         place = fingerprint(about, str(self._number), str(self._loops))
-        found = self._gather([0.0, 0.0, place, *numbers], device)
-        failed = [str(name) for name, row in zip(self._names, found, strict=True) if row[0]]
-        if failed:
-            self.spoken = True  # all have heard that something is wrong
+        found = self._gather([code, place, *numbers], device)
+        codes, was, self.spoken = {row[0] for row in found}, self.spoken, True
+        if _FAILED in codes:
+            failed = ", ".join(str(name) for name, row in zip(self._names, found, strict=True) if row[0] == _FAILED)
             raise RankFailed(
-                f"rank {', '.join(failed)} failed in this window, so it cannot be made; nothing was changed on this "
-                "one. The error is in the output of that rank."
+                f"rank {failed} failed in this window, so it cannot be made; nothing was changed on this one. The "
+                "error is in the output of that rank."
             )
-        if any(row[1] for row in found):
+        if _AGAIN in codes:
             self.spoken = self.elsewhere = False  # nothing that was said of this window holds
             raise OthersTryAgain
-        if len({row[2] for row in found}) > 1:
-            self.spoken = True
+        if _SEVERAL in codes:
+            raise SeveralCounts("the terms of this loss were averaged over different things, on some rank.")
+        if len({row[1] for row in found}) > 1:
             raise WindowError(
                 "the ranks are at different places: one closes a window, or has left its loop over `over` by break, "
                 "and another has not.",
                 fix="the same windows in the same order on every rank: break on all or none, the same steps=, as many "
                 "batches where one `over` is inside another's, and as many accumulators and BigSteps",
             )
+        self.spoken = was
         return [row[_HEADER:] for row in found]
 
     def fail(self, device: torch.device) -> None:
         """Tell the others, who wait for this rank's numbers, that there will be none."""
-        self.spoken = True
-        self._gather([1.0], device)
+        self.spoken, self._reached = True, 0
+        self._gather([_FAILED], device)
 
     def try_again(self, device: torch.device) -> None:
         """Have all ranks, wherever in the window they wait for this one, run it once more, as it does."""
-        self._gather([0.0, 1.0], device)
+        self._gather([_AGAIN], device)
+
+    def tell_of_several(self, device: torch.device) -> None:
+        """Tell others that counts must be known in advance."""
+        if not self.spoken:
+            with suppress(SeveralCounts):
+                self.rows("statement", [], device, code=_SEVERAL)
 
     def _gather(self, numbers: Sequence[Count], device: torch.device) -> list[list[float]]:
         assert len(numbers) <= _NUMBERS  # noqa: S101 - a longer row than others send would leave all of them waiting
@@ -120,10 +129,6 @@ class Ranks(Team):
         """Return the largest of all ranks' numbers."""
         return round(max(row[0] for row in self.rows("passes", [number], device)))
 
-    def failed_anywhere(self, *, here: bool, device: torch.device) -> bool:
-        """Return whether any rank has failed, this one included."""
-        return any(row[0] for row in self.rows("failed", [here], device))
-
     def announce(self, title: str, device: torch.device) -> None:
         """Say which collective this rank has come to; raise on all ranks where they have come to different ones."""
         codes = [row[0] for row in self.rows("collective", [fingerprint(title)], device)]
@@ -139,18 +144,11 @@ class Ranks(Team):
     def begin_loop(self, device: torch.device, *, has_batches: bool) -> None:
         """Begin a loop; where DDP reduces by itself, all ranks must have batches, or none: it cannot be told there."""
         self._loops += 1
-        if not self.overlap or self.sharded:
-            return
-        there = [row[0] for row in self.rows("batches", [has_batches], device)]
-        if len(set(there)) > 1:
-            without = ", ".join(str(name) for name, has in zip(self._names, there, strict=True) if not has)
-            raise BatchError(
-                f"rank {without} has no batch in this `over`, and with overlap=True all need as many windows.",
-                fix="Accumulator(...) without overlap=True: ranks may then have any number of micro-batches, or none",
-            )
+        if self.overlap and not self.sharded:
+            self.rows(f"batches: {has_batches}", [], device)
 
     def check_loss(self, dtype: torch.dtype) -> None:
-        """Refuse a loss whose weight would be rounded, where nothing can correct that."""
+        """Before a backward: raise where it would not be added up as it should."""
         if self.in_common and dtype in LOW_PRECISION:
             raise LossError(
                 f"this loss is of {dtype}, which rounds its weight; with fully_shard or overlap=True it stays so.",
@@ -160,20 +158,18 @@ class Ranks(Team):
     def totals(self, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
         """Add up totals that were counted in advance; a rank without a micro-batch has none, and gets those of others.
 
-        Who has none sends no terms.
+        That of a sum is sent as -1.
         """
-        pairs = chain.from_iterable((isinstance(each, TotalOfSum), each) for each in own)
-        there = [row for row in self.rows("totals", [len(own), *pairs], device) if row[0]]
-        if not there:
-            return ()
-        if len({(row[0], *row[1::2]) for row in there}) > 1:
+        said = [-1.0 if isinstance(each, TotalOfSum) else each for each in own]
+        there = [row for row in self.rows("totals", [len(own), *said], device) if row[0]]
+        if len({(row[0], *(each < 0 for each in row)) for row in there}) > 1:
             raise LossError(
                 "the ranks of this window have different losses: other numbers of terms, or means and sums.",
                 fix="every term on every rank, times 0 where it does not apply",
             )
-        columns = zip(there[0][1::2], *(row[2::2] for row in there), strict=True)
-        every = [TotalOfSum(1.0) if is_sum else sum(counts) for is_sum, *counts in columns]
-        return tuple(every[: round(there[0][0])])
+        number = round(there[0][0]) if there else 0
+        columns = list(zip(*there, strict=True))[1 : 1 + number]
+        return tuple(TotalOfSum(1.0) if column[0] < 0 else sum(column) for column in columns)
 
     def agree_on_unit(self, total: Count, device: torch.device) -> float | None:
         """Return one unit of weights: what a window counts, if all micro-batches are like the first of `total`."""
@@ -185,27 +181,17 @@ class Ranks(Team):
 
         Where ranks cannot make one batch of what they have, all of them raise the same error.
         """
-        mine = self._completed(mine._replace(missing=any(p.grad is None for p in gradients.parameters)), gradients)
-        words = {**words, "common": {**words["common"], **self._common(mine, gradients)}}
-        form, common = (fingerprint(*words[name].values()) for name in ("form", "common"))
-        return self._agreed(mine._replace(form=form, common=common), words, gradients.device)
-
-    def _agreed(self, mine: Statement, words: Words, device: torch.device) -> Statement:
+        mine = mine._replace(missing=any(p.grad is None for p in gradients.parameters))
+        common = {**words["common"], "parameters trained": trained(gradients.every), "windows made": str(self.windows)}
+        if self.overlap and not self.sharded:
+            common["batches left, with overlap=True"] = str(bool(mine.going))
+        words = {**words, "common": common}
+        form, same = (fingerprint(*words[name].values()) for name in ("form", "common"))
         self.spoken = True
-        rows = self.rows("statement", mine.numbers, device)
+        rows = self.rows("statement", mine._replace(form=form, common=same).numbers, gradients.device)
         found = agree(rows, lambda name: self._exchange(words[name]), self._names)
         self.others_go_on = found.going > mine.going
         return found
-
-    def _completed(self, mine: Statement, gradients: "Gradients") -> Statement:
-        """Return a statement with what this team knows of the gradients and of itself."""
-        del gradients
-        return mine
-
-    def _common(self, mine: Statement, gradients: "Gradients") -> dict[str, str]:
-        """Return in words what all ranks must have alike."""
-        del mine
-        return {"parameters trained": trained(gradients.every), "windows made": str(self.windows)}
 
     def anywhere(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
         """Return of each flag whether any rank has it up."""
@@ -230,11 +216,7 @@ class Ranks(Team):
 
     def numbers(self, own: int, device: torch.device) -> list[int]:
         """Return one whole number of every rank, in their order."""
-        row = torch.zeros(self.size, dtype=torch.int64, device=device)
-        row[self.rank] = own
-        dist.all_reduce(row, group=self.group)
-        found: list[int] = row.tolist()
-        return found
+        return [round(row[0]) for row in self.rows("numbers", [own], device)]
 
     def summed(self, own: Tensor, title: str = "") -> Tensor:
         """Add up a tensor over all ranks, under a title or none."""
@@ -261,8 +243,8 @@ class Ranks(Team):
 
     def check_finite(self, gradients: "Gradients") -> None:
         """Raise on all ranks where a micro-batch that counts nothing may have left 0 / 0 in the gradient."""
-        finite = bool(torch.isfinite(gradients.norm())) if gradients.dense() else True
-        if self.failed_anywhere(here=not finite, device=gradients.device):
+        finite = not gradients.dense() or bool(torch.isfinite(gradients.norm()))
+        if self.most(not finite, gradients.device):
             raise LossError(
                 "the gradient is not finite, and a micro-batch of this window counts nothing, on this rank or another: "
                 "a loss that divides by its count by hand has 0 / 0 in its gradient. Nothing was stepped.",
@@ -281,12 +263,6 @@ class Ranks(Team):
                 with suppress(Exception):  # they may be gone; what happened here is what is raised
                     self.fail(device)
             raise
-
-    def tell_of_several(self, device: torch.device) -> None:
-        """Tell others that counts must be known in advance."""
-        if not self.spoken:
-            with suppress(SeveralCounts):
-                self._agreed(Statement(refused=REFUSED["several"]), {}, device)
 
 
 def is_of_the_wire(error: BaseException) -> bool:

@@ -3,7 +3,6 @@
 With `overlap` DDP itself reduces in a window's last backward, beside the computation.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -11,14 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.distributed.ddp_internals import has_reduced, hooked, left_out, let_speak, share_buffers, silence
-from bigbatch.distributed.fsdp_internals import held
+from bigbatch.distributed.fsdp_internals import local
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.statement import REFUSED, Statement, weights_in_one
+from bigbatch.distributed.statement import Statement, Words, weights_in_one
 from bigbatch.distributed.team import adding_zeros
-from bigbatch.errors import WindowDisturbed, WindowError
+from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed, WindowError
 from bigbatch.loss.count import Count
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Replicas(Ranks):
         self._reduced = False
 
     def check_last_batch(self) -> None:
-        """Raise where DDP of other ranks may wait inside of a backward that does not come."""
+        """After a loop whose last batch had no backward: raise where DDP of others may wait inside of theirs."""
         if self.overlap:
             raise WindowError(
                 "the last batch of `over` had no accumulator.backward(loss) on this rank, and with overlap=True DDP of "
@@ -69,11 +69,8 @@ class Replicas(Ranks):
             )
 
     def check_loss(self, dtype: torch.dtype) -> None:
-        """Before a backward: raise where DDP would reduce in it by itself; after its next forward it would not."""
+        """Before a backward: raise where DDP would reduce in it by itself."""
         if not self._reduces and any(wrapper.require_backward_grad_sync for wrapper in self.wrappers):
-            self.prepare(last=False)
-            for wrapper in self.wrappers:  # or it waits for a backward since its forward
-                getattr(wrapper.reducer, "_reset_state", bool)()
             raise WindowDisturbed(
                 "DistributedDataParallel would reduce in this backward by itself: something has set "
                 "require_backward_grad_sync, as the end of a no_sync() does. Nothing was added.",
@@ -91,20 +88,26 @@ class Replicas(Ranks):
             self._reduced, flags = True, reached(before, own)
             self._left_out = sum(was is not None and not flag for (was, _), flag in zip(before, flags, strict=True))
 
-    def _completed(self, mine: Statement, gradients: "Gradients") -> Statement:
-        if not self.windows:
-            mine = mine._replace(weights=weights_in_one([*gradients.parameters, *self._frozen()], gradients.device))
+    def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
+        """Check what is to be added up, or what DDP has, and agree; at first compare the weights, too."""
         if self._reduced:
             left = self._left_out + left_out(self.wrappers, gradients.parameters)
-            wrong = "left out" if left or not all(map(has_reduced, self.wrappers)) else ""
-        else:
-            is_sparse = any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters)
-            wrong = "sparse" if is_sparse else "hooked" if not self.overlap and hooked(self.wrappers) else ""
-        return mine._replace(refused=mine.refused or REFUSED[wrong])
-
-    def _common(self, mine: Statement, gradients: "Gradients") -> dict[str, str]:
-        reduced = {"batches left, with overlap=True": str(bool(mine.going))} if self._reduced else {}
-        return {**super()._common(mine, gradients), **reduced}
+            if left or not all(map(has_reduced, self.wrappers)):
+                raise LossError(
+                    "DDP has not reduced all gradients in the last backward of this window. Nothing was stepped.",
+                    fix="a last micro-batch that uses all parameters, in a forward of DDP and outside of no_sync(); or "
+                    "Accumulator(...) without overlap=True, which reduces when a window closes",
+                )
+        elif any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters):
+            raise ConfigurationError(
+                "sparse gradients cannot be added up over ranks. Nothing was stepped.",
+                fix="dense gradients, nn.Embedding(..., sparse=False)",
+            )
+        elif not self.overlap and hooked(self.wrappers):
+            raise hook_refused()
+        if not self.windows:
+            mine = mine._replace(weights=weights_in_one([*gradients.parameters, *self._frozen()], gradients.device))
+        return super().agree(mine, words, gradients)
 
     def _frozen(self) -> list[Tensor]:
         """Return the weights that nobody trains, and that all should have in common; but for packed ones (8 bits)."""
@@ -115,8 +118,8 @@ class Replicas(Ranks):
         """Correct the gradients and add them up over all ranks, unless DDP has."""
         if self._reduced:
             gradients.scale(correction * self.size)  # DDP has averaged
-            return 1.0
-        add_up(self, self.group, gradients, correction, agreement)
+        else:
+            add_up(self, self.group, gradients, correction, agreement)
         return 1.0
 
     def share_buffers(self) -> None:
@@ -125,9 +128,17 @@ class Replicas(Ranks):
             share_buffers(wrapper)
 
 
+def hook_refused() -> ConfigurationError:
+    """Return the error for a communication hook of DDP or of FSDP."""
+    return ConfigurationError(
+        "the model has a communication hook, and bigbatch adds up gradients without it.",
+        fix="the model without a hook; or, with DDP, Accumulator(..., overlap=True), which has DDP reduce",
+    )
+
+
 def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:
     """Return the gradients of some parameters, held so that no new one takes an old one's place, and their versions."""
-    every = [None if p.grad is None else held(p.grad) for p in parameters]
+    every = [None if p.grad is None else local(p.grad) for p in parameters]
     return [(each, 0 if each is None else each._version) for each in every]  # noqa: SLF001 - torch's own counter
 
 
@@ -144,35 +155,22 @@ def add_up(
     if agreement.missing:
         gradients.fill(ranks.anywhere([p.grad is not None for p in gradients.parameters], gradients.device))
     gradients.scale(correction)
-    under_way: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
-    for bucket in _buckets(gradients.dense() if dist.get_world_size(group) > 1 else []):
-        if len(under_way) == _IN_FLIGHT:  # some are sent while the next one is filled
-            _arrived(*under_way.pop(0))
-        # A lone tensor may be large, and is sent from where it is.
-        flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([gradient.reshape(-1) for gradient in bucket])
-        flat = flat.to(ranks.wire(flat.device))
-        work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None  # noqa: S101 - it is async
-        under_way.append((work, flat, bucket))
+    under_way: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
+    dense = gradients.dense() if dist.get_world_size(group) > 1 else []
+    for device in dict.fromkeys(gradient.device for gradient in dense):
+        for bucket in _take_tensors([gradient for gradient in dense if gradient.device == device], _BUCKET):
+            if len(under_way) == _IN_FLIGHT:  # some are sent while the next one is filled
+                _arrive(*under_way.pop(0))
+            # A lone tensor may be large, and is sent from where it is.
+            flat = bucket[0].reshape(-1) if len(bucket) == 1 else torch.cat([each.reshape(-1) for each in bucket])
+            flat = flat.to(ranks.wire(flat.device))
+            under_way.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
     for each in under_way:
-        _arrived(*each)
+        _arrive(*each)
 
 
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    filling: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    sizes: Counter[tuple[torch.device, torch.dtype]] = Counter()
-    for gradient in gradients:
-        kind = gradient.device, gradient.dtype
-        if kind in filling and sizes[kind] + gradient.nbytes > _BUCKET:
-            yield filling.pop(kind)
-            sizes[kind] = 0
-        filling.setdefault(kind, []).append(gradient)
-        sizes[kind] += gradient.nbytes
-    yield from filling.values()
-
-
-def _arrived(work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
-    work.wait()
+def _arrive(work: dist.Work | None, flat: Tensor, bucket: list[Tensor]) -> None:
+    if work is not None:
+        work.wait()
     if flat.data_ptr() != bucket[0].data_ptr():
-        pieces = flat.split([gradient.numel() for gradient in bucket])
-        torch._foreach_copy_(bucket, [piece.view_as(g) for piece, g in zip(pieces, bucket, strict=True)])
+        torch._foreach_copy_(bucket, _unflatten_dense_tensors(flat, bucket))

@@ -28,10 +28,10 @@ from bigbatch.distributed.fsdp_internals import (
     within_a_replica,
 )
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.replicas import add_up, reached, versions
-from bigbatch.distributed.statement import REFUSED, Statement
+from bigbatch.distributed.replicas import add_up, hook_refused, reached, versions
+from bigbatch.distributed.statement import Statement, Words
 from bigbatch.distributed.team import adding_zeros, keep
-from bigbatch.errors import ConfigurationError, RankFailed
+from bigbatch.errors import ConfigurationError, WindowError
 from bigbatch.loss.count import Count
 
 if TYPE_CHECKING:
@@ -53,7 +53,6 @@ class Shards(Ranks):
         self.device = torch.device(self._groups[0].device)  # where they compute; shards may wait in host memory
         self.overlap, self._last = overlap, False  # whether the next backward is the window's last
         self._apart = self.replicas is not None and not overlap  # replicas are added up when the window closes
-        self._digest = 0  # one number of all that backwards have reached since the ranks compared it
 
     def serve(self, owner: object) -> None:
         """Begin: nothing is averaged on the way while `owner` lives, since weights say it all."""
@@ -80,30 +79,31 @@ class Shards(Ranks):
         self.holds_back = not reduces
         if reduces:
             reduce_left(self._parts)
-            self._digest = zlib.crc32(reached(before, own), self._digest)
+            self._reached = zlib.crc32(reached(before, own), self._reached)
 
     def open_window(self) -> None:
         """Begin a window, of which nothing was said yet."""
         super().open_window()
         self.holds_back = False
 
-    def _completed(self, mine: Statement, gradients: "Gradients") -> Statement:
-        del gradients
-        digest, self._digest = self._digest, 0  # compared once, whatever comes of it
-        is_hooked = any(getattr(group, "_all_reduce_hook", None) is not None for group in self._groups)
-        wrong = "early" if self.holds_back else "hooked" if is_hooked else ""
+    def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
+        """Check that backwards have reduced all, and agree; ranks of a replica have reached the same."""
+        if self.holds_back:
+            raise WindowError(
+                "this window ends before its last backward, in which alone overlap=True reduces a sharded model.",
+                fix="accumulator.discard(), then Accumulator(...) without overlap=True; or shorter windows by steps=",
+            )
+        if any(getattr(group, "_all_reduce_hook", None) is not None for group in self._groups):
+            raise hook_refused()
         replica = min(dist.get_process_group_ranks(self.within if self._apart else self.group))
-        refused = mine.refused or REFUSED[wrong]
-        return mine._replace(reached=float(digest), replica=float(replica), refused=refused)
-
-    def fail(self, device: torch.device) -> None:
-        """Tell the others; what backwards have reached until now is compared no more."""
-        self._digest = 0
-        super().fail(device)
+        mine = mine._replace(reached=float(self._reached), replica=float(replica))
+        self._reached = 0  # compared once, whatever comes of it
+        return super().agree(mine, words, gradients)
 
     def reduce(self, gradients: "Gradients", correction: Count, agreement: Statement) -> Count:
         """Correct what backwards have added up; replicas of shards are added up here."""
-        if self._apart and self.replicas is not None:
+        if self._apart:
+            assert self.replicas is not None  # noqa: S101 - they are apart
             add_up(self, self.replicas, gradients, correction, agreement)
         else:
             gradients.scale(correction)
@@ -112,34 +112,22 @@ class Shards(Ranks):
     def norm(self, gradients: "Gradients") -> Tensor:
         """Return the norm of the whole gradient: over the ranks of one replica, which has all of it."""
         own = gradients.norm()
-        wire = self.wire(own.device)
-        square = own.to(wire, torch.float32 if wire.type == "mps" else torch.float64).square()
+        square = own.to(self.wire(own.device), torch.float64).square()
         dist.all_reduce(square, group=self.within)
         return square.sqrt().to(gradients.device, own.dtype)
-
-    def check_hooks(self, device: torch.device, *, failed: bool) -> None:
-        """Raise where hooks have failed on another rank, which would leave this one waiting for its norm."""
-        if self.failed_anywhere(here=failed, device=device) and not failed:
-            raise RankFailed(
-                "a before_step hook failed on another rank, and the norm of the gradient needs all of them. Nothing "
-                "was stepped on any. The error is in that rank's own output."
-            )
 
     def drop(self, own: Sequence[Tensor]) -> None:
         """Drop gradients that were kept whole and never reduced; all must drop what all have parts of."""
         if self.overlap:
             drop_waiting(self._parts, set(map(id, own)))
-        elif self._digest:
-            self._digest = zlib.crc32(b"dropped", self._digest)
+        elif self._reached:
+            self._reached = zlib.crc32(b"dropped", self._reached)
 
 
 def _one_mesh(groups: Sequence[Any]) -> DeviceMesh:
     """Return the mesh that all of a model is sharded over."""
     meshes: list[DeviceMesh] = [group.mesh_info.mesh for group in groups]
     if len({(tuple(mesh.shape), *mesh.mesh.flatten().tolist()) for mesh in meshes}) != 1:
-        raise ConfigurationError(
-            "a model is sharded over one mesh.",
-            found=" and ".join(dict.fromkeys(map(str, meshes))) or "nothing",
-            fix="the same mesh in every call:  fully_shard(part, mesh=mesh)",
-        )
+        fix = "the same mesh in every call:  fully_shard(part, mesh=mesh)"
+        raise ConfigurationError("a model is sharded over one mesh.", found=f"{len(meshes)} parts: {meshes}", fix=fix)
     return meshes[0]

@@ -8,7 +8,7 @@ import hashlib
 import math
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,10 +37,8 @@ class Statement(NamedTuple):
     precise: bool = False  # whether a loss is of float64
     nothings: Count = 0.0  # micro-batches that count nothing, and were added all the same
     going: int = 0  # ranks that have batches for another window
-    hooks: bool = False  # whether any rank calls some before the step
     missing: bool = False  # whether a parameter has no gradient on some rank
     shares_once: bool = False  # whether this rank has added its share of a term that counts once
-    refused: int = 0  # what this rank alone would refuse, by its place in REFUSALS
     ratio: Count = -1.0  # of its several counts to the first, where it has counted anything
     form: float = 0.0  # its terms and their factors, where those are the same in every micro-batch
     common: float = 0.0  # what all must have alike: windows made, parameters trained, learning rates, settings
@@ -69,15 +67,17 @@ def agree(numbers: Sequence[Any], exchange: Callable[[str], list[Any]], ranks: S
     `exchange` returns the words of all ranks behind a fingerprint; `ranks` are their numbers.
     """
     rows = [Statement(KINDS[int(each[0])], *each[1 : len(Statement._fields)]) for each in numbers]
-    for place, (error, problem, fix) in enumerate(REFUSALS.values()):
-        if place and (found := _named(ranks, [row.refused == place for row in rows])):
-            raise error(problem.format(found), fix=fix)
     for check in _ALIKE:
-        _refuse_difference(check, rows, exchange, ranks)
-    if any(row.shares_once for row in rows) and (empty := _named(ranks, [not row.micro_batches for row in rows])):
+        differ = _differing(check, rows)
+        if any(differ):
+            said = exchange(check.field) if check.field in {"common", "form"} else [{}]
+            found = _differences(said, ranks) or f"others on {_named(ranks, differ)}"
+            raise check.error(_DIFFER.format(check.what), found=found, fix=check.fix)
+    empty = [not row.micro_batches for row in rows]
+    if any(row.shares_once for row in rows) and any(empty):
         raise WindowError(
             "this loss has a term of parameters alone, of which every rank adds its share, and "
-            f"{empty} has no micro-batch in this window.",
+            f"{_named(ranks, empty)} has no micro-batch in this window.",
             fix="a micro-batch on every rank; or weight_decay= of the optimizer in the term's place",
         )
     kind = next((row.kind for row in rows if row.micro_batches), "")
@@ -91,130 +91,78 @@ def agree(numbers: Sequence[Any], exchange: Callable[[str], list[Any]], ranks: S
         precise=any(row.precise for row in rows),
         nothings=sum(row.nothings for row in rows),
         going=sum(bool(row.going) for row in rows),
-        hooks=any(row.hooks for row in rows),
         missing=any(row.missing for row in rows),
     )
 
 
-class _Check(NamedTuple):
+class _Alike(NamedTuple):
     """A field that all ranks must have alike, and the error where they do not."""
 
     field: str
+    what: str
     error: type[BigBatchError]
-    problem: str
     fix: str
-    fix_in_step: str | None = None
     within: float = 0.0  # relative: numbers so close are the same
     counts: Callable[[Statement], object] = lambda _: True  # whether a rank has anything to compare
-    among: str = ""  # a field: only ranks that have it alike are compared
 
 
-def _refuse_difference(
-    check: _Check, rows: Sequence[Statement], exchange: Callable[[str], list[Any]], ranks: Sequence[int]
-) -> None:
-    first: dict[Any, Any] = {}  # by the field `among`
-    differ = []
+_DIFFER = "the ranks of this window have {}, and cannot make one update. Nothing was stepped."
+_LOSS = "the same loss on every rank; where its factor is meant to differ (mixup), count=n or counted(loss, n)"
+_ALIKE = (
+    _Alike(
+        "common", "different settings", ConfigurationError, "the same settings, parameters and checkpoint on every rank"
+    ),
+    _Alike(
+        "weights",
+        "begun with different weights, or another order of them",
+        WindowError,
+        "torch.manual_seed(0) before the model is made, or one checkpoint; and one order in the optimizer",
+        within=_SAME,
+    ),
+    _Alike("kind", "different losses (mean or sum)", LossError, _LOSS, counts=lambda row: row.micro_batches),
+    _Alike("form", "different losses (terms or factors)", LossError, _LOSS, counts=lambda row: row.form),
+    _Alike(
+        "ratio",
+        "terms that were averaged over different things, in different ratios",
+        SeveralCounts,
+        "Accumulator(..., counts=lambda batch: (tokens, samples))",
+        within=RATIO_TOLERANCE,
+        counts=lambda row: row.ratio >= 0,
+    ),
+    _Alike(
+        "reached",
+        "reached different parameters, or dropped micro-batches",
+        WindowError,
+        "the same parts of the model in every pass on all ranks, and discard() on all; or DistributedDataParallel",
+    ),
+)
+
+
+def _differing(check: _Alike, rows: Sequence[Statement]) -> list[bool]:
+    """Return of each rank whether it differs from the first; from that of its replica in what backwards reached."""
+    first: dict[float, Any] = {}
+    found = []
     for row in rows:
         mine = getattr(row, check.field)
-        than = first.setdefault(getattr(row, check.among, None), mine) if check.counts(row) else mine
-        differ.append(abs(mine - than) > check.within * max(abs(mine), abs(than)) if check.within else mine != than)
-    if not any(differ):
-        return
-    found = f"others on {_named(ranks, differ)}"
-    if check.field in {"common", "form"}:
-        said: list[Mapping[str, str]] = exchange(check.field)
-        differing = [name for name in {**said[0], **said[-1]} if len({each.get(name) for each in said}) > 1]
-        names = [name for name in differing if all(name in each for each in said)] or differing
-        found = "; ".join(f"{name}: {_listed(ranks, (each.get(name, '') for each in said))}" for name in names)
-    raise check.error(check.problem, found=found, fix=check.fix, fix_in_step=check.fix_in_step)
+        than = first.setdefault(row.replica * (check.field == "reached"), mine) if check.counts(row) else mine
+        found.append(abs(mine - than) > check.within * max(abs(mine), abs(than)) if check.within else mine != than)
+    return found
+
+
+def _differences(said: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> str:
+    """Return what differs in the words of all ranks, of what all of them have said."""
+    every = {name: [each.get(name) for each in said] for name in said[0]}
+    found = {name: values for name, values in every.items() if None not in values and len({*values}) > 1}
+    listed = (
+        f"{name}: {', '.join(f'{value} on rank {rank}' for rank, value in zip(ranks, values, strict=True))}"
+        for name, values in found.items()
+    )
+    return "; ".join(listed)
 
 
 def _named(ranks: Sequence[int], flags: Sequence[object]) -> str:
     found = [str(rank) for rank, flag in zip(ranks, flags, strict=True) if flag]
-    return f"rank{'s' if len(found) > 1 else ''} {', '.join(found)}" if found else ""
-
-
-def _listed(ranks: Sequence[int], values: Iterable[str]) -> str:
-    return ", ".join(f"{value} on rank {rank}" for rank, value in zip(ranks, values, strict=True) if value)
-
-
-_SAME_LOSS = "the same loss on every rank; where it is meant to differ (mixup), "
-_COUNTS = "Accumulator(..., counts=lambda batch: (tokens, samples))"
-_NO_OVERLAP = "Accumulator(...) without overlap=True, which reduces when a window closes"
-REFUSALS: dict[str, tuple[type[BigBatchError], str, str]] = {
-    "": (BigBatchError, "", ""),
-    "sparse": (
-        ConfigurationError,
-        "gradients on {} are sparse, and cannot be added up over ranks. Nothing was stepped.",
-        "dense gradients, nn.Embedding(..., sparse=False)",
-    ),
-    "hooked": (
-        ConfigurationError,
-        "the model on {} has a communication hook, and bigbatch adds up gradients without it.",
-        "the model without a hook; or, with DDP, Accumulator(..., overlap=True), which has DDP reduce",
-    ),
-    "left out": (
-        LossError,
-        "DDP on {} has not reduced all gradients in the last backward of this window. Nothing was stepped.",
-        f"a last micro-batch that uses all parameters, in a forward of DDP and outside of no_sync(); or {_NO_OVERLAP}",
-    ),
-    "early": (
-        WindowError,
-        "this window ends on {} before its last backward, in which alone overlap=True reduces a sharded model.",
-        f"accumulator.discard(), then {_NO_OVERLAP}; or accumulator.steps set before a shorter window",
-    ),
-    "several": (
-        SeveralCounts,
-        "the terms of this loss on {} were averaged over different things: their totals must be known in advance.",
-        _COUNTS,
-    ),
-}
-REFUSED = {name: place for place, name in enumerate(REFUSALS)}
-_ALIKE = (
-    _Check(
-        "common",
-        ConfigurationError,
-        "the ranks of this window differ, so each would make a step of its own. Nothing was stepped.",
-        "the same settings, trained parameters and checkpoint on every rank",
-    ),
-    _Check(
-        "weights",
-        WindowError,
-        "the ranks of this window began with different weights, or have the same in another order.",
-        "torch.manual_seed(0) before the model is made, or one checkpoint; and one order in the optimizer",
-        within=_SAME,
-    ),
-    _Check(
-        "kind",
-        LossError,
-        "the ranks of this window have different losses: a mean on some, and a sum on others.",
-        "the same loss on every rank",
-        counts=lambda row: row.micro_batches,
-    ),
-    _Check(
-        "form",
-        LossError,
-        "the ranks of this window have different losses: other terms, or factors, which may be counts in disguise.",
-        f"{_SAME_LOSS}accumulator.backward(loss, count=n)",
-        f"{_SAME_LOSS}return counted(loss, n)",
-        counts=lambda row: row.form,
-    ),
-    _Check(
-        "ratio",
-        SeveralCounts,
-        "the terms of this loss were averaged over different things, in another ratio on each rank.",
-        _COUNTS,
-        within=RATIO_TOLERANCE,
-        counts=lambda row: row.ratio >= 0,
-    ),
-    _Check(
-        "reached",
-        WindowError,
-        "micro-batches of this window have reached different parameters on each rank, or one rank has dropped some.",
-        "the same parts of the model in every pass on all ranks, and discard() on all; or DistributedDataParallel",
-        among="replica",
-    ),
-)
+    return f"rank{'s' * (len(found) > 1)} {', '.join(found)}"
 
 
 # What a rank says of itself.

@@ -45,42 +45,26 @@ class Team:
         for wrapper in self.wrappers:
             keep(owner, wrapper, silence, speak)
 
-    def prepare(self, *, last: bool) -> None:
-        """Before a forward: say whether its backward is the window's last."""
+    def _tell_nobody(self, *_: Any, **__: Any) -> Any:
+        """Do nothing, at what several processes check, say or send; `Ranks`, `Replicas` and `Shards` say what."""
 
-    def begin_loop(self, device: torch.device, *, has_batches: bool) -> None:
-        """Begin a loop, whose windows are not made with those of another; raise where ranks cannot have as many."""
-
-    def check_last_batch(self) -> None:
-        """At the end of a loop whose last batch had no backward: raise where others wait inside of theirs."""
+    prepare = open_window = drop = share_buffers = _tell_nobody
+    begin_loop = announce = tell_of_several = agree_on_unit = _tell_nobody
+    check_loss = check_last_batch = check_finite = _tell_nobody
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""
         del device
         return number
 
-    def open_window(self) -> None:
-        """Begin a window, of which nothing was said yet."""
-
     def totals(self, own: tuple[Count, ...], device: torch.device) -> tuple[Count, ...]:
         """Add up totals that were counted in advance."""
         del device
         return own
 
-    def check_loss(self, dtype: torch.dtype) -> None:
-        """Before a backward: raise where it would not be added up as it should."""
-
-    def agree_on_unit(self, total: Count, device: torch.device) -> float | None:
-        """Return one unit of weights: what a window counts, if all micro-batches are like the first of `total`."""
-        del total, device
-        return None
-
     def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> AbstractContextManager[None]:
         """Have a backward inside reduce as the window at hand wants it; one that is not to add adds zeros."""
         return _NOTHING if adds else adding_zeros(own)
-
-    def announce(self, title: str, device: torch.device) -> None:
-        """Say which collective this rank has come to; raise where others have come to another."""
 
     def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
         """Return what the windows of all come to. One process knows, and its numbers stay on the device."""
@@ -96,25 +80,10 @@ class Team:
         """Return the norm of the whole gradient."""
         return gradients.norm()
 
-    def check_hooks(self, device: torch.device, *, failed: bool) -> None:
-        """Before ranks find a norm together: raise where hooks have failed on another one."""
-
-    def check_finite(self, gradients: "Gradients") -> None:
-        """Raise where a micro-batch that counts nothing has left 0 / 0 in the gradient of all."""
-
-    def share_buffers(self) -> None:
-        """Send the first rank's buffers to all, as DDP does where it was told to."""
-
-    def drop(self, own: Sequence[Tensor]) -> None:
-        """Drop what a window has left with others."""
-
     def telling_of_failure(self, device: torch.device) -> AbstractContextManager[None]:
         """Tell others, who wait for this rank's statement, of an error inside."""
         del device
         return _NOTHING
-
-    def tell_of_several(self, device: torch.device) -> None:
-        """Tell others that counts must be known in advance."""
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Protocol
 
@@ -151,23 +150,17 @@ class Stepper:
             )
         self._stepped, self.by_hand = True, not self._stepping
 
-    def step(
-        self, gradients: Gradients, correction: Count, *, hooks_elsewhere: bool = False
-    ) -> tuple[Tensor | None, bool | Tensor]:
-        """Make the update; returns the gradient's norm before clipping, and whether the step was skipped.
-
-        `hooks_elsewhere`: this rank or another has hooks, which may fail.
-        """
+    def step(self, gradients: Gradients, correction: Count) -> tuple[Tensor | None, bool | Tensor]:
+        """Make the update; returns the gradient's norm before clipping, and whether the step was skipped."""
         active = self._active(self.optimizers)
         if self.scaler is not None:
             self._unscale(active)
-        measured = self.clip_norm is not None or self.skip_nonfinite
-        if self.hooks or hooks_elsewhere:
-            gradients.scale(correction if self.hooks else 1.0)
-            correction = 1.0 if self.hooks else correction
-            self._call_hooks(gradients.device, waited_for=measured and hooks_elsewhere)
+        if self.hooks:
+            gradients.scale(correction)
+            correction = 1.0
+            self._call_hooks()
         norm, factor, nonfinite = None, correction, None
-        if measured:
+        if self.clip_norm is not None or self.skip_nonfinite:
             norm = self.team.norm(gradients)
             if isinstance(correction, Tensor) or correction != 1.0:
                 norm = norm * (correction.to(norm) if isinstance(correction, Tensor) else correction)
@@ -182,27 +175,17 @@ class Stepper:
         self._doing = "made"
         return (norm if self.clip_norm is not None else None), skipped
 
-    def hand_over(self, gradients: Gradients, correction: Count, *, hooks_elsewhere: bool) -> None:
+    def hand_over(self, gradients: Gradients, correction: Count) -> None:
         """Correct the gradients and leave the step to others."""
         gradients.scale(correction)
-        if self.hooks or hooks_elsewhere:
-            self._call_hooks(gradients.device, waited_for=False)
+        self._call_hooks()
         gradients.narrow()
 
-    def _call_hooks(self, device: torch.device, *, waited_for: bool) -> None:
-        """Call the hooks; where ranks have a norm to find together, none begins before the hooks of all have passed."""
+    def _call_hooks(self) -> None:
         self._doing = "hook"
-        try:
-            for hook in list(self.hooks.values()):
-                hook()
-        except Exception:
-            if waited_for:
-                with suppress(Exception):  # they may be gone; what happened here is what is raised
-                    self.team.check_hooks(device, failed=True)
-            raise
+        for hook in list(self.hooks.values()):
+            hook()
         self._doing = ""
-        if waited_for:
-            self.team.check_hooks(device, failed=False)
 
     @property
     def began(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from bigbatch.distributed.statement import REFUSED, Statement, Words, rates
+from bigbatch.distributed.statement import Statement, Words, rates
 from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, WindowError
 from bigbatch.loss import refusals
 from bigbatch.loss.count import LOW_PRECISION, Count, Term, finite, wide
@@ -390,10 +390,10 @@ class Window:
         ledger, gradients, team, stepper = self.ledger, self.gradients, self._team, self._stepper
         if ledger.totals is not None:
             ledger.refuse_other_totals()
-        mine = ledger.statement(precise=self._loss_dtype == torch.float64)
-        agreement = mine if team.is_alone else team.agree(*self._said(mine, goes_on=goes_on), gradients)
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
+        mine = ledger.statement(precise=self._loss_dtype == torch.float64)
+        agreement = mine if team.is_alone else team.agree(*self._said(mine, goes_on=goes_on), gradients)
         loss, _ = agreement.big_loss(), finite(agreement.total)
         if agreement.nothings and stepper.scaler is None and not stepper.skip_nonfinite:
             team.check_finite(gradients)
@@ -407,9 +407,9 @@ class Window:
             correction = ledger.correction(agreement) * self._starts.correction()
             rest = team.reduce(gradients, correction, agreement)
             if stepping:
-                norm, skipped = stepper.step(gradients, rest, hooks_elsewhere=agreement.hooks)
+                norm, skipped = stepper.step(gradients, rest)
             else:
-                stepper.hand_over(gradients, rest, hooks_elsewhere=agreement.hooks)
+                stepper.hand_over(gradients, rest)
                 gradients.let_go()
                 skipped = False
         team.windows += 1
@@ -431,8 +431,6 @@ class Window:
             going=int(goes_on),
             shares_once=ledger.shares_once and ledger.kind != "mean",
             ratio=ledger.ratio() if ledger.kind == "mean" and ledger.reference else -1.0,
-            refused=REFUSED["several"] if ledger.in_ratio is not None and not bool(ledger.in_ratio) else 0,
-            hooks=bool(stepper.hooks),
             nothings=ledger.nothings,
         )
         settings = {} if self._team.windows else stepper.settings(self.gradients.dtype)
