@@ -187,7 +187,8 @@ class Accumulator:
                     window.pass_by(loss, only_own=admission.only_own)
             elif admission.only_own:
                 window.add(loss, terms)
-                window.reading = admission.reader.plain if count is None and window.alike else None
+                is_plain = count is None and window.alike and self._counts is None
+                window.reading = admission.reader.plain if is_plain and not admission.is_wary else None
             else:
                 with admission.sparing_others():
                     window.add(loss, terms, only_own=False)
@@ -241,19 +242,13 @@ class Accumulator:
             or window.alike is not loss.dtype
             or not loss.is_cpu
             or asked_anywhere[0] != self._questions.anywhere
-            or admission.may_wake
-            or admission.others
-            or not admission.only_own
         ):
             return None
         if self._window is None:
             self._look_around()
-            if self._counts is not None or self._stepper.witness is not None:
+            if self._stepper.witness is not None:
                 return None
-        if admission.batch_norms:
-            return None
-        count = admission.reader.count_again(loss)
-        return count if isinstance(count, float) else None
+        return None if admission.batch_norms else admission.reader.count_again(loss)
 
     def _admitted(self, loop: Loop, loss: Tensor, count: GivenCount | None) -> list[Term]:
         """Return the terms of a loss that may be added, or refuse it."""
@@ -299,13 +294,13 @@ class Accumulator:
         if self._counts is not None and self._loop.totals is None:
             raise WindowError("counts= needs the batches of a window in advance: iterate over accumulator.over(loader)")
         window = self._window = Window(self._stepper, self._steps, self._gradient_dtype, self._loop.totals)
-        self._forgotten.opened(window.ledger)
+        self._forgotten.ledger = window.ledger
         return window
 
     def _fail(self, loop: Loop, error: BaseException, *, added: bool | None) -> None:
         """A backward has failed: it was refused, perhaps before it began, or nobody can tell how far it came."""
         window = self._window
-        self._forgotten.known()  # the error says enough
+        self._forgotten.told()  # the error says enough
         if added is None:
             return
         if window is None or (window.state is OPEN and not added):
@@ -342,7 +337,7 @@ class Accumulator:
             loop.last, self._before = False, window
             self._forget()
         except BaseException as error:
-            self._forgotten.known()  # the error says enough
+            self._forgotten.told()  # the error says enough
             if self._stepper.began:
                 self._stepper.give_up(error)
             if window.state is CLOSED:  # Ctrl-C came after the step
@@ -353,7 +348,7 @@ class Accumulator:
     def _forget(self) -> None:
         """Go on without a window: it is closed."""
         self._window, self._resumed = None, False
-        self._forgotten.opened(None)
+        self._forgotten.ledger = None
         if not self._team.is_alone:
             self._prepare()
 
@@ -370,6 +365,7 @@ class Accumulator:
         if self._window is not None:
             self._loop.spent = self._loop.spent and self._window.state is OPEN  # or its batch may be tried again
             self._window.discard()
+        self._before = None
         self._forget()
 
     __reduce_ex__ = refuse_copy
@@ -398,7 +394,7 @@ class Accumulator:
                 fix="a checkpoint between two updates, when accumulator.backward(loss) has returned one, or flush()",
             )
         window = None if self._window is None else self._window.state_dict()
-        self._forgotten.known()
+        self._forgotten.told()
         return {"version": STATE_VERSION, "steps": self._steps, "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -435,8 +431,8 @@ class Accumulator:
         if now is not None:
             now.state = CLOSED
         self._window, self._resumed, self._steps = window, True, steps
-        self._forgotten.opened(window.ledger)
-        self._forgotten.known()  # it can be loaded again
+        self._forgotten.ledger = window.ledger
+        self._forgotten.told()  # it can be loaded again
 
     def _refuse_open_window(self) -> None:
         if self._window is None or self._resumed:
@@ -516,30 +512,27 @@ class Forgotten:
     It holds the counts of the window alone: what is told at the end must not keep a model alive until then.
     """
 
+    ledger: Ledger | None = None  # of the open window
+
     def __init__(self, owner: object) -> None:
         """Watch over an owner, also at the end of the program."""
-        self._ledger: Ledger | None = None  # of the open window
-        self._error = 0  # the id of the last one that was shown when it was opened
-        self._known = 0  # how many of its micro-batches the user knows of
+        self._error = id(vars(sys).get("last_value"))  # the last one that was shown, in a notebook
         frame = sys._getframe(1)  # noqa: SLF001 - as `warnings` has it
         while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "bigbatch":
             frame = frame.f_back
         self._made = frame.f_code.co_filename, frame.f_lineno  # where it goes may be in Python's own end
         weakref.finalize(owner, self._warn)
 
-    def opened(self, ledger: Ledger | None) -> None:
-        """Note a new window; None: none is open."""
-        self._ledger, self._known, self._error = ledger, 0, id(vars(sys).get("last_value"))
-
-    def known(self) -> None:
+    def told(self) -> None:
         """Note that the user knows of the window as it stands: it was saved, or an error has told of it."""
-        self._known = self._ledger.micro_batches if self._ledger is not None else 0
+        if self.ledger is not None:
+            self.ledger.told = self.ledger.micro_batches
 
     def _warn(self) -> None:
-        failed = sys.exc_info()[0] is not None or id(vars(sys).get("last_value")) != self._error
-        if self._ledger is not None and self._ledger.micro_batches != self._known and not failed:
+        ledger, failed = self.ledger, sys.exc_info()[0] is not None or id(vars(sys).get("last_value")) != self._error
+        if ledger is not None and ledger.micro_batches != ledger.told and not failed:
             warnings.warn_explicit(
-                f"a window was left open with {self._ledger.micro_batches} of {self._ledger.steps} micro-batches, and "
+                f"a window was left open with {ledger.micro_batches} of {ledger.steps} micro-batches, and "
                 "made no update. End the last window with accumulator.flush() or wrap the loader, "
                 "accumulator.over(loader); accumulator.discard() drops it without a word.",
                 UserWarning,

@@ -136,7 +136,7 @@ class Runner:
 
     def wanted(self, window: Window) -> tuple[Tensor, ...] | None:
         """Return whose gradients a backward is for; None where it cannot choose."""
-        return window.gradients.leaves if self._admission.only_own else None
+        return window.gradients.parameters if self._admission.only_own else None
 
     def sparing_others(self) -> AbstractContextManager[None]:
         """Leave parameters alone that are not the optimizers'."""

@@ -31,7 +31,8 @@ _OURS = frozenset({"_Counted", "_BatchNorm"})
 _UNSEEN, _NEW = -1, -2  # in the place of a node's number: it was not looked at; it is the next one
 
 Inspection: TypeAlias = Callable[[Any], object]  # of a node
-Input: TypeAlias = tuple[type, int, int]  # its type, which of its results it is, and the number of its node
+# An input: its type, which of its results it is, the number of its node, and how many inputs that has where it is new.
+Input: TypeAlias = tuple[type, int, int, int]
 
 
 class _Reading(NamedTuple):
@@ -45,27 +46,29 @@ class _Reading(NamedTuple):
 class _Kind:
     """Graphs of the same operations in the same places."""
 
-    def __init__(self, output: int, root: type, steps: list[tuple[int, tuple[Input, ...]]], looks: list[Any]) -> None:
-        """Walk by `steps`, the inputs of one node each; what `looks` find there is the key of a reading."""
-        self.output, self.root, self.steps, self.looks = output, root, steps, looks
+    def __init__(self, output: int, root: type, size: int, inputs: list[Input], looks: list[Any]) -> None:
+        """Walk by `inputs`, those of each node in turn; what `looks` find there is the key of a reading."""
+        self.output, self.root, self.size, self.inputs, self.looks = output, root, size, inputs, looks
         self.readings: dict[tuple[object, ...], _Reading] = {}
 
     def walk(self, root: Node | None, output: int) -> list[Node] | None:
         """Return the nodes of a graph of this kind; None where it is of another."""
         if root is None or type(root) is not self.root or output != self.output:
             return None
-        nodes = [root]
-        for at, expected in self.steps:
-            inputs = nodes[at].next_functions
-            if len(inputs) != len(expected):
+        nodes, found = [root], [*root.next_functions]
+        if len(found) != self.size:
+            return None
+        for (below, number), (sort, place, index, size) in zip(found, self.inputs):  # noqa: B905 - it grows
+            if type(below) is not sort or number != place:
                 return None
-            for (below, number), (sort, place, index) in zip(inputs, expected):  # noqa: B905 - hot, and just compared
-                if type(below) is not sort or number != place:
+            if index == _NEW:
+                inputs = below.next_functions  # type: ignore[union-attr]  # None is never numbered
+                if len(inputs) != size:
                     return None
-                if index == _NEW:
-                    nodes.append(below)  # type: ignore[arg-type]  # None is never numbered
-                elif index != _UNSEEN and below is not nodes[index]:
-                    return None
+                nodes.append(below)  # type: ignore[arg-type]
+                found += inputs
+            elif index != _UNSEEN and below is not nodes[index]:
+                return None
         return nodes
 
     def key(self, nodes: list[Node]) -> tuple[object, ...]:
@@ -107,8 +110,11 @@ class Reader:
             return None
         kind, key, reading = self._latest
         nodes = kind.walk(loss.grad_fn, loss.output_nr)
-        if nodes is None or kind.key(nodes) != key:
+        if nodes is None:
             return None
+        for (at, look), seen in zip(kind.looks, key):  # noqa: B905 - hot, and as many
+            if look(nodes[at]) != seen:
+                return None
         _, source, _, term = reading.terms[0]
         return term.count if source is None else targets(nodes[source])
 
@@ -167,18 +173,17 @@ class Reader:
             return
         nodes = _with_parameters(trail.nodes)
         numbers: dict[Node | None, int] = {root: 0}
-        steps: list[tuple[int, tuple[Input, ...]]] = []
-        for node in nodes:  # parents come before their inputs
-            if node not in numbers:
-                return
-            inputs: list[Input] = []
-            for below, number in edges(node):
-                index = numbers.get(below, _NEW if below is not None and below in nodes else _UNSEEN)
-                inputs.append((type(below), number, index))
-                if index == _NEW:
-                    numbers[below] = len(numbers)
-            if inputs:
-                steps.append((numbers[node], tuple(inputs)))
+        inputs: list[Input] = []
+        reached = [*edges(root)]
+        for below, number in reached:  # it grows
+            index, size = numbers.get(below, _UNSEEN), 0
+            if below in nodes and index == _UNSEEN:
+                further = edges(below)
+                numbers[below], index, size = len(numbers), _NEW, len(further)
+                reached += further
+            inputs.append((type(below), number, index, size))
+        if len(numbers) != len(nodes):
+            return
         divisions = {term.source for term in terms}
         views = [edges(node)[0][0] for node in trail.nodes if _tells_size(node)]
         looks = [
@@ -187,8 +192,8 @@ class Reader:
             for look in self._looks(node, node in divisions)
             if look is not _size or node not in views
         ]
-        mine = output, type(root), steps, looks
-        kind = next((each for each in self._kinds if (each.output, each.root, each.steps, each.looks) == mine), None)
+        mine = output, type(root), len(edges(root)), inputs, looks
+        kind = next((k for k in self._kinds if (k.output, k.root, k.size, k.inputs, k.looks) == mine), None)
         if kind is None:
             kind = _Kind(*mine)
             self._kinds.insert(0, kind)

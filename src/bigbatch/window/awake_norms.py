@@ -10,7 +10,12 @@ from bigbatch.errors import BatchNormError
 
 def batch_norms(modules: Sequence[nn.Module]) -> list[tuple[str, BatchNorm]]:
     """Return the BatchNorm layers of the models, by name."""
-    return [(name, m) for model in modules for name, m in model.named_modules() if isinstance(m, BatchNorm)]
+    every = [*modules]
+    for module in every:  # it grows; names are made where they are asked for, since each window looks
+        if isinstance(module, BatchNorm):
+            return [(name, m) for model in modules for name, m in model.named_modules() if isinstance(m, BatchNorm)]
+        every += [below for below in module._modules.values() if below is not None]  # noqa: SLF001 - as modules() does
+    return []
 
 
 def is_awake(module: BatchNorm) -> bool:

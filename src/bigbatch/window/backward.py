@@ -20,16 +20,16 @@ from bigbatch.window.tally import Weights
 _Hook: TypeAlias = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 _IN_FLOAT32 = "Compute the loss in float32:  criterion(logits.float(), labels)"
 _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+_run: Any = getattr(_engine, "run_backward", None)
 
 
 def run_backward(loss: Tensor, start: Tensor, leaves: tuple[Tensor, ...] | None) -> None:
     """Add the gradient of `loss`, times `start`, to the leaves; to all that it depends on where none are given."""
-    run = getattr(_engine, "run_backward", None)
-    if run is None:
+    if _run is None:
         torch.autograd.backward(loss, start, inputs=leaves)
     else:
         keep_graph, create_graph = False, False
-        run((loss,), (start,), keep_graph, create_graph, leaves or (), allow_unreachable=True, accumulate_grad=True)
+        _run((loss,), (start,), keep_graph, create_graph, leaves or (), allow_unreachable=True, accumulate_grad=True)
 
 
 def refuse_rounded_weights(losses: list[Tensor], weights: list[Weights]) -> None:

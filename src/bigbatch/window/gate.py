@@ -74,6 +74,11 @@ class Admission:
         self._stepped: tuple[int, dict[int, int]] = 0, {}  # see `note_step`
         _present.add(self)
 
+    @property
+    def is_wary(self) -> bool:
+        """Whether each loss is to be looked at beyond its terms, and each backward to be watched."""
+        return self.may_wake or bool(self.others) or not self.only_own
+
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
         self._walked, self._opened = None, True

@@ -41,26 +41,21 @@ class Gradients:
         """Take hold of the parameters; `dtype` is what low-precision ones add up in."""
         self.dtype = dtype
         self.every = all_parameters(optimizers)
-        self.parameters = [p for p in self.every if p.requires_grad]
-        self.leaves = tuple(self.parameters)
-        if not self.leaves:
+        self.parameters = tuple([p for p in self.every if p.requires_grad])
+        if not self.parameters:
             raise ConfigurationError(
                 "no parameter of the optimizer requires a gradient: there is nothing to train.\n"
                 "Unfreeze some:  parameter.requires_grad_(True)"
             )
-        # As we left them. They are held, not only known by address, so that no new one can take an old one's place.
-        self._held: list[Tensor | None] = [p.grad for p in self.parameters]
+        self._hold()
         if self.came():
-            present = sum(g is not None for g in self._held)
+            present = sum(p.grad is not None for p in self.parameters)
             raise WindowDisturbed(
                 f"{present} of {len(self.parameters)} parameters have a gradient before the window's first backward, "
                 "left by a backward() of your own or of another loss.\n"
                 "Clear it before you start:  optimizer.zero_grad()"
             )
-        self._versions: list[int] = [0] * len(self._held)
-        self._dtypes = [p.dtype for p in self.parameters]
-        low = dtype is not None and not LOW_PRECISION.isdisjoint(self._dtypes)
-        self._wide = [p for p in self.parameters if p.dtype in LOW_PRECISION] if low else []
+        self._wide = [] if dtype is None else [p for p in self.parameters if p.dtype in LOW_PRECISION]
         self._narrow = self._wide  # those whose gradient has not been widened yet
         self._zeros: dict[int, int] = {}  # versions of gradients that began as zero
 
@@ -110,14 +105,21 @@ class Gradients:
 
     def came(self) -> bool:
         """Whether any gradient was there when we last looked."""
-        for gradient in self._held:  # noqa: SIM110 - on the way of every window, and a generator takes twice as long
+        for _, gradient, _, _ in self._held:  # noqa: SIM110 - a generator takes twice as long
             if gradient is not None:
                 return True
         return False
 
     def check(self) -> None:
         """Raise where a gradient is not as we left it."""
-        for p, g, version, dtype in zip(self.parameters, self._held, self._versions, self._dtypes, strict=True):
+        for p, g, version, dtype in self._held:
+            if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
+                break
+            if not p.requires_grad or p.dtype is not dtype:
+                break
+        else:
+            return
+        for p, _, _, dtype in self._held:
             if not p.requires_grad or p.dtype is not dtype:
                 how = f"cast from {dtype} to {p.dtype}" if p.requires_grad else "frozen"
                 raise WindowDisturbed(
@@ -126,11 +128,7 @@ class Gradients:
                     fix="accumulator.flush() before it, or accumulator.discard()",
                     fix_in_step="",
                 )
-            if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
-                break
-        else:
-            return
-        zeroed = sum(p.grad is None and g is not None for p, g in zip(self.parameters, self._held, strict=True))
+        zeroed = sum(p.grad is None and g is not None for p, g, _, _ in self._held)
         found = f"{zeroed} were set to None" if zeroed else "they were changed in place"
         raise WindowDisturbed(
             f"gradients changed inside a window, and not by this library: {found}, as by zero_grad(), loss.backward() "
@@ -141,8 +139,12 @@ class Gradients:
         )
 
     def _hold(self) -> None:
-        self._held = [p.grad for p in self.parameters]
-        self._versions = [0 if g is None else g._version for g in self._held]  # noqa: SLF001 - torch's own counter
+        """Note gradients as we leave them; the objects, so that no new one can take an old one's address."""
+        self._held = [
+            (p, g, 0 if g is None else g._version, p.dtype)  # noqa: SLF001 - torch's own counter
+            for p in self.parameters
+            for g in (p.grad,)
+        ]
 
     def scale(self, factor: Count) -> None:
         """Multiply all gradients."""
@@ -162,7 +164,11 @@ class Gradients:
 
     def norm(self) -> Tensor:
         """Return the norm over all gradients, of all optimizers."""
-        return torch.nn.utils.get_total_norm(self.dense())
+        dense = self.dense()
+        if len({(gradient.device, gradient.dtype) for gradient in dense}) != 1:
+            return torch.nn.utils.get_total_norm(dense)
+        norms: Tensor = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(dense)))  # noqa: SLF001
+        return norms  # as get_total_norm finds it, which sorts tensors by device and type first
 
     def dense(self) -> list[Tensor]:
         """Return all gradients that are there; a sparse one by its values, a sharded one by this rank's part."""
@@ -195,7 +201,7 @@ class Gradients:
 
     def let_go(self) -> None:
         """Leave the gradients to others, as they are."""
-        self._held, self._versions = [None] * len(self.parameters), [0] * len(self.parameters)
+        self._held = []
 
     def snapshot(self) -> list[Tensor | None]:
         """Return copies of the gradients, for a checkpoint."""

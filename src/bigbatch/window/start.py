@@ -65,9 +65,10 @@ class Starts:
 
     def correction(self) -> Count:
         """Return what else gradients are to be multiplied with."""
-        scaler, held = self._stepper.scaler, self.scale()
-        if scaler is None or held is None:
+        scaler = self._stepper.scaler
+        if scaler is None:
             return self.residual
+        held = self._scale(scaler, self._gradients.device)
         # The scale that they will be divided by over the one they have: 1, unless others use the scaler, too.
         ratio = scaler.scale(torch.ones_like(held)).double() / held.double()
         return self.residual * (ratio.item() if ratio.is_cpu else ratio)

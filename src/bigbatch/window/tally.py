@@ -64,6 +64,7 @@ class Ledger:
     came: Sequence[Count] = ()  # what has come of totals that were counted in advance
     over: tuple[str, ...] = ()  # names of the terms over data, then
     micro_batches: int = 0
+    told: int = 0  # so many of them the user knows of, if the window is never closed
     provisional: Count | None = None
     total: Count = 0.0
     loss: Count = 0.0

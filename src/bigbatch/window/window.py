@@ -152,16 +152,14 @@ class Window:
     def add_alike(self, loss: Tensor, count: float) -> None:
         """Add one more micro-batch whose loss was read as the latest, on the shortest way: small models feel it."""
         gradients, ledger, known = self.gradients, self.ledger, self._alike_start
-        if self.state is not OPEN:
+        if ledger.micro_batches or self.state is not OPEN:  # gradients were looked at when the window was opened
             self.check()
-        elif ledger.micro_batches:  # gradients were looked at when the window was opened
-            gradients.check()
         weight: float = count / ledger.provisional  # type: ignore[operator, assignment]  # a number: is_plain
         self.state = BROKEN
         if known is None or known[0] != weight:
             known = weight, self._starts.of(weight, loss, first=False)
             self._alike_start = known
-        run_backward(loss, known[1], gradients.leaves)
+        run_backward(loss, known[1], gradients.parameters)
         gradients.remember()
         if not self._reached:
             self._refuse_unreached()
@@ -254,7 +252,7 @@ class Window:
         """Run a backward that adds nothing: other ranks have more micro-batches, and every pass is a meeting."""
         self.state = BROKEN
         with self._team.around_backward(self.gradients.parameters, adds=False):
-            run_backward(loss, torch.zeros_like(loss), self.gradients.leaves if only_own else None)
+            run_backward(loss, torch.zeros_like(loss), self.gradients.parameters if only_own else None)
         self.gradients.remember()
         self.passed_by += 1
 
@@ -304,7 +302,7 @@ class Window:
         hooks = weigh_terms(weights, loss, terms, factors) if weights.each else ()
         try:
             start = self._starts.of(weights.whole, loss, first=not self.ledger.micro_batches)
-            leaves = self.gradients.leaves if only_own else None
+            leaves = self.gradients.parameters if only_own else None
             if self._team.is_alone:  # a context is felt by a small model
                 run_backward(loss, start, leaves)
             else:
@@ -376,8 +374,6 @@ class Window:
                 "this window was begun with accumulator.weigh(loss), whose step is made by the loop.",
                 fix="accumulator.settle(); optimizer.step()",
             )
-        if self.ledger.pending:
-            self.ledger.fold()
         try:
             return self._close(goes_on=goes_on, stepping=stepping)
         except BaseException as error:
@@ -388,6 +384,7 @@ class Window:
     def _close(self, *, goes_on: bool, stepping: bool) -> Update:
         """Agree on what was counted, correct, add up and step. One process agrees with itself, without waiting."""
         ledger, gradients, team, stepper = self.ledger, self.gradients, self._team, self._stepper
+        ledger.fold()
         if ledger.totals is not None:
             ledger.refuse_other_totals()
         if ledger.in_ratio is not None:
