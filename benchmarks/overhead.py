@@ -10,6 +10,7 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ from benchmarks.report import RESULTS, Grid, Report, progress
 from benchmarks.workloads import Batch, Workload, workloads
 
 CLIPS = (None, 1.0)
+REGION = 0.010  # seconds that a timed region takes the hand loop at least, to outlast the clock and what caches forget
 WARM_UP = 3  # rounds: caches, thread pools, the first reading of a loss
 SCALARS = {"cpu": 8 * 8, "cuda": 32 * 512}  # bytes of some scalars for counts and losses; CUDA hands out 512 at least
 
@@ -65,7 +67,8 @@ class Overhead:
 def measure(work: Workload, clip: float | None, rounds: int, loops: dict[str, Loop]) -> Iterator[Overhead | None]:
     """Yield None after each round, and at the end the contestants' figures."""
     peaks = measure_memory(work, clip, loops)
-    batches = work.micro_batches(work.updates)
+    updates = enough_updates(work, loops[HAND](work, clip))
+    batches = work.micro_batches(updates)
     runners = {name: loop(work, clip) for name, loop in loops.items()}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     order = random.Random(0)  # noqa: S311  (drawn for every round: who follows whom matters to the caches)
@@ -88,12 +91,19 @@ def measure(work: Workload, clip: float | None, rounds: int, loops: dict[str, Lo
             ratio=middle,
             ratio_low=low,
             ratio_high=high,
-            microseconds=statistics.median(times) / work.updates * 1e6,
+            microseconds=statistics.median(times) / updates * 1e6,
             peak_bytes=peaks[name],
             peak_extra=peaks[name] - peaks[HAND],
             bar=work.bar,
             peak_bar=SCALARS[work.device.split(":")[0]],
         )
+
+
+def enough_updates(work: Workload, hand: Runner) -> int:
+    """Return how many updates of each contestant are timed at once: as many as take the hand loop a `REGION`."""
+    batches = work.micro_batches(work.updates)
+    seconds = min(timed(hand, batches, work.device) for _ in range(WARM_UP + 2)) / work.updates
+    return max(work.updates, math.ceil(REGION / seconds))
 
 
 def timed(runner: Runner, batches: list[Batch], device: str) -> float:
@@ -210,6 +220,7 @@ def main() -> int:
         "page faults per update of the same MLP loop."
         if steady
         else "The C library returns memory when it likes.",
+        f"A timed region is as many updates as take the hand loop {REGION * 1e3:.0f} ms, at least.",
         "Memory is what the allocator had handed out at most, from building the model to the end of the third update.",
     ]
     name = f"overhead-{arguments.device.split(':')[0]}"

@@ -23,7 +23,7 @@ class Workload:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     bar: float
     micro_batch: int
-    updates: int  # per timed region: some ten milliseconds, to outlast the clock and duck under the noise
+    updates: int  # per timed region, at least
     rounds: int
     steps: int = 4
     device: str = "cpu"
