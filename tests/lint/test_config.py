@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from bigbatch_lint.output.check import lint
-from bigbatch_lint.output.config import Settings, UsageError, files_in, read_settings, settings_of
-from bigbatch_lint.rules import REMOVED, RULES
+from bigbatch_lint.output.config import Settings, UsageError, read_settings, settings_of
+from bigbatch_lint.rules import RULES
 
 LOOP = "for x in loader:\n    loss = net(x)\n    loss.backward()\n    opt.step()\n    total += loss\n"
+NOTHING = Settings()
 
 
 def write(path: Path, text: str) -> Path:
@@ -19,7 +20,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def found(*paths: Path, choice: Settings = Settings()) -> dict[str, list[str]]:  # noqa: B008 - it is frozen
+def found(*paths: Path, choice: Settings = NOTHING) -> dict[str, list[str]]:
     """Return the codes found by file name."""
     findings = [each for found, _ in lint(list(paths), choice) for each in found]
     return {Path(path).name: [f.code for f in some] for path, some in groupby(findings, lambda f: f.path)}
@@ -44,20 +45,6 @@ def test_the_longer_beginning_decides(
     assert Settings(select, extend, ignore).codes() == expected
 
 
-@pytest.mark.parametrize("code", REMOVED)
-@pytest.mark.parametrize("place", range(3))
-def test_a_removed_rule_is_an_error_that_says_what_to_do(code: str, place: int, tmp_path: Path) -> None:
-    """Selected, added or ignored, on the command line or in a file; a comment that silences it stays without effect."""
-    key = ("select", "extend_select", "ignore")[place]
-    with pytest.raises(UsageError, match=rf"the rule {code} was removed\.\n."):
-        Settings(**{key: (code,)}).codes()  # type: ignore[arg-type]
-    file = write(tmp_path / "pyproject.toml", f'[tool.bigbatch.lint]\n{key.replace("_", "-")} = ["{code}"]\n')
-    with pytest.raises(UsageError, match=rf"pyproject.toml: the rule {code} was removed"):
-        read_settings(file)
-    file.unlink()
-    assert found(write(tmp_path / "a.py", f"{LOOP}# bigbatch: noqa: {code}\n")) == {"a.py": ["BB106", "BB501"]}
-
-
 def test_the_nearest_file_with_a_table_decides(tmp_path: Path) -> None:
     """One without is passed over; one below another hides it."""
     write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nignore = ["BB5"]\n')
@@ -77,25 +64,17 @@ def test_the_command_line_goes_first(tmp_path: Path) -> None:
     assert found(file, choice=Settings(ignore=("BB501",))) == {}
 
 
-def test_excluded_files(tmp_path: Path) -> None:
-    """By name, pattern or path below the pyproject.toml; a file that is named is read, unless that is forced."""
+def test_which_files_are_read(tmp_path: Path) -> None:
+    """Scripts once and in order, without those excluded by name, pattern or path; a named one is, unless forced."""
     write(tmp_path / "pyproject.toml", '[tool.bigbatch.lint]\nexclude = ["legacy", "*_old.py", "a/b"]\n')
-    for name in "new.py x_old.py legacy/one.py a/b/two.py a/three.py .venv/four.py node_modules/five.py".split():
+    names = "new.py x_old.py legacy/one.py a/b/two.py a/three.py a.txt .venv/four.py node_modules/five.py"
+    for name in names.split():
         write(tmp_path / name, LOOP)
-    assert set(found(tmp_path)) == {"new.py", "three.py"}
-    assert set(found(tmp_path, choice=Settings(exclude=("three.py",)))) == {"new.py"}
+    assert list(found(tmp_path, tmp_path / "new.py")) == ["new.py", "three.py"]
+    assert list(found(tmp_path, choice=Settings(exclude=("three.py",)))) == ["new.py"]
     named = tmp_path / "legacy" / "one.py"
-    assert set(found(named)) == {"one.py"}
+    assert list(found(named, tmp_path / "a.txt")) == ["one.py", "a.txt"]
     assert list(lint([named, tmp_path / ".venv" / "four.py"], Settings(force_exclude=True))) == []
-
-
-def test_folders_are_walked_in_order_and_files_come_once(tmp_path: Path) -> None:
-    """Scripts and notebooks; nothing else, and nothing twice."""
-    for name in ("b.py", "a.ipynb", "c.txt", "sub/d.py"):
-        write(tmp_path / name, "")
-    found_files = files_in([tmp_path, tmp_path / "b.py"])
-    assert [file.relative_to(tmp_path).as_posix() for file in found_files] == ["a.ipynb", "b.py", "sub/d.py"]
-    assert list(files_in([tmp_path / "c.txt"])) == [tmp_path / "c.txt"]
 
 
 @pytest.mark.parametrize("table", ["selct = []", 'select = "BB1"', 'ignore = ["E501"]', "select = ["])

@@ -1,11 +1,12 @@
 """From paths to findings: which files, which rules for each, what they find."""
 
 import ast
+import os
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from bigbatch_lint.output.config import EXCLUDED, Settings, files_in, is_left_out, settings_of
+from bigbatch_lint.output.config import EXCLUDED, Settings, files_in, fits, settings_of
 from bigbatch_lint.output.report import Finding
 from bigbatch_lint.reading.source import Source, read_noqa, read_source
 from bigbatch_lint.rules import RULES, find
@@ -23,9 +24,10 @@ def lint(paths: list[Path], command: Settings) -> Iterator[Checked]:
     named = {path for path in paths if not path.is_dir()}
     everywhere = (*EXCLUDED, *command.exclude)
     for file in files_in(paths, everywhere):
-        settings = settings_of(file, known)
-        left_out = is_left_out(file, settings.folder, settings.exclude)
-        left_out |= file in named and is_left_out(file, Path.cwd(), everywhere)
+        settings, real = settings_of(file, known), Path(os.path.realpath(file))
+        patterns = ((settings.folder, settings.exclude), (Path.cwd(), everywhere if file in named else ()))
+        parts = (real, *real.parents)
+        left_out = any(fits(each, base, some) for base, some in patterns for each in parts if each != base)
         if not left_out or (file in named and not command.force_exclude):
             yield check_source(read_source(str(file)), settings.codes(command))
 

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from bigbatch_lint.rules import REMOVED, RULES
+from bigbatch_lint.rules import RULES
 
 _KEYS = ("exclude", "extend-select", "ignore", "select")
 # What is installed, made or kept by tools; ruff leaves out the same.
@@ -29,10 +29,6 @@ EXCLUDED = tuple(
 
 class UsageError(Exception):
     """A command line or settings that cannot be used: what is wrong, and what to write instead."""
-
-    def __init__(self, problem: str, hint: str = "") -> None:
-        super().__init__(f"{problem}\n{hint}")
-        self.problem, self.hint = problem, hint
 
 
 @dataclass(frozen=True)
@@ -52,10 +48,8 @@ class Settings:
         select = given.select or self.select
         extend, ignore = (*self.extend_select, *given.extend_select), (*self.ignore, *given.ignore)
         for code in (*(select or ()), *extend, *ignore):
-            if code in REMOVED:
-                raise UsageError(f"the rule {code} was removed.", REMOVED[code])
             if code != "ALL" and not any(rule.startswith(code) for rule in RULES):
-                raise UsageError(f"no rule's code begins with {code!r}.", f"The rules are {', '.join(RULES)}.")
+                raise UsageError(f"no rule's code begins with {code!r}\nhint: The rules are {', '.join(RULES)}.")
         wanted = (*(("ALL",) if select is None else select), *extend)
         return frozenset(code for code in RULES if _fit(code, wanted) > _fit(code, ignore))
 
@@ -68,7 +62,7 @@ def _fit(code: str, beginnings: Iterable[str]) -> int:
 
 def settings_of(file: Path, known: dict[Path, Settings | None]) -> Settings:
     """Return what the nearest pyproject.toml with a [tool.bigbatch.lint] says; each one is read once."""
-    # Unlike Path.resolve, this takes a link that leads to itself for what it is.
+    # Unlike Path.resolve, realpath takes a link that leads to itself for what it is.
     for folder in Path(os.path.realpath(file)).parents:
         if folder not in known:
             known[folder] = read_settings(folder / "pyproject.toml")
@@ -93,40 +87,33 @@ def read_settings(path: Path) -> Settings | None:
         return None
     for key, value in table.items():
         if key not in _KEYS:
-            raise UsageError(f"{path}: [tool.bigbatch.lint] knows no {key!r}.", f"It knows {', '.join(_KEYS)}.")
+            raise UsageError(f"{path}: [tool.bigbatch.lint] knows no {key!r}\nhint: It knows {', '.join(_KEYS)}.")
         if not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-            problem = f"{path}: {key} in [tool.bigbatch.lint] must be a list of strings; found {value!r}."
-            raise UsageError(problem, f'Write  {key} = ["BB103"]')
+            problem = f"{path}: {key} in [tool.bigbatch.lint] must be a list of strings; found {value!r}"
+            raise UsageError(f'{problem}\nhint: Write  {key} = ["BB103"]')
     lists: dict[str, Any] = {key.replace("-", "_"): tuple(value) for key, value in table.items()}
     settings = Settings(**lists, folder=path.parent)
     try:
         settings.codes()
     except UsageError as error:
-        raise UsageError(f"{path}: {error.problem}", error.hint) from error
+        raise UsageError(f"{path}: {error}") from error
     return settings
 
 
 def files_in(paths: Iterable[Path], patterns: tuple[str, ...] = EXCLUDED) -> Iterator[Path]:
     """Yield scripts and notebooks, each once and in order; a file that was named is read whatever it is called."""
-    files = (file for path in paths for file in (_walk(path, patterns) if path.is_dir() else (path,)))
-    yield from dict.fromkeys(files)
+    yield from dict.fromkeys(file for path in paths for file in (_walk(path, patterns) if path.is_dir() else (path,)))
 
 
 def _walk(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     for root, folders, files in os.walk(folder):
         here = Path(root)
-        folders[:] = sorted(name for name in folders if not _fits(here / name, folder, patterns))
-        scripts = sorted(here / name for name in files if name.endswith((".py", ".ipynb")))
-        yield from (file for file in scripts if not _fits(file, folder, patterns))
+        folders[:] = sorted(name for name in folders if not fits(here / name, folder, patterns))
+        scripts = (here / name for name in sorted(files) if name.endswith((".py", ".ipynb")))
+        yield from (file for file in scripts if not fits(file, folder, patterns))
 
 
-def _fits(path: Path, base: Path, patterns: tuple[str, ...]) -> bool:
+def fits(path: Path, base: Path, patterns: tuple[str, ...]) -> bool:
     """Tell whether a pattern fits the name, or the path below `base`: `build`, `*_old.py`, `scripts/legacy`."""
     below = path.relative_to(base).as_posix() if path.is_relative_to(base) else path.as_posix()
     return any(fnmatch(path.name, pattern) or fnmatch(below, pattern.rstrip("/")) for pattern in patterns)
-
-
-def is_left_out(file: Path, base: Path, patterns: tuple[str, ...]) -> bool:
-    """Tell whether a pattern fits a file or a folder it is in."""
-    whole = Path(os.path.realpath(file))  # Path.resolve fails on a link that leads to itself
-    return any(_fits(each, base, patterns) for each in (whole, *whole.parents) if each != base)

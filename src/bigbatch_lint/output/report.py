@@ -1,14 +1,11 @@
 """Findings, as text for people, JSON for programs, and annotations for GitHub."""
 
-import os
 import shutil
-import sys
 import textwrap
 from collections import Counter
 from dataclasses import asdict, dataclass
 from unicodedata import category
 
-_COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m"}
 _LONGEST = 160  # characters of a line that are shown
 _READABLE = 100
 _UNSEEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # Unicode's categories
@@ -49,13 +46,11 @@ def wrapped(text: str) -> str:
 
 def as_text(finding: Finding) -> str:
     """Say where, what, the line itself, and what to do."""
-    line = escaped(finding.text)
-    line = line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
-    colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    code = f"{_COLORS[finding.severity]}{finding.code}\x1b[0m" if colored else finding.code
     cell = f"cell {finding.cell}:" if finding.cell else ""
     place = escaped(f"{finding.path}:{cell}{finding.line}:{finding.column}")
-    parts = [f"{place}: {code} {finding.severity} {finding.slug}", *([f"    {line}"] if line else [])]
+    line = escaped(finding.text)
+    line = line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…"
+    parts = [f"{place}: {finding.code} {finding.severity} {finding.slug}", *([f"    {line}"] if line else [])]
     return "\n".join([*parts, wrapped(f"  {finding.message}"), wrapped(f"  fix: {finding.remedy}"), "\n"])
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from bigbatch_lint.reading.module import Module, mentions
 from bigbatch_lint.reading.names import forget_nodes
-from bigbatch_lint.rules.rule_set import REMOVED, RULES
+from bigbatch_lint.rules.rule_set import RULES
 from bigbatch_lint.rules.windows import training_loops
 from bigbatch_lint.running.entry import run_file
 
-__all__ = ["REMOVED", "RULES", "find"]
+__all__ = ["RULES", "find"]
 
 
 def find(tree: ast.Module) -> Iterator[tuple[str, ast.AST, str]]:

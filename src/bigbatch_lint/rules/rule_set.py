@@ -18,12 +18,6 @@ _NAMES = {"accelerator": "Accelerate", "lightning": "Lightning", "trainer": "Tra
 # What takes BatchNorm out of a network, or stops it from normalizing by the batch.
 _REPLACED = {"convert_to_groupnorm", "batch_norm_to_group_norm", "freeze_batch_norm", "freeze_bn"}
 _REPLACED |= {"convert_frozen_batchnorm", "FrozenBatchNorm2d"}
-# Rules of version 0.1, and what is there instead.
-REMOVED = {
-    "BB305": "`bigbatch.scale_lr` changes the learning rate for a larger batch.",
-    "BB502": "Add up `loss.detach()`, and read the sum once per window.",
-    "BB900": "A file that cannot be read is an error on stderr, and the exit status is 2. Leave it out with --exclude.",
-}
 Hit = tuple[ast.AST, str]  # one place where a rule is broken, and what is wrong there
 Severity = Literal["error", "warning"]
 Check = Callable[[TrainingLoop], Iterator[Hit]]
