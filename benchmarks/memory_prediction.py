@@ -143,7 +143,6 @@ class Measured:
     ratio: float
     parts: dict[str, int]  # of the prediction
     phases: dict[str, int]  # measured: what is held, and the peak of each phase beside that
-    where: str
 
 
 def measure(case: Case, device: str) -> Iterator[Measured]:
@@ -203,7 +202,7 @@ def _row(case: Case, size: int, told: Prediction, phases: dict[str, int]) -> Mea
         "step": told.optimizer_step,
     }
     ratio = told.peak / phases["total"]
-    return Measured(case.name, size, told.peak, phases["total"], phases["reserved"], ratio, parts, phases, told.where)
+    return Measured(case.name, size, told.peak, phases["total"], phases["reserved"], ratio, parts, phases)
 
 
 def grids(rows: list[Measured]) -> list[Grid]:
@@ -228,7 +227,6 @@ def grids(rows: list[Measured]) -> list[Grid]:
             _pair(row.parts["forward"], row.phases["forward"]),
             _pair(max(row.parts["forward"], row.parts["backward"]), row.phases["forward and backward"]),
             _pair(row.parts["step"], row.phases["step"]),
-            row.where.replace("aten.", "").replace(".default", ""),
         )
         for row in rows
     ]
@@ -236,7 +234,7 @@ def grids(rows: list[Measured]) -> list[Grid]:
         Grid("Peak of a training step", ("", "predicted", "measured", "ratio", f"within {BAR:.0%}"), ratios),
         Grid(
             "Its phases, predicted / measured",
-            ("", "held all the time", "forward", "forward and backward", "optimizer's step", "predicted peak at"),
+            ("", "held all the time", "forward", "forward and backward", "optimizer's step"),
             parts,
         ),
     ]

@@ -8,7 +8,7 @@ def main() -> None:
     try:
         from bigbatch.cli import app  # noqa: PLC0415 - what it imports may be missing
     except ModuleNotFoundError as error:
-        if error.name not in {"typer", "rich", "click"}:
+        if error.name not in {"typer", "click"}:
             raise
         sys.exit(
             f"error: the command line needs {error.name}, which is not installed\n\nhint: pip install 'bigbatch[cli]'"

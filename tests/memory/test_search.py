@@ -180,13 +180,6 @@ def test_one_sample_that_does_not_fit_is_refused_with_numbers(capacity: float) -
     approve("memory", f"one sample on a device of {capacity}", caught.value)
 
 
-def test_what_other_sizes_predict() -> None:
-    """A peak is read off the line through the nearest two others."""
-    choice = found(Device([(10, 5)], affine(1.0, 0.001)), 64, 1 << 30)
-    assert all(choice.predicted(probe.size) == probe.peak_bytes for probe in choice.probes)
-    assert choice.predicted(32) == 10 + 5 * 32
-
-
 @given(st.integers(1, 300))
 def test_even_sizes_are_those_that_balancing_makes(total: int) -> None:
     """Every size is snapped to the largest part that as many micro-batches need."""

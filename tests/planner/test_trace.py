@@ -14,7 +14,7 @@ from benchmarks.peak_memory import peak_bytes
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.memory.meter import LiveBytes
 from bigbatch.planner.cuda_like import like_cuda
-from bigbatch.planner.trace import optimizer_bytes, predict
+from bigbatch.planner.trace import predict
 
 Batch = tuple[Tensor, Tensor]
 
@@ -100,7 +100,6 @@ def test_optimizer_state_is_counted_before_it_is_there(
     traced = predict(model, loss_fn, features(2), optimizer, target="cpu")
     weights = sum(p.nbytes for p in model.parameters())
     assert abs(traced.optimizer_state - copies * weights) < 1000  # counts of steps
-    assert optimizer_bytes([optimizer], "cpu")[0] == traced.optimizer_state
     assert bool(optimizer.state) == (stepped and copies > 0)
 
 
@@ -111,7 +110,6 @@ def test_a_foreach_step_has_temporaries_on_cuda() -> None:
     fused = predict(model, loss_fn, features(1), torch.optim.AdamW(model.parameters(), fused=True))
     assert plain.optimizer_step >= plain.weights
     assert fused.optimizer_step < 10_000
-    assert "step" in plain.where
     assert plain.peak == plain.resident + plain.optimizer_step
 
 

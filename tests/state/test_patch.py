@@ -3,18 +3,12 @@
 import itertools
 import linecache
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
 
-from bigbatch.lockstep.batch_norm import batch_norm_met
-from bigbatch.planner.coupled import _single
 from bigbatch.state import patch
 from bigbatch.state.patch import Swap, swapped
 
@@ -104,29 +98,3 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
     with swapped(*swaps):
         assert module.name() == "baplain"
     assert module.name is plain
-
-
-@pytest.fixture
-def _plain() -> Iterator[None]:
-    before = F.batch_norm, torch.batch_norm
-    yield
-    left = F.batch_norm, torch.batch_norm
-    F.batch_norm, torch.batch_norm = before
-    assert left == before
-
-
-@pytest.mark.usefixtures("_plain")
-@pytest.mark.parametrize("first", ["a step", "a plan"])
-@pytest.mark.parametrize("leaves", ["a step", "a plan"])
-def test_a_step_beside_a_plan(first: str, leaves: str) -> None:
-    """Each in a thread of its own, in the unlucky order as well."""
-    plain = F.batch_norm
-    both: dict[str, AbstractContextManager[None]] = {"a step": batch_norm_met(), "a plan": swapped(*_single)}
-    for name in sorted(both, key=lambda name: name != first):
-        both[name].__enter__()
-    other = next(name for name in both if name != leaves)
-    both[leaves].__exit__(None, None, None)
-    assert F.batch_norm is not plain
-    nn.BatchNorm1d(3)(torch.randn(4, 3))
-    both[other].__exit__(None, None, None)
-    assert F.batch_norm is plain

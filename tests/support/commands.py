@@ -14,12 +14,12 @@ from bigbatch import Setup
 
 def setup():
     print("a file that prints")
-    torch.manual_seed(0)
+    {seed}
     model = torch.nn.Sequential(torch.nn.Linear(6, 8), {layer}, torch.nn.Linear(8, 3))
     return Setup(
         model=model{mode},
         loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
-        optimizer=torch.optim.AdamW(model.parameters()),
+        optimizer=torch.optim.AdamW(model.parameters(), lr={rate}),
         data=TensorDataset(torch.randn(64, 6), torch.randint(3, (64,))),
         batch_size=16,{more}
     )
@@ -31,8 +31,9 @@ def run(*arguments: str, columns: int = 80) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns), "NO_COLOR": "1"})
 
 
-def written(folder: Path, *, layer: str = "torch.nn.Tanh()", loop: str = "", mode: str = "", more: str = "") -> str:
+def written(folder: Path, *, loop: str = "", seeded: bool = True, **changed: str) -> str:
     """Write a user's own file; return its path."""
     path = folder / "mine.py"
-    path.write_text(_FILE.format(layer=layer, mode=mode, more=more) + loop)
+    parts = {"layer": "torch.nn.Tanh()", "mode": "", "more": "", "rate": "1e-3", **changed}
+    path.write_text(_FILE.format(seed="torch.manual_seed(0)" if seeded else "", **parts) + loop)
     return str(path)

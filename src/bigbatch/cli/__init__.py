@@ -9,25 +9,14 @@ from importlib import metadata
 from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from bigbatch.cli.plan import plan
-from bigbatch.cli.terminal import usage_errors_as_text
 from bigbatch.cli.train import train
 from bigbatch.cli.verify import verify
 from bigbatch_lint.cli import main as run_lint
 
-
-class Commands(TyperGroup):
-    """The group of commands; a command line that it cannot read is answered in the style of all other errors."""
-
-    make_context = usage_errors_as_text()(TyperGroup.make_context)  # what stands before the command
-    invoke = usage_errors_as_text()(TyperGroup.invoke)  # what stands behind it
-
-
 app = typer.Typer(
     name="bigbatch",
-    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},

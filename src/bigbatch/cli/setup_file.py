@@ -1,42 +1,19 @@
 """Read a user's file: run it and call its `setup()`."""
 
 import importlib.util
-import shlex
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from bigbatch.cli.terminal import typed
 from bigbatch.default_loss import takes
 from bigbatch.distributed.discovery import started
 from bigbatch.errors import ConfigurationError
 from bigbatch.setup import Setup, calling
 
 MODULE = "bigbatch_setup_file"
-EXAMPLE = """\
-    import torch
-    import torch.nn.functional as F
-    from torch.utils.data import TensorDataset
-    from bigbatch import Setup
-
-    def setup():
-        model = torch.nn.Linear(10, 2)
-        inputs = torch.randn(1000, 10)
-        labels = torch.randint(2, (1000,))
-        return Setup(
-            model=model,
-            loss_fn=lambda model, batch: F.cross_entropy(
-                model(batch[0]), batch[1]
-            ),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data=TensorDataset(inputs, labels),
-            batch_size=64,
-            micro_batch_size=16,
-        )"""
+_LIKE = "def setup(): ... return Setup(...), as help(bigbatch.Setup) shows"
 
 
 def refuse_launcher(command: str) -> None:
@@ -49,40 +26,29 @@ def refuse_launcher(command: str) -> None:
         )
 
 
-def read_setup(path: Path, command: str) -> Setup:
-    """Return the `Setup` that the file's `setup()` returns; `command` is what the hints say to type.
+def read_setup(path: Path) -> Setup:
+    """Return the `Setup` that the file's `setup()` returns.
 
     A function and not a variable, so that a seed set before the call also seeds the model, and so that a
     file can be imported without building one.
     """
-    _require_file(path, command)
     function = getattr(_run(path), "setup", None)
     if not callable(function) or not takes(function, 0):
-        raise ConfigurationError(
-            f"{path} has no function setup() without arguments.", fix=f"as in this file:\n{EXAMPLE}"
-        )
+        raise ConfigurationError(f"{path} has no function setup() without arguments.", fix=_LIKE)
     with calling("setup()"):
         setup = function()
     if not isinstance(setup, Setup):
         raise ConfigurationError(
-            f"setup() in {path} must return a bigbatch.Setup.",
-            found=type(setup).__name__,
-            fix=f"as in this file:\n{EXAMPLE}",
+            f"setup() in {path} must return a bigbatch.Setup.", found=type(setup).__name__, fix=_LIKE
         )
     return setup
 
 
-def first_batch(setup: Setup, size: int | None) -> tuple[Any, int]:
-    """Return the first batch of the data, whole, and how many samples it was to have."""
+def first_batch(setup: Setup, size: int | None) -> Any:
+    """Return the first batch of the data, whole."""
     whole = replace(setup, batch_size=size or setup.batch_size, micro_batch_size=None)
     with calling("making a batch of data"):
-        return next(iter(whole.batches())), whole.batch_size
-
-
-def with_short_data(notes: tuple[str, ...], found: int, asked: int) -> tuple[str, ...]:
-    """Put a note before others where the data has fewer samples than a batch was to have."""
-    note = f"The file's data has {found:,} samples in all: no batch of {asked:,} can be made."
-    return (note, *notes) if found < asked else notes
+        return next(iter(whole.batches()))
 
 
 def _run(path: Path) -> ModuleType:
@@ -95,19 +61,3 @@ def _run(path: Path) -> ModuleType:
     with calling("reading the file"):
         spec.loader.exec_module(module)
     return module
-
-
-def suggest(names: Iterable[str], asked: str, command: str) -> str:
-    """Return the nearest names as commands to type; empty where none is near."""
-    lower = {Path(name).name.lower(): name for name in names}
-    near = get_close_matches(Path(asked).name.lower(), lower, n=3)
-    return "  or  ".join(typed(f"{command} {shlex.quote(lower[name])}") for name in near)
-
-
-def _require_file(path: Path, command: str) -> None:
-    """Raise for a folder and for what is not there, naming what is."""
-    if not path.is_file():
-        recipes = "bigbatch train, or bigbatch train adamw, which need no file" if command == "train" else ""
-        near = suggest(map(str, path.parent.glob("*.py")), path.name, command)
-        what = f"{path} is a folder, not a file with setup()." if path.is_dir() else f"There is no file {path}."
-        raise ConfigurationError(what, fix=near or recipes)

@@ -1,22 +1,11 @@
 """`bigbatch verify`: whether a user's file, accumulated, has the big batch's gradient, and if not, why not."""
 
-import dataclasses
-import shlex
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from bigbatch.cli.terminal import FAILED, AsJson, File, Html, Results, deliver, progress, running
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from bigbatch.verification.result import Verification
-
-_ROWS = 10
-_SHORTEST = 20  # letters of a parameter's name, whatever the terminal
+from bigbatch.cli.terminal import FAILED, AsJson, File, Html, progress, running, show, show_json, write_page
 
 
 def verify(  # noqa: PLR0917 - each is an option of the command
@@ -42,95 +31,34 @@ def verify(  # noqa: PLR0917 - each is an option of the command
     FILE.py: a file whose function setup() returns a bigbatch.Setup.
     """
     with running(as_json=as_json, page=html):
+        from bigbatch.cli.setup_file import MODULE, first_batch, read_setup
+        from bigbatch.options import Options
+        from bigbatch.setup import calling
+        from bigbatch.verification.api import run_verification
         from bigbatch.verification.result import refuse_unknown
 
         refuse_unknown(allow or ())
-        found = _verified(file, batch_size, micro_batch_size)
-
-    def page() -> str:
+        setup = read_setup(file)
+        train_window = getattr(sys.modules[MODULE], "train_window", None)
+        if not setup.model.training:  # as `bigbatch train` has it
+            setup.model.train()
+        with progress(None) as advance, calling("loss_fn" if train_window is None else "loss_fn or train_window"):
+            found = run_verification(
+                setup.model,
+                setup.loss_fn,
+                first_batch(setup, batch_size),
+                micro_batch_size or setup.micro_batch_size or max(1, (batch_size or setup.batch_size) * 2 // 5),
+                train_window=train_window,
+                options=Options(batch_norm=setup.batch_norm, gradient_dtype=setup.gradient_dtype),
+                on_run=advance,
+            )
+    if as_json:
+        show_json({"file": str(file), **found.to_dict()})
+    else:
+        show(f"{file.name}\n\n{found}")
+    if html is not None:
         from bigbatch.report.verify_page import verify_page
 
-        return verify_page(found, name=file.name)
-
-    data = found.to_dict() if as_json else None
-    deliver(file, data, lambda results: _show(found, file, results), page, html)
+        write_page(html, verify_page(found, name=file.name))
     if not found.accepted(allow or ()):
         raise typer.Exit(FAILED)
-
-
-def _verified(file: Path, batch_size: int | None, micro_batch_size: int | None) -> "Verification":
-    """Verify the first batch of the file's data, under a progress bar."""
-    from bigbatch.cli.setup_file import MODULE, first_batch, read_setup, with_short_data
-    from bigbatch.options import Options
-    from bigbatch.setup import calling
-    from bigbatch.verification.api import run_verification
-
-    setup = read_setup(file, "verify")
-    train_window = getattr(sys.modules[MODULE], "train_window", None)
-    batch, asked = first_batch(setup, batch_size)
-    if not setup.model.training:  # as `bigbatch train` has it
-        setup.model.train()
-    called = "loss_fn" if train_window is None else "loss_fn or train_window"
-    with progress(file.name, None) as (_, advance), calling(called):
-        found = run_verification(
-            setup.model,
-            setup.loss_fn,
-            batch,
-            micro_batch_size or setup.micro_batch_size or max(1, asked * 2 // 5),
-            train_window=train_window,
-            options=Options(batch_norm=setup.batch_norm, gradient_dtype=setup.gradient_dtype),
-            on_run=advance,
-        )
-    return dataclasses.replace(found, notes=with_short_data(found.notes, found.samples, asked))
-
-
-def _show(found: "Verification", file: Path, results: Results) -> None:
-    from bigbatch.verification.result import cause_text, headline
-
-    results.paragraph(f"{file.name}: {headline(found)}\n")
-    if found.differences:
-        results.print(_table(found, results.width))
-        left = len(found.differences) - _ROWS
-        if left > 0:
-            results.plain(f"and {left:,} more, each nearer to the big batch's")
-        rounding = "what the big batch loses by itself, in another order (float64), and in {} against float64"
-        text = rounding.format(found.dtype) if found.in_float64 else f"the big batch against itself, in {found.dtype}"
-        results.paragraph(f"Differences are relative. rounding: {text}.")
-    for text in (*(cause_text(found, place) for place in range(len(found.causes))), *found.notes):
-        results.paragraph(f"\n{text}")
-    results.plain("")
-    results.next_step(*_next(found, shlex.quote(str(file))))
-
-
-def _next(found: "Verification", name: str) -> tuple[str, str]:
-    """Return what to type next, and why."""
-    from bigbatch.verification.runner import uneven_size
-
-    other = uneven_size(found.samples, max(found.micro_batches))
-    if found.exact and found.accumulated_by == "BigStep":
-        return f"train {name}", "with the gradients that were proved"
-    if found.exact and len(set(found.micro_batches)) == 1 and other is not None:
-        return f"verify {name} --micro-batch-size {other}", "with a short last micro-batch"
-    if found.exact:  # `train` has a loop of its own
-        return f"plan {name}", "for the micro-batch size that fits into memory"
-    if found.accepted({"randomness"}):
-        return f"verify {name} --allow randomness", "to accept what is equal in distribution alone"
-    return f"verify {name}", "again, after the remedy above"
-
-
-def _table(found: "Verification", width: int) -> "Table":
-    """The worst parameters; of a name that does not fit, its end is shown, which tells it from its neighbors."""
-    from rich.table import Table
-
-    from bigbatch.verification.result import header, row
-
-    head = header(found.dtype)
-    rows = [row(each) for each in sorted(found.differences, key=lambda each: -each.excess)[:_ROWS]]
-    others = sum(max(map(len, column)) + 2 for column in list(zip(head, *rows, strict=True))[1:])
-    room = max(_SHORTEST, width - others)
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for place, name in enumerate(head):
-        table.add_column(name, justify="right" if place else "left", no_wrap=True)
-    for name, *cells in rows:
-        table.add_row(name if len(name) <= room else f"…{name[1 - room :]}", *cells)
-    return table

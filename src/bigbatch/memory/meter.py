@@ -78,14 +78,9 @@ class LiveBytes(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, freed)
 
 
-def saved_bytes(
-    run: Callable[[], object], models: Sequence[nn.Module], device: torch.device, besides: Sequence[Tensor] = ()
-) -> int:
-    """Return how much autograd saves of what runs: of memory on the device, each piece once.
-
-    What is the models' own does not count, nor what is given `besides`.
-    """
-    every = [*besides, *(each for model in models for each in (*model.parameters(), *model.buffers()))]
+def saved_bytes(run: Callable[[], object], models: Sequence[nn.Module], device: torch.device) -> int:
+    """Return how much autograd saves of what runs beside the models' own: of memory on the device, each piece once."""
+    every = [each for model in models for each in (*model.parameters(), *model.buffers())]
     own = {_identity(each.untyped_storage()) for each in every if each.layout == torch.strided}
     found: dict[int, tuple[StorageWeakRef, int]] = {}  # a storage that is referred to keeps its identity
 

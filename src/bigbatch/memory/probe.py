@@ -38,13 +38,15 @@ class Stage:
     ) -> None:
         """Take what a step has; `limit` is what may be held, in bytes."""
         self._models, self._optimizers, self._gradient_dtype = models, optimizers, gradient_dtype
-        self._device, self._limit, self._before = device, limit, 0
-        if device.type != "cuda":
-            # Taken once: memory that one probe has freed may stay with the process, and is not the next one's. State to
-            # come is added, not made: a host takes memory only when it is written to.
-            with untouched(models, optimizers):  # a step may draw random numbers
-                awaited = sum(p.numel() * dtype.itemsize for p, dtype in _awaited_state(optimizers))
-            self._before = resident() + awaited
+        self._device, self._limit = device, limit
+        on_cuda = device.type == "cuda"
+        with untouched(models, optimizers):  # a step may draw random numbers
+            awaited = sum(p.numel() * dtype.itemsize for p, dtype in _awaited_state(optimizers))
+        # Taken once: memory that one probe has freed may stay with the process, and is not the next one's. State to
+        # come is added, not made: a host takes memory only when it is written to.
+        self._before = (torch.cuda.memory_allocated(device) if on_cuda else resident()) + awaited
+        wide = [_gradient_dtype(p, gradient_dtype).itemsize * p.numel() for p in _trained(optimizers) if p.grad is None]
+        self.held = self._before + sum(wide)  # whatever the size
 
     def rehearse(self, size: int, run: Callable[[], object]) -> Probe:
         """Run a micro-step of `size` samples and return what it took; running out of memory is an answer, too."""
@@ -92,15 +94,23 @@ class Stage:
         return time.perf_counter() - started
 
 
+def _trained(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    every = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
+    return list({id(p): p for p in every}.values())
+
+
+def _gradient_dtype(p: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return what the gradients of a parameter are added up in."""
+    return dtype if dtype is not None and p.dtype in {torch.bfloat16, torch.float16} else p.dtype
+
+
 def _empty_gradients(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> list[Tensor]:
     """Give every parameter a gradient, as it has in every micro-batch but the first."""
     made = []
-    for p in {id(p): p for o in optimizers for group in o.param_groups for p in group["params"]}.values():
-        if p.requires_grad:
-            wide = dtype if dtype is not None and p.dtype in {torch.bfloat16, torch.float16} else p.dtype
-            made.append(torch.zeros_like(p, dtype=wide, requires_grad=False))
-            if wide == p.dtype:
-                p.grad = made[-1]
+    for p in _trained(optimizers):
+        made.append(torch.zeros_like(p, dtype=_gradient_dtype(p, dtype), requires_grad=False))
+        if made[-1].dtype == p.dtype:
+            p.grad = made[-1]
     return made
 
 

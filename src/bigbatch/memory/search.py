@@ -66,11 +66,6 @@ class Choice:
         """The peak measured at this size."""
         return next(p.peak_bytes for p in self.probes if p.size == self.size and p.peak_bytes is not None)
 
-    def predicted(self, size: int) -> int | None:
-        """The peak at a size as the other probes tell it: a line through the nearest two."""
-        others = [(p.size, float(p.peak_bytes)) for p in self.probes if p.size != size and p.peak_bytes is not None]
-        return int(_line(size, others)) if len(others) > 1 else None
-
     def seconds(self, size: int) -> float | None:
         """The time of the whole batch in micro-batches of this size, as the probes tell it."""
         return batch_seconds(size, self.largest, self.probes)

@@ -39,7 +39,6 @@ class Prediction:
     backward: int  # the most that the backward holds beside the above
     optimizer_step: int  # the most that the optimizer's step holds beside the above, the batch not counted
     workspaces: int  # of libraries, kept for good
-    where: str  # the operation at which the peak is reached
 
     @property
     def resident(self) -> int:
@@ -73,44 +72,25 @@ def predict(
         target: the kind of device to predict for.
     """
     models = tuple(model) if isinstance(model, Sequence) else (model,)
-    every = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     with _fakes(), like_cuda() if target == "cuda" else nullcontext():
-        live = _Trace(every, target)
+        live = _Trace(target)
         inputs = mapped(batch, lambda _, leaf: live.fake(leaf) if isinstance(leaf, Tensor) else leaf)
         with live.faked(models):
             held = [t for module in models for t in (*module.parameters(), *module.buffers())]
             trained = list({id(p): p for p in held if p.requires_grad}.values())
             weights = live.add(held)
-            gradients = live.add(list(map(_with_gradient, trained))) + wider(trained)
-            with live:
-                state = live.make_state()
+            gradients = live.add(list(map(_with_gradient, trained))) + _wider(trained)
+            state, step = live.stepped(optimizers)
             samples = live.add(inputs)
+            before = live.peak = live.now
             with live:
-                live.begin("forward")
                 loss = checked_loss(loss_fn(model, inputs))
-                forward, where = live.above, live.where
-                live.begin("backward", live.base)
+            forward, live.peak = live.peak - before, live.now
+            with live:
                 loss.backward()
-                backward = live.above
-                where = live.where if backward > forward else where
-                del loss
-                live.begin("step")
-                live.step()
-    where = where if samples + max(forward, backward) >= live.above else "the optimizer's step"
-    return Prediction(weights, gradients, state, samples, forward, backward, live.above, _WORKSPACES[target], where)
-
-
-def optimizer_bytes(optimizers: Sequence[Optimizer], target: Target) -> tuple[int, int]:
-    """Return what the optimizers' state will take when it is all there, and what a step holds beside it for a while."""
-    with _fakes():  # an optimizer's kernels are the same
-        live = _Trace(optimizers, target)
-        parameters = [p for each in live.optimizers for group in each.param_groups for p in group["params"]]
-        live.add([parameters, *map(_with_gradient, parameters)])
-        with live:
-            state = live.make_state()
-            live.begin("step")
-            live.step()
-    return state, live.above
+            backward = live.peak - before
+    return Prediction(weights, gradients, state, samples, forward, backward, step, _WORKSPACES[target])
 
 
 @contextmanager
@@ -122,40 +102,26 @@ def _fakes() -> Iterator[None]:
 
 
 class _Trace(LiveBytes):
-    """Fake tensors by the real ones they stand for; counts what of them is alive, and knows where the peak was."""
+    """Fake tensors by the real ones they stand for; counts what of them is alive."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], target: Target) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__(block=_BLOCK[target])
-        self.where = self._phase = ""
-        self.base = 0  # what was held when a phase began
+        self._target, self._faked = target, list[Optimizer]()
         self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the real one, so that its id stays its own
-        self.optimizers = list(map(self._optimizer, optimizers))
-        # On CUDA torch takes the foreach kernels by itself, whose temporaries are as large as the weights.
-        for group in (group for each in self.optimizers for group in each.param_groups):
-            if target == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
-                group["foreach"] = True
-
-    def begin(self, phase: str, base: int | None = None) -> None:
-        """Look for the peak of what comes now."""
-        self._phase, self.where, self.peak = phase, phase, self.now
-        self.base = self.now if base is None else base
-
-    @property
-    def above(self) -> int:
-        """The most that the phase has held above its base."""
-        return self.peak - self.base
-
-    def make_state(self) -> int:
-        """Make the optimizers' state, as their first step does; return its bytes."""
-        before = self.now
-        self.add([v for o in self.optimizers for state in o.state.values() for v in state.values()])
-        self.step()
-        return self.now - before
 
     @torch.no_grad()
-    def step(self) -> None:
-        for each in self.optimizers:
-            each.step()
+    def stepped(self, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
+        """Step optimizers of the stand-ins; return the bytes of their state, and what a step holds beside it."""
+        faked = list(map(self._optimizer, optimizers))
+        before = at_rest = self.now
+        self.add([v for each in faked for state in each.state.values() for v in state.values()])
+        for _ in range(2):  # the first one makes the state
+            at_rest = self.peak = self.now
+            with self:
+                for each in faked:
+                    each.step()
+        self._faked = faked  # alive as long as the trace is
+        return at_rest - before, self.peak - at_rest
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -167,12 +133,9 @@ class _Trace(LiveBytes):
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
-        before = self.peak
         # Of what depends on numbers, the most memory that it can ask for.
         outputs = super().__torch_dispatch__(_DATA_DEPENDENT.get(func, func), types, args, kwargs)
         self.peak = max(self.peak, self.now + scratch(func, args))
-        if self.peak > before:
-            self.where = f"{self._phase}: {func}"
         return outputs
 
     def _on_the_cpu(self, value: Any) -> Any:
@@ -195,8 +158,12 @@ class _Trace(LiveBytes):
         """Return an optimizer of the stand-ins; hooks, and schedulers that patched the real one, stay behind."""
         tensors = [p for group in real.param_groups for p in group["params"]]
         tensors += [v for state in real.state.values() for v in state.values() if isinstance(v, Tensor)]
-        memo: dict[int, Any] = {id(tensor): self.fake(tensor) for tensor in tensors}
-        return copy.deepcopy(real, memo)
+        made = copy.deepcopy(real, {id(tensor): self.fake(tensor) for tensor in tensors})
+        # On CUDA torch takes the foreach kernels by itself, whose temporaries are as large as the weights.
+        for group in made.param_groups:
+            if self._target == "cuda" and group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True
+        return made
 
     @contextmanager
     def faked(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -266,7 +233,7 @@ def checked_loss(returned: Any) -> Tensor:
     return loss
 
 
-def wider(parameters: Sequence[Tensor]) -> int:
+def _wider(parameters: Sequence[Tensor]) -> int:
     """Return what gradients of half precision take beyond their own size: they are added up in float32."""
     halves = [p for p in parameters if p.is_floating_point() and p.element_size() < torch.float32.itemsize]
     return sum(p.numel() * (torch.float32.itemsize - p.element_size()) for p in halves)

@@ -2,8 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice
 from statistics import fmean, stdev
 from typing import Any
@@ -14,7 +13,8 @@ from torch.optim import Optimizer
 
 from bigbatch.errors import ConfigurationError
 from bigbatch.memory.meter import LiveBytes
-from bigbatch.recipes.experiment import Arm, MicroBatches, Recipe, Task
+from bigbatch.planner.plan_report import aligned
+from bigbatch.recipes.experiment import RECIPES, Arm, Recipe, Task
 
 
 @dataclass(frozen=True)
@@ -31,29 +31,17 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Clipped:
-    """What clipping did."""
-
-    updates: Spread  # whose gradient was larger than the clip
-    largest_norm: float  # of a gradient before clipping, in any update of any seed
-
-
-@dataclass(frozen=True)
 class ArmResult:
     """One column of the table."""
 
     name: str
-    micro_batch: int
-    steps: int
     learning_rate: float
-    rescaled: bool
     updates: int
-    clipped: Clipped | None  # None where nothing is clipped
+    clipped: Spread | None  # updates whose gradient was larger than the clip; None where nothing is clipped
     samples_used: int  # samples that went into an update, over all epochs
     loss: Spread
-    accuracy_first: Spread
+    accuracy_first: Spread  # after the first epoch
     accuracy_last: Spread
-    ms_per_update: float
     ms_per_epoch: float
     peak_bytes: int
     distance: float  # of the final weights from the true big batch's at the same rate, relative; worst seed
@@ -64,24 +52,10 @@ class Comparison:
     """The whole table, and what it was measured on."""
 
     recipe: str
-    origin: str
-    title: str
-    claim: str | None
     seeds: int
     epochs: int
-    samples: int
-    validation: int
-    micro_batch: int
-    steps: int
     clip_norm: float | None
-    dtype: str
-    torch: str
     arms: tuple[ArmResult, ...]  # of a small batch, textbook, bigbatch, true, bigbatch rescaled
-
-    @property
-    def batch(self) -> int:
-        """Samples behind one accumulated update."""
-        return self.micro_batch * self.steps
 
 
 @dataclass
@@ -126,37 +100,33 @@ def compare(
     seeds: int,
     epochs: int | None = None,
     clip_norm: float | None = None,
-    on_epoch: Callable[[int, str], None] = lambda seed, arm: None,  # noqa: ARG005
+    on_epoch: Callable[[str], None] = lambda _: None,
 ) -> Comparison:
-    """Run the recipe with seeds 0 to `seeds` - 1; `on_epoch(seed, arm)` is called after every epoch."""
+    """Run the recipe with seeds 0 to `seeds` - 1; `on_epoch` is told of every epoch."""
     epochs = recipe.epochs if epochs is None else epochs
     clip_norm = recipe.clip_norm if clip_norm is None else clip_norm
     if seeds < 1 or epochs < 1:
         raise ConfigurationError("seeds and epochs are at least 1.", found=f"seeds={seeds}, epochs={epochs}")
     runs: dict[str, list[_Run]] = {arm.name: [] for arm in recipe.arms()}
-    shown = [arm for arm in recipe.arms() if arm.shown]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models this small gain nothing from more, which on a busy machine cost ten times as much
     try:
         for seed in range(seeds):  # seed by seed, so that a slow moment of the machine falls on all arms
             task = Task.of(recipe, seed, epochs)
             for arm in recipe.arms():
-                runs[arm.name].append(_train(recipe, task, arm, clip_norm, partial(on_epoch, seed, arm.name)))
+                runs[arm.name].append(_train(recipe, task, arm, clip_norm, on_epoch))
         task = Task.of(recipe, 0, 1)
-        peaks = [_peak(recipe, task, arm, clip_norm) for arm in shown]
+        results = tuple(
+            _result(arm.name, runs[arm.name], runs[arm.reference], clip_norm, _peak(recipe, task, arm, clip_norm))
+            for arm in recipe.arms()
+            if arm.shown
+        )
     finally:
         torch.set_num_threads(threads)
-    results = (
-        _result(arm, runs[arm.name], runs[arm.reference or arm.name], clip_norm, peak)
-        for arm, peak in zip(shown, peaks, strict=True)
-    )
-    given: dict[str, Any] = {each.name: getattr(recipe, each.name, None) for each in fields(Comparison)}
-    dtype = str(task.inputs.dtype).removeprefix("torch.")
-    given |= {"recipe": recipe.name, "seeds": seeds, "epochs": epochs, "clip_norm": clip_norm, "arms": tuple(results)}
-    return Comparison(**{**given, "dtype": dtype, "torch": torch.__version__})
+    return Comparison(recipe.name, seeds, epochs, clip_norm, results)
 
 
-def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[], None]) -> _Run:
+def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[str], None]) -> _Run:
     """Train once; only the loops' own time is counted."""
     model, optimizer = task.start(recipe, arm)
     run = _Run(float(optimizer.param_groups[0]["lr"]))
@@ -170,7 +140,7 @@ def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epo
         run.norms += norms
         run.loss, accuracy = task.validate(model)
         run.accuracies.append(accuracy)
-        on_epoch()
+        on_epoch(arm.name)
     run.weights = nn.utils.parameters_to_vector(model.parameters()).detach()
     return run
 
@@ -179,83 +149,74 @@ def _peak(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None) -> int:
     """Return the most tensor bytes alive at once in two updates: the second has the optimizer's state."""
     model, optimizer = task.start(recipe, arm)
     with LiveBytes() as live:
-        first: MicroBatches = islice(task.micro_batches(task.orders[0], arm.micro_batch), 2 * arm.steps)
+        first = islice(task.micro_batches(task.orders[0], arm.micro_batch), 2 * arm.steps)
         for _ in arm.loop(model, optimizer, [first], arm.steps, clip_norm):
             pass
     return int(live.peak)
 
 
-def _result(arm: Arm, runs: list[_Run], references: list[_Run], clip_norm: float | None, peak: int) -> ArmResult:
+def _result(name: str, runs: list[_Run], references: list[_Run], clip_norm: float | None, peak: int) -> ArmResult:
     """Return one column: means over seeds; the time of the fastest epoch, which others disturbed least."""
     per_epoch = min(seconds for run in runs for seconds in run.seconds)
     tally = runs[0].tally  # the same for every seed: the sizes do not depend on it
-    clipped = None
-    if clip_norm is not None:
-        norms = [torch.stack(run.norms) for run in runs if run.norms]
-        updates = Spread.of([float((of_a_seed > clip_norm).sum()) for of_a_seed in norms])
-        clipped = Clipped(updates, max(float(of_a_seed.max()) for of_a_seed in norms))
+    clipped = (
+        None if clip_norm is None else Spread.of([sum(float(norm > clip_norm) for norm in run.norms) for run in runs])
+    )
     pairs = [(run.weights, true.weights) for run, true in zip(runs, references, strict=True)]
     return ArmResult(
-        name=arm.name,
-        micro_batch=arm.micro_batch,
-        steps=arm.steps,
+        name=name,
         learning_rate=runs[0].learning_rate,
-        rescaled=arm.rescaled,
         updates=tally.updates,
         clipped=clipped,
         samples_used=tally.samples_used,
         loss=Spread.of([run.loss for run in runs]),
         accuracy_first=Spread.of([run.accuracies[0] for run in runs]),
         accuracy_last=Spread.of([run.accuracies[-1] for run in runs]),
-        ms_per_update=1e3 * per_epoch * len(runs[0].seconds) / tally.updates,
         ms_per_epoch=1e3 * per_epoch,
         peak_bytes=peak,
         distance=max(float((one - true).norm() / true.norm()) for one, true in pairs),
     )
 
 
-def findings(comparison: Comparison) -> tuple[str, ...]:
-    """Say what the textbook loop lost, what the old rate costs, what clipping did, what was claimed and measured."""
-    small, textbook, ours, true, rescaled = comparison.arms
-    micro, samples, steps = comparison.micro_batch, comparison.samples, comparison.steps
-    lost = "lost nothing here, where all windows are full"
-    if left_out := (ours.samples_used - textbook.samples_used) // comparison.epochs:
-        lost = (
-            f"left {left_out:,} of {samples:,} samples out of every epoch, since {-(-samples // micro)} micro-batches "
-            f"are not a multiple of {steps}: {textbook.updates:,} updates where the true batch makes {true.updates:,}"
-        )
-    elif last := samples % micro:
-        lost = (
-            f"used every sample, but its last micro-batch has {last} of them instead of {micro} and weighs as much, so "
-            f"each of these counts {micro / last:g} times"
-        )
-    distances = f"{relative(textbook.distance)} from the true batch's, bigbatch's {relative(ours.distance)}"
-    said = [f"The textbook loop {lost}; its final weights are {distances}."]
-    learns = "learns slower, since" if ours.loss.mean > small.loss.mean else "did not learn slower here, though"
-    said.append(
-        f"At the same rate of {ours.learning_rate:g}, accumulating {learns} it makes {ours.updates:,} updates where "
-        f"batch {micro} makes {small.updates:,}: {ours.accuracy_first.mean:.1%} against "
-        f"{small.accuracy_first.mean:.1%} after the first epoch and a loss of {ours.loss.mean:.3f} against "
-        f"{small.loss.mean:.3f} after the last; at {rescaled.learning_rate:g}, which scale_lr gives for a batch "
-        f"{steps} times the size, it has {rescaled.accuracy_first.mean:.1%} and {rescaled.loss.mean:.3f}."
+def report(found: Comparison) -> str:
+    """Return the table of a comparison, and what it shows."""
+    recipe = RECIPES[found.recipe]
+    small, textbook, ours, true, rescaled = found.arms
+    rows: dict[str, Callable[[ArmResult], str]] = {
+        "": lambda arm: arm.name,
+        "learning rate": lambda arm: f"{arm.learning_rate:g}",
+        "updates": lambda arm: f"{arm.updates:,}",
+        "updates clipped": lambda arm: "-" if arm.clipped is None else f"{arm.clipped.mean:.4g}",
+        "samples used": lambda arm: f"{arm.samples_used:,}",
+        "loss": lambda arm: f"{arm.loss.mean:.3f}",
+        "± over seeds": lambda arm: "-" if arm.loss.std is None else f"{arm.loss.std:.3f}",
+        "accuracy, epoch 1": lambda arm: f"{arm.accuracy_first.mean:.1%}",
+        f"accuracy, epoch {found.epochs}": lambda arm: f"{arm.accuracy_last.mean:.1%}",
+        "ms per epoch": lambda arm: f"{arm.ms_per_epoch:.1f}",
+        "peak memory, KiB": lambda arm: f"{arm.peak_bytes / 1024:.1f}",
+        f"distance from {true.name}": lambda arm: _relative(arm.distance),
+    }
+    left_out = (ours.samples_used - textbook.samples_used) // found.epochs
+    lost = f"leaves {left_out:,} of {recipe.samples:,} samples out of every epoch"
+    if not left_out:
+        lost = "weighs the last micro-batch as much as the others, though it has fewer samples"
+    clip = f", clipped at {found.clip_norm:g}" if found.clip_norm is not None else ""
+    table = "\n".join(aligned([[label, *map(value, found.arms)] for label, value in rows.items()]))
+    return (
+        f"{recipe.origin}: {recipe.title}; {recipe.micro_batch} × {recipe.steps}{clip}.\n"
+        f"Seeds: {found.seeds}, epochs: {found.epochs}. Loss and accuracy are of {recipe.validation:,} other samples. "
+        "Memory: tensors alive at once in an update. Distance: of the final weights, relative, from the true batch's "
+        f"at the same rate; worst seed.\n\n{table}\n\n"
+        f"The textbook loop {lost}; its final weights are {_relative(textbook.distance)} from the true batch's, "
+        f"bigbatch's {_relative(ours.distance)}.\n"
+        f"At the same rate, accumulating makes {ours.updates:,} updates where batch {recipe.micro_batch} makes "
+        f"{small.updates:,}, with a loss of {ours.loss.mean:.3f} against {small.loss.mean:.3f}; at "
+        f"{rescaled.learning_rate:g}, which scale_lr gives, it has {rescaled.loss.mean:.3f}.\n"
+        f"The teaching pages {recipe.claim}; measured: {small.accuracy_last.mean:.1%} before and "
+        f"{textbook.accuracy_last.mean:.1%} after."
     )
-    if small.clipped is not None and ours.clipped is not None:
-        said.append(
-            f"Clipping at {comparison.clip_norm:g} changed {small.clipped.updates.mean:.4g} of {small.updates:,} "
-            f"updates in {small.name} and {ours.clipped.updates.mean:.4g} of {ours.updates:,} accumulated ones, as "
-            f"means over seeds; the largest norm of a gradient was {small.clipped.largest_norm:.2g} in {small.name} "
-            f"and {ours.clipped.largest_norm:.2g} accumulated."
-        )
-    claim = f"claim {comparison.claim}" if comparison.claim else "give no figures for this example"
-    said.append(
-        f"The teaching pages that this is from {claim}; measured: {small.accuracy_last.mean:.1%} before and "
-        f"{textbook.accuracy_last.mean:.1%} after, in {small.ms_per_epoch:.1f} ms an epoch before and "
-        f"{textbook.ms_per_epoch:.1f} ms after, where the true batch of {comparison.batch} takes "
-        f"{true.ms_per_epoch:.1f} ms."
-    )
-    return tuple(said)
 
 
-def relative(distance: float) -> str:
+def _relative(distance: float) -> str:
     """Write a relative distance: 0.45, 2e-16."""
     return f"{distance:.0e}" if 0 < distance < 1e-3 else f"{distance:.2g}"  # noqa: PLR2004

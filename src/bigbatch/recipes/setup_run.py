@@ -3,14 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Any
 
 import torch
 from torch.utils.data import default_collate
 
 from bigbatch.big_step import BigStep
-from bigbatch.errors import BatchNormError, ConfigurationError, LossError
+from bigbatch.errors import BatchNormError, ConfigurationError
 from bigbatch.lockstep.threads import current
 from bigbatch.options import Options
 from bigbatch.setup import Setup, calling
@@ -70,18 +69,20 @@ def train_setup(
                 found='batch_norm="refuse"',
                 fix='Setup(..., batch_norm="exact"), which normalizes by the big batch; or "micro"',
             )
-    steps = _Steps(setup)
+    workers: set[bool] = set()  # whether micro-batches ran in lock-step
+    step = _big_step(setup, workers)
     training = Training(setup.batch_size, max(setup.sizes), setup.steps, setup.clip_norm, epochs=(), peak_bytes=None)
     for number in range(1, setup.epochs + 1):
         updates: list[Update] = []
         started = time.perf_counter()
-        for update in steps.epoch(number):
-            updates.append(update)
+        batches = iter(setup.batches(collated=False))
+        while (batch := _next(batches)) is not None:
+            with calling("the loss's backward, or the update after it,"):
+                updates.append(step(batch))
             on_update(number)
         epoch = _summarize(setup, number, updates, started)
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        epochs = (*training.epochs, epoch)
-        training = replace(training, epochs=epochs, peak_bytes=peak, lock_step=steps.ran_in_lock_step)
+        training = replace(training, epochs=(*training.epochs, epoch), peak_bytes=peak, lock_step=any(workers))
         on_epoch(training)
     return training
 
@@ -94,53 +95,38 @@ def expected_updates(setup: Setup) -> int | None:
         return None
 
 
-class _Steps:
-    """Makes a batch of samples, and an update of it, one after the other."""
+def _big_step(setup: Setup, workers: set[bool]) -> BigStep:
+    """Return what makes the updates, from lists of samples."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.ran_in_lock_step = False
-        self._setup, self._when = setup, ""
-        self._step = BigStep(
-            setup.model,
-            setup.optimizer,
-            self._loss,
-            micro_batch_size=setup.micro_batch_size or setup.batch_size,
-            clip_norm=setup.clip_norm,
-            scheduler=setup.scheduler,
-            scaler=setup.scaler,
-            options=Options(
-                collate=self._collate,
-                batch_norm=setup.batch_norm,
-                gradient_dtype=setup.gradient_dtype,
-                skip_nonfinite=setup.skip_nonfinite,
-            ),
-        )
+    def loss_fn(_: Any, batch: Any) -> Any:
+        workers.add(current() is not None)
+        with calling("loss_fn" if setup.loss_fn else "model(**batch).loss"):
+            return setup.loss(batch)
 
-    def epoch(self, number: int) -> Iterator[Update]:
-        """Make the updates of one pass over the data."""
-        batches = iter(self._setup.batches(collated=False))
-        for place in count(1):
-            with calling(_BATCH, f"in epoch {number}"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            self._when = f"in epoch {number}, update {place}"
-            with calling("the loss's backward, or the update after it,", self._when):
-                try:
-                    update = self._step(batch)
-                except LossError as error:
-                    error.args = (f"loss_fn: {error}",)
-                    raise
-            yield update
+    def collate(samples: list[Any]) -> Any:
+        with calling(_BATCH):
+            return (setup.collate or default_collate)(samples)
 
-    def _loss(self, _: Any, batch: Any) -> Any:
-        self.ran_in_lock_step = self.ran_in_lock_step or current() is not None
-        with calling("loss_fn" if self._setup.loss_fn else "model(**batch).loss", self._when):
-            return self._setup.loss(batch)
+    return BigStep(
+        setup.model,
+        setup.optimizer,
+        loss_fn,
+        micro_batch_size=setup.micro_batch_size or setup.batch_size,
+        clip_norm=setup.clip_norm,
+        scheduler=setup.scheduler,
+        scaler=setup.scaler,
+        options=Options(
+            collate=collate,
+            batch_norm=setup.batch_norm,
+            gradient_dtype=setup.gradient_dtype,
+            skip_nonfinite=setup.skip_nonfinite,
+        ),
+    )
 
-    def _collate(self, samples: list[Any]) -> Any:
-        with calling(_BATCH, self._when):
-            return (self._setup.collate or default_collate)(samples)
+
+def _next(batches: Iterator[Any]) -> Any:
+    with calling(_BATCH):
+        return next(batches, None)
 
 
 def _summarize(setup: Setup, number: int, updates: list[Update], started: float) -> Epoch:
@@ -157,16 +143,16 @@ def _summarize(setup: Setup, number: int, updates: list[Update], started: float)
     if setup.clip_norm is not None:
         clipped = sum(int(update.grad_norm > setup.clip_norm) for update in done if update.grad_norm is not None)
     seconds = time.perf_counter() - started
-    return Epoch(len(done), len(updates) - len(done), clipped, loss, _evaluate(setup, number), seconds)
+    return Epoch(len(done), len(updates) - len(done), clipped, loss, _evaluate(setup), seconds)
 
 
-def _evaluate(setup: Setup, epoch: int) -> dict[str, float]:
+def _evaluate(setup: Setup) -> dict[str, float]:
     """Return the user's own numbers, in eval mode and without gradients."""
     if setup.evaluate is None:
         return {}
     modes = [(module, module.training) for module in setup.model.modules()]
     setup.model.eval()
-    with torch.no_grad(), calling("evaluate", f"after epoch {epoch}"):
+    with torch.no_grad(), calling("evaluate"):
         metrics: Any = setup.evaluate(setup.model)
     for module, mode in modes:
         module.training = mode

@@ -61,8 +61,7 @@ def _memory(plan: Plan) -> Html:
         if measured:
             axes.plot(*zip(*measured, strict=True), "o-", label="measured")
         if predicted:
-            how = "predicted from the other sizes" if measured else "predicted by tracing"
-            axes.plot(*zip(*predicted, strict=True), "D" if measured else "D-", fillstyle="none", label=how)
+            axes.plot(*zip(*predicted, strict=True), "D-", fillstyle="none", label="predicted by tracing")
         axes.axhline(held, color="gray", linestyle=":", label="held at any size")
         if failed or budget < _FAR * highest:
             axes.axhline(budget, color="tab:red", label=f"budget, {human(plan.budget)}")
@@ -76,9 +75,7 @@ def _memory(plan: Plan) -> Html:
     told = "; ".join(f"{size:,}: {'out of memory' if peak is None else human(peak)}" for size, peak in peaks)
     kind = "measured" if plan.measured else "predicted"
     says = f"Peak memory by micro-batch size, {kind}: {told}. The budget is {human(plan.budget)}."
-    caption = "The peak of a micro-step, by tracing it on fake tensors."
-    if plan.measured:
-        caption = "The peak of a micro-step. Diamonds: a line through the two nearest sizes."
+    caption = "The peak of a micro-step" + ("." if plan.measured else ", by tracing it on fake tensors.")
     return section("Memory", figure(draw, name="memory", height=4.2, says=says, caption=caption))
 
 
