@@ -12,11 +12,11 @@ from bigbatch.distributed.statement import (
     Statement,
     agree,
     fingerprint,
+    in_one,
     in_words,
     of_optimizers,
     rates,
     trained,
-    weights_in_one,
 )
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
 from tests.support.messages import approve
@@ -103,7 +103,7 @@ def test_fingerprints_are_numbers_that_a_wire_holds_exactly() -> None:
 def test_other_weights_are_other_numbers_in_low_precision(dtype: torch.dtype, size: int) -> None:
     """Whose sums would be the same, or infinite, in the type that they have."""
     one, other = (torch.full((size, size), 1.0 + n / 64, dtype=dtype) for n in range(2))
-    found = [weights_in_one(each, torch.device("cpu")) for each in ([one, one], [one, other], [other, one])]
+    found = [in_one(each, torch.device("cpu")) for each in ([one, one], [one, other], [other, one])]
     assert len(set(found)) == 3
     assert all(map(math.isfinite, found))
 

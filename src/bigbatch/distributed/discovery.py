@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bigbatch.caller import outside
-from bigbatch.distributed.fsdp_internals import groups_of, reduced_parameters, sharded
+from bigbatch.distributed.fsdp_internals import groups_of, sharded
 from bigbatch.distributed.replicas import Replicas
 from bigbatch.distributed.shards import Shards
 from bigbatch.distributed.team import Team
@@ -48,7 +48,7 @@ def team_of(
     if overlap:
         _refuse_overlap(models, wrappers, parts, trained)
     if parts:
-        _refuse_loose(models, parts)
+        _refuse_loose(models)
         shards = Shards(parts, overlap=overlap)
         _one_group([shards.group], group)
         return shards
@@ -131,11 +131,10 @@ def _refuse_overlap(
         )
 
 
-def _refuse_loose(models: Sequence[nn.Module], parts: Sequence[Any]) -> None:
+def _refuse_loose(models: Sequence[nn.Module]) -> None:
     """Refuse parameters that no reduction reaches."""
-    reached = set(map(id, reduced_parameters(parts)))
     every = (named for model in models for named in model.named_parameters())
-    loose = [name for name, p in every if p.requires_grad and id(p) not in reached]
+    loose = [name for name, p in every if p.requires_grad and not hasattr(p, "device_mesh")]
     if loose:
         raise ConfigurationError(
             f"{len(loose)} parameters of this model are outside of fully_shard, which alone reduces gradients.",

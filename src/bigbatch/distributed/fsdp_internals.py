@@ -1,7 +1,7 @@
 """All that depends on private parts of FSDP2: its groups of parameters, what they reduce, and with whom."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -25,12 +25,6 @@ def groups_of(part: Any) -> list[Any]:
 def parameters_of(parts: Iterable[Any]) -> Iterator[Any]:
     """Return what FSDP keeps of each parameter of some sharded modules."""
     return (each for part in parts for group in groups_of(part) for each in group.fsdp_params)
-
-
-def reduced_parameters(parts: Iterable[Any]) -> list[Tensor]:
-    """Return the parameters that FSDP reduces, as their modules have them now; they may have been replaced."""
-    infos = [each._module_info for each in parameters_of(parts)]  # noqa: SLF001 - no public name
-    return [getattr(info.module, info.param_name) for info in infos]
 
 
 def tensors_of(each: Any) -> list[Tensor]:
@@ -134,12 +128,10 @@ def replicas_of(groups: Sequence[Any]) -> dist.ProcessGroup | None:
     found: dist.ProcessGroup | None = getattr(groups[0].mesh_info, "replicate_process_group", None)
     if found is None or dist.get_world_size(found) == 1:
         return None
-    with within_a_replica(groups):
-        try:  # another version of torch may know of them elsewhere
-            added_up = any(group._all_reduce_process_group is not None for group in groups)  # noqa: SLF001
-        except AssertionError:  # as FSDP says that there are none
-            added_up = False
-    return None if added_up else found
+    with within_a_replica(groups), suppress(AssertionError):  # as FSDP says that there are none
+        if any(group._all_reduce_process_group is not None for group in groups):  # noqa: SLF001
+            return None  # another version of torch may know of them elsewhere
+    return found
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from bigbatch.distributed.ddp_internals import has_reduced, hooked, left_out, let_speak, share_buffers, silence
+from bigbatch.distributed.ddp_internals import has_hook, let_speak, share_buffers, silence
 from bigbatch.distributed.fsdp_internals import local
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.statement import Statement, Words, weights_in_one
+from bigbatch.distributed.statement import Statement, Words, bits_in_one, in_one
 from bigbatch.distributed.team import adding_zeros
-from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed, WindowError
+from bigbatch.errors import ConfigurationError, WindowDisturbed, WindowError
 from bigbatch.loss.count import Count
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ class Replicas(Ranks):
         self._models = models
         self.overlap = self.in_common = overlap
         self._reduces = self._reduced = False  # whether DDP reduces in the next backward; whether it has in the last
-        self._left_out = 0  # gradients that the last backward has not added to
 
     def prepare(self, *, last: bool) -> None:
         """Before a forward: have DDP reduce in its backward if it is the window's last, and only where it should."""
@@ -80,33 +79,23 @@ class Replicas(Ranks):
 
     @contextmanager
     def around_backward(self, own: Sequence[Tensor], *, adds: bool) -> Iterator[None]:
-        """Note what DDP's own reduction leaves out."""
-        self._reduced, before = False, versions(own) if self._reduces else []
+        """Have DDP reduce in a window's last backward."""
         with naming_lost_ranks(), nullcontext() if adds else adding_zeros(own):
             yield
-        if self._reduces:
-            self._reduced, flags = True, reached(before, own)
-            self._left_out = sum(was is not None and not flag for (was, _), flag in zip(before, flags, strict=True))
+        self._reduced = self._reduces
 
     def agree(self, mine: Statement, words: Words, gradients: "Gradients") -> Statement:
         """Check what is to be added up, or what DDP has, and agree; at first compare the weights, too."""
         if self._reduced:
-            left = self._left_out + left_out(self.wrappers, gradients.parameters)
-            if left or not all(map(has_reduced, self.wrappers)):
-                raise LossError(
-                    "DDP has not reduced all gradients in the last backward of this window. Nothing was stepped.",
-                    fix="a last micro-batch that uses all parameters, in a forward of DDP and outside of no_sync(); or "
-                    "Accumulator(...) without overlap=True, which reduces when a window closes",
-                )
+            mine = mine._replace(reduced=bits_in_one(gradients.dense()))
         elif any(p.grad is not None and p.grad.is_sparse for p in gradients.parameters):
             raise ConfigurationError(
                 "sparse gradients cannot be added up over ranks. Nothing was stepped.",
                 fix="dense gradients, nn.Embedding(..., sparse=False)",
             )
-        elif not self.overlap and hooked(self.wrappers):
-            raise hook_refused()
+        refuse_hooks(found=not self.overlap and any(map(has_hook, self.wrappers)))
         if not self.windows:
-            mine = mine._replace(weights=weights_in_one([*gradients.parameters, *self._frozen()], gradients.device))
+            mine = mine._replace(weights=in_one([*gradients.parameters, *self._frozen()], gradients.device))
         return super().agree(mine, words, gradients)
 
     def _frozen(self) -> list[Tensor]:
@@ -128,12 +117,13 @@ class Replicas(Ranks):
             share_buffers(wrapper)
 
 
-def hook_refused() -> ConfigurationError:
-    """Return the error for a communication hook of DDP or of FSDP."""
-    return ConfigurationError(
-        "the model has a communication hook, and bigbatch adds up gradients without it.",
-        fix="the model without a hook; or, with DDP, Accumulator(..., overlap=True), which has DDP reduce",
-    )
+def refuse_hooks(*, found: bool) -> None:
+    """Raise where a model has a communication hook, which is not called."""
+    if found:
+        raise ConfigurationError(
+            "the model has a communication hook, and bigbatch adds up gradients without it.",
+            fix="the model without a hook; or, with DDP, Accumulator(..., overlap=True), which has DDP reduce",
+        )
 
 
 def versions(parameters: Sequence[Tensor]) -> list[tuple[Tensor | None, int]]:

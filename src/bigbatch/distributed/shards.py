@@ -16,21 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from bigbatch.distributed.fsdp_internals import (
-    drop_waiting,
-    flat,
-    groups_of,
-    reduce_in_backward,
-    reduce_left,
-    replicas_of,
-    set_average,
-    whole_weights,
-    within_a_replica,
-)
+from bigbatch.distributed import fsdp_internals as fsdp
 from bigbatch.distributed.ranks import Ranks, naming_lost_ranks
-from bigbatch.distributed.replicas import add_up, hook_refused, reached, versions
+from bigbatch.distributed.replicas import add_up, reached, refuse_hooks, versions
 from bigbatch.distributed.statement import Statement, Words
-from bigbatch.distributed.team import adding_zeros, keep
+from bigbatch.distributed.team import adding_zeros, restore_after
 from bigbatch.errors import ConfigurationError, WindowError
 from bigbatch.loss.count import Count
 
@@ -46,9 +36,9 @@ class Shards(Ranks):
     def __init__(self, parts: Sequence[Any], *, overlap: bool = False) -> None:
         """Find out who they are."""
         self._parts = parts
-        self._groups = [group for part in parts for group in groups_of(part)]
-        super().__init__(flat(_one_mesh(self._groups)))
-        self.replicas = replicas_of(self._groups)
+        self._groups = [group for part in parts for group in fsdp.groups_of(part)]
+        super().__init__(fsdp.flat(_one_mesh(self._groups)))
+        self.replicas = fsdp.replicas_of(self._groups)
         self.within: dist.ProcessGroup = self._groups[0].mesh_info.shard_process_group  # the ranks of one replica
         self.device = torch.device(self._groups[0].device)  # where they compute; shards may wait in host memory
         self.overlap, self._last = overlap, False  # whether the next backward is the window's last
@@ -58,7 +48,8 @@ class Shards(Ranks):
         """Begin: nothing is averaged on the way while `owner` lives, since weights say it all."""
         super().serve(owner)
         for part in self._parts:
-            keep(owner, part, partial(set_average, averages=False), lambda each, _: set_average(each, averages=True))
+            fsdp.set_average(part, averages=False)
+            restore_after(owner, part, partial(fsdp.set_average, averages=True))
 
     def prepare(self, *, last: bool) -> None:
         """Before a forward: say whether its backward is the window's last."""
@@ -69,16 +60,16 @@ class Shards(Ranks):
         """Have a backward inside reduce the shards of some parameters, or keep their gradients whole."""
         reduces = self._last or not self.overlap
         before = versions(own) if reduces else []
-        reduce_in_backward(self._groups, set(map(id, own)), reduces=reduces)
+        fsdp.reduce_in_backward(self._groups, set(map(id, own)), reduces=reduces)
         with (
             naming_lost_ranks(),
-            within_a_replica(self._groups) if self._apart else nullcontext(),
-            nullcontext() if adds else adding_zeros(whole_weights(self._parts)),
+            fsdp.within_a_replica(self._groups) if self._apart else nullcontext(),
+            nullcontext() if adds else adding_zeros(fsdp.whole_weights(self._parts)),
         ):
             yield
         self.holds_back = not reduces
         if reduces:
-            reduce_left(self._parts)
+            fsdp.reduce_left(self._parts)
             self._reached = zlib.crc32(reached(before, own), self._reached)
 
     def open_window(self) -> None:
@@ -93,8 +84,7 @@ class Shards(Ranks):
                 "this window ends before its last backward, in which alone overlap=True reduces a sharded model.",
                 fix="accumulator.discard(), then Accumulator(...) without overlap=True; or shorter windows by steps=",
             )
-        if any(getattr(group, "_all_reduce_hook", None) is not None for group in self._groups):
-            raise hook_refused()
+        refuse_hooks(found=any(getattr(group, "_all_reduce_hook", None) is not None for group in self._groups))
         replica = min(dist.get_process_group_ranks(self.within if self._apart else self.group))
         mine = mine._replace(reached=float(self._reached), replica=float(replica))
         self._reached = 0  # compared once, whatever comes of it
@@ -119,7 +109,7 @@ class Shards(Ranks):
     def drop(self, own: Sequence[Tensor]) -> None:
         """Drop gradients that were kept whole and never reduced; all must drop what all have parts of."""
         if self.overlap:
-            drop_waiting(self._parts, set(map(id, own)))
+            fsdp.drop_waiting(self._parts, set(map(id, own)))
         elif self._reached:
             self._reached = zlib.crc32(b"dropped", self._reached)
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from bigbatch.distributed.fsdp_internals import local
 from bigbatch.errors import BigBatchError, ConfigurationError, LossError, SeveralCounts, WindowError
 from bigbatch.loss.count import LOW_PRECISION, RATIO_TOLERANCE, Count
 
@@ -43,6 +42,7 @@ class Statement(NamedTuple):
     form: float = 0.0  # its terms and their factors, where those are the same in every micro-batch
     common: float = 0.0  # what all must have alike: windows made, parameters trained, learning rates, settings
     weights: float = 0.0  # the parameters' values, before the first window
+    reduced: float = 0.0  # the gradients' bits, where DDP has averaged them: then all ranks have the same
     reached: float = 0.0  # which shards its backwards have reached
     replica: float = 0.0  # with whom it scatters them
 
@@ -119,6 +119,13 @@ _ALIKE = (
         "torch.manual_seed(0) before the model is made, or one checkpoint; and one order in the optimizer",
         within=_SAME,
     ),
+    _Alike(
+        "reduced",
+        "not reduced all gradients in the last backward, with overlap=True",
+        LossError,
+        "a last micro-batch that uses all parameters, in a forward of DDP and outside of no_sync(), and no parameter "
+        "that DDP does not have; or Accumulator(...) without overlap=True, which reduces when a window closes",
+    ),
     _Alike("kind", "different losses (mean or sum)", LossError, _LOSS, counts=lambda row: row.micro_batches),
     _Alike("form", "different losses (terms or factors)", LossError, _LOSS, counts=lambda row: row.form),
     _Alike(
@@ -140,12 +147,12 @@ _ALIKE = (
 
 def _differing(check: _Alike, rows: Sequence[Statement]) -> list[bool]:
     """Return of each rank whether it differs from the first; from that of its replica in what backwards reached."""
-    first: dict[float, Any] = {}
+    first: dict[float, float] = {}
     found = []
     for row in rows:
-        mine = getattr(row, check.field)
+        mine: Any = row.numbers[Statement._fields.index(check.field)]
         than = first.setdefault(row.replica * (check.field == "reached"), mine) if check.counts(row) else mine
-        found.append(abs(mine - than) > check.within * max(abs(mine), abs(than)) if check.within else mine != than)
+        found.append(abs(mine - than) > check.within * max(abs(mine), abs(than)))
     return found
 
 
@@ -211,15 +218,23 @@ def trained(every: Sequence[Tensor]) -> str:
     return f"{sum(size >= 0 for size in sizes)} of {len(sizes)} (code {zlib.crc32(sizes.tobytes()):x})"
 
 
-def weights_in_one(parameters: Sequence[Tensor], device: torch.device) -> float:
-    """Return one number of all parameters' values, by which other ones are known; this waits for a device.
+def in_one(tensors: Sequence[Tensor], device: torch.device) -> float:
+    """Return one number of the values of some tensors, by which other ones are known; this waits for a device.
 
     Each counts by its place, so that another order is known, too. bf16 would round the sums of other weights to the
     same, and fp16 has none so large.
     """
     norms = [
-        torch.linalg.vector_norm(local(p.detach()), 1, dtype=torch.float32 if p.dtype in LOW_PRECISION else None)
-        for p in parameters
+        torch.linalg.vector_norm(each.detach(), 1, dtype=torch.float32 if each.dtype in LOW_PRECISION else None)
+        for each in tensors
     ]
-    sums: list[float] = torch.stack([each.to(device, torch.float32) for each in norms]).tolist()
+    sums: list[float] = torch.stack([each.to(device, torch.float32) for each in norms]).tolist() if norms else []
     return sum(place * each for place, each in enumerate(sums, 1))
+
+
+def bits_in_one(tensors: Sequence[Tensor]) -> float:
+    """Return one number of the bits of some tensors, in whatever order a device adds them; this waits for it."""
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    bits = [each.view(torch.int64 if each.element_size() == 8 else torch.int32) for each in real]  # noqa: PLR2004 - bytes
+    sums = torch.stack([each.sum().to(bits[0].device) for each in bits]).tolist() if bits else []
+    return fingerprint(*map(str, sums))

@@ -43,7 +43,8 @@ class Team:
     def serve(self, owner: object) -> None:
         """Begin, when nothing of `owner` can be refused any more; wrappers reduce nothing by themselves."""
         for wrapper in self.wrappers:
-            keep(owner, wrapper, silence, speak)
+            silence(wrapper)
+            restore_after(owner, wrapper, speak)
 
     def _tell_nobody(self, *_: Any, **__: Any) -> Any:
         """Do nothing, at what several processes check, say or send; `Ranks`, `Replicas` and `Shards` say what."""
@@ -97,23 +98,16 @@ def adding_zeros(leaves: Iterable[Tensor]) -> Iterator[None]:
             hook.remove()
 
 
-# How many owners want a wrapper changed, and what it was before the first.
-_kept: "weakref.WeakKeyDictionary[Any, tuple[int, Any]]" = weakref.WeakKeyDictionary()
+_owners: "weakref.WeakKeyDictionary[Any, weakref.WeakSet[object]]" = weakref.WeakKeyDictionary()  # by their wrapper
 
 
-def keep(owner: object, wrapper: Any, change: Callable[[Any], Any], restore: Callable[[Any, Any], None]) -> None:
-    """Change a wrapper, and restore what `change` returned when `owner` and all others who wanted the same are gone."""
-    before = change(wrapper)
-    owners, first = _kept.get(wrapper, (0, before))
-    _kept[wrapper] = owners + 1, first
-    weakref.finalize(owner, _release, weakref.ref(wrapper), restore)
+def restore_after(owner: object, wrapper: Any, restore: Callable[[Any], None]) -> None:
+    """Restore a wrapper when `owner` and all others who have changed it are gone."""
+    _owners.setdefault(wrapper, weakref.WeakSet()).add(owner)
+    weakref.finalize(owner, _restore, weakref.ref(wrapper), restore)
 
 
-def _release(reference: "weakref.ref[Any]", restore: Callable[[Any, Any], None]) -> None:
+def _restore(reference: "weakref.ref[Any]", restore: Callable[[Any], None]) -> None:
     wrapper = reference()
-    if wrapper is not None:
-        owners, first = _kept.pop(wrapper)
-        if owners > 1:
-            _kept[wrapper] = owners - 1, first
-        else:
-            restore(wrapper, first)
+    if wrapper is not None and not [*_owners[wrapper]]:
+        restore(wrapper)
