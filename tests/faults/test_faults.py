@@ -35,6 +35,8 @@ def test_faults_at_places_that_chance_seldom_finds_are_survived() -> None:
         ("Accumulator", "unsized over", "call loop:NoLoop.__init__ #2, discard", "cuBLAS"),
         ("Accumulator", "unsized over", "call loop:NoLoop.__init__ #2, retry", "KeyboardInterrupt"),
         ("BigStep", "across, offload", "call lockstep.thread_state:wait_when_woken #2, retry", "cuBLAS"),
+        ("BigStep", "across, offload", "call lockstep.threads:_Seat.run #2, retry", "RuntimeError"),
+        ("BigStep", "several counts", "call window.gradients:Gradients.release #1, retry", "RuntimeError"),
     ]
     cases = [Case("single", 0, 0, *place, 0) for place in places]
     assert [each.kind for each in single_faults.run(cases)] == ["fine"] * len(places)

@@ -20,6 +20,7 @@ from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried, staying_on, this_processor, wait_when_woken
 from bigbatch.state import scope
 
+_PATIENCE = 5.0  # seconds between two looks at whether a thread has died
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
@@ -190,10 +191,17 @@ class _Turns:
                         seat.job, seat.failed = self._job(number), partial(self._fail, number)
                     self._turn = 0
                 self._seats[self._turn].wake()  # also where an interrupt came between a turn and its waking
-                self._finished.acquire()
+                if not self._finished.acquire(timeout=_PATIENCE):
+                    self._see_to_the_dead()
         except BaseException as interrupt:  # noqa: BLE001 - raised again when no task runs any more
             self._failure = self._failure or interrupt
             self._wait()
+
+    def _see_to_the_dead(self) -> None:
+        """Fail where the one whose turn it is has no thread any more: nobody else would tell."""
+        number = self._turn
+        if not self._over and not self._done[number] and not self._seats[number].is_alive():
+            self._fail(number, RuntimeError("a thread of this window ended before its task"))
 
     def _job(self, number: int) -> Callable[[], None]:
         def job() -> None:

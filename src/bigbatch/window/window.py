@@ -435,8 +435,13 @@ class Window:
 
     def discard(self) -> None:
         """Drop the window: no gradient is left of it."""
-        if self.state is not CLOSED:  # or the gradients may be another's by now
+        if self.state is CLOSED:  # the gradients may be another's by now
+            return
+        try:
             self._end(released=True)
+        except BaseException:  # an interrupt: what is cleared twice is clear
+            self._end(released=True)
+            raise
 
     def _end(self, *, released: bool) -> None:
         if self._around is not None:
