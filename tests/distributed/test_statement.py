@@ -65,6 +65,7 @@ DIFFER: dict[str, tuple[dict[str, Any], type[BigBatchError]]] = {
     "ratio": ({"ratio": 0.5000001}, SeveralCounts),
     "weights": ({"weights": 2.1}, WindowError),
     "common": ({"common": 8.0}, ConfigurationError),
+    "reduced": ({"reduced": 5.0}, LossError),
     "reached": ({"reached": 5.0}, WindowError),
 }
 

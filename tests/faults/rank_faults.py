@@ -5,25 +5,21 @@ has ended in time with an error that says why, with the weights of the updates t
 """
 
 import os
-import pickle
 import random
 import signal
 import subprocess
-import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from importlib import import_module
-from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +28,8 @@ from bigbatch.distributed.fsdp_internals import local, parameters_of, sharded
 from bigbatch.distributed.ranks import Ranks
 from bigbatch.errors import BigBatchError, RankFailed
 from tests.faults.outcomes import Case, Outcome
+from tests.support.ranks import RankFailed as RankDied
+from tests.support.ranks import run_on_ranks
 
 RANKS, UPDATES, CLASSES = 2, 3, 4
 LIMIT = 30.0  # seconds until a rank hangs
@@ -80,9 +78,7 @@ def draw(seed: int, count: int) -> Iterator[Case]:
 
 
 def run(cases: Sequence[Case]) -> Iterator[Outcome]:
-    """Run each on two new processes."""
-    for name in ("torch.distributed.fsdp", "torch._dynamo"):  # once, before processes are forked
-        import_module(name)
+    """Run each on two ranks."""
     undisturbed: dict[tuple[str, str], list[Any]] = {}
     for case in cases:
         key = case.entrance, case.mode
@@ -98,8 +94,8 @@ class Result:
     """What one rank came to."""
 
     done: int = 0  # updates
-    states: list[list[Tensor]] = field(default_factory=list)  # of its weights: at first, and after each update
-    weights: list[Tensor] = field(default_factory=list)  # in the end
+    states: list[list[float]] = field(default_factory=list)  # its weights: at first, and after each update
+    weights: list[float] = field(default_factory=list)  # in the end
     reached: bool = False  # whether the fault has come
     error: str = ""  # the type it ended with, and its text
     words: str = ""
@@ -107,25 +103,19 @@ class Result:
     within: bool = False  # whether it came through code of bigbatch
 
 
+class _Ended(Exception):
+    """Ends a process with a result, as a user's would: its connections close."""
+
+
 def _run(fault: Case | None, case: Case) -> list[Result | None]:
     """Return what each rank came to; None of one that was killed. A rank that hangs has an error of that name."""
-    with tempfile.TemporaryDirectory() as folder:
-        context: Any = mp.get_context("fork")
-        processes = [
-            context.Process(target=_process, args=(rank, case, fault, folder), daemon=True) for rank in range(RANKS)
-        ]
-        for process in processes:
-            process.start()
-        end = time.monotonic() + LIMIT
-        for process in processes:
-            process.join(max(end - time.monotonic(), 0.0))
-        hanging = [process.is_alive() for process in processes]
-        for process in processes:
-            process.kill()
-            process.join()
-        paths = [Path(folder) / str(rank) for rank in range(RANKS)]
-        found = [pickle.loads(path.read_bytes()) if path.exists() else None for path in paths]  # noqa: S301 - ours
-        return [Result(error="hang") if hangs else each for hangs, each in zip(hanging, found, strict=True)]
+    patience = SHORT_TIMEOUT if fault is not None and fault.error == "SIGSTOP for long" else TIMEOUT
+    try:
+        found = run_on_ranks(RANKS, _trained, case, fault, limit=LIMIT, patience=patience)
+    except RankDied:
+        return [Result(error="hang")] * RANKS
+    results = [each.args[0] if isinstance(each, _Ended) else each for each in found]
+    return [each if isinstance(each, Result) else None for each in results]
 
 
 def _judge(case: Case, found: Sequence[Result | None], undisturbed: Sequence[Result]) -> Outcome:
@@ -153,51 +143,38 @@ def _judge(case: Case, found: Sequence[Result | None], undisturbed: Sequence[Res
     return Outcome(kind, words and f"rank {faulty}, {case.place}, time {case.at % 1000}: {words}")
 
 
-def _judge_rank(found: Result, states: Sequence[Sequence[Tensor]]) -> tuple[str, str]:
+def _judge_rank(found: Result, states: Sequence[Sequence[float]]) -> tuple[str, str]:
     """Say what became of one rank, whose weights should be in one of some states."""
     if found.error and not found.known and found.within:
         return "unclear", f"{found.error}: {found.words}"
-    if not any(all(map(_is_close, found.weights, true)) for true in states):
+    if not any(found.weights == pytest.approx(true, rel=1e-12, abs=1e-14) for true in states):
         return "wrong", f"other weights after {found.done} updates; {found.error}"
     return "fine", ""
 
 
-def _is_close(one: Tensor, two: Tensor) -> bool:
-    return torch.allclose(one, two, rtol=1e-12, atol=1e-14)
-
-
-def _process(rank: int, case: Case, fault: Case | None, folder: str) -> None:
-    null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(null, stream)
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+def _trained(rank: int, case: Case, fault: Case | None) -> Result:
     warnings.simplefilter("ignore")
-    short = fault is not None and fault.error == "SIGSTOP for long"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=SHORT_TIMEOUT if short else TIMEOUT),
-    )
     result = Result()
     injected = _Fault(fault, rank, result)
     training = _Training(rank, case, injected, result)
     try:
-        training.run()
+        with (
+            patch.object(Ranks, "_gather", injected.around(Ranks._gather, "before a message", "after a message")),
+            patch.object(dist, "all_reduce", injected.around(dist.all_reduce, "in a collective")),
+            patch.object(dist, "all_gather", injected.around(dist.all_gather, "in a collective")),
+        ):
+            training.run()
     except BaseException as error:  # noqa: BLE001 - told to whoever asked
         result.error, result.words = type(error).__name__, str(error).replace("\n", " ")[:200]
         result.known = isinstance(error, BigBatchError) or "injected" in str(error)
         result.within = any("/bigbatch/" in frame.filename for frame in traceback.extract_tb(error.__traceback__))
     result.weights = training.weights()
-    partial = Path(folder) / f"{rank}.partial"
-    partial.write_bytes(pickle.dumps(result))
-    partial.rename(Path(folder) / str(rank))
+    if fault is None:
+        return result
     if not result.error:
         with suppress(Exception):  # the other may be gone
             dist.barrier()
-    os._exit(0)  # as a process that ends: its connections close
+    raise _Ended(result)
 
 
 class _Fault:
@@ -260,13 +237,6 @@ class _Training:
             self._network = DistributedDataParallel(self._network)
         self._optimizer = torch.optim.SGD(self._network.parameters(), lr=0.1, momentum=0.9)
         self._run = self._accumulate if case.entrance == "Accumulator" else self._big_steps
-        self._lay_faults()
-
-    def _lay_faults(self) -> None:
-        fault, ranks, wire = self._fault, Ranks, dist
-        ranks._gather = fault.around(ranks._gather, "before a message", "after a message")  # type: ignore[method-assign]
-        wire.all_reduce = fault.around(wire.all_reduce, "in a collective")
-        wire.all_gather = fault.around(wire.all_gather, "in a collective")
         self._optimizer.register_step_pre_hook(fault.at("before optimizer.step"))
         self._optimizer.register_step_post_hook(fault.at("after optimizer.step"))
         self._network.register_forward_pre_hook(fault.at("forward"))
@@ -276,11 +246,14 @@ class _Training:
         self._result.states.append(self.weights())
         self._run()
 
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[float]:
         """Return this rank's own, without asking others."""
         # What has failed inside a sharded model leaves whole parameters in the place of shards.
         shards = [each.sharded_param for each in parameters_of(sharded([self._network]))]
-        return [local(p).detach().clone() for p in shards or self._network.parameters()]
+        found: list[float] = torch.cat(
+            [local(p).detach().flatten() for p in shards or self._network.parameters()]
+        ).tolist()
+        return found
 
     def _batch(self, update: int, size: int) -> Tensor:
         self._fault.at("batch")()

@@ -33,16 +33,23 @@ class RankFailed(AssertionError):
 
 
 def run_on_ranks(
-    number: int, work: Callable[..., Any], *arguments: Any, limit: float = LIMIT, start: str = "fork", by: str = "gloo"
+    number: int,
+    work: Callable[..., Any],
+    *arguments: Any,
+    limit: float = LIMIT,
+    patience: float = 20.0,
+    start: str = "fork",
+    by: str = "gloo",
 ) -> list[Any]:
     """Return what `work(rank, ...)` returned on each rank; an exception there is returned in its place.
 
-    A process that will use a GPU must not be forked from one that has: `start="spawn"`.
+    A collective gives up a rank that does not answer for `patience`, in seconds. A process that will use a GPU must not
+    be forked from one that has: `start="spawn"`.
     """
     pool = _pools.pop(number, None) if start == "fork" else None
     if pool is None or not pool.is_ready():
         pool = _Pool(number, start, by)
-    found = pool.run(work, arguments, limit)
+    found = pool.run(work, arguments, limit, patience)
     if start == "fork" and pool.is_whole:
         _pools[number] = pool
     else:
@@ -78,12 +85,12 @@ class _Pool:
             self._processes.append(process)
         self.is_whole = True
 
-    def run(self, work: Callable[..., Any], arguments: Sequence[Any], limit: float) -> list[Any]:
+    def run(self, work: Callable[..., Any], arguments: Sequence[Any], limit: float, patience: float) -> list[Any]:
         """Return what each rank came to."""
         found: dict[int, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             for pipe in self._pipes:
-                pipe.send((work, arguments, folder))
+                pipe.send((work, arguments, folder, patience))
             end, failed_at = monotonic() + limit, None
             while len(found) < len(self._pipes):
                 waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in found}
@@ -130,7 +137,7 @@ def _serve(pipe: Connection, rank: int, number: int, by: str) -> None:
     gc.freeze()  # what was there before is not looked through again
     while True:
         try:
-            work, arguments, folder = pipe.recv()
+            work, arguments, folder, patience = pipe.recv()
         except EOFError:
             os._exit(0)
         with warnings.catch_warnings():
@@ -141,7 +148,7 @@ def _serve(pipe: Connection, rank: int, number: int, by: str) -> None:
                 init_method=f"file://{Path(folder) / 'meeting'}",
                 rank=rank,
                 world_size=number,
-                timeout=timedelta(seconds=20),
+                timeout=timedelta(seconds=patience),
             )
             try:
                 found = work(rank, *arguments)
