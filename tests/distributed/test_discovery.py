@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as Ddp
 
@@ -74,12 +73,9 @@ def in_pairs(_: DeviceMesh) -> Any:
 IN_PARTS, GROUPS = "is in parts over ranks by tensor parallelism", "name different processes"
 PARTS: dict[str, tuple[Callable[[DeviceMesh], object], str]] = {
     "alone": (lambda mesh: made(spread(mesh)), IN_PARTS),
-    "a group": (lambda mesh: made(spread(mesh), group=mesh["dp"].get_group()), IN_PARTS),
-    "big step": (lambda mesh: made(spread(mesh), big=True), IN_PARTS),
     "and shards": (lambda mesh: made(shard(spread(mesh), mesh["dp"])), IN_PARTS),
     "beside shards": (lambda mesh: made(nn.ModuleList([half(mesh), shard(model(), mesh["dp"])])), IN_PARTS),
     "frozen": (lambda mesh: made(half(mesh)), f"0.weight {IN_PARTS}"),
-    "replicated": (lambda mesh: made(distribute_module(model(), mesh)), IN_PARTS),
     "in DDP": (lambda mesh: made(Ddp(spread(mesh), device_mesh=mesh["dp"])), IN_PARTS),
     "setup": (lambda mesh: setup(spread(mesh)), IN_PARTS),
     "plan": (lambda mesh: plan(spread(mesh), lambda m, b: m(b).sum(), torch.zeros(4, 5)), IN_PARTS),
@@ -104,11 +100,14 @@ def test_parts_and_groups_of_other_kinds_are_refused() -> None:
             assert words in found[name], (name, found[name])
 
 
-@pytest.mark.parametrize("make", [lambda: made(model(), mesh="dp"), lambda: Options(mesh="dp")])  # type: ignore[arg-type]
-def test_a_mesh_is_no_longer_taken(make: Callable[[], object]) -> None:
-    """The error names what takes its place."""
-    with pytest.raises(ConfigurationError, match=r"group=mesh\.get_group\(\)"):
-        make()
+@pytest.mark.parametrize(
+    ("named", "words"), [({"mesh": "dp"}, r"group=mesh\.get_group\(\)"), ({"group": object()}, "init_process_group")]
+)
+@pytest.mark.parametrize("big", [False, True])
+def test_what_names_no_ranks_is_refused(named: dict[str, Any], words: str, big: bool) -> None:
+    """The error says what to write instead of a mesh, and what to call before there are groups."""
+    with pytest.raises(ConfigurationError, match=words):
+        made(model(), big=big, **named)
 
 
 # Groups.
@@ -131,12 +130,6 @@ def test_a_group_is_for_its_members() -> None:
     assert [said for said, _ in exactly(3, of_some)] == ["", "ConfigurationError: group must be a torch", ""]
 
 
-def test_a_group_without_ranks_is_refused() -> None:
-    """It says what to call first."""
-    with pytest.raises(ConfigurationError, match="init_process_group"):
-        made(model(), group=object())
-
-
 # Who trains alone among others.
 
 
@@ -151,26 +144,25 @@ def said(work: Callable[[], object]) -> list[str]:
 def without_a_wrapper(rank: int) -> list[list[str]]:
     """Train a plain model, one of a group, one of this process's own, and one in DDP; and look at one alone."""
     alone: Any = dist.new_group([rank], use_local_synchronization=True)
-    ways: list[tuple[Any, Any]] = [
-        (model, None),
-        (model, dist.group.WORLD),
-        (model, alone),
-        (lambda: Ddp(model()), None),
-        (lambda: Ddp(model(), process_group=alone), None),
+    ways: list[Callable[[], Any]] = [
+        lambda: made(model()),
+        lambda: made(model(), big=True),
+        lambda: made(model(), group=dist.group.WORLD),
+        lambda: made(model(), group=alone),
+        lambda: made(Ddp(model())),
+        lambda: made(Ddp(model(), process_group=alone)),
+        lambda: verify(model(), mean, micro_batch(8, 1), micro_batch_size=4),
     ]
-    found = [said(lambda: made(way(), big=big, group=who)) for big in (False, True) for way, who in ways]  # noqa: B023
-    return [*found, said(lambda: verify(model(), mean, micro_batch(8, 1), micro_batch_size=4))]
+    return [said(way) for way in ways]
 
 
 def test_a_process_among_others_that_would_train_alone_is_told() -> None:
     """It says what to type, and nothing where somebody has said who trains together."""
     for found in exactly(2, without_a_wrapper):
-        for told in (found[:5], found[5:10]):
-            ((plain,), *others) = told
-            assert plain.startswith("test_discovery.py: this process is one of 2, and nothing says")
-            assert "group=torch.distributed.group.WORLD" in plain
-            assert others == [[]] * 4
-        assert found[10] == []
+        for (told,) in found[:2]:
+            assert told.startswith("test_discovery.py: this process is one of 2, and nothing says")
+            assert "group=torch.distributed.group.WORLD" in told
+        assert found[2:] == [[]] * 5
 
 
 def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,26 +177,32 @@ def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPa
     assert "Use: torch.distributed.init_process_group(), then" in told
 
 
-def dividing(rank: int) -> list[list[str]]:
+DIVISORS = {
+    (3, 2): "divided by the number of ranks (2) already",
+    (3, 3): "divided by steps (3) already",
+    (2, 2): "divided by steps or the number of ranks (2) already",
+    (3, 6): "divided by steps times the number of ranks (6) already",
+    (3, 7): "",
+}
+
+
+def dividing(rank: int) -> list[str]:
     """Divide the loss by something, with so many steps."""
     found = []
-    for steps, divisor in [(3, 2), (3, 3), (2, 2), (3, 6), (1, 2), (3, 7)]:
+    for steps, divisor in DIVISORS:
         network = Ddp(model())
         accumulator = Accumulator(network, torch.optim.SGD(network.parameters(), lr=0.1), steps=steps)
-        found.append(said(lambda: accumulator.backward(mean(network, micro_batch(5, rank)) / divisor)))  # noqa: B023
+        found += ["".join(said(lambda: accumulator.backward(mean(network, micro_batch(5, rank)) / divisor)))]  # noqa: B023
         accumulator.discard()
     return found
 
 
 def test_a_loss_divided_by_the_number_of_ranks_is_told() -> None:
     """By the cause it has: ranks, steps, either of them, or both; and by nothing else."""
-    for ranks, steps, either, both, alone, other in exactly(2, dividing):
-        assert "divided by the number of ranks (2) already" in ranks[0]
-        assert "divided by steps (3) already" in steps[0]
-        assert "divided by steps or the number of ranks (2) already" in either[0]
-        assert "divided by steps times the number of ranks (6) already" in both[0]
-        assert "divided by the number of ranks (2) already" in alone[0]
-        assert other == []
+    for found in exactly(2, dividing):
+        for words, told in zip(DIVISORS.values(), found, strict=True):
+            assert words in told
+            assert bool(words) == bool(told)
 
 
 def as_one_of_one(rank: int) -> Any:

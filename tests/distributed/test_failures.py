@@ -1,9 +1,7 @@
 """What one rank cannot go on with: the others hear of it, in time and in words, or all begin the window anew."""
 
 import gc
-import os
 import re
-import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,7 +22,6 @@ from tests.support.rank_loops import (
     Batch,
     batches_of,
     heard,
-    joined,
     mean,
     micro_batch,
     model,
@@ -52,11 +49,6 @@ def sgd(network: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
 def raising(error: BaseException) -> None:
     """Raise, where an expression is wanted."""
     raise error
-
-
-def kill() -> None:
-    """End this process without a word."""
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def in_training(rank: int, fail: Callable[[], object], wrap: Callable[[Any], nn.Module] = Ddp) -> None:
@@ -183,18 +175,11 @@ TOLD = "RankFailed: rank 1 failed in this window"
 FAILURES: dict[str, tuple[Callable[[int], Any], str, str]] = {
     "raises": (lambda rank: in_training(rank, partial(raising, ValueError("mine"))), TOLD, "ValueError: mine"),
     "memory": (lambda rank: in_training(rank, partial(raising, MEMORY)), TOLD, "OutOfMemory: "),
-    "killed": (lambda rank: in_training(rank, kill), GONE, "RankFailed: the process died"),
-    "raises in shards": (
-        lambda rank: in_training(rank, partial(raising, ValueError("mine")), shards),
-        GONE,
-        "ValueError: mine",
-    ),
     "memory in shards": (
         lambda rank: in_training(rank, partial(raising, MEMORY), shards),
         GONE,
         "OutOfMemory: ",
     ),
-    "killed in shards": (lambda rank: in_training(rank, kill, shards), GONE, "RankFailed: the process died"),
     "several counts in shards": (several, GONE, "SeveralCounts: "),
     "adding up": (adding_up, GONE, "OutOfMemory: .*cannot try again alone"),
     "memory in a norm": (in_a_norm, "RankFailed: .*in that rank's own output", "OutOfMemory: .*cannot try again alone"),
@@ -239,98 +224,29 @@ def test_a_rank_that_fails_raises_its_own_error_and_the_others_end(name: str) ->
 # All go on.
 
 
-def failing_once(rank: int, network: nn.Module, of_optimizer: bool) -> list[str]:
-    """Have a hook, or the optimizer, fail on one rank in the second of three windows; all go on."""
+def failing_once(rank: int) -> list[str]:
+    """Have the optimizer fail on one rank in the second of three windows, of a model that has buffers; all go on."""
+    network, fails = Ddp(two_heads(), find_unused_parameters=True), [False]
     optimizer = sgd(network)
     accumulator = Accumulator(network, optimizer, steps=1, clip_norm=1.0)
-    bad = [False]
-
-    def hook(*_: object) -> None:
-        if bad[0]:
-            raise ValueError("mine")
-
-    if rank == 1:
-        (optimizer.register_step_pre_hook if of_optimizer else accumulator.before_step)(hook)
+    optimizer.register_step_pre_hook(lambda *_: raising(ValueError("mine")) if fails[0] else None)
     found = []
     for number in range(3):
-        bad[0] = number == 1
+        fails[0] = (rank, number) == (1, 1)
         x, y = micro_batch(4, number + rank)
-        out = network(x, 0) if of_optimizer else network(x)
-        found.append(heard(accumulator.backward, F.cross_entropy(out, y)))
+        found.append(heard(accumulator.backward, F.cross_entropy(network(x, 0), y)))
         accumulator.discard()
     return found
 
 
-def of_buffers(rank: int) -> list[str]:
-    """Fail in the step of a model that has buffers."""
-    return failing_once(rank, Ddp(two_heads(), find_unused_parameters=True), True)
-
-
 def test_an_optimizer_that_fails_leaves_nobody_waiting_for_buffers() -> None:
     """They were sent before; that the ranks have parted is said in the next window."""
-    one, other = exactly(2, of_buffers, limit=LIMIT)
+    one, other = exactly(2, failing_once, limit=LIMIT)
     assert (one[:2], other[:2]) == (["", ""], ["", "ValueError: mine"])
     assert all("windows made: 2 on rank 0, 1 on rank 1" in words for words in (one[2], other[2]))
 
 
-def and_again(rank: int) -> Any:
-    """Raise on one rank, in the second update, and make it again."""
-    network = Ddp(model())
-    fails: list[int] = []
-
-    def loss(network: nn.Module, batch: Batch) -> Tensor:
-        if rank == 1 and fails:
-            raise ValueError("mine")
-        return mean(network, batch)
-
-    step = BigStep(network, OPTIMIZERS["adamw"](network.parameters()), loss, micro_batch_size=2)
-    step(micro_batch(5, rank))
-    fails.append(1)
-    before = [p.clone() for p in weights(network)]
-    said = heard(step, micro_batch(4, rank)).partition(":")[0]
-    kept = distance(weights(network), before)
-    fails.clear()
-    step(micro_batch(4, rank))  # and all go on together
-    return said, kept, weights(network)
-
-
-def test_a_rank_that_raises_ends_the_step_of_all() -> None:
-    """With an error each, nothing changed, and ready for the next."""
-    found = exactly(3, and_again)
-    assert [each[:2] for each in found] == [("RankFailed", 0), ("ValueError", 0), ("RankFailed", 0)]
-    assert distance(found[0][2], found[1][2]) == 0
-
-
-def in_a_micro_batch(rank: int) -> Any:
-    """Run out of memory in one, on one rank, where a smaller one would not."""
-    network, calls = Ddp(model()), 0
-
-    def loss_fn(network: nn.Module, batch: Batch) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if rank and calls > 9 and len(batch[0]) > 2:
-            raise MEMORY
-        return mean(network, batch)
-
-    step = BigStep(network, OPTIMIZERS["adamw"](network.parameters()), loss_fn, micro_batch_size=4, clip_norm=1.0)
-    for number in range(4):
-        step(micro_batch(8 + rank, 100 * rank + number))
-    assert not rank or calls > 9
-    return weights(network)
-
-
-def test_a_rank_that_runs_out_of_memory_tries_again_alone() -> None:
-    """With smaller micro-batches, and all come to the weights of one process."""
-    network = model()
-    accumulator = Accumulator(network, OPTIMIZERS["adamw"](network.parameters()), steps=1, clip_norm=1.0)
-    for number in range(4):
-        whole = joined([micro_batch(8 + rank, 100 * rank + number) for rank in range(2)])
-        accumulator.backward(mean(network, whole))
-    for each in exactly(2, in_a_micro_batch):
-        assert distance(each, weights(network)) <= 1e-12
-
-
-def behind_the_last(rank: int, name: str, fails: bool) -> Any:
+def behind_the_last(rank: int, fails: bool) -> Any:
     """Run out of memory once on one rank, in the last of a window's backwards."""
     network, calls = Ddp(model()), [0]
 
@@ -339,17 +255,16 @@ def behind_the_last(rank: int, name: str, fails: bool) -> Any:
         return raising(MEMORY) if rank and fails and calls[0] == 4 else gradient  # type: ignore[func-returns-value, return-value]
 
     optimizer, options = OPTIMIZERS["sgd"](network.parameters()), Options(check=False)
-    step = BigStep(network, optimizer, COUPLED[name][1], micro_batch_size=4, options=options)
+    step = BigStep(network, optimizer, COUPLED["spread"][1], micro_batch_size=4, options=options)
     next(network.parameters()).register_hook(hook)
     for number in range(3):
         step(micro_batch(8, 10 * number + rank))
     return weights(network), calls[0]
 
 
-@pytest.mark.parametrize("name", ["root", "spread"])
-def test_out_of_memory_after_the_last_meeting(name: str) -> None:
+def test_out_of_memory_after_the_last_meeting() -> None:
     """Others are at their statements, and begin the window anew with it: to the same weights."""
-    true, again = exactly(2, behind_the_last, name, False), exactly(2, behind_the_last, name, True)
+    true, again = exactly(2, behind_the_last, False), exactly(2, behind_the_last, True)
     for (found, more), (expected, calls) in zip(again, true, strict=True):
         assert more > calls
         assert distance(found, expected) <= 1e-12
@@ -375,40 +290,21 @@ def test_what_a_dropped_window_has_reached_is_not_compared_again() -> None:
     assert exactly(2, after_a_refusal) == [["WindowError", ""]] * 2
 
 
-def refused_without_batches(rank: int, big: bool, hook: bool) -> Any:
-    """Have an update without batches, or samples, be refused or fail in a hook; then step by hand."""
+def refused_without_samples(rank: int, hook: bool) -> Any:
+    """Have an update without samples be refused, or fail in a hook; then step by hand."""
     network = model()
-    optimizer = sgd(network)
-    if big:
-        optimizer.param_groups[0]["lr"] += 0.0 if hook else rank
-        step = BigStep(network, optimizer, mean, micro_batch_size=2, options=Options(group=dist.group.WORLD))
-        if rank and hook:
-            step.before_step(partial(raising, ValueError("mine")))
-        said = heard(step, None if rank else micro_batch(4, 0))
-    else:
-        accumulator = Accumulator(network, optimizer, steps=1, group=dist.group.WORLD)
-
-        def train() -> None:
-            for number, batch in enumerate(accumulator.over(batches_of(rank, [[2, 2, 2], [2]]))):
-                optimizer.param_groups[0]["lr"] = 0.1 + number
-                accumulator.backward(mean(network, batch))
-
-        said = heard(train)
-        accumulator.discard()
+    optimizer = sgd(network, 0.1 if hook else 0.1 + rank)
+    step = BigStep(network, optimizer, mean, micro_batch_size=2, options=Options(group=dist.group.WORLD))
+    if rank and hook:
+        step.before_step(partial(raising, ValueError("mine")))
+    said = heard(step, None if rank else micro_batch(4, 0))
     return said.partition(":")[0], sum(p.grad is not None for p in network.parameters()), heard(optimizer.step)
 
 
-@pytest.mark.parametrize(
-    ("big", "hook", "errors"),
-    [
-        (False, False, ["ConfigurationError"] * 2),
-        (True, False, ["ConfigurationError"] * 2),
-        (True, True, ["", "ValueError"]),
-    ],
-)
-def test_an_update_without_samples_leaves_nothing_behind(big: bool, hook: bool, errors: list[str]) -> None:
+@pytest.mark.parametrize(("hook", "errors"), [(False, ["ConfigurationError"] * 2), (True, ["", "ValueError"])])
+def test_an_update_without_samples_leaves_nothing_behind(hook: bool, errors: list[str]) -> None:
     """Neither gradients nor a window."""
-    assert exactly(2, refused_without_batches, big, hook) == [(error, 0, "") for error in errors]
+    assert exactly(2, refused_without_samples, hook) == [(error, 0, "") for error in errors]
 
 
 def kept_quiet(_: int) -> Any:
@@ -467,65 +363,6 @@ def broadcasts(rank: int) -> int:
 def test_buffers_are_sent_once_per_update() -> None:
     """Also where DDP reduces, whose forward would send them, too."""
     assert exactly(2, broadcasts) == [4, 4]
-
-
-class Walked(nn.Sequential):
-    """Counts how often its modules are walked."""
-
-    walks = 0
-
-    def named_modules(self, *arguments: Any, **named: Any) -> Any:
-        """Walk them."""
-        Walked.walks += 1
-        return super().named_modules(*arguments, **named)
-
-
-def walked(rank: int) -> list[int]:
-    """Return the walks of each backward of a window through shards, but for the last, which closes it."""
-    network = shards(Walked(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4)).double())
-    accumulator = Accumulator(network, sgd(network), steps=6)
-    found = []
-    for batch in batches_of(rank, [[2] * 5] * 2):
-        loss = F.cross_entropy(network(batch[0]), batch[1])
-        before = Walked.walks
-        accumulator.backward(loss)
-        found.append(Walked.walks - before)
-    accumulator.discard()
-    return found
-
-
-def test_modules_are_walked_once_a_window() -> None:
-    """Not in every backward of a sharded model."""
-    for found in exactly(2, walked):
-        assert found[0] > 0
-        assert found[1:] == [0] * 4
-
-
-def sent_from(_: int) -> Any:
-    """Have shards compute on a device where they do not wait; nothing can really be sent from that."""
-    network: Any = shards(model())
-    for group in network._get_fsdp_state()._fsdp_param_groups:
-        group.device = torch.device("meta")
-    step = BigStep(network, sgd(network), mean, micro_batch_size=2)
-    team, host = step._stepper.ranks, torch.device("cpu")
-    seen: list[str] = []
-
-    def send(tensor: Tensor, **_: Any) -> None:
-        seen.append(tensor.device.type)
-
-    with patch.object(dist, "all_reduce", send), patch.object(dist, "all_gather", lambda _, own, **__: send(own)):
-        for work in (
-            partial(team.fail, host),
-            partial(team.rows, "statement", [1.0], host),
-            partial(team.anywhere, [True], host),
-        ):
-            heard(work)
-    return step._mover.device.type, seen
-
-
-def test_shards_in_host_memory_send_from_where_they_compute() -> None:
-    """Micro-batches go there, too: a group of NCCL alone serves no other device."""
-    assert exactly(2, sent_from) == [("meta", ["meta"] * 3)] * 2
 
 
 def summed_in_low_precision(rank: int) -> Any:

@@ -156,7 +156,6 @@ MODELS: dict[str, Callable[[Any], nn.Module]] = {
     "hsdp, freed": lambda plain: parts_of(plain, shape=(2, 2), reshard_after_forward=True),
     "shards, host": in_host_memory,
 }
-WAYS = {f.__name__: f for f in (over, by_hand, flushed, shortened, without_the_last, recomputed, big_steps)}
 PARTS = [[3, 5, 4], [7, 1, 6]]
 CASES = [
     *[Case(kind, "over", SIZES) for kind in WRAPPERS if kind != "hsdp"],
@@ -205,56 +204,143 @@ def test_what_replicas_send_does_not_depend_on_the_number_of_micro_batches() -> 
     assert [exactly(4, sent, steps) for steps in (1, 5)] == [[1] * 4] * 2
 
 
-# Parameters that only some micro-batches use.
+# What a loss makes of several models, heads and counts: one by one on ranks, and all at once in plain PyTorch.
 
 
-def heads(rank: int, kind: str, path: Sequence[Sequence[int]]) -> Any:
-    """Make updates of two micro-batches, each through one head."""
-    shape = (2, 2) if "hsdp" in kind else None
-    network: Any = two_heads()
-    network.unused.requires_grad_(kind == "ddp")
-    wrapped = MODELS["ddp, unused"](network) if kind == "ddp" else shards(network, (), shape)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, weight_decay=0.1)
-    accumulator = Accumulator(wrapped, optimizer, steps=2, overlap="overlap" in kind)
-    for head, (x, y) in zip(path[rank], batches_of(rank, FOUR), strict=False):
-        accumulator.backward(F.cross_entropy(wrapped(x, head), y))
-    seen = float(network.seen)
-    return weights(wrapped), [] if kind != "ddp" else [seen]
+class Program(NamedTuple):
+    """Models that are trained together, and their loss; with its count, where it does not tell."""
+
+    make: Callable[[], list[Any]]
+    wrap: Callable[[Any], nn.Module]
+    loss: Callable[[list[Any], Batch, int, int], tuple[Tensor, ...]]  # of a rank's micro-batch of some number
+    sizes: Sizes
+    scaled: bool = False  # by a gradient scaler
+    overlap: bool = False
+    within: float = 1e-12
 
 
-def heads_at_once(kind: str, path: Sequence[Sequence[int]]) -> Any:
-    """Do so in one process; buffers are the first rank's, as DDP has it."""
-    network = two_heads()
-    network.unused.requires_grad_(kind == "ddp")
-    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01, weight_decay=0.1)
-    for at in range(0, len(path[0]), 2):
-        every = [
-            (head, batch)
-            for rank, own in enumerate(path)
-            for head, batch in zip(own[at : at + 2], batches_of(rank, FOUR)[at : at + 2], strict=False)
-        ]
+def both(models: list[Any], batch: Batch, _: int, number: int) -> tuple[Tensor]:
+    """Use the second model in the first micro-batch of a window alone."""
+    one, two = models
+    return (F.cross_entropy(one(batch[0]) if number % 2 else one(batch[0]) + two(batch[0]), batch[1]),)
+
+
+def plain(models: list[Any], batch: Batch, *_: int) -> tuple[Tensor]:
+    """A masked mean."""
+    return (F.cross_entropy(models[0](batch[0]).double(), batch[1]),)
+
+
+NOTHING = [(0, 1), (1, 2)]  # rank and number of micro-batches that count nothing
+
+
+def divided(models: list[Any], batch: Batch, rank: int, number: int) -> tuple[Tensor, Tensor]:
+    """Return a mean that divides by its count by hand, 0 / 0 in some micro-batches, and the count."""
+    values = models[0](batch[0]).pow(2).mean(1)
+    mask = torch.full_like(values.detach(), float((rank, number) not in NOTHING))
+    return (values * mask).sum() / mask.sum(), mask.sum()
+
+
+def headed(wrap: Callable[[Any], nn.Module], paths: Sequence[Sequence[int]], unused: bool = False, **named: Any) -> Any:
+    """Return a program that runs each micro-batch through one head; the rest gets no gradient, and no weight decay."""
+
+    def make() -> list[Any]:
+        network = two_heads()
+        network.unused.requires_grad_(unused)
+        return [network]
+
+    def loss(models: list[Any], batch: Batch, rank: int, number: int) -> tuple[Tensor]:
+        return (F.cross_entropy(models[0](batch[0], paths[rank][number % len(paths[rank])]), batch[1]),)
+
+    return Program(make, wrap, loss, FOUR[: len(paths)], **named)
+
+
+def half_frozen() -> list[Any]:
+    """Freeze a layer, which FSDP frees from its forward to its backward."""
+    network = model()
+    network[2].requires_grad_(False)
+    return [network]
+
+
+def hsdp(network: Any) -> nn.Module:
+    """Shard a model in one part, on replicas of shards."""
+    return shards(network, shape=(2, 2))
+
+
+def in_low_precision(network: Any) -> nn.Module:
+    """Shard a model layer by layer, to compute in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return parts_of(network, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def one_model() -> list[Any]:
+    """Return a model alone."""
+    return [model()]
+
+
+def two_models() -> list[Any]:
+    """Return models of which only some micro-batches use the second."""
+    return [model(), small()]
+
+
+RAGGED = [[3, 5, 2, 1, 4], [6, 1, 1]]
+PROGRAMS: dict[str, Program] = {
+    "heads in ddp": headed(MODELS["ddp, unused"], [[0], [1]], unused=True),
+    "heads in turn": headed(shards, [[0, 1], [0, 1]]),
+    "one head": headed(shards, [[0], [0]]),
+    "heads in turn, overlap": headed(shards, [[0, 1], [0, 1]], overlap=True),
+    "heads crossed, overlap": headed(shards, [[0, 1], [1, 0]], overlap=True),
+    "heads of replicas": headed(hsdp, [[0, 1], [0, 1], [1, 1], [1, 1]]),
+    "models": Program(two_models, shards, both, SIZES),
+    "models, overlap": Program(two_models, shards, both, SIZES, overlap=True),
+    "models of replicas": Program(two_models, hsdp, both, FOUR),
+    "models of replicas, overlap": Program(two_models, hsdp, both, FOUR, overlap=True),
+    "frozen": Program(half_frozen, parts_of, plain, SIZES),
+    "frozen, bf16": Program(half_frozen, in_low_precision, plain, SIZES, within=1e-2),
+    "scaler": Program(one_model, shards, plain, RAGGED, scaled=True),
+    "scaler, overlap": Program(one_model, shards, plain, RAGGED, scaled=True, overlap=True),
+    "nothing": Program(one_model, DistributedDataParallel, divided, SIZES, overlap=True),
+    "nothing in shards": Program(one_model, parts_of, divided, [[3, 5, 2, 4], [6, 1, 1]]),
+}
+
+
+def stepping(models: Sequence[nn.Module]) -> torch.optim.Optimizer:
+    """Return an optimizer of all that is trained."""
+    every = [p for each in models for p in each.parameters() if p.requires_grad]
+    return torch.optim.SGD(every, lr=0.2, momentum=0.9, weight_decay=0.1)
+
+
+def one_by_one(rank: int, name: str) -> Any:
+    """Train on one rank, in windows of two."""
+    program = PROGRAMS[name]
+    models = [program.wrap(each) for each in program.make()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if program.scaled else None
+    named: dict[str, Any] = {"clip_norm": 1.0, "scaler": scaler, "overlap": program.overlap}
+    accumulator = Accumulator(models, stepping(models), steps=2, **named)
+    for number, batch in enumerate(accumulator.over(batches_of(rank, program.sizes))):
+        accumulator.backward(*program.loss(models, batch, rank, number))
+    return [w for each in models for w in weights(each)], [float(b) for each in models for b in each.buffers()]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ranks_are_plain_torch(name: str) -> None:
+    """On all micro-batches of a window at once; buffers are the first rank's, where DDP sends them."""
+    program = PROGRAMS[name]
+    models, batches = program.make(), [batches_of(rank, program.sizes) for rank in range(len(program.sizes))]
+    optimizer = stepping(models)
+    for start in range(0, max(map(len, batches)), 2):
+        found = []
+        for rank, own in enumerate(batches):
+            for number, batch in list(enumerate(own))[start : start + 2]:
+                loss, *count = program.loss(models, batch, rank, number)
+                found.append((loss, count[0] if count else (batch[1] != -100).sum()))
         optimizer.zero_grad()
-        sums = torch.stack([F.cross_entropy(network(x, head), y, reduction="sum") for head, (x, y) in every]).sum()
-        (sums / sum(int((y >= 0).sum()) for _, (_, y) in every)).backward()
+        (torch.stack([loss * n for loss, n in found if n]).sum() / sum(n for _, n in found)).backward()
+        nn.utils.clip_grad_norm_([p for each in models for p in each.parameters()], 1.0)
         optimizer.step()
-    return weights(network), [float(sum(FOUR[0]))] if kind == "ddp" else []
-
-
-@pytest.mark.parametrize(
-    ("kind", "path"),
-    [
-        ("ddp", [[0] * 4, [1] * 4]),
-        ("shards", [[0, 1], [0, 1]]),
-        ("shards", [[0, 0], [0, 0]]),
-        ("shards, overlap", [[0, 1], [0, 1]]),
-        ("shards, overlap", [[0, 1], [1, 0]]),
-        ("hsdp", [[0, 1], [0, 1], [1, 1], [1, 1]]),
-    ],
-    ids=str,
-)
-def test_parameters_that_some_micro_batches_use(kind: str, path: list[list[int]]) -> None:
-    """What no micro-batch uses gets no gradient, and no weight decay."""
-    assert_same(exactly(len(path), heads, kind, path), heads_at_once(kind, path))
+    for each, buffers in exactly(len(program.sizes), one_by_one, name):
+        assert distance(each, [w for network in models for w in weights(network)]) <= program.within
+        assert name != "heads in ddp" or buffers == [sum(program.sizes[0])]
 
 
 # Several models and loops.
@@ -289,32 +375,6 @@ def test_nested_loops(sizes: Sizes) -> None:
         accumulator.backward(mean(network, joined(window)))
     for each in exactly(2, nested, sizes):
         assert distance(each, 4 * weights(network)) <= 1e-12
-
-
-def both(rank: int, sizes: Sizes, shape: tuple[int, ...], overlap: bool) -> Any:
-    """Train two models at once, of which the first micro-batch of a window alone uses the second one."""
-    one, two = shards(model(), shape=shape), shards(small(), shape=shape)
-    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.2)
-    accumulator = Accumulator([one, two], optimizer, steps=2, clip_norm=1.0, overlap=overlap)
-    for number, (x, y) in enumerate(accumulator.over(batches_of(rank, sizes))):
-        accumulator.backward(F.cross_entropy(one(x) if number % 2 else one(x) + two(x), y))
-    return [*weights(one), *weights(two)]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("sizes", "shape"), [(SIZES, (2,)), ([each[:2] for each in FOUR], (2, 2))], ids=str)
-def test_what_the_last_micro_batch_does_not_use_is_reduced(sizes: Sizes, shape: Any, overlap: bool) -> None:
-    """Also where it is a model of its own, which no backward of FSDP finishes then."""
-    one, two = model(), small()
-    optimizer = torch.optim.SGD([*one.parameters(), *two.parameters()], lr=0.2)
-    accumulator = Accumulator([one, two], optimizer, steps=99, clip_norm=1.0)
-    for start in range(0, len(sizes[0]), 2):
-        for own in (batches_of(rank, sizes) for rank in range(len(sizes))):
-            for number, (x, y) in enumerate(own[start : start + 2]):
-                accumulator.backward(F.cross_entropy(one(x) if number else one(x) + two(x), y))
-        accumulator.flush()
-    for each in exactly(len(sizes), both, sizes, shape, overlap):
-        assert distance(each, [*weights(one), *weights(two)]) <= 1e-12
 
 
 def playing(rank: int, sizes: Sizes, given: bool, overlap: tuple[bool, bool], kind: str = "shards") -> Any:
@@ -375,30 +435,6 @@ def test_two_players_in_ddp() -> None:
 
 
 # Numbers of low precision, scalers, and micro-batches that count nothing.
-
-
-def frozen(rank: int, low: bool) -> Any:
-    """Train below a frozen layer, which FSDP frees from its forward to its backward."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    plain = model().float() if low else model()
-    plain[2].requires_grad_(False)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if low else None)
-    network = parts_of(plain, mp_policy=policy)
-    accumulator = Accumulator(network, OPTIMIZERS["sgd"](plain[0].parameters()), steps=2)
-    for x, y in accumulator.over(batches_of(rank, [[3, 5], [6, 1]])):
-        accumulator.backward(F.cross_entropy(network(x.float() if low else x).double(), y))
-    return [p.double() for p in weights(network)]
-
-
-@pytest.mark.parametrize("low", [False, True])
-def test_a_frozen_layer_that_is_freed_after_its_forward(low: bool) -> None:
-    """It is known to be the model's own; and mixed precision is that of the policy."""
-    network = model()
-    mean(network, joined(windows_of([[3, 5], [6, 1]], 2)[0])).backward()
-    OPTIMIZERS["sgd"](network[0].parameters()).step()
-    for each in exactly(2, frozen, low):
-        assert distance(each, weights(network)) <= (3e-3 if low else 1e-12)
 
 
 def in_bfloat16(_: int, kind: str) -> Any:
@@ -472,56 +508,3 @@ def test_weights_do_not_overflow(kind: str, way: str) -> None:
     for skipped, scale in exactly(2, scaled, kind, way):
         assert not any(skipped)
         assert scale == 2.0**16
-
-
-def in_one_unit(rank: int, overlap: bool) -> Any:
-    """Train with a scaler, and with uneven windows."""
-    network = shards(model())
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    accumulator = Accumulator(network, optimizer, steps=2, scaler=scaler, overlap=overlap, clip_norm=1.0)
-    for x, y in accumulator.over(batches_of(rank, [[3, 5, 2, 1, 4], [6, 1, 1]])):
-        accumulator.backward(F.cross_entropy(network(x), y))
-    return weights(network), []
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_the_unit_is_corrected_for(overlap: bool) -> None:
-    """With a scaler ranks come to the weights that they come to without."""
-    true = truth([[3, 5, 2, 1, 4], [6, 1, 1]], 2, "mean", "sgd")
-    assert_same(exactly(2, in_one_unit, overlap), true, all_updates=False)
-
-
-NOTHING = [(0, 1), (1, 2)]  # rank and number of micro-batches that count nothing
-
-
-def of_some_values(network: nn.Module, rank: int, number: int) -> tuple[Tensor, Tensor]:
-    """Return a mean that divides by its count by hand, 0 / 0 in some micro-batches, and the count."""
-    values = network(micro_batch(3, 10 * rank + number)[0]).pow(2).mean(1)
-    mask = torch.full_like(values.detach(), float((rank, number) not in NOTHING))
-    return (values * mask).sum() / mask.sum(), mask.sum()
-
-
-def dividing_by_nothing(rank: int, kind: str, numbers: Sequence[int]) -> Any:
-    """Train by such means."""
-    network = WRAPPERS[kind](model())
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    accumulator = Accumulator(network, optimizer, steps=2, overlap=kind == "ddp")
-    for number in accumulator.over(range(numbers[rank])):
-        accumulator.backward(*of_some_values(network, rank, number))
-    return weights(network)
-
-
-@pytest.mark.parametrize(("kind", "numbers"), [("ddp", [4, 4]), ("shards", [4, 3])])
-def test_what_counts_nothing_adds_nothing(kind: str, numbers: list[int]) -> None:
-    """Though its gradient is NaN, also where it is passed by with once more, for company."""
-    network = model()
-    optimizer = OPTIMIZERS["sgd"](network.parameters())
-    for window in ((0, 1), (2, 3)):
-        every = [(rank, number) for rank in (0, 1) for number in window if number < numbers[rank]]
-        means = [of_some_values(network, *each) for each in every if each not in NOTHING]
-        optimizer.zero_grad()
-        (torch.stack([value * count for value, count in means]).sum() / sum(count for _, count in means)).backward()
-        optimizer.step()
-    for each in exactly(2, dividing_by_nothing, kind, numbers):
-        assert distance(each, weights(network)) <= 1e-12
