@@ -7,9 +7,9 @@ training one micro-batch does; it and its parts use the same random numbers.
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase as Statistics
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
 from bigbatch.caller import outside
-from bigbatch.errors import BatchError, BigBatchError, CoupledLoss, LossError, PathsDiffer
+from bigbatch.errors import BatchError, BigBatchError, CoupledLoss, PathsDiffer
 from bigbatch.execute.micro_step import Runner
 from bigbatch.first_step_parts import (
     COUNT_TOLERANCE,
@@ -34,7 +34,6 @@ from bigbatch.first_step_parts import (
     totals_of,
 )
 from bigbatch.first_step_watch import quiet
-from bigbatch.loss import refusals
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go
 from bigbatch.state.scope import NeedsLockStep
@@ -43,16 +42,27 @@ from bigbatch.state.snapshot import untouched
 _AGAIN = (1, 3, 15, 127)  # updates after which pieces are compared again
 _LITTLE = 1 << 25  # bytes that a piece may hold in any case, and the gradients that are compared
 _PARTS = 64  # of a piece, at most
+_FEWEST = 2  # samples of a piece
 
-# An error, or that all is well, or that random numbers hide the losses, or the gradients alone.
-Verdict = BigBatchError | Literal["agrees", "hidden", "unsure"]
+# An error; or that all is well, that random numbers hide the losses, or the gradients alone, or that nothing could run.
+Verdict = BigBatchError | Literal["agrees", "hidden", "unsure", "blind"]
+
+
+class _Plan(NamedTuple):
+    """How a piece is taken."""
+
+    samples: int
+    is_uneven: bool
+    is_away: bool  # whether what its backward needs waits in host memory
+    is_instead: bool = False  # whether it is only taken where none before could run
+    is_watched: bool = True
 
 
 class FirstCheck:
     """Compares pieces of a batch with their parts, before updates 1, 2, 4, 16 and 128.
 
     It compares again where other modules are in training mode than before. Later updates matter: a gate that begins at
-    zero hides at first what couples samples. A check that cannot run proves nothing, and raises nothing.
+    zero hides at first what couples samples. A check that cannot run proves nothing; once the step is made, it warns.
     """
 
     def __init__(self, models: Sequence[nn.Module], runner: Runner, mover: Mover, options: Options) -> None:
@@ -62,12 +72,13 @@ class FirstCheck:
         self._updates = 0
         self._due: tuple[int, ...] = _AGAIN
         self._modes, self._mode = set[bytes](), b""  # which modules were in training mode when pieces were compared
-        self._warned = False
+        self._unseen, self._reason, self._has_warned = "", "", False
 
     def __call__(self, division: Division, side_by_side: SideBySide | None = None) -> bool:
         """Refuse what cannot be cut or trimmed; returns whether pieces were compared (see `passed`)."""
         trimmed = division.longest is not None and min(division.longest) < division.width
         self._mode = bytes([trimmed, *(module.training for module in self._modules)])
+        self._unseen = ""
         due = self._mode not in self._modes or self._updates >= min(self._due, default=math.inf)
         if not due or (len(division) == 1 and not trimmed):  # one micro-batch is the big batch
             return False
@@ -75,32 +86,37 @@ class FirstCheck:
         self._how.side_by_side = side_by_side and partial(side_by_side, resting=division.longest is None)
         if trimmed:
             self._refuse_counted_padding(division)
-        if self._options.check and self._is_hidden(division) and not self._warned:
-            self._warned = True
-            warnings.warn(_UNSEEN, stacklevel=outside())
+        if self._options.check:
+            self._unseen = self._unseen_in(division)
         return True
 
     def passed(self, *, looked: bool, stepped: bool = True) -> None:
-        """Note that an update was made, or at least not refused."""
+        """Note that an update was made, or at least not refused; warn once of what could not be compared."""
         self._updates += stepped
         if looked:
             self._modes.add(self._mode)
             self._due = tuple(each for each in self._due if each >= self._updates)
+        if self._unseen and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(self._unseen, stacklevel=outside())
 
-    def _is_hidden(self, division: Division) -> bool:
-        """Compare in training mode, and in eval mode what random numbers hide there; returns whether they hid it."""
-        accepts, hidden = self._options.batch_norm == "micro", False
+    def _unseen_in(self, division: Division) -> str:
+        """Compare in training mode, and in eval mode what random numbers hide there; returns what was not seen."""
+        accepts, unseen = self._options.batch_norm == "micro", ""
         resting = [module for module in self._modules if accepts and isinstance(module, Statistics)]
         for modules in (resting, self._modules):
             with untouched(self._how.models), quiet(modules):
                 found = self._first_that_runs(division)
             division.batch.refuse_changed()  # or the step would use other samples than were compared
             if found == "agrees":
-                return hidden
+                return unseen
+            if found == "blind":
+                return unseen or _BLIND.format(self._reason)
             if isinstance(found, BigBatchError) and not (accepts and modules is resting):
                 raise self._dated(found)
-            hidden = hidden or found != "unsure"  # an error: of statistics that were accepted, and are not torch's own
-        return hidden
+            if found != "unsure":  # an error: of statistics that were accepted, and are not torch's own
+                unseen = _UNSEEN
+        return _UNSEEN
 
     def _dated(self, error: BigBatchError) -> BigBatchError:
         """Name the updates that were made before a coupling was seen."""
@@ -109,58 +125,70 @@ class FirstCheck:
 
     def _first_that_runs(self, division: Division) -> Verdict:
         """Compare uneven parts and even parts; where neither can be evaluated, two micro-batches."""
-        ran = False
-        for shares, is_instead, watched in self._attempts(division):
-            if is_instead and ran:
+        groups, ran = _groups(division), False
+        try:
+            plans = self._plans(division, groups)
+        except NeedsLockStep:
+            raise
+        except BigBatchError as error:  # a refusal of the micro-batch itself, which comes in the step
+            self._reason = _said(error)
+            return "blind"
+        probes = self._how.runner.probes(_LITTLE)
+        while plans:
+            plan = plans.pop(0)
+            if plan.is_instead and ran:
                 break
+            shares = _shares(groups, plan.samples, uneven=plan.is_uneven)
             try:
-                found = _compared(Piece(self._how, division, shares, self._how.runner.probes(_LITTLE), watched=watched))
+                piece = Piece(self._how, division, shares, probes, watched=plan.is_watched, away=plan.is_away)
+                found = _compared(piece)
             except Exception as error:  # it proves nothing; what is the user's own comes in the step
                 ours = self._how.side_by_side is not None and isinstance(error, BigBatchError)
                 if isinstance(error, NeedsLockStep) or (ours and not isinstance(error, PathsDiffer)):
                     raise
-                _forget(error)
+                if self._is_short(error) and not (plan.is_away and plan.samples <= _FEWEST):
+                    plans.insert(0, plan._replace(samples=max(plan.samples // 2, _FEWEST), is_away=True))
                 continue
             finally:
                 torch.clear_autocast_cache()  # or the step would use copies of weights that were made here
             if found != "agrees":
                 return found
             ran = True
-        return "agrees"
+        return "agrees" if ran else "blind"
 
-    def _attempts(self, division: Division) -> Iterator[tuple[list[list[int]], bool, bool]]:
-        """Yield the parts of pieces, whether they are tried instead of those before, and whether they are watched."""
-        groups = _groups(division)
+    def _plans(self, division: Division, groups: list[list[int]]) -> list[_Plan]:
+        """Choose how many samples a piece has, by the memory of a micro-batch's forward."""
         size, peak = len(groups[0]), _LITTLE
-        self._how.is_away = False
         try:
             peak = Piece(self._how, division, groups[:1], ()).whole.peak
-        except NeedsLockStep:
-            raise
         except BigBatchError:
-            return  # a refusal of the micro-batch itself, which comes in the step
-        except Exception as error:  # noqa: BLE001 - as above
-            _forget(error)
-        samples = max(size * _LITTLE // max(peak, 1), size, 2)
-        self._how.is_away = (
-            samples > size and samples * peak > size * _LITTLE
-        )  # two samples, where one is a micro-batch
-        yield _shares(groups, samples, uneven=True), False, True
-        yield _shares(groups, samples, uneven=False), False, True
-        yield _shares(groups, 2 * size, uneven=False), True, True
-        yield _shares(groups, 2 * size, uneven=False), True, False  # a few operations cannot be watched
+            raise
+        except Exception as error:  # noqa: BLE001 - it proves nothing
+            self._is_short(error)
+        fitting = max(size * _LITTLE // max(peak, 1), size)
+        samples = max(fitting, _FEWEST)
+        away = samples > fitting  # two samples, where one is a micro-batch
+        first, second = _Plan(samples, True, away), _Plan(samples, False, away)  # noqa: FBT003 - a tuple
+        instead = _Plan(2 * size, is_uneven=False, is_away=away, is_instead=True)
+        return [first, second, instead, instead._replace(is_watched=False)]  # a few operations cannot be watched
+
+    def _is_short(self, error: Exception) -> bool:
+        """Note why a piece could not run; free what it holds where memory is what it lacked, which takes a while."""
+        self._reason, short = _said(error), is_out_of_memory(error)
+        if short:
+            let_go(error)
+        return short
 
     def _refuse_counted_padding(self, division: Division) -> None:
         """Compare what a loss is over with and without padding, whatever its value is."""
         groups = _groups(division)
         shares = [groups[0][:1], *([groups[1][-1:]] if len(groups) > 1 else ())]
-        self._how.is_away = False
         try:
             with untouched(self._how.models), quiet():
                 piece = Piece(self._how, division, shares, ())
                 parts = piece.parts()
         except Exception as error:  # noqa: BLE001 - it proves nothing
-            _forget(error)
+            self._is_short(error)
             return
         division.batch.refuse_changed()
         if piece.whole.kinds == parts[0].kinds and all(part.certain for part in parts):
@@ -172,27 +200,18 @@ class FirstCheck:
 
 def _compared(piece: Piece) -> Verdict:
     """Compare the gradient of a piece with that of its parts."""
-    whole, found, samples = piece.whole, piece.parts(), len(piece.samples)
-    alike = len({part.kinds for part in found}) == 1 and whole.norms == found[0].norms
-    goes_on = alike and whole.drew and not piece.in_lockstep
-    if (alike and agree(whole, found)) or (goes_on and agree(whole, piece.parts(goes_on=True))):
+    whole, found = piece.whole, piece.parts()
+    if agree(whole, found):
         return "agrees"
     if whole.drew and not all(part.certain for part in found):
         return "hidden"
-    if whole.norms > found[0].norms:
-        return _more_norms(whole, found, samples)
-    padded = piece.padded_parts()
-    if padded and agree(whole, padded):
-        return _padded(whole, found)
-    if whole.drew and is_near(whole.value, together_of(found), (whole, *found)):
+    if whole.norms <= found[0].norms and whole.drew and is_near(whole.value, together_of(found), (whole, *found)):
         return "unsure"  # what is run again in backward, or a fused kernel, draws numbers of its own there
-    return _coupled(whole, found, samples, _IN_LOCKSTEP if piece.in_lockstep else _CAUSES)
+    return _coupled(piece, found)
 
 
-def _forget(error: Exception) -> None:
-    """Free what a failure holds, where memory is what it lacked; that takes a while."""
-    if is_out_of_memory(error):
-        let_go(error)
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _groups(division: Division) -> list[list[int]]:
@@ -220,10 +239,17 @@ def _shares(groups: Sequence[list[int]], samples: int, *, uneven: bool) -> list[
     return found
 
 
+_TO_VERIFY = "print(bigbatch.verify(model, loss_fn, batch, micro_batch_size=...))"
 _UNSEEN = (
     "this loss draws random numbers that cannot be drawn again for a part of a batch, as torch.randperm. So the check "
     "could not see, in training mode, whether samples are coupled.\n"
     "Use: numbers drawn before the step, a row for each sample of the batch; or Options(check=False)"
+)
+_BLIND = (
+    "the check of this batch could not run: no piece of the batch could be compared with its parts ({}). So it is not "
+    "known whether the update is the big batch's. It is not where a model keeps a state from call to call, of the "
+    "size of a micro-batch, as truncated backpropagation does.\n"
+    f"Use: {_TO_VERIFY}; a state that begins anew in each call, or comes with the batch; or Options(check=False)"
 )
 _CAUSES = (
     "Common causes: attention, pooling or a statistic over the batch dimension, also without gradient (normalized "
@@ -237,36 +263,31 @@ _IN_LOCKSTEP = (
 )
 
 
-def _coupled(whole: Part, parts: Sequence[Part], samples: int, causes: str) -> LossError:
+def _coupled(piece: Piece, parts: Sequence[Part]) -> CoupledLoss:
     """Say that the parts do not make the whole."""
-    numbers = [len(part.kinds) for part in parts]
-    if len(set(numbers)) > 1:
+    whole, samples, terms = piece.whole, len(piece.samples), [len(part.kinds) for part in parts]
+    if whole.norms > parts[0].norms:
         return CoupledLoss(
-            f"the losses of {len(parts)} parts of {samples} samples have {', '.join(map(str, numbers))} terms: there "
+            f"BatchNorm is called {whole.norms} times for {samples} samples, and {parts[0].norms} times for a part of "
+            "them: it normalizes by pieces of the batch (ghost or virtual batches, or one sample after the other), and "
+            "which samples make a piece would change with the split.",
+            fix='BigStep(..., micro_batch_size=128, options=Options(batch_norm="micro"))',
+        )
+    if len(set(terms)) > 1:
+        return CoupledLoss(
+            f"the losses of {len(parts)} parts of {samples} samples have {', '.join(map(str, terms))} terms: there "
             "are terms for single samples, or for what happens to be in a batch.",
             fix="one tensor of all samples' losses, reduced once; or counted(loss, n), counted(loss, 'sum')",
         )
-    alike = all(is_near(parts[0].value, part.value, parts) for part in parts)
-    if not alike and all(set(part.kinds) == {"once"} for part in parts):
-        return refusals.shared_alone([part.value for part in parts])
     size = max(norm(whole.gradient), sum(norm(part.gradient) for part in parts))
     away = apart(whole, parts) / size if size else 0.0
+    causes = _IN_LOCKSTEP if piece.in_lockstep else _CAUSES
     return CoupledLoss(
         f"the samples of this batch are coupled: the gradient of {samples} of them is {away:.2g} of its norm away from "
         f"that of {len(parts)} parts together. Their losses are {whole.value:.6g} and {together_of(parts):.6g}. "
         f"No split into micro-batches gives the big batch's gradient.\n{causes}",
-        fix="print(bigbatch.verify(model, loss_fn, batch, micro_batch_size=...)) to find the cause; "
+        fix=f"{_TO_VERIFY} to find the cause; "
         "Options(check=False) where the loss only looks coupled, as with random numbers of its own",
-    )
-
-
-def _more_norms(whole: Part, parts: Sequence[Part], samples: int) -> CoupledLoss:
-    """Say that BatchNorm is called more often for more samples."""
-    return CoupledLoss(
-        f"BatchNorm is called {whole.norms} times for {samples} samples, and {max(part.norms for part in parts)} times "
-        "for a part of them: it normalizes by pieces of the batch (ghost or virtual batches, or one sample after the "
-        "other), and which samples make a piece would change with the split.",
-        fix='BigStep(..., micro_batch_size=128, options=Options(batch_norm="micro"))',
     )
 
 

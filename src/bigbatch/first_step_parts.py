@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 
 from bigbatch.batch.split import Division
 from bigbatch.batch.transfer import Mover
@@ -44,7 +44,6 @@ class Evaluation:
     runner: Runner
     mover: Mover
     side_by_side: SideBySide | None = None
-    is_away: bool = False  # whether what a backward needs waits in host memory
 
 
 class Part(NamedTuple):
@@ -82,32 +81,30 @@ class Piece:
         probes: tuple[Tensor, ...],
         *,
         watched: bool = True,
+        away: bool = False,
     ) -> None:
-        """Evaluate them together; `probes` are the parameters whose gradients are compared."""
-        self._how, self._division, self._shares, self._watched = how, division, shares, watched
-        self._probes = probes
+        """Evaluate them together; `probes` are the parameters whose gradients are compared.
+
+        Where it is `away`, what its backward needs waits in host memory.
+        """
+        self._how, self._division, self._shares, self._watched, self._probes = how, division, shares, watched, probes
         self._state, self._tape = Snapshot(how.models), list[Tensor]()
         self.samples = [i for share in shares for i in share]
         self._in_parts = False
-        (self.whole,) = self._evaluated([self.samples], [widest(division)], None)
+        with save_on_cpu() if away else nullcontext():
+            (self.whole,) = self._evaluated([self.samples], [_widest(division)], None)
 
-    def parts(self, widths: Sequence[int | None] | None = None, *, goes_on: bool = False) -> list[Part]:
-        """Evaluate the parts; their random numbers are those of the piece, or go on from part to part."""
+    def parts(self) -> list[Part]:
+        """Evaluate the parts, each with the piece's random numbers."""
         self._in_parts = True
-        widths = widths or [_width(self._division, share) for share in self._shares]
+        widths = [_width(self._division, share) for share in self._shares]
         totals = self.whole.counts
-        found = self._evaluated(self._shares, widths, totals, goes_on=goes_on)
+        found = self._evaluated(self._shares, widths, totals)
         came = totals_of(found)
         alike = len(came) == len(totals) and all(map(partial(math.isclose, rel_tol=COUNT_TOLERANCE), came, totals))
-        if not alike and self._how.side_by_side is None:  # the piece has another count, or a graph of another kind
-            found = self._evaluated(self._shares, widths, came, goes_on=goes_on)
+        if not alike and not self.in_lockstep:  # the piece has another count, or a graph of another kind
+            found = self._evaluated(self._shares, widths, came)
         return [part for part in found if part.kinds] or found  # a loss of zero adds nothing
-
-    def padded_parts(self) -> list[Part]:
-        """Evaluate parts that have all the padding of the piece; none where it cannot be told."""
-        if self._division.longest is None or self._division.batch.collate is not None:
-            return []
-        return self.parts([widest(self._division)] * len(self._shares))
 
     @property
     def in_lockstep(self) -> bool:
@@ -115,12 +112,7 @@ class Piece:
         return self._how.side_by_side is not None
 
     def _evaluated(
-        self,
-        shares: Sequence[list[int]],
-        widths: Sequence[int | None],
-        totals: Sequence[float] | None,
-        *,
-        goes_on: bool = False,
+        self, shares: Sequence[list[int]], widths: Sequence[int | None], totals: Sequence[float] | None
     ) -> list[Part]:
         """Evaluate samples: each share by itself, or in lock-step where their losses ask for each other."""
         sizes = [len(share) for share in shares]
@@ -130,7 +122,7 @@ class Piece:
 
         def forward(number: int) -> _Forward:
             if in_parts and together is None:
-                self._state.restore(randomness=not goes_on)
+                self._state.restore()
             rows = Rows(sum(sizes[:number]), sizes[number], sum(sizes)) if in_parts else None
             return self._forward(self._division.part(shares[number], widths[number]), rows)
 
@@ -156,12 +148,8 @@ class Piece:
         runner = self._how.runner
         micro_batch, watch = self._how.mover.moved(given), Watch(self._tape, rows)
         numbers = Snapshot(self._how.models).randomness
-        away: AbstractContextManager[object] = nullcontext()
-        if self._how.is_away:
-            weights = (p for model in self._how.models for p in model.parameters() if p.layout == torch.strided)
-            own = {p.untyped_storage().data_ptr() for p in weights}
-            away = saved_tensors_hooks(partial(_to_host, own), _from_host)
-        with away, torch.enable_grad(), watch if self._watched else nullcontext():
+        watching: AbstractContextManager[object] = watch if self._watched else nullcontext()
+        with torch.enable_grad(), watching:
             loss, _ = runner.loss(micro_batch)
         terms = list[Term]()
         with nullcontext() if self._in_parts else suppress(LossError):  # a piece may be more than a micro-batch
@@ -206,11 +194,7 @@ class Piece:
     def _tolerance(self, loss: Tensor, lowest: torch.dtype | None) -> float:
         """Return how far the least precise numbers of a forward may move its gradient, relatively."""
         device = loss.device.type
-        used = {
-            loss.dtype,
-            lowest or loss.dtype,
-            *(p.dtype for model in self._how.models for p in model.parameters()),
-        }
+        used = {loss.dtype, lowest or loss.dtype, *(p.dtype for model in self._how.models for p in model.parameters())}
         used |= {torch.get_autocast_dtype(device)} if torch.is_autocast_enabled(device) else set()
         found = max(_TOLERANCE.get(each, _LOW_PRECISION_TOLERANCE) for each in used if each.is_floating_point)
         worker = scope.worker()
@@ -243,6 +227,8 @@ def totals_of(parts: Sequence[Part]) -> list[float]:
 
 def agree(whole: Part, parts: Sequence[Part]) -> bool:
     """Whether the gradients of the parts make that of the whole, but for rounding, or do not tell."""
+    if len({part.kinds for part in parts}) > 1 or whole.norms != parts[0].norms:
+        return False
     if not math.isfinite(whole.value) or not math.isfinite(norm(whole.gradient)):
         return True
     is_alone = all(set(part.kinds) == {"once"} for part in parts)
@@ -279,20 +265,7 @@ def is_near(one: float, other: float, parts: Sequence[Part]) -> bool:
     return not abs(one - other) > _OF_LOSS * max(part.tolerance for part in parts) * size
 
 
-def _to_host(weights: set[int], tensor: Tensor) -> tuple[torch.device, Tensor]:
-    """Copy what is saved for backward to the host; weights stay where they are."""
-    stays = tensor.layout != torch.strided or tensor.untyped_storage().data_ptr() in weights
-    return tensor.device, tensor.detach() if stays else tensor.detach().to("cpu")
-
-
-def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
-    return packed[1].to(packed[0])
-
-
-_from_host.shows = True  # type: ignore[attr-defined]  # the reader of the graph may look
-
-
-def widest(division: Division) -> int | None:
+def _widest(division: Division) -> int | None:
     """Return what a piece is trimmed to, which some of its parts are not."""
     if division.longest is None:
         return None
