@@ -67,9 +67,9 @@ def _met(  # noqa: PLR0917 - torch's own signature
         plain: Tensor = swap.plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         return plain
     calls = worker.visits.get("BatchNorm", 0) + 1
-    rests = worker.round.mode == "resting" and running_mean is not None
-    if rests or not _meets(worker):
-        if rests and _meets(worker):
+    rests, meets = worker.round.mode == "resting" and running_mean is not None, _meets(worker)
+    if rests or not meets:
+        if meets:
             meet_in_forward(worker, "BatchNorm", None, lambda _: None)  # for nothing, but the others have their turn
         plain = swap.plain(input, running_mean, running_var, weight, bias, not rests, momentum, eps)
         worker.visits["BatchNorm"] = calls  # a function mode has torch come by here once more
@@ -194,36 +194,25 @@ class _BatchNorm(torch.autograd.Function):
 def _pool(parts: list[_Local], eps: float, worker: Worker) -> Pooled:
     """Make one of all micro-batches' statistics, and take them into the running ones, once."""
     every = [part for part, _ in parts]
+    ranks, constants, like = worker.round.ranks, worker.round.constants, every[0].mean
     number = sum(part.number for part in every)
-    ranks, constants = worker.round.ranks, worker.round.constants
-    if number <= 1 and worker.size > 1 and ranks is None:
-        _refuse_few(number)
-    used = [part for part in every if part.number]
-    if not used and ranks is not None:  # others have values, and wait
-        used = [every[0]._replace(number=1)]
-    if not used and ranks is None:  # a rehearsal of nothing
-        return Pooled(every[0].mean, torch.ones_like(every[0].mean), 1)
+    numbers = [number] if ranks is None else ranks.numbers(number, like.device)
+    number = sum(numbers)
+    if number <= 1 and worker.round.mode != "probe":
+        msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
+        raise ValueError(msg)
+    used = [part for part in every if part.number] or [every[0]._replace(number=1)]  # other ranks have values, and wait
     means = torch.stack([part.mean for part in used]).double()
     spreads = torch.stack([part.spread for part in used]).double()
     variances = torch.where(spreads == 0, 0, spreads.square().reciprocal()) if means.is_cuda else spreads
     mean, variance = _mixed(constants, [part.number for part in used], means, variances)
     if ranks is not None:
-        numbers = ranks.numbers(number, mean.device)
-        number = sum(numbers)
-        if number <= 1:
-            _refuse_few(number)
         mean, variance = _mixed(constants, numbers, *ranks.stacked(torch.stack([mean, variance])).unbind(1))
     first, last = parts[0][1], parts[-1][1]
     if first is not None:
         worker.round.moved_statistics.update((id(first.mean), id(first.variance)))
         _update(first, last or first, mean, variance * (number / max(number - 1, 1)))
-    dtype = every[0].mean.dtype
-    return Pooled(mean.to(dtype), (variance + eps).rsqrt().to(dtype), number)
-
-
-def _refuse_few(number: int) -> None:
-    msg = f"BatchNorm needs more than one value per channel to train on; the whole batch has {number}"
-    raise ValueError(msg)
+    return Pooled(mean.to(like.dtype), (variance + eps).rsqrt().to(like.dtype), max(number, 1))
 
 
 def _mixed(constants: Constants, numbers: list[int], means: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:

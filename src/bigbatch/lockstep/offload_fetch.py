@@ -9,12 +9,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 _FAR = 256  # how many questions ahead are looked at
 
 
+class Saved(NamedTuple):
+    """A saved tensor, without its memory where that has gone: it knows whether it was changed in place."""
+
+    source: Tensor
+    version: int
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written into it since."""
+        return self.source._version != self.version  # noqa: SLF001 - torch looks at it itself without hooks
+
+
 class Out(NamedTuple):
     """A tensor that was copied to the host."""
 
     host: Tensor
     bytes: int
     copied: torch.cuda.Event
+    saved: Saved | None = None  # None: a gradient
 
 
 class Held(NamedTuple):

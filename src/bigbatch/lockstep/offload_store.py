@@ -3,14 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bigbatch.lockstep.offload_evict import Holdings, name_of
-from bigbatch.lockstep.offload_fetch import Fetcher, Held, Homecoming, Out
+from bigbatch.lockstep.offload_fetch import Fetcher, Held, Homecoming, Out, Saved
 from bigbatch.lockstep.offload_remake import Recipes, view_of
 from bigbatch.state import scope
 
@@ -21,7 +21,6 @@ _COMING_HOME = 2  # likewise: what comes back before its micro-batch goes on
 _ORDERS = 24  # kinds of forwards and backwards that are remembered
 _SLAB = 1 << 28  # bytes that are pinned at once, at least
 _PIECES = 4  # that a slab holds, at least: what is left at its end is a small part of it
-_OPEN = 8  # slabs that have room left, and are looked at for a smaller piece
 _ALIGNED = 512
 
 
@@ -34,8 +33,7 @@ class HostMemory:
     def __init__(self) -> None:
         """Have none yet."""
         self._slabs: list[Tensor] = []
-        self._unused: list[Tensor] = []
-        self._open: list[list[Any]] = []  # the latest slabs, and how much of each is used
+        self._left: list[int] = []  # bytes of each that are not used
 
     @property
     def held(self) -> int:
@@ -44,36 +42,20 @@ class HostMemory:
 
     def begin_anew(self) -> None:
         """Hand out all of it again."""
-        self._open, self._unused = [], list(self._slabs)
+        self._left = [slab.numel() for slab in self._slabs]
 
     def like(self, tensor: Tensor, size: int) -> Tensor:
         """Return room for a tensor of these strides."""
         step = -(-size // _ALIGNED) * _ALIGNED
-        place = next((each for each in self._open if each[1] + step <= each[0].numel()), None) or self._opened(step)
-        slab, used = place
-        place[1] += step
-        piece: Tensor = slab[used : used + size].view(tensor.dtype)
+        place = next((number for number, left in enumerate(self._left) if left >= step), len(self._slabs))
+        if place == len(self._slabs):
+            number = 1 << (max(_SLAB, _PIECES * step) - 1).bit_length()
+            self._slabs.append(torch.empty(number, dtype=torch.uint8, device="cpu", pin_memory=True))
+            self._left.append(number)
+        slab, begin = self._slabs[place], self._slabs[place].numel() - self._left[place]
+        self._left[place] -= step
+        piece: Tensor = slab[begin : begin + size].view(tensor.dtype)
         return piece.as_strided(tensor.shape, tensor.stride(), piece.storage_offset())
-
-    def _opened(self, size: int) -> list[Any]:
-        slab = next((each for each in self._unused if each.numel() >= size), None)
-        if slab is None:
-            number = 1 << (max(_SLAB, _PIECES * size) - 1).bit_length()
-            slab = torch.empty(number, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._slabs.append(slab)
-        self._unused = [each for each in self._unused if each is not slab]
-        self._open = [*self._open[1 - _OPEN :], [slab, 0]]
-        return self._open[-1]
-
-
-class _Saved(NamedTuple):
-    """A saved tensor, without its memory where that has gone: it knows whether it was changed in place."""
-
-    source: Tensor
-    version: int
-
-    def is_unchanged(self) -> bool:
-        return self.source._version == self.version  # noqa: SLF001 - torch looks at it itself without hooks
 
 
 class Offload:
@@ -97,9 +79,8 @@ class Offload:
 
     def _begin(self, limit: int | None, kept: Callable[[], Iterable[Tensor]], kind: Any) -> None:
         self._outs: list[Out] = []
-        self._saved: dict[int, _Saved] = {}  # by the number of the copy: gradients have some, too
         self._largest = 0
-        self._known: dict[int, tuple[StorageWeakRef, dict[tuple[Any, ...], int]]] = {}
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, int]] = {}  # copies, by memory and view
         self._leaving: deque[tuple[int, Tensor]] = deque()
         self._leaving_bytes = 0
         self._holdings = Holdings(limit, kept)
@@ -163,29 +144,27 @@ class Offload:
         while len(self._orders) > _ORDERS:
             del self._orders[next(iter(self._orders))]
 
-    def _stored(self, tensor: Tensor) -> _Saved | int:
+    def _stored(self, tensor: Tensor) -> Saved | int:
         """Put a tensor away that the micro-batch at hand has saved; returns the number of its copy, if it has one."""
         size = tensor.numel() * tensor.element_size()
         if size < _WORTH_MOVING or tensor.device != self._device or _is_weight(tensor) or not _is_dense(tensor):
             # Without its graph: an operation that held its own result would not go before its backward.
-            return _Saved(tensor.detach(), tensor._version)  # noqa: SLF001
+            return Saved(tensor.detach(), tensor._version)  # noqa: SLF001
         storage = tensor.untyped_storage()
-        reference, copies = self._known.get(name_of(storage), (None, {}))
-        if reference is None or reference.expired():
-            copies = {}
-            self._known[name_of(storage)] = StorageWeakRef(storage), copies
-        view = view_of(tensor)
-        if view not in copies:  # two operations may save the same tensor
-            copies[view] = self._copied_out(tensor, self._memory.like(tensor, size), size)
+        seen = name_of(storage), view_of(tensor)
+        reference, number = self._known.get(seen, (None, -1))
+        if reference is None or reference.expired():  # two operations may save the same tensor
             witness = tensor.detach()
             witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            self._saved[copies[view]] = _Saved(witness, tensor._version)  # noqa: SLF001
+            saved = Saved(witness, tensor._version)  # noqa: SLF001
+            number = self._copied_out(tensor, self._memory.like(tensor, size), size, saved)
+            self._known[seen] = StorageWeakRef(storage), number
         worker = scope.worker()
         if worker is not None and not tensor.is_leaf:  # a leaf may be everybody's
-            self._holdings.add(worker.number, tensor, copies[view])
-        return copies[view]
+            self._holdings.add(worker.number, tensor, number)
+        return number
 
-    def _copied_out(self, tensor: Tensor, host: Tensor, size: int) -> int:
+    def _copied_out(self, tensor: Tensor, host: Tensor, size: int, saved: Saved | None = None) -> int:
         here = torch.cuda.current_stream(self._device)
         self._outward.wait_stream(here)
         with torch.cuda.stream(self._outward):
@@ -193,7 +172,7 @@ class Offload:
             event = torch.cuda.Event()
             event.record(self._outward)
         number = len(self._outs)
-        self._outs.append(Out(host, size, event))
+        self._outs.append(Out(host, size, event, saved))
         self._leaving.append((number, tensor.detach()))
         self._leaving_bytes += size
         if size > self._largest:
@@ -215,15 +194,15 @@ class Offload:
         if self._holdings.may_go(held):
             self._coming_home.empty(number, held)
 
-    def _unpacked(self, packed: _Saved | int) -> Tensor:
-        saved = packed if isinstance(packed, _Saved) else self._saved[packed]
-        if not saved.is_unchanged():
+    def _unpacked(self, packed: Saved | int) -> Tensor:
+        saved = packed if isinstance(packed, Saved) else self._outs[packed].saved
+        if saved is not None and saved.is_changed:
             msg = (
                 "one of the variables needed for gradient computation has been modified by an inplace operation: it "
                 f"was saved at version {saved.version} and is now at {saved.source._version}"  # noqa: SLF001
             )
             raise RuntimeError(msg)
-        return packed.source if isinstance(packed, _Saved) else self._fetcher.ask(packed)
+        return packed.source if isinstance(packed, Saved) else self._fetcher.ask(packed)
 
     @contextmanager
     def waiting(self, worker: Any, gradient: Tensor | None = None, beside: int = 0) -> Iterator[bool]:
@@ -237,7 +216,7 @@ class Offload:
         shared = [tensor for tensor, _ in worker.round.shared]
         found = self._holdings.leaving(worker.number, worker.size, beside, shared)
         # Whose copy is not of what it holds now stays.
-        left = [each for each in found if each.number is None or self._saved[each.number].is_unchanged()]
+        left = [each for each in found if each.number is None or not self._is_changed(each.number)]
         numbers: list[int] = []
         try:
             for each in left:
@@ -254,6 +233,10 @@ class Offload:
                     out = self._outs[number]
                     self._free.setdefault(out.bytes, []).append((out.host, read))
             self._coming_home.fetch_ahead()  # also for the first one who was away, when those before it go on
+
+    def _is_changed(self, number: int) -> bool:
+        saved = self._outs[number].saved
+        return saved is not None and saved.is_changed
 
     def _gradient_copied_out(self, held: Held) -> int:
         """Copy a gradient, now: the next time it may have another added to it."""
@@ -276,14 +259,7 @@ def _is_weight(tensor: Tensor) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether a copy with the same strides holds what it holds, and nothing else."""
+    """Whether a copy with the same strides holds what it holds, and nothing else: torch keeps those, and no others."""
     if tensor.layout != torch.strided or type(tensor) is not Tensor:
         return False
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()

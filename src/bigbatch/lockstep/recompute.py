@@ -136,19 +136,16 @@ class _Call:
         """Run it once more as it ran the first time, with a graph; returns the results that have a gradient."""
         with torch.enable_grad(), under(self._autocasts), self._state.again(self._found), self.draws.again():
             found = dict(leaves(self.run(given)))
-        missing = [place for place in self.wanted if not isinstance(found.get(place), Tensor)]
-        if missing:
-            raise CannotRecompute(f"the model returned {missing[0]} the first time, and not the second")
-        results: list[Tensor] = [found[place] for place in self.wanted]
-        if self.values:
-            low = any(enabled for _, _, enabled, _ in self._autocasts)
-            low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
-            if not all(_is_same(*pair, low=low) for pair in zip(self.values, results, strict=True)):
-                raise CannotRecompute(
-                    "the model returned other values when it was run again in backward with the same input. It depends "
-                    "on something outside of it that has changed in between, such as a global that loss_fn sets",
-                    "model(x, condition), an argument of the call",
-                )
+        results: list[Any] = [found.get(place) for place in self.wanted]
+        low = any(enabled for _, _, enabled, _ in self._autocasts)
+        low = low or any(p.dtype in LOW_PRECISION for p in self.model.parameters())
+        same = not self.values or all(_is_same(*pair, low=low) for pair in zip(self.values, results, strict=True))
+        if not same or not all(isinstance(each, Tensor) for each in results):
+            raise CannotRecompute(
+                "the model returned other values when it was run again in backward with the same input. It depends "
+                "on something outside of it that has changed in between, such as a global that loss_fn sets",
+                "model(x, condition), an argument of the call",
+            )
         return results
 
 
@@ -275,10 +272,10 @@ def _memory(tensor: Tensor) -> int:
     return found
 
 
-def _is_same(first: Tensor, second: Tensor, *, low: bool) -> bool:
+def _is_same(first: Tensor, second: object, *, low: bool) -> bool:
     """Whether two runs gave the same values; `low`: precision is, so they may be further apart."""
-    if first.shape != second.shape or not first.numel():
-        return first.shape == second.shape
+    if not isinstance(second, Tensor) or first.shape != second.shape or not first.numel():
+        return isinstance(second, Tensor) and first.shape == second.shape
     slack = _SAME if low else min(_SAME, torch.finfo(first.dtype).eps ** 0.5)
     largest = float(first.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(first, second.detach(), rtol=0.0, atol=slack * largest, equal_nan=True)

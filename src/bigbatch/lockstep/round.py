@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -32,23 +32,28 @@ class OwnParameters:
             if parameter is not None and type(parameter.data) is Tensor  # others may have no memory of their own
         ]
 
+    def _moved(self) -> list[tuple[dict[str, Any], str, nn.Parameter, Tensor]]:
+        return [
+            (table, name, parameter, data)
+            for table, name, parameter, data in self._places
+            if table.get(name) is not parameter or parameter.data_ptr() != data.data_ptr()
+        ]
+
     def refuse_others(self) -> None:
         """Raise where the models have other parameters now."""
-        for table, name, parameter, data in self._places:
-            if table.get(name) is not parameter or parameter.data_ptr() != data.data_ptr():
-                raise LossError(
-                    f"a parameter '{name}' is another one after the forwards of a window than before: micro-batches "
-                    "take turns in the midst of torch.func.functional_call or an exchange of p.data.",
-                    fix="other weights with BatchNorm in evaluation mode, or a model of their own: "
-                    "BigStep([model, teacher], optimizer, loss_fn)",
-                )
+        for _, name, _, _ in self._moved():
+            raise LossError(
+                f"a parameter '{name}' is another one after the forwards of a window than before: micro-batches "
+                "take turns in the midst of torch.func.functional_call or an exchange of p.data.",
+                fix="other weights with BatchNorm in evaluation mode, or a model of their own: "
+                "BigStep([model, teacher], optimizer, loss_fn)",
+            )
 
     def restore(self) -> None:
         """Put all of them back."""
-        for table, name, parameter, data in self._places:
-            if table.get(name) is not parameter or parameter.data_ptr() != data.data_ptr():
-                table[name] = parameter
-                parameter.data = data
+        for table, name, parameter, data in self._moved():
+            table[name] = parameter
+            parameter.data = data
 
 
 @dataclass

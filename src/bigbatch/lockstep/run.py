@@ -3,7 +3,7 @@
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from bigbatch.lockstep.offload_store import Offload
 from bigbatch.lockstep.recompute import Recompute
 from bigbatch.lockstep.round import OwnParameters, Round
 from bigbatch.lockstep.thread_state import Carried
-from bigbatch.lockstep.threads import Crew, Worker, current
+from bigbatch.lockstep.threads import Crew, this_worker
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Term
 from bigbatch.memory.meter import saved_bytes
@@ -73,28 +73,39 @@ class Together:
         )
 
     def _launched(self, window: Window, micro_batches: Iterator[Any], sizes: Sequence[int]) -> list[Any]:
-        mode = self._activations(len(sizes))
-        round_ = self._round(sizes)
+        mode, round_, extras = self._activations(len(sizes)), self._round(sizes), [None] * len(sizes)
         if self._device.type == "cuda" and (mode != "keep" or window.recording):
             round_.free_workspaces = workspaces_freer()
-        around: AbstractContextManager[object] = nullcontext()
-        recompute = None
-        if mode == "recompute":
-            own = frozenset(map(id, window.gradients.parameters))
-            # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
-            wanted = partial(self._runner.wanted, weakref.proxy(window))
-            recompute = Recompute(wanted, own, comparing=self._windows in _COMPARED and not window.recording)
-            around = recompute.of(self._models)
-        elif mode == "offload":
+        recompute = self._recompute(window) if mode == "recompute" else None
+        around: AbstractContextManager[object] = recompute.of(self._models) if recompute is not None else nullcontext()
+        if mode == "offload":
             around = self._offloading(round_)
-        self._recomputed = recompute is not None
-        pass_ = _Pass(self._runner, window, micro_batches, recompute, looks=not self._windows)
-        with around, pass_.sparing_others:
+        self._recomputed, is_alike = recompute is not None, False
+        sparing_others = ExitStack()
+
+        def forward(number: int) -> tuple[Tensor, list[Term]]:
+            offload, micro_batch = round_.offload, next(micro_batches)  # one task at a time: each takes its own
+            with offload.recipes.hooks() if offload is not None else nullcontext():
+                loss, extras[number] = self._runner.loss(micro_batch)
+            del micro_batch
+            return loss, self._runner.read(loss)
+
+        def weighed(found: list[tuple[Tensor, list[Term]]]) -> list[Callable[[], None]]:
+            nonlocal is_alike
+            if recompute is not None:
+                recompute.refuse_changed()
+            sparing_others.enter_context(self._runner.sparing_others())  # known to be needed by now
+            if round_.offload is not None:
+                round_.offload.turn()
+            is_alike = not self._windows and len(found) > 1 and _is_of_all_alone(found)
+            return self._runner.weighed(window, found)
+
+        with around, sparing_others:
             self._add_ranks(round_, window.ranks)
-            extras = self._side_by_side([pass_.task] * len(sizes), round_)
+            self._side_by_side(forward, weighed, round_)
         if window.ranks is not None:
             window.ranks.elsewhere = False  # all have met for the last time, and come to their statements
-        if pass_.is_of_all_alone:
+        if is_alike:
             warnings.warn(
                 "this loss is made of values of all micro-batches alone (bigbatch.across), so each micro-batch "
                 "computes all of it. That is exact; a mean over rows of own samples is less work (docs/coupled.md).",
@@ -103,6 +114,12 @@ class Together:
         self._where.passed(recomputed_nothing=recompute is not None and not recompute.calls)
         self._windows += 1
         return extras
+
+    def _recompute(self, window: Window) -> Recompute:
+        own = frozenset(map(id, window.gradients.parameters))
+        # By a proxy: a window keeps the error that it failed with, that holds a graph, and the graph these calls.
+        wanted = partial(self._runner.wanted, weakref.proxy(window))
+        return Recompute(wanted, own, comparing=self._windows in _COMPARED and not window.recording)
 
     def _offloading(self, round_: Round) -> AbstractContextManager[None]:
         replayed = self._runner.whole is not None
@@ -123,26 +140,9 @@ class Together:
 
         Where it is `resting`, BatchNorm uses what it has learned, and micro-batches meet there for nothing.
         """
-
-        def turn(found: list[Value]) -> dict[int, Callable[[], Result]]:
-            worker = current()
-            assert worker is not None  # noqa: S101 - the last of them
-            _refuse_changes(worker)
-            worker.round.is_backward = True
-            return dict(enumerate(weighed(found)))
-
-        def task() -> Result:
-            worker = current()
-            assert worker is not None  # noqa: S101 - a task runs on a worker
-            found = forward(worker.number)
-            _end_drawing(worker)
-            backwards = worker.meet("the end of forward", found, turn)
-            del found
-            return backwards.pop(worker.number)()
-
         round_ = self._round(sizes)
         round_.mode = "resting" if resting else "train"
-        return self._side_by_side([task] * len(sizes), round_)
+        return self._side_by_side(forward, weighed, round_)
 
     def rehearse(self, run: Callable[[Any], object], micro_batch: Any, size: int) -> None:
         """Run one micro-batch alone as if others were there: BatchNorm takes a single sample."""
@@ -204,93 +204,50 @@ class Together:
         ranks.elsewhere = self._meets_in_model()
         round_.ranks, round_.all_samples, round_.samples_before = ranks, sum(every), sum(every[: ranks.rank])
 
-    def _side_by_side(self, tasks: Sequence[Callable[[], Result]], round_: Round) -> list[Result]:
-        carried = Carried.here(self._device)
+    def _side_by_side(
+        self,
+        forward: Callable[[int], Value],
+        weighed: Callable[[list[Value]], list[Callable[[], Result]]],
+        round_: Round,
+    ) -> list[Result]:
+        """Run each forward, a barrier at which all values are weighed, and each backward."""
+
+        def turn(found: list[Value]) -> dict[int, Callable[[], Result]]:
+            refuse_changed(round_.shared)
+            round_.shared.clear()
+            if round_.own_parameters is not None:
+                round_.own_parameters.refuse_others()
+            round_.is_backward = True
+            return dict(enumerate(weighed(found)))
+
+        def task() -> Result:
+            worker = this_worker()
+            if round_.streams is not None:
+                round_.streams.begin(worker.number)
+            found = forward(worker.number)
+            if round_.streams is not None:
+                round_.streams.end(worker.number)
+            backwards = worker.meet("the end of forward", found, turn)
+            del found
+            result = backwards.pop(worker.number)()
+            if round_.free_workspaces is not None:
+                round_.free_workspaces()
+            return result
+
+        tasks, carried = [task] * len(round_.sizes), Carried.here(self._device)
         with batch_norm_met(), activations_known() if round_.offload is not None else nullcontext():
             if len(tasks) == 1:
                 return self._crew.run(tasks, carried, round_)
             own = round_.own_parameters = OwnParameters(self._models)
+            # No generator of a device can be asked while it is captured; a graph that draws any number is not used.
+            capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             try:
-                with self._streams(round_, len(tasks)) as streams:
-                    numbered = [partial(_with_own_numbers, streams, *each) for each in enumerate(tasks)]
-                    return self._crew.run(numbered, carried, round_)
+                with closing(Streams(frozenset() if capturing else devices_of(self._models), len(tasks))) as streams:
+                    round_.streams = streams
+                    return self._crew.run(tasks, carried, round_)
             except BaseException:
                 own.restore()
                 raise
-
-    @contextmanager
-    def _streams(self, round_: Round, tasks: int) -> Iterator[Streams]:
-        # No generator of a device can be asked while its numbers are captured; a graph that draws any is not used.
-        capturing = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        streams = round_.streams = Streams(frozenset() if capturing else devices_of(self._models), tasks)
-        try:
-            yield streams
-        finally:
-            streams.close()
-
-
-class _Pass:
-    """What each worker of a window does: forward, a barrier at which all losses are weighed, backward."""
-
-    def __init__(
-        self, runner: Runner, window: Window, micro_batches: Iterator[Any], recompute: Recompute | None, *, looks: bool
-    ) -> None:
-        self._runner, self._window, self._micro_batches = runner, window, micro_batches
-        self._recompute, self._looks = recompute, looks
-        self.sparing_others = ExitStack()
-        self.is_of_all_alone = False  # whether the loss is made of values of all micro-batches alone
-
-    def task(self) -> Any:
-        """Run the next micro-batch; returns its extras."""
-        worker = current()
-        assert worker is not None  # noqa: S101 - a task runs on a worker
-        offload = worker.round.offload
-        micro_batch = next(self._micro_batches)  # one task at a time: each takes its own
-        with offload.recipes.hooks() if offload is not None else nullcontext():
-            loss, extra = self._runner.loss(micro_batch)
-        del micro_batch
-        terms = self._runner.read(loss)
-        _end_drawing(worker)
-        backwards = worker.meet("the end of forward", (loss, terms), self._turn)
-        del loss, terms
-        backwards.pop(worker.number)()
-        if worker.round.free_workspaces is not None:
-            worker.round.free_workspaces()
-        return extra
-
-    def _turn(self, found: list[tuple[Tensor, list[Term]]]) -> dict[int, Callable[[], None]]:
-        worker = current()
-        assert worker is not None  # noqa: S101 - the last of them
-        _refuse_changes(worker)
-        round_ = worker.round
-        round_.is_backward = True
-        if self._recompute is not None:
-            self._recompute.refuse_changed()
-        self.sparing_others.enter_context(self._runner.sparing_others())  # known to be needed by now
-        if round_.offload is not None:
-            round_.offload.turn()
-        self.is_of_all_alone = self._looks and len(found) > 1 and _is_of_all_alone(found)
-        return dict(enumerate(self._runner.weighed(self._window, found)))
-
-
-def _with_own_numbers(streams: Streams, number: int, task: Callable[[], Result]) -> Result:
-    streams.begin(number)
-    return task()
-
-
-def _end_drawing(worker: Worker) -> None:
-    """A forward is over: see whether it has drawn random numbers."""
-    if worker.round.streams is not None:
-        worker.round.streams.end(worker.number)
-
-
-def _refuse_changes(worker: Worker) -> None:
-    """A forward is over: what all micro-batches share must be as it was, and is let go by the last of them."""
-    refuse_changed(worker.round.shared)
-    if worker.number + 1 == worker.size:
-        worker.round.shared.clear()
-        if worker.round.own_parameters is not None:
-            worker.round.own_parameters.refuse_others()
 
 
 def _is_of_all_alone(found: Sequence[tuple[Tensor, Sequence[Term]]]) -> bool:

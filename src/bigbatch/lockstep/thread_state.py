@@ -1,20 +1,20 @@
 """What a worker's thread has of the caller's: torch's state of a thread, and the processor.
 
-Grad mode, autocast, saved-tensor hooks, function and dispatch modes, the current device and stream all belong to one
+Grad mode, autocast, function and dispatch modes, the current device and stream all belong to one
 thread. A micro-batch must run on its worker as it would have run on the thread that called the step.
 
 On a device, threads that take turns only launch work. Where each has a processor of its own, every turn begins on one
 that sleeps: launching a ResNet's kernels from sixteen threads took half as long again. So all stay on one processor.
 """
 
+import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import Context, copy_context
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +23,6 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _KINDS = ("cpu", "cuda")
-_STAT = Path("/proc/thread-self/stat")
-_PROCESSOR = 36  # its place behind the name in brackets, which may hold spaces
-_Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
-
-
 Autocasts = tuple[tuple[str, torch.dtype, bool, bool], ...]  # of each kind: whether enabled, whether it caches weights
 
 
@@ -54,7 +49,6 @@ class Carried:
     grad: bool
     inference: bool
     autocasts: Autocasts
-    hooks: tuple[_Hooks, ...]  # for saved tensors, outermost first
     function_modes: tuple[Any, ...]
     dispatch_modes: tuple[Any, ...]
     stream: torch.cuda.Stream | None
@@ -67,7 +61,6 @@ class Carried:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocasts=autocasts(),
-            hooks=_saved_tensor_hooks(),
             function_modes=tuple(_get_current_function_mode_stack()),
             dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
@@ -84,8 +77,6 @@ class Carried:
             stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             stack.enter_context(under(self.autocasts))
-            for pack, unpack in self.hooks:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             for mode in (*self.dispatch_modes, *self.function_modes):
                 # A default device remembers what was before it: each thread has its own.
                 stack.enter_context(copy(mode) if isinstance(mode, DeviceContext) else mode)
@@ -94,28 +85,15 @@ class Carried:
             yield
 
 
-def _saved_tensor_hooks() -> tuple[_Hooks, ...]:
-    """Return the hooks in force, outermost first. Only the innermost shows: each is taken off, and put back."""
-    found: list[_Hooks] = []
-    autograd: Any = torch._C._autograd  # noqa: SLF001 - no public name
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:  # noqa: FBT003, SLF001
-        found.insert(0, top)
-        autograd._pop_saved_tensors_default_hooks()  # noqa: SLF001
-    for pack, unpack in found:
-        autograd._push_saved_tensors_default_hooks(pack, unpack)  # noqa: SLF001
-    return tuple(found)
-
-
 def this_processor() -> int | None:
     """Return where this thread runs now; None where the system does not tell.
 
     Asked for every window: a crew that stayed where it was for 64 windows took 3 to 9 % longer.
     """
     _start_engine()
-    try:
-        return int(_STAT.read_text().rpartition(")")[2].split()[_PROCESSOR])
-    except (OSError, ValueError, IndexError):
-        return None
+    with suppress(AttributeError, OSError, TypeError):
+        return int(ctypes.CDLL(None).sched_getcpu())
+    return None
 
 
 @contextmanager

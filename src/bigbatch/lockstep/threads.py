@@ -60,11 +60,25 @@ class Worker:
         With `fold` each value is put into those before as it comes, so that only one is kept.
         """
         self.meetings += 1
+        turns, is_last = self._turns, self.number + 1 == self.size
         if self.round.free_workspaces is not None:
             self.round.free_workspaces()
-        box = [value]
-        del value  # where it is folded into others, nobody keeps it
-        found: Result = self._turns.meet(self.number, name, box, combine, fold)
+        if turns.failure is not None:
+            raise Abandoned
+        try:
+            turns.come(self.number, name, [value], fold)
+            del value  # where it is folded into others, nobody keeps it
+            if is_last:
+                turns.conclude(combine)
+        except BaseException as error:
+            turns.failure = error  # now, lest the task's own code catch it and go on
+            raise
+        turns.wait(self.number)
+        if turns.failure is not None:
+            raise Abandoned
+        found: Result = turns.combined
+        if is_last:
+            turns.combined = None  # the last one has taken it
         return found
 
 
@@ -72,6 +86,13 @@ def current() -> Worker | None:
     """Return the task that this thread runs, where it runs one."""
     found: Worker | None = scope.worker()
     return found
+
+
+def this_worker() -> Worker:
+    """Return the task that this thread runs; there is one."""
+    worker = current()
+    assert worker is not None  # noqa: S101 - tasks run on workers
+    return worker
 
 
 class Crew:
@@ -120,7 +141,6 @@ class _Seat(threading.Thread):
         self.go = threading.Lock()  # released by whoever passes the baton
         self.go.acquire()
         self.job: Callable[[], None] | None = None
-        self.failed: Callable[[BaseException], None]
         self.ended = False
 
     def wake(self) -> None:
@@ -136,10 +156,7 @@ class _Seat(threading.Thread):
             self.go.acquire()
             job = self.job
             if job is not None:
-                try:
-                    job()
-                except BaseException as error:  # noqa: BLE001 - between turns; the others must not wait for this one
-                    self.failed(error)
+                job()
             del job  # it holds a window's tensors
 
 
@@ -160,8 +177,8 @@ class _Turns:
         self._values: list[Any] = []
         self._done = [False] * len(tasks)
         self._results: list[Any] = [None] * len(tasks)
-        self._combined: Any = None
-        self._failure: BaseException | None = None
+        self.combined: Any = None
+        self.failure: BaseException | None = None
         self._alike = True  # whether all that have come are at the same barrier
         self._over = False
         self._turn = -1  # whose it is to run
@@ -170,10 +187,8 @@ class _Turns:
 
     def run(self) -> list[Any]:
         self._wait()
-        for seat in self._seats:
-            del seat.failed  # it knows this window
-        failure, results = self._failure, self._results
-        self._tasks, self._values, self._results, self._combined, self._failure = [], [], [], None, None
+        failure, results = self.failure, self._results
+        self._tasks, self._values, self._results, self.combined, self.failure = [], [], [], None, None
         self.round = Round(())  # a graph that outlives its window has a worker, and must hold nothing else of it
         if failure is not None:
             try:
@@ -188,13 +203,13 @@ class _Turns:
             while not self._over:
                 if self._turn < 0:
                     for number, seat in enumerate(self._seats):
-                        seat.job, seat.failed = self._job(number), partial(self._fail, number)
+                        seat.job = partial(self._job, number)
                     self._turn = 0
                 self._seats[self._turn].wake()  # also where an interrupt came between a turn and its waking
                 if not self._finished.acquire(timeout=_PATIENCE):
                     self._see_to_the_dead()
         except BaseException as interrupt:  # noqa: BLE001 - raised again when no task runs any more
-            self._failure = self._failure or interrupt
+            self.failure = self.failure or interrupt
             self._wait()
 
     def _see_to_the_dead(self) -> None:
@@ -203,80 +218,61 @@ class _Turns:
         if not self._over and not self._done[number] and not self._seats[number].is_alive():
             self._fail(number, RuntimeError("a thread of this window ended before its task"))
 
-    def _job(self, number: int) -> Callable[[], None]:
-        def job() -> None:
-            if self._turn != number or self._done[number]:
-                return  # woken for nothing
-            self._seats[number].job = None
+    def _fail(self, number: int, error: BaseException) -> None:
+        self.failure = self.failure or error
+        self._end(number)
+
+    def _job(self, number: int) -> None:
+        if self._turn != number or self._done[number]:
+            return  # woken for nothing
+        self._seats[number].job = None
+        try:
             try:
                 scope.become(Worker(self, number))
-                if self._failure is None:
+                if self.failure is None:
                     with staying_on(self._processor), self._carried.there():
                         self._results[number] = self._carried.context.copy().run(self._tasks[number])
             except Abandoned:
                 pass
-            except BaseException as error:  # noqa: BLE001 - it comes out of `run`
-                self._failure = self._failure or error
             finally:
                 scope.become(None)
             self._end(number)
+        except BaseException as error:  # noqa: BLE001 - it comes out of `run`, and the others must not wait for this one
+            self._fail(number, error)
 
-        return job
-
-    def meet(
-        self,
-        number: int,
-        name: str,
-        box: list[Any],
-        combine: Callable[[list[Any]], Any],
-        fold: Callable[[Any, Any], Any] | None,
-    ) -> Any:
-        if self._failure is not None:
-            raise Abandoned
+    def come(self, number: int, name: str, box: list[Any], fold: Callable[[Any, Any], Any] | None) -> None:
+        """A task has come to a barrier, with a value in a box."""
         self.at[number] = name
-        try:
-            self._alike = self._alike and name == self.at[0]
-            if fold is not None and number and self._alike:
-                self._values = [fold(self._values.pop(), box.pop())]
-            else:
-                self._values.append(box.pop())
-            if number + 1 == len(self._seats):
-                self._conclude(combine)
-        except BaseException as error:
-            self._failure = error  # now, lest the task's own code catch it and go on
-            raise
-        if len(self._seats) > 1:
-            self._hand_to((number + 1) % len(self._seats))
-            while self._turn != number:
-                self._seats[number].go.acquire()
-        if self._failure is not None:
-            raise Abandoned
-        result = self._combined
-        if number + 1 == len(self._seats):
-            self._combined = None  # the last one has taken it
-        return result
+        self._alike = self._alike and name == self.at[0]
+        if fold is not None and number and self._alike:
+            self._values = [fold(self._values.pop(), box.pop())]
+        else:
+            self._values.append(box.pop())
 
-    def _conclude(self, combine: Callable[[list[Any]], Any]) -> None:
+    def conclude(self, combine: Callable[[list[Any]], Any]) -> None:
         """All have come to where they are: make of their values what they came for."""
         if len(set(self.at)) > 1:
             raise self._paths_differ()
         values, self._values, self._alike = self._values, [], True
         self.at = [None] * len(self._seats)
-        self._combined = combine(values)
+        self.combined = combine(values)
 
-    def _fail(self, number: int, error: BaseException) -> None:
-        self._failure = self._failure or error
-        self._end(number)
+    def wait(self, number: int) -> None:
+        """Have the others run until it is this one's turn again."""
+        if len(self._seats) > 1:
+            self._hand_to((number + 1) % len(self._seats))
+            while self._turn != number:
+                self._seats[number].go.acquire()
 
     def _end(self, number: int) -> None:
         """A task is over: the baton goes to the next, and from the last one to whoever still waits."""
         self._done[number] = True
-        if self._failure is None and number + 1 < len(self._seats):
+        if self.failure is None and number + 1 < len(self._seats):
             self._hand_to(number + 1)
             return
         left = [i for i, done in enumerate(self._done) if not done]
         if left:
-            self._failure = self._failure or self._paths_differ()
+            self.failure = self.failure or self._paths_differ()
             self._hand_to(left[0])
         else:
             self._over = True
