@@ -338,23 +338,6 @@ def test_weights_that_bfloat16_would_round_are_refused(size: int) -> None:
 # What is asked for otherwise, and what cannot be met.
 
 
-def test_micro_batch_statistics_where_they_are_accepted() -> None:
-    """Each micro-batch by its own: what torch does in a loop, and not the big batch."""
-    model = net()
-    twin, whole, batch = copy.deepcopy(model), copy.deepcopy(model), rows(6, 0)
-    options = Options(batch_norm="micro")
-    BigStep(model, sgd(trained(model)), plain, micro_batch_size=3, options=options)(batch)
-    for start in (0, 3):
-        part = {name: leaf[start : start + 3] for name, leaf in batch.items()}
-        (plain(twin, part)[0] / 2).backward()
-    sgd(trained(twin)).step()
-    assert distance(weights(model), weights(twin)) <= 1e-12
-    assert model.get_submodule("norm").num_batches_tracked == 2
-    plain(whole, batch)[0].backward()
-    sgd(trained(whole)).step()
-    assert distance(weights(model), weights(whole)) > 1e-3
-
-
 def test_no_statistics_where_they_are_refused() -> None:
     """Before anything is run."""
 

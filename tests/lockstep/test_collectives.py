@@ -14,7 +14,6 @@ from bigbatch import BigStep, Options, across
 from bigbatch.errors import ConfigurationError, CoupledLoss, LossError, PathsDiffer, UnreadableLoss
 from bigbatch.lockstep.threads import current
 from bigbatch.memory.meter import LiveBytes
-from tests.support.bombs import everything, seed
 from tests.support.coupled import (
     LOSSES,
     LossFunction,
@@ -28,7 +27,6 @@ from tests.support.coupled import (
 )
 from tests.support.reference import distance, sgd, trained
 from tests.support.samples import CLASSES, Batch, generator, rows, seeded
-from tests.support.strategies import OPTIMIZERS
 
 # Exact; any loss in any split is in test_run.py.
 
@@ -442,41 +440,3 @@ def test_recomputing_a_model_that_meets_inside_is_refused() -> None:
 
 
 # Failures.
-
-
-@pytest.mark.parametrize("activations", ["keep", "recompute"])
-@pytest.mark.parametrize("number", [0, 1, 2])
-@pytest.mark.parametrize("moment", ["before", "after", "backward"])
-def test_an_error_in_any_micro_batch_changes_nothing(moment: str, number: int, activations: Any) -> None:
-    """Before and after a meeting, and in backward; the next step works."""
-    model, failing = twins(), [False]
-    optimizer = OPTIMIZERS["adamw"](trained(model))
-
-    def fail(*_: Any) -> None:
-        worker = current()
-        if failing[0] and worker is not None and worker.number == number:
-            raise ZeroDivisionError("of the loss")
-
-    def loss_fn(m: Any, b: Batch) -> Tensor:
-        one, two, scale = m(b)
-        if moment == "before":
-            fail()
-        every = across.gather(two)
-        if moment == "after":
-            fail()
-        if moment == "backward":
-            one.register_hook(fail)
-        return F.cross_entropy(scale * one @ every.T, mine(one))
-
-    step = BigStep(model, optimizer, loss_fn, micro_batch_size=2, options=Options(activations=activations))
-    for each in (0, 2):  # samples are compared in both
-        step(rows(6, each))
-    seed()
-    before = everything(model, optimizer)
-    failing[0] = True
-    with pytest.raises(ZeroDivisionError, match="of the loss"):
-        step(rows(6, 1))
-    assert everything(model, optimizer) == before
-    failing[0] = False
-    step(rows(6, 1))
-    assert everything(model, optimizer)[0] != before[0]

@@ -19,15 +19,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils import _device
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bigbatch.errors import ConfigurationError, PathsDiffer
 from bigbatch.lockstep import thread_state, threads
 from bigbatch.lockstep.round import Round
 from bigbatch.lockstep.thread_state import Carried
 from bigbatch.lockstep.threads import Crew, Worker, current
+from bigbatch.memory.meter import LiveBytes
 
 CPU = torch.device("cpu")
 LIMIT = 20.0  # seconds after which a thread does not end
@@ -172,15 +171,11 @@ def fail(error: BaseException) -> None:
         del error
 
 
-@pytest.mark.parametrize("swallows", [(), BaseException])
 @pytest.mark.parametrize("moment", ["before", "after", "combine", "fold"])
 @pytest.mark.parametrize("meeting", [0, 2])
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_an_error_in_one_releases_all(number: int, meeting: int, moment: str, swallows: Any) -> None:  # noqa: C901 - all moments
-    """Whoever raises, before, in or after whichever meeting: that very error comes out, and nobody goes beyond.
-
-    Code that swallows what a meeting raises cannot meet again.
-    """
+def test_an_error_in_one_releases_all(number: int, meeting: int, moment: str) -> None:
+    """Whoever raises, before, in or after whichever meeting: that very error comes out, and nobody goes beyond."""
     error = ValueError("of the task")
     ended: list[int] = []
     reached: list[int] = []
@@ -203,11 +198,8 @@ def test_an_error_in_one_releases_all(number: int, meeting: int, moment: str, sw
             for at in range(3):
                 if worker.number == number:
                     fails(at, "before")
-                try:
-                    worker.meet(f"meeting {at}", worker.number, combine, fold if moment == "fold" else None)
-                    reached.append(at)
-                except swallows:
-                    continue
+                worker.meet(f"meeting {at}", worker.number, combine, fold if moment == "fold" else None)
+                reached.append(at)
                 if worker.number == number:
                     fails(at, "after")
         finally:
@@ -299,32 +291,6 @@ def test_different_paths_are_reported(own: str, others: str, where: str, elsewhe
 variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
 
 
-class _Calls(TorchFunctionMode):
-    """Notes calls of functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note, and call."""
-        self.calls.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-class _Operations(TorchDispatchMode):
-    """Notes operations."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note, and call."""
-        self.calls.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def seen_by_workers(look: Callable[[], Any]) -> list[Any]:
     """Look on three workers, before and after a meeting."""
 
@@ -366,14 +332,11 @@ def test_modes_are_carried(how: str) -> None:
         _device.CURRENT_DEVICE = before
 
 
-def test_function_and_dispatch_modes_are_carried() -> None:
-    """They see what tasks do, and are out of force again for what the caller does afterwards."""
-    functions, operations, ones = _Calls(), _Operations(), torch.ones(3)
-    with functions, operations:
-        seen_by_workers(lambda: torch.add(ones, ones))
-    torch.add(ones, ones)
-    seen_by_workers(lambda: torch.add(ones, ones))
-    assert (functions.calls.count("add"), operations.calls.count("aten.add.Tensor")) == (6, 6)
+def test_dispatch_modes_are_carried() -> None:
+    """One sees what tasks do."""
+    with LiveBytes() as live:
+        seen_by_workers(lambda: torch.ones(1000))
+    assert live.peak >= 1000 * 4
 
 
 def test_what_a_task_leaves_behind_is_not_anothers() -> None:
@@ -427,32 +390,6 @@ def test_threads_end_with_their_crew(fails: bool) -> None:
         assert ended(threads)
     finally:
         gc.enable()
-
-
-@pytest.mark.parametrize("number", [0, 2])
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_while_a_thread_is_started_leaves_none(
-    when: str, number: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that have started end with their crew; the next window works."""
-    gc.collect()
-    before = set(ours())
-    crew = Crew()
-    start = threading.Thread.start
-
-    def interrupted(self: threading.Thread) -> None:
-        if when == "after" or self.name != f"bigbatch-{number}":
-            start(self)
-        if self.name == f"bigbatch-{number}":
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        works(crew, 4)
-    monkeypatch.undo()
-    assert works(crew, 4)
-    crew = None  # type: ignore[assignment]
-    assert ended(list(set(ours()) - before))
 
 
 def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,59 +514,6 @@ def test_an_interrupt_ends_all_and_comes_out() -> None:
     """Ctrl-C in the thread that waits, while whichever task runs, also twice."""
     script = _INTERRUPTED.replace("SENDS", "lambda: os.kill(os.getpid(), signal.SIGINT)")
     assert in_a_process(script) == "interrupted\n"
-
-
-def test_an_interrupt_at_any_line_of_waiting_leaves_no_task_running() -> None:
-    """Wherever in the caller's part of a round it comes: when it is out no task runs, and the crew can be used."""
-    printed = in_a_process("""
-        import bigbatch.lockstep.threads as module
-        waiting = {code.__code__ for code in (module.Crew.run, module._Turns.run, module._Turns._wait)}
-        outcomes = []
-        for line in range(60):
-            at, came, running, closed = [0], [False], set(), []
-
-            def trace(frame, event, argument):
-                if frame.f_code not in waiting:
-                    return None
-                if event == "line":
-                    at[0] += 1
-                    if at[0] == line + 1:
-                        came[0] = True
-                        raise KeyboardInterrupt
-                return trace
-
-            def task():
-                worker = current()
-                running.add(worker.number)
-                try:
-                    for _ in range(20):
-                        worker.meet("it", 0, len)
-                        time.sleep(0.002)
-                finally:
-                    running.discard(worker.number)
-
-            sys.settrace(trace)
-            try:
-                crew.run([task] * 2, here, Round((1,) * 2))
-            except KeyboardInterrupt:
-                sys.settrace(None)
-                if running:
-                    outcomes.append(f"line {line}: tasks {sorted(running)} still run")
-                    time.sleep(1.0)
-                    crew = Crew()
-            finally:
-                sys.settrace(None)
-            if not came[0]:
-                break
-            try:
-                works()
-            except BaseException as error:
-                outcomes.append(f"line {line}: cannot be used again: {error!r}")
-                crew = Crew()
-        assert 5 < line < 59, line
-        print(outcomes)
-    """)
-    assert printed == "[]\n"
 
 
 def test_no_path_hangs_nor_does_a_fork_nor_the_end_of_a_process() -> None:
