@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bigbatch import Accumulator, BigStep, Options, across, counted
+from bigbatch import Accumulator, BigStep, across, counted
 from bigbatch.batch.tree import mapped
-from bigbatch.errors import BatchNormError, CoupledLoss, LossError, PathsDiffer
+from bigbatch.errors import BatchNormError, CoupledLoss, LossError
 from examples.coupled import barlow_twins, clip, correlation, dice, info_nce, moe, rmse, supcon, vicreg
 from tests.support import coupled
 from tests.support.coupled import CALM, Inside, LossFunction, assert_big_batch, assert_refused, plain, twins
@@ -529,41 +529,6 @@ def test_what_a_graph_shows_is_refused_without_a_check(check: bool) -> None:
     assert_refused(encoder, own_pairs, pairs_of(11), 4, CoupledLoss, check=check)
     own = lambda m, b: across.once(F.mse_loss(m(b[0]), b[1][:, :4]))  # noqa: E731
     assert_refused(encoder, own, pairs_of(11), 4, LossError, check=check)
-
-
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("asks", ["first", "second"])
-def test_micro_batches_that_take_different_paths_say_where_they_are(asks: str, check: bool) -> None:
-    """An `if` on the data, after which only some ask for the others."""
-
-    def loss_fn(model: Any, batch: Any) -> Tensor:
-        scores = model(batch[0])
-        return F.cross_entropy(centred(scores) if bool((batch[2] == 1).all()) else scores, batch[2])
-
-    labels = torch.tensor([1, 1, 1, 1, 2, 2, 2, 2])
-    batch = (*pairs_of(8)[:2], labels if asks == "first" else labels.flip(0))
-    assert_refused(encoder, loss_fn, batch, 4, PathsDiffer, r"at across\.mean of \[4\] float64", check=check)
-
-
-class OverPadding(nn.Module):
-    """Normalises real and padded places alike."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        """(n, steps, 6) → (n, 3)."""
-        hidden = self.norm(self.first(tokens).transpose(1, 2)).transpose(1, 2) * mask[..., None]
-        return self.last(hidden.sum(1) / mask.sum(1, keepdim=True))
-
-
-def test_batch_norm_over_padding_is_not_packed() -> None:
-    """Without padding its statistics are others."""
-    model, options = OverPadding().double(), Options(lengths="mask", token_budget=12)
-    loss = lambda m, b: F.cross_entropy(m(b["tokens"], b["mask"]), b["labels"])  # noqa: E731
-    with pytest.raises(ValueError, match="counts padding"):
-        BigStep(model, sgd(trained(model)), loss, options=options)(batch_of("moe", 11))
 
 
 # Hugging Face.

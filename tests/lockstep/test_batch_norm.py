@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from bigbatch import BigStep, Options
 from bigbatch.errors import BatchNormError, CoupledLoss, LossError, OutOfMemory
 from bigbatch.lockstep.threads import current
-from tests.support.bombs import OTHER, OUT_OF_MEMORY, Bomb, Fuse, everything, seed
+from tests.support.bombs import OTHER, OUT_OF_MEMORY, Bomb, Restless, everything, restless_loss, seed
 from tests.support.coupled import (
     KINDS,
     PLACES,
@@ -134,26 +134,21 @@ def test_frozen_parts_beside_batch_norm(norm: bool) -> None:
     assert_big_batch(make, plain, [rows(7, 0), rows(5, 1)], 3)
 
 
+def with_a_teacher() -> nn.Module:
+    """A student, and a frozen teacher whose norms track along."""
+    return nn.ModuleList([net(), net(place="two").requires_grad_(False)])
+
+
+def of_a_teacher(models: Any, batch: Batch) -> Tensor:
+    """A norm without gradient meets, too, and its statistics move once."""
+    with torch.no_grad():
+        target = models[1](batch["x"])
+    return F.mse_loss(models[0](batch["x"]), target)
+
+
 def test_a_model_of_a_teacher_that_tracks_along() -> None:
-    """Given to the step, a norm without gradient meets, too, and its statistics move once."""
-    student, teacher = net(), net(place="two")
-    twins = copy.deepcopy([student, teacher])
-
-    def loss_fn(models: Any, batch: Batch) -> Tensor:
-        with torch.no_grad():
-            target = models[1](batch["x"])
-        return F.mse_loss(models[0](batch["x"]), target)
-
-    step = BigStep([student, teacher], sgd(trained(student)), loss_fn, micro_batch_size=2)
-    updater = sgd(trained(twins[0]))
-    for number in range(2):
-        step(rows(7, number))
-        updater.zero_grad()
-        loss_fn(twins, rows(7, number)).backward()
-        updater.step()
-    assert distance(weights(student), weights(twins[0])) <= 1e-11
-    for mine, true in zip(teacher.buffers(), twins[1].buffers(), strict=True):
-        assert distance([mine], [true]) <= 1e-12
+    """Given to the step."""
+    assert_big_batch(with_a_teacher, of_a_teacher, [rows(7, number) for number in range(2)], 2)
 
 
 def penalized(m: Any, batch: Batch) -> Tensor:
@@ -188,20 +183,17 @@ def test_a_derivative_inside_of_a_loss(check: bool) -> None:
             assert_refused(net, loss, rows(7, 0), 3, LossError, told, check=check)
 
 
+def attacked_teacher(models: Any, batch: Batch) -> Tensor:
+    """A plain backward adds to no weight of a frozen model, so that no gradient shows it."""
+    x = batch["x"].clone().requires_grad_()
+    F.cross_entropy(models[1](x), batch["label"]).backward()
+    assert x.grad is not None
+    return F.cross_entropy(models[0](batch["x"] + 0.1 * x.grad.sign()), batch["label"])
+
+
 def test_an_attack_on_a_frozen_model_inside_of_a_loss() -> None:
-    """A plain backward adds to no weight there, so that no gradient shows it."""
-    model, teacher = net(), net()
-    teacher.requires_grad_(False)
-
-    def loss_fn(models: Any, batch: Batch) -> Tensor:
-        x = batch["x"].clone().requires_grad_()
-        F.cross_entropy(models[1](x), batch["label"]).backward()
-        assert x.grad is not None
-        return F.cross_entropy(models[0](batch["x"] + 0.1 * x.grad.sign()), batch["label"])
-
-    step = BigStep([model, teacher], sgd(trained(model)), loss_fn, micro_batch_size=3)
-    with pytest.raises(LossError, match="a derivative inside of the loss"):
-        step(rows(7, 0))
+    """Refused as any other."""
+    assert_refused(with_a_teacher, attacked_teacher, rows(7, 0), 3, LossError, "a derivative inside of the loss")
 
 
 # Checkpoints and random numbers.
@@ -460,67 +452,26 @@ def test_other_threads_normalise_as_ever() -> None:
 # Failures.
 
 
-class Fragile(nn.Module):
-    """Norms, dropout, and points before, between and after them at which it may fail, forwards and backwards."""
+class Normed(Restless):
+    """Norms between points at which it may fail, forwards and backwards."""
 
     def __init__(self, bomb: Bomb | None = None) -> None:
-        super().__init__()
-        self.bomb = bomb or Bomb()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            self.first, self.middle, self.last = (nn.Linear(a, b).double() for a, b in ((3, 6), (6, 6), (6, CLASSES)))
-        self.norms = nn.ModuleList([nn.BatchNorm1d(6).double() for _ in range(2)])
-        self.dropout = nn.Dropout(0.3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(n, 3) → (n, classes)."""
-        self.bomb.pass_by("forward", len(x))
-        h = self.norms[0](self._fused("below", self.first(x)))
-        self.bomb.pass_by("between norms", len(x))
-        h = self.norms[1](self.middle(self._fused("between", self.dropout(torch.tanh(h)))))
-        self.bomb.pass_by("after norms", len(x))
-        return self.last(self._fused("above", h))
-
-    def _fused(self, where: str, x: Tensor) -> Tensor:
-        found: Tensor = Fuse.apply(x, _Elsewhere(self.bomb, where))  # type: ignore[no-untyped-call]
-        return found
+        super().__init__(bomb)
+        norms = (nn.BatchNorm1d(6).double() for _ in range(2))
+        self.dropout = nn.Sequential(next(norms), nn.Dropout(0.3), next(norms))  # type: ignore[assignment]
 
 
-class _Elsewhere(Bomb):
-    """A bomb whose backward has a name of its own."""
-
-    def __init__(self, bomb: Bomb, where: str) -> None:
-        super().__init__()
-        self.bomb, self.where = bomb, where
-
-    def pass_by(self, point: str, samples: int) -> None:
-        """Come to a point of a micro-step."""
-        self.bomb.pass_by(f"{point} {self.where}", samples)
-
-
-POINTS = (
-    "forward", "between norms", "after norms", "loss",
-    "backward above", "backward between", "backward below",
-)  # fmt: skip
+POINTS = ("forward", "loss", "backward", "gradient hook")
 
 
 class Session:
-    """A fragile model in training."""
+    """Such a model in training."""
 
-    def __init__(self, bomb: Bomb | None = None, size: Any = 2, **options: Any) -> None:
+    def __init__(self, bomb: Bomb | None = None, size: Any = 2) -> None:
         seed()
-        self.model = Fragile(bomb)
+        self.model = Normed(bomb)
         self.optimizer = torch.optim.AdamW(trained(self.model), lr=0.05, foreach=False)
-        self.step = BigStep(
-            self.model, self.optimizer, self.loss, micro_batch_size=size, clip_norm=1.0, options=Options(**options)
-        )
-
-    @staticmethod
-    def loss(model: Any, batch: Batch) -> Tensor:
-        """A masked cross-entropy with noise."""
-        out = model(batch["x"] + 0.1 * torch.randn_like(batch["x"]))
-        model.bomb.pass_by("loss", len(batch["x"]))
-        return F.cross_entropy(out, batch["partly"])
+        self.step = BigStep(self.model, self.optimizer, restless_loss, micro_batch_size=size, clip_norm=1.0)
 
     @property
     def all(self) -> list[Any]:
@@ -529,7 +480,7 @@ class Session:
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 3])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [*POINTS, "parameter hook"])
 def test_an_error_in_any_micro_batch_changes_nothing(point: str, after: int) -> None:
     """Weights, gradients, state, statistics and generators; the error is the one raised; the next step works."""
     error = OTHER[(after + len(point)) % len(OTHER)]
@@ -576,7 +527,7 @@ def test_out_of_memory_is_as_if_it_had_never_been(
     assert update.micro_batches == expected.micro_batches
 
 
-@pytest.mark.parametrize("point", ["forward", "backward between"])
+@pytest.mark.parametrize("point", ["forward", "backward"])
 def test_a_sample_that_does_not_fit(point: str) -> None:
     """Says so, and changes nothing."""
     session = Session(Bomb(point, fits=0, error=OUT_OF_MEMORY[0]), 4)

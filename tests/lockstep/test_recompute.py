@@ -1,10 +1,8 @@
 """Recomputed models: the update is the big batch's, or refused in words; under "auto" it is always the big batch's."""
 
 import copy
-import gc
 import pickle
 import random
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -449,28 +447,6 @@ def test_towers_that_are_called_by_methods(activations: str) -> None:
     assert model.calls == 4  # a call is recomputed below its hooks
 
 
-def test_the_first_run_saves_nothing() -> None:
-    """What a model has inside is there once at a time."""
-    alive: list[weakref.ref[Tensor]] = []
-    most: list[int] = []
-
-    class Wide(Adapted):
-        def forward(self, x: Tensor, given: Any = None) -> Any:
-            del given
-            wide = torch.tanh(self.one(x))
-            alive.append(weakref.ref(wide))
-            return self.two(wide * wide)
-
-    def loss(model: Any, x: Tensor) -> Tensor:
-        out = model(x)
-        gc.collect()
-        most.append(sum(each() is not None for each in alive))
-        return across.once(spread(out))
-
-    step_of(made(Wide), loss)(rows(0))
-    assert max(most) <= 1
-
-
 def test_hooks_of_parameters_see_gradients_alone() -> None:
     """None of them is called for nothing, and each micro-batch's gradient comes by."""
     mine, true = made(), made()
@@ -575,17 +551,14 @@ NUMBERS: dict[str, Callable[[], float]] = {
 class Drawing(nn.Module):
     """Draws a number in every run and tells of it."""
 
-    def __init__(self, draw: Callable[[], float], before: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, draw: Callable[[], float]) -> None:
         super().__init__()
-        self.one = nn.Linear(4, 3).double()
-        self.draw, self.before = draw, before
+        self.one, self.draw = nn.Linear(4, 3).double(), draw
         self.seen: list[tuple[bool, float]] = []  # whether in backward, and a number
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, 4) → (n, 3)."""
         again = torch._C._current_graph_task_id() >= 0  # whether a backward is under way
-        if not again:
-            self.before()
         self.seen.append((again, self.draw()))
         return self.one(x) * self.seen[-1][1]
 

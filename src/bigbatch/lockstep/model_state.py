@@ -99,20 +99,18 @@ class ModelState:
 
     def found(self) -> dict[Place, Any]:
         """Return what a run that begins now finds where runs write: buffers and numbers."""
-        now = {place: self._holders[place[0]].get(place[1], _NOTHING) for place in self._written | self._moving}
         return {
             place: value.detach().clone() if place in self._moving else value
-            for place, value in now.items()
+            for place, value in self._now().items()
             # Not the activations that a run before has put aside: they would be held until backward.
-            if isinstance(value, _SIMPLE) or (place[0] in self._buffers and value is not _NOTHING)
+            if isinstance(value, _SIMPLE) or place[0] in self._buffers
         }
 
     @contextmanager
     def again(self, found: dict[Place, Any]) -> Iterator[None]:
         """Inside, a run finds what another one has found; afterwards modules hold what they hold now."""
         self.refuse_changed()
-        places = self._written | self._moving
-        now = {place: self._holders[place[0]].get(place[1], _NOTHING) for place in places}
+        now = self._now()
         try:
             # A copy of a copy: backward may need what the run has read, and may be asked for again.
             self._put({place: value.clone() if place in self._moving else value for place, value in found.items()})
@@ -120,12 +118,13 @@ class ModelState:
         finally:
             self._put(now)
 
+    def _now(self) -> dict[Place, Any]:
+        places = self._written | self._moving
+        return {(number, key): self._holders[number][key] for number, key in places if key in self._holders[number]}
+
     def _put(self, values: dict[Place, Any]) -> None:
         for (number, key), value in values.items():
-            if value is _NOTHING:
-                self._holders[number].pop(key, None)
-            else:
-                self._holders[number][key] = value
+            self._holders[number][key] = value
 
     def _changed(self) -> list[Place]:
         """Return where something else is held than was, but for what runs write. Asked at every call: no detours."""
