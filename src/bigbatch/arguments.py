@@ -1,7 +1,7 @@
 """Checks of what users pass: each returns what it has checked, or raises at once."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
@@ -113,53 +113,38 @@ def loader(found: object) -> None:
         )
 
 
-def clip_norm(norm: object) -> float | None:
-    """Accept a positive norm or none."""
-    if norm is None:
-        return None
-    if isinstance(norm, bool) or not isinstance(norm, int | float) or math.isnan(norm) or norm <= 0:
-        raise _refuse("clip_norm", "a positive number (math.inf only reports the norm) or None", repr(norm))
-    return float(norm)
+def _accepting(name: str, what: str, accepts: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Return a check of one argument, which returns what it accepts."""
 
+    def check(value: object) -> object:
+        if not accepts(value):
+            raise _refuse(name, what, repr(value))
+        return value
 
-def gradient_dtype(dtype: object) -> torch.dtype | None:
-    """Accept what low-precision gradients may be added up in."""
-    if dtype is None or dtype in (torch.float32, torch.float64):
-        return dtype
-    raise _refuse("gradient_dtype", "torch.float32, torch.float64 or None (the parameter's own)", repr(dtype))
-
-
-def batch_norm(mode: object) -> Literal["refuse", "micro"]:
-    """Accept one of the two modes."""
-    if mode == "refuse" or mode == "micro":  # noqa: PLR1714 - merged, the type checker would not see the two words
-        return mode
-    raise _refuse("batch_norm", '"refuse" or "micro"', repr(mode))
+    return check
 
 
 def truth(name: str, value: object) -> bool:
     """Accept a truth value."""
-    if isinstance(value, bool):
-        return value
-    raise _refuse(name, "True or False", repr(value))
+    return bool(_accepting(name, "True or False", lambda value: isinstance(value, bool))(value))
 
 
-def skip_nonfinite(skip: object) -> bool:
-    """Accept a truth value."""
-    return truth("skip_nonfinite", skip)
+def _is_norm(norm: object) -> bool:
+    return norm is None or (isinstance(norm, int | float) and not isinstance(norm, bool) and norm > 0)
 
 
-def counts(function: object) -> Callable[[Any], Any] | None:
-    """Accept a function of a batch."""
-    if function is None or callable(function):
-        return function
-    raise _refuse("counts", "a function from a batch to its counts, one per term of the loss", repr(function))
-
-
-def scaler(found: object) -> GradScaler | None:
-    """Accept a gradient scaler."""
-    if found is None or isinstance(found, GradScaler):
-        return found
-    raise _refuse("scaler", "a torch.amp.GradScaler", type(found).__name__)
+clip_norm = _accepting("clip_norm", "a positive number (math.inf only reports the norm) or None", _is_norm)
+gradient_dtype = _accepting(
+    "gradient_dtype",
+    "torch.float32, torch.float64 or None (the parameter's own)",
+    lambda dtype: dtype is None or dtype in (torch.float32, torch.float64),
+)
+batch_norm = _accepting("batch_norm", '"refuse" or "micro"', lambda mode: mode in ("refuse", "micro"))
+skip_nonfinite = partial(truth, "skip_nonfinite")
+counts = _accepting(
+    "counts", "a function from a batch to its counts, one per term of the loss", lambda f: f is None or callable(f)
+)
+scaler = _accepting("scaler", "a torch.amp.GradScaler", lambda found: found is None or isinstance(found, GradScaler))
 
 
 def schedulers(scheduler: object, known: Sequence[Optimizer]) -> tuple[LRScheduler, ...]:

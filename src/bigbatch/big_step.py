@@ -200,8 +200,6 @@ class BigStep:
         self._mover.settle()
         self._check.passed(looked=done.looked, stepped=done.update._skipped is not True)  # noqa: SLF001 - no device is waited for
         self._looked_at_buffers = self._looked_at_buffers or done.update.micro_batches > 1
-        if done.looked:
-            whole.warn_of_repeated()
         if done.written and not self._told_of_buffers:
             self._told_of_buffers = True
             warn_of_written(done.written)

@@ -42,7 +42,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("batch_norm", "ignore", 'batch_norm must be "refuse" or "micro"; found \'ignore\''),
     ("batch_norm", None, "found None"),
     ("counts", (3, 4), r"counts must be a function from a batch to its counts.*; found \(3, 4\)"),
-    ("scaler", "amp", r"scaler must be a torch.amp.GradScaler; found str"),
+    ("scaler", "amp", r"scaler must be a torch.amp.GradScaler; found 'amp'"),
     ("scheduler", 0.1, r"LRScheduler or a sequence; found float"),
 ]
 

@@ -202,7 +202,6 @@ class Pair(NamedTuple):
     names: Any
 
 
-packed = nn.utils.rnn.pack_sequence([torch.zeros(3), torch.zeros(2)])
 HOLDERS: dict[str, Callable[[Any], Any]] = {
     "itself": lambda x: x,
     "dict": lambda x: {"x": x, "n": 1},
@@ -213,7 +212,6 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "named": lambda x: Pair(x, ["a"]),
     "dataclass": Row,
     "nested": lambda x: {"a": [(x, {"b": Row({"x": x})})]},
-    "with a packed sequence": lambda x: (packed, x),
     "many": lambda x: [x, *range(40)],
 }
 

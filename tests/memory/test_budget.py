@@ -41,16 +41,11 @@ def test_a_fraction_is_of_the_whole_device(half: float | str) -> None:
     assert budget(half, "cpu") == room("cpu").total // 2
 
 
-@pytest.mark.parametrize(
-    "written",
-    [True, -1, 0, 0.0, float("nan"), float("inf"), 20, 1.5, "20", "20 parsecs", "-3GiB", "lots", "120%", "0GiB", [1]],
-    ids=repr,
-)
+@pytest.mark.parametrize("written", [True, -1, 0.0, float("nan"), 20, 1.5, "20", "20 parsecs", "120%", "0GiB", [1]])
 def test_what_cannot_be_meant_is_refused(written: object) -> None:
     """The error restates what was written and shows how to write it."""
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises(ConfigurationError, match=r'is neither a fraction[\s\S]*Use: memory="20GiB"'):
         budget(written, "cpu")  # type: ignore[arg-type]
-    approve("memory", repr(written), caught.value)
 
 
 def test_by_default_what_the_process_has_and_what_is_free() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from bigbatch.errors import BigBatchError
 from bigbatch.memory.search import Choice, Probe
-from bigbatch.planner.measure import make_plan, plan
+from bigbatch.planner.measure import plan
 from bigbatch.planner.plan_report import Plan, advice
 from tests.support.bombs import seed
 from tests.support.commands import run, written
@@ -81,7 +81,7 @@ def test_a_plan_leaves_everything_as_it_was(memory: str | None) -> None:
 def test_a_plan_that_is_measured() -> None:
     """At most six probes, sizes up to the batch, peaks and times for each."""
     asked: list[int] = []
-    found = make_plan(model(), loss_fn, batch(), on_probe=asked.append)
+    found = plan(model(), loss_fn, batch(), on_probe=asked.append)
     assert 1 <= len(asked) <= 6
     assert [row.size for row in found.rows] == sorted(asked)
     assert found.size in asked
@@ -190,7 +190,7 @@ def test_memory_of_a_gpu_on_the_command_line(tmp_path: Path) -> None:
     assert run("plan", file, "--memory", "1MiB").exit_code == 1
     misused = run("plan", file, "--memory", "24")
     assert misused.exit_code == 2
-    assert "24 of what?" in misused.stderr
+    assert "is neither a fraction" in misused.stderr
     assert "hint:" in misused.stderr
 
 

@@ -6,7 +6,6 @@ whole.
 
 import dataclasses
 import operator
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from bigbatch.batch.tree import apart, children, is_array, is_plain_list, leaves, mapped, own, versions_of
-from bigbatch.caller import outside
 from bigbatch.errors import BatchError
 
 Indices: TypeAlias = slice | Sequence[int]
@@ -80,19 +78,6 @@ class Batch:
             return frozenset()
         found = frozenset(path for path, leaf in leaves(self.whole) if isinstance(leaf, Tensor) or is_plain_list(leaf))
         return found - self.sampled
-
-    def warn_of_repeated(self) -> None:
-        """Warn of tensors with several rows for each sample, which go into every micro-batch whole."""
-        for path, leaf in leaves(self.whole):
-            rows = _length(leaf) or 0
-            if path in self.shared and rows > self.size > 1 and not rows % self.size:
-                warnings.warn(
-                    f"{path} has {rows} rows where there are {self.size} samples, so it goes into every micro-batch "
-                    "whole, which takes as much memory and time as all of it each time.\n"
-                    f"If {rows // self.size} rows of it go with each sample, pass it as ({self.size}, "
-                    f"{rows // self.size}, ...); if all samples share it, keep it out of the batch.",
-                    stacklevel=outside(),
-                )
 
     def take(self, indices: Indices) -> Any:
         """Return a micro-batch: these samples, in this order, in the structure of the batch."""

@@ -17,7 +17,6 @@ from bigbatch.batch.tree import leaves, mapped
 from bigbatch.errors import BatchError
 
 Lengths: TypeAlias = str | Callable[[Any], Any]  # the name of a mask, or a function from a batch
-_FEW = 2**15  # elements that torch handles on one thread
 _LEAST_STEP = 8  # between two widths; what matrix products like
 
 
@@ -121,33 +120,21 @@ def _mask_lengths(batch: Batch, name: str) -> Tensor:
             found=found,
             fix="Options(lengths=lambda batch: (batch[0] != pad).sum(1))",
         )
-    places = torch.arange(mask.shape[1], device=mask.device)
-    lengths, is_prefix = [], True
-    for rows in _in_parts(mask):
-        if bool((rows < 0).any()):
-            least = int(rows.min())
-            raise BatchError(
-                f"lengths={name!r} should name a mask, 0 where there is padding.",
-                found=f"{least}, which counts as a place that is used",
-                fix=f"Options(lengths=lambda batch: (batch[{name!r}] != {least}).sum(1))",
-            )
-        kept = rows.bool()
-        lengths.append(kept.sum(1))
-        is_prefix = is_prefix and torch.equal(kept, places < lengths[-1][:, None])
-    if not is_prefix:
+    if bool((mask < 0).any()):
+        least = int(mask.min())
+        raise BatchError(
+            f"lengths={name!r} should name a mask, 0 where there is padding.",
+            found=f"{least}, which counts as a place that is used",
+            fix=f"Options(lengths=lambda batch: (batch[{name!r}] != {least}).sum(1))",
+        )
+    kept = mask.bool()
+    lengths = kept.sum(1)
+    if not torch.equal(kept, torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]):
         raise BatchError(
             f"The mask {name!r} has gaps or padding on the left; only padding on the right can be trimmed.",
             fix='tokenizer.padding_side = "right"',
         )
-    return torch.cat(lengths)
-
-
-def _in_parts(table: Tensor) -> Sequence[Tensor]:
-    """Cut a table in host memory into parts that one thread handles: to start a CPU's threads takes longer."""
-    if table.device.type != "cpu":
-        return (table,)
-    parts: Sequence[Tensor] = table.split(max(_FEW // max(table[:1].numel(), 1), 1))
-    return parts
+    return lengths
 
 
 def width_of(batch: Batch, longest: int) -> int:
@@ -170,24 +157,17 @@ def refuse_loss_of_content(batch: Batch, lengths: Sequence[int], width: int) -> 
     """Raise where what would be cut off is not padding: beyond the lengths, all samples should be alike."""
     shortest = min(range(batch.size), key=lambda i: lengths[i])
     for path, leaf in leaves(batch.whole):
-        if _is_wide(batch, path, leaf, width) and not _is_padding(leaf, lengths, leaf[shortest]):
+        if not _is_wide(batch, path, leaf, width):
+            continue
+        ends = torch.tensor(lengths, device=leaf.device)[:, None]
+        within = (torch.arange(width, device=leaf.device) < ends).reshape(batch.size, width, *(1,) * (leaf.dim() - 2))
+        if not bool((within | (leaf == leaf[shortest])).all()):  # a constant, or places counted on
             raise BatchError(
                 f"{path} is as wide as the padded batch ({width}), and beyond its samples' lengths it differs from "
                 "sample to sample: it is no padding, and trimming it would lose data.",
                 fix="padding on the right, and lengths= that count every place in use; or, for a tensor without "
                 "places, (samples, 1, features)",
             )
-
-
-def _is_padding(leaf: Tensor, lengths: Sequence[int], like: Tensor) -> bool:
-    """Whether all samples are like this one beyond their lengths: a constant, or places counted on."""
-    places, parts = torch.arange(leaf.shape[1], device=leaf.device), _in_parts(leaf)
-    every = torch.tensor(lengths, device=leaf.device).split([len(part) for part in parts])
-    for rows, ends in zip(parts, every, strict=True):
-        within = (places < ends[:, None]).reshape(*ends.shape, -1, *(1,) * (leaf.dim() - 2))
-        if not bool((within | (rows == like)).all()):
-            return False
-    return True
 
 
 def _is_wide(batch: Batch, path: str, leaf: Any, width: int | None = None) -> bool:

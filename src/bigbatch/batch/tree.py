@@ -4,8 +4,7 @@ import copy
 import dataclasses
 import io
 import pickle
-from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -17,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from bigbatch.errors import BatchError
 
 PLAIN = (str, bytes, int, float, bool)
-_FEW = 16  # entries of a sample; a longer list is a text as tokens
+_FEW = 16  # entries of a list; a longer one is a text as tokens, or has one for each sample
 
 
 def leaves(tree: Any, path: str = "batch") -> Iterator[tuple[str, Any]]:
@@ -57,8 +56,13 @@ def children(tree: Any) -> list[tuple[str, Any]] | None:
 
 
 def is_plain_list(tree: Any) -> bool:
-    """Tell a list of texts or numbers, one per sample, from a container."""
-    return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(child, PLAIN) for child in tree)
+    """Tell a list of texts or numbers, one per sample or a text as tokens, from a container.
+
+    Of a long one by its first and its last entry: to look at each takes longer than to train on it.
+    """
+    if not isinstance(tree, list | tuple) or not tree:
+        return False
+    return all(isinstance(child, PLAIN) for child in (tree if len(tree) <= _FEW else (tree[0], tree[-1])))
 
 
 def is_array(leaf: Any) -> bool:
@@ -67,42 +71,19 @@ def is_array(leaf: Any) -> bool:
 
 
 def own(leaf: Any) -> Any:
-    """Copy an array: nothing tells when someone writes into it, as a tensor's version does."""
-    return copy.copy(leaf) if is_array(leaf) else leaf
+    """Copy an array or a list: nothing tells when someone writes into it, as a tensor's version does."""
+    return copy.copy(leaf) if is_array(leaf) or isinstance(leaf, list) else leaf
 
 
 def apart(sample: Any) -> Any:
-    """Return a sample that `collate` may take apart: the containers are copies, the tensors are the same.
-
-    A batch may have thousands of samples, so the usual containers come first.
-    """
-    kind = type(sample)
-    if kind is dict:
-        return {key: apart(value) for key, value in sample.items()}
-    if kind is list:
-        return sample.copy() if _is_long(sample) else [apart(each) for each in sample]
-    if kind is tuple:
-        return tuple([apart(each) for each in sample])
-    is_named = isinstance(sample, tuple) and hasattr(sample, "_fields") and kind is not PackedSequence
-    # Another mapping may be locked, or load what is read from it.
-    if is_named or isinstance(sample, dict | UserDict) or _is_dataclass(sample):
-        return _like(sample, [apart(child) for _, child in children(sample) or ()])
-    return own(sample)
+    """Return a sample that `collate` may take apart: the containers are copies, the tensors are the same."""
+    return mapped(sample, lambda _, leaf: own(leaf))
 
 
 def versions_of(whole: Any) -> tuple[tuple[Tensor, int], ...]:
     """Return the tensors of a batch or of its samples, with their versions as they are now."""
-    found, stack = [], [whole]
-    while stack:
-        each = stack.pop()
-        if isinstance(each, Tensor):
-            if not each.is_inference():
-                found.append((each, each._version))  # noqa: SLF001 - torch's own counter
-        elif isinstance(each, list | tuple):
-            stack.extend(() if _is_long(each) else each)
-        elif isinstance(each, Mapping) or _is_dataclass(each):
-            stack.extend(child for _, child in children(each) or ())
-    return tuple(found)
+    found = [leaf for _, leaf in leaves(whole) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return tuple((tensor, tensor._version) for tensor in found)  # noqa: SLF001 - torch's own counter
 
 
 def detached(tree: Any) -> Any:
@@ -172,8 +153,3 @@ def _mapping_like(tree: Mapping[Any, Any], made: dict[Any, Any]) -> Any:
 
 def _is_dataclass(tree: Any) -> bool:
     return dataclasses.is_dataclass(tree) and not isinstance(tree, type)
-
-
-def _is_long(found: Sequence[Any]) -> bool:
-    """Tell a text as tokens by its first and its last: to look at each takes longer than to train on it."""
-    return len(found) > _FEW and isinstance(found[0], PLAIN) and isinstance(found[-1], PLAIN)

@@ -36,14 +36,14 @@ def plan(
     with running(as_json=as_json, page=html):
         from bigbatch.cli.setup_file import first_batch, read_setup, refuse_launcher
         from bigbatch.memory.search import PROBES
-        from bigbatch.planner.measure import make_plan
+        from bigbatch.planner import measure
         from bigbatch.setup import calling
 
         refuse_launcher("plan")
         setup = read_setup(file)
         batch = first_batch(setup, batch_size)
         with progress(PROBES) as advance, calling("loss_fn"):
-            found = make_plan(
+            found = measure.plan(
                 setup.model,
                 setup.loss_fn,
                 batch,

@@ -2,10 +2,9 @@
 
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +18,6 @@ _UNITS = {"b": 1} | {
 }
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z%]*)\s*")
 _SMALLEST = 1 << 20  # nobody has a device of less than a MiB: a smaller number was meant in another unit
-_PERCENT = 100
 _UNTOLD = 1 << 33  # a machine that does not say: 8 GiB is what a small one has
 _MEMINFO = Path("/proc/meminfo")
 _STATM = Path("/proc/self/statm")
@@ -53,39 +51,23 @@ def budget(memory: float | str | None, device: torch.device | str) -> int:
 
 def read(memory: object) -> tuple[float | None, int]:
     """Return a fraction of a device's memory, or bytes."""
-    if isinstance(memory, str):
-        return _read_text(memory)
-    if isinstance(memory, bool) or not isinstance(memory, int | float):
-        raise _refused(memory, f"it is a {type(memory).__name__}")
-    if isinstance(memory, float) and 0 < memory <= 1:
-        return memory, 0
-    if not memory > 0:  # NaN, too
-        raise _refused(memory, "memory is a positive number")
-    if not _SMALLEST <= memory < float("inf"):
-        raise _refused(memory, "an int is bytes, a float up to 1.0 is a fraction")
-    return None, int(memory)
-
-
-def _read_text(text: str) -> tuple[float | None, int]:
-    found = _WRITTEN.fullmatch(text)
-    if found is None:
-        raise _refused(text, "it is not a number with a unit")
-    number, unit = float(found[1]), found[2]
-    if (unit == "%" and 0 < number <= _PERCENT) or (not unit and "." in found[1] and 0 < number <= 1):
-        return (number / _PERCENT if unit else number), 0
-    if not unit:
-        raise _refused(text, f"{found[1]} of what? It has no unit")
-    if unit.lower() not in _UNITS:
-        raise _refused(text, f"{unit!r} is not a unit of memory")
-    size = int(number * _UNITS[unit.lower()])
-    if size < _SMALLEST:
-        raise _refused(text, f"{size:,} bytes are too little to train in")
-    return None, size
-
-
-def _refused(memory: object, why: str) -> ConfigurationError:
-    fix = 'memory="20GiB", memory="20GB" or memory="80%"; in Python, also bytes (20 * 2**30) or a fraction (0.8)'
-    return ConfigurationError(f"memory={memory!r}: {why}.", fix=fix)
+    size: Any = memory
+    if isinstance(memory, str) and (found := _WRITTEN.fullmatch(memory.lower())):
+        number, unit = float(found[1]), found[2]
+        if unit in _UNITS:
+            size = int(number * _UNITS[unit])
+        elif unit == "%" or (not unit and "." in found[1]):
+            size = number / 100 if unit else number
+    is_number = isinstance(size, int | float) and not isinstance(size, bool)
+    if is_number and isinstance(size, float) and 0 < size <= 1:
+        return size, 0
+    # "20" and 1.5 are of no unit; "120%" is 1.2, and no number of bytes either
+    if not is_number or not _SMALLEST <= size < float("inf"):
+        raise ConfigurationError(
+            f"memory={memory!r} is neither a fraction of a device nor bytes enough to train in.",
+            fix='memory="20GiB", memory="20GB" or memory="80%"; in Python, also bytes (20 * 2**30) or a fraction (0.8)',
+        )
+    return None, int(size)
 
 
 def room(device: torch.device | str) -> Room:
@@ -113,16 +95,9 @@ def host_available() -> int:
 
 
 def resident() -> int:
-    """Return what this process holds; the most that it has held, where this is not told."""
+    """Return what this process holds; 0 where the system does not say."""
     pages = _number_in(_STATM, r"\d+ (\d+)")
-    if pages is not None:
-        return pages * os.sysconf("SC_PAGE_SIZE")
-    try:
-        import resource  # noqa: PLC0415 - there is none on Windows
-    except ImportError:
-        return 0
-    largest: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
+    return 0 if pages is None else pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _machine_total() -> int:
@@ -136,24 +111,20 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
     """Yield limit and use of every group that this process is in and of the groups around it."""
     for line in _text(_OWN_CGROUPS).splitlines():
         number, controllers, path = line.split(":", 2)
-        if number == "0" and not controllers:  # version 2
-            yield from _limits(_CGROUPS, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):  # version 1
-            root = _CGROUPS / "memory"
-            yield from _limits(root, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _limits(root: Path, path: str, limit: str, used: str, cached: str) -> Iterator[tuple[int, int]]:
-    # Inside a container the path is often the host's, which is not there: the group is the root then.
-    own = root / path.lstrip("/")
-    for folder in [own, *own.parents]:
-        largest = _number_in(folder / limit, r"(\d+)")  # "max" is none
-        if largest is not None:
-            # Files read long ago are counted as used and are given up first.
-            given_up = _number_in(folder / "memory.stat", rf"(?m)^{cached} (\d+)") or 0
-            yield largest, max(0, (_number_in(folder / used, r"(\d+)") or 0) - given_up)
-        if folder == root:
-            return
+        root, limit, used, cached = _CGROUPS, "memory.max", "memory.current", "inactive_file"  # version 2
+        if "memory" in controllers.split(","):  # version 1
+            root, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            cached = "total_inactive_file"
+        elif number != "0":
+            continue
+        # Inside a container the path is often the host's, which is not there: the group is the root then.
+        own = root / path.lstrip("/")
+        for folder in (each for each in (own, *own.parents) if each.is_relative_to(root)):
+            largest = _number_in(folder / limit, r"(\d+)")  # "max" is none
+            if largest is not None:
+                # Files read long ago are counted as used and are given up first.
+                given_up = _number_in(folder / "memory.stat", rf"(?m)^{cached} (\d+)") or 0
+                yield largest, max(0, (_number_in(folder / used, r"(\d+)") or 0) - given_up)
 
 
 def _number_in(file: Path, pattern: str) -> int | None:

@@ -75,8 +75,8 @@ def choose(probe: Callable[[int], Probe], largest: int, budget: int, *, margin: 
     """Find the size whose micro-batches are through the batch first, and whose peak stays inside the budget.
 
     Sizes within 2 % of the fastest count as equally fast; of those, one that cuts the batch into equal parts is taken
-    before one that does not, then the one that needs the least memory. The size that is returned was probed. There are
-    six probes, and up to four more where memory ran out and the sizes left differ by 5 % in speed.
+    before one that does not, then the smallest. The size that is returned was probed. There are six probes, and up to
+    four more where memory ran out and the sizes left differ by 5 % in speed.
 
     Args:
         probe: runs one micro-step of so many samples. Running out of memory is an answer, not an error.
@@ -85,10 +85,10 @@ def choose(probe: Callable[[int], Probe], largest: int, budget: int, *, margin: 
         margin: the part of the budget to leave free.
     """
     search = _Search(probe, largest, int(budget * (1 - margin)))
-    search.start(budget)
+    if not (first := search.look(1)).fits(search.limit):
+        raise _too_big(first, search.limit, budget)
     search.reach_the_largest_that_fits()
     search.look_for_a_faster_one()
-    search.look_for_a_smaller_one()
     return Choice(search.best().size, largest, tuple(search.seen()), budget, search.limit)
 
 
@@ -104,16 +104,10 @@ class _Search:
     def seen(self) -> list[Probe]:
         return [self._seen[size] for size in sorted(self._seen)]
 
-    def start(self, budget: int) -> None:
-        """One sample must fit."""
-        first = self._look(1)
-        if not first.fits(self.limit):
-            raise _too_big(first, self.limit, budget)
-
     def reach_the_largest_that_fits(self) -> None:
         """Close in on the boundary from both sides, until the sizes between make no difference."""
         while (size := self._next_towards_the_largest()) is not None:
-            self._look(size)
+            self.look(size)
 
     def _next_towards_the_largest(self) -> int | None:
         low, high = self._fitting[-1], self._too_large
@@ -160,22 +154,7 @@ class _Search:
             between = even_sizes(self._largest, low, high)
             if high <= 2 * low or not between:
                 return
-            self._look(min(between, key=lambda size: abs(math.log(size * size / (low * high)))))
-
-    def look_for_a_smaller_one(self) -> None:
-        """Where the device is busy long before its memory is full, less memory is as fast."""
-        while self._left and self._timed:
-            best = self.best()
-            fast_enough = TIE * min(self._seconds(p.size) for p in self._fitting)
-            smaller = [s for s in even_sizes(self._largest, 0, best.size) if s not in self._seen]
-            smaller = [s for s in smaller if not self._largest % s] or smaller
-            promising = next((s for s in smaller if self._seconds(s) <= fast_enough), best.size)
-            # Half the memory is worth a probe; a little less is not.
-            if 2 * promising > best.size:
-                return
-            self._look(promising)
-            if self.best().size != promising:
-                return
+            self.look(min(between, key=lambda size: abs(math.log(size * size / (low * high)))))
 
     def best(self) -> Probe:
         """The probe to take: it fits, and was measured."""
@@ -197,11 +176,8 @@ class _Search:
     def _timed(self) -> bool:
         return all(p.seconds is not None for p in self._fitting)
 
-    def _look(self, size: int) -> Probe:
-        if self._left:
-            self._left -= 1
-        else:
-            self._more -= 1
+    def look(self, size: int) -> Probe:
+        self._left, self._more = (self._left - 1, self._more) if self._left else (0, self._more - 1)
         self._seen[size] = self._probe(size)
         return self._seen[size]
 

@@ -8,8 +8,8 @@ import torch
 
 from bigbatch.batch.batch import SampleShape
 from bigbatch.batch.packing import expected_seconds
-from bigbatch.errors import OutOfMemory, StateError
-from bigbatch.memory.budget import budget, human, resident
+from bigbatch.errors import StateError
+from bigbatch.memory.budget import budget
 from bigbatch.memory.search import Choice, Probe, choose
 
 _LARGER = 2  # times as many samples, or tokens: a size is looked for again
@@ -53,12 +53,12 @@ class Sizes:
 
     def samples(self, shape: SampleShape, total: int, probe: ProbeSize, *, at_once: bool = False) -> int:
         """Return how many samples of this shape make a micro-batch, out of `total`; all `at_once` where that fits."""
-        known = self._known(shape, total)
-        if known is None and self._given == "auto":
+        known = [learned.size for each, learned in self._learned.items() if each == shape and learned.serves(total)]
+        if not known and self._given == "auto" and shape.tensors:
             # A size for larger samples fits these, too, so ragged batches are not tried anew.
-            larger = [self._known(each, total) for each in self._learned if each.tensors and each.holds(shape)]
-            known = max((size for size in larger if size is not None), default=None)
-        sizes = [size for size in (known, self.most) if size is not None]
+            larger = [learned for each, learned in self._learned.items() if each.holds(shape)]
+            known = sorted(learned.size for learned in larger if learned.serves(total))[-1:]
+        sizes = [*known, *([] if self.most is None else [self.most])]
         if sizes:
             return min(*sizes, total)
         found = self._found(total, probe)
@@ -72,11 +72,10 @@ class Sizes:
         samples are expected to need the least time with: a small one launches often, a large one pads much.
         """
         longest, number = max(*lengths, 1), len(lengths)
-        failed = self._tokens.get(None)
-        most = [*([failed.size] if failed else []), *([given] if isinstance(given, int) else [])]
+        most = [self._tokens[None].size] if None in self._tokens else []
         measured = [(length, learned) for length, learned in self._tokens.items() if length is not None]
         if isinstance(given, int) or (most and not measured):
-            return min(most)
+            return min([*most, *([given] if isinstance(given, int) else [])])
         found = _nearest(measured, longest, number)
         if found is None:
             found = self._found_tokens(lengths, longest, probe)
@@ -91,10 +90,6 @@ class Sizes:
         """Remember a budget of tokens that a larger one has failed for."""
         self._tokens[None] = _Learned(max(size, 1))
 
-    def _known(self, shape: SampleShape, total: int) -> int | None:
-        learned = self._learned.get(shape)
-        return learned.size if learned is not None and learned.serves(total) else None
-
     def _found_tokens(self, lengths: Sequence[int], longest: int, probe: ProbeSize) -> int:
         found = self._found(len(lengths), probe)
         fitting = [(p.size, p.seconds) for p in found.probes if p.fits(found.limit) and p.seconds]
@@ -107,13 +102,7 @@ class Sizes:
 
     def _found(self, total: int, probe: ProbeSize) -> Choice:
         limit = self.budget()
-        try:
-            return choose(lambda size: probe(size, limit), total, limit)
-        except OutOfMemory as error:
-            if self._device.type == "cuda":
-                raise
-            msg = f"{error}\nThis process holds {human(resident())} by now, its code and libraries included."
-            raise OutOfMemory(msg) from None
+        return choose(lambda size: probe(size, limit), total, limit)
 
     def state_dict(self) -> dict[str, dict[str, int]]:
         """Return what was learned, and what it was found with."""
@@ -122,15 +111,15 @@ class Sizes:
         return {name: {key: n for key, n in each._asdict().items() if n is not None} for name, each in every.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was learned before; a size may stand alone, without what it was found with."""
+        """Take over what was learned before."""
         shapes: dict[SampleShape, _Learned] = {}
         tokens: dict[int | None, _Learned] = {}
         given: object = state
         for name, found in given.items() if isinstance(given, Mapping) else [("", given)]:
-            values = found if isinstance(found, Mapping) else {"size": found}
             shape, of_tokens = _shape(str(name)), _TOKENS.fullmatch(str(name))
-            is_size = "size" in values and values.keys() <= set(_Learned._fields)
-            if not is_size or not all(map(_is_positive, values.values())) or (shape is None and of_tokens is None):
+            values: dict[str, Any] = found if isinstance(found, dict) else {}
+            is_size = {"size"} <= values.keys() <= set(_Learned._fields) and all(map(_is_positive, values.values()))
+            if not is_size or (shape is None and of_tokens is None):
                 raise StateError(
                     "A learned size is a positive integer by the shape of a sample.", found=f"{name!r}: {found!r}"
                 )

@@ -45,6 +45,7 @@ def plan(
     *,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     memory: float | str | None = None,
+    on_probe: Callable[[int], None] = lambda _: None,
 ) -> Plan:
     """Find the size of micro-batches for a batch, and say where accumulation is not needed.
 
@@ -63,20 +64,8 @@ def plan(
         batch: all samples of one update, on any device; in DDP, this rank's part.
         optimizer: whose state is to fit, too. It need not have stepped.
         memory: a fraction, bytes or text such as "24GiB"; None: what this process holds and what is free.
+        on_probe: called with each size before it is tried.
     """
-    return make_plan(model, loss_fn, batch, optimizer=optimizer, memory=memory)
-
-
-def make_plan(
-    model: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    batch: Any,
-    *,
-    optimizer: Any = None,
-    memory: float | str | None = None,
-    on_probe: Callable[[int], None] = lambda _: None,
-) -> Plan:
-    """Plan, and call `on_probe` with the size of each probe before it is made."""
     models = arguments.models(model, ranks=True)
     refuse_tensor_parallelism(models)
     optimizers = () if optimizer is None else arguments.optimizers(optimizer, models)

@@ -30,9 +30,7 @@ class _Saved(NamedTuple):
 
     def is_same(self) -> bool:
         """Whether it has its version and, the first time, its values: a BatchNorm's statistics have no versions."""
-        if _version(self.buffer) != self.version:
-            return False
-        return self.trusted or torch.equal(self.buffer.to(self.copied.device), self.copied)
+        return _version(self.buffer) == self.version and (self.trusted or _equal(self.buffer, self.copied))
 
 
 class Buffers:
@@ -44,13 +42,12 @@ class Buffers:
 
     def __init__(self, models: Sequence[nn.Module], before: "Buffers | None" = None) -> None:
         """Copy what may change."""
-        self.saved: list[_Saved] = []
         self.moved: set[int] = set() if before is None else before.moved  # ids of those that have moved once
         stayed = {} if before is None else {id(each.buffer): each for each in before.saved}
         modules = dict.fromkeys(module for model in models for module in model.modules())
         own = [module._buffers for module in modules]  # noqa: SLF001 - there is no other way to restore one
         self._registered = [(each, dict(each)) for each in own]
-        self.saved = [
+        self.saved: list[_Saved] = [
             self._save(module, name, buffer, stayed.get(id(buffer)))
             for module, buffers in zip(modules, own, strict=True)
             for name, buffer in buffers.items()
@@ -84,8 +81,7 @@ class Buffers:
             now = module._buffers.get(name)  # noqa: SLF001
             if now is None or isinstance(module, Statistics) or id(buffer) in met or now.shape != copied.shape:
                 continue
-            stayed = now is buffer and _version(now) == version
-            if not stayed and not torch.equal(now.detach().to(copied.device), copied):
+            if not (now is buffer and _version(now) == version) and not _equal(now, copied):
                 found.append(f"{type(module).__name__}.{name}")
         return found
 
@@ -165,6 +161,10 @@ def untouched(
 def devices_of(models: Sequence[nn.Module]) -> frozenset[torch.device]:
     """Return the devices that the models' parameters are on."""
     return frozenset(p.device for model in models for p in model.parameters())
+
+
+def _equal(one: Tensor, copied: Tensor) -> bool:
+    return torch.equal(one.detach().to(copied.device), copied)
 
 
 def _version(buffer: Tensor) -> int:
