@@ -76,8 +76,7 @@ ODD = replace(
     ),
     loss=(math.nan, math.nan),
 )
-EMPTY = replace(EXACT, differences=())
-FOUND = {"exact": EXACT, "differs": DIFFERS, "odd": ODD, "empty": EMPTY}
+FOUND = {"exact": EXACT, "differs": DIFFERS, "odd": ODD}
 
 
 @cache

@@ -101,8 +101,7 @@ def test_sums_in_low_precision_are_found() -> None:
     assert str(found).count("Exact in float64, not in bfloat16")
     assert verify(model, summed, batch, 1).exact  # float32 sums
     narrow = verify(model, summed, batch, 1, options=Options(gradient_dtype=None))
-    assert [cause.kind for cause in narrow.causes] == ["precision"]
-    assert "Options(gradient_dtype=torch.float32)" in narrow.causes[0].remedy
+    assert [cause.remedy for cause in narrow.causes] == ["Add up in float32:  Options(gradient_dtype=torch.float32)"]
 
 
 class Narrow(nn.Module):
@@ -155,23 +154,8 @@ def test_a_mistake_in_the_own_dtype_alone_is_no_proof() -> None:
     found = verify(network(), mean, samples(), 4, train_window=train_window)
     assert not found.exact
     assert "No proof: " in str(found)
-    assert found.notes[0].startswith("In float32 the gradient is off by 0.3, where the big batch's own is off by")
-    with pytest.raises(errors.GradientsDiffer):
-        found.raise_if_wrong()
-
-
-class Coarse(nn.Module):
-    """Rounds to few digits inside."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute in bfloat16."""
-        return x.bfloat16().tanh().to(x.dtype)
-
-
-def test_rounding_to_few_digits_inside_is_no_mistake_in_the_own_dtype() -> None:
-    """It is the same in float32 and in float64 for the big batch, and another one for its parts."""
-    found = verify(network(Coarse()), mean, samples(), 4)
-    assert found.exact, str(found)
+    assert [cause.kind for cause in found.causes] == ["unknown"]
+    assert found.causes[0].found.startswith("In float32 the gradient is off by 0.3, where the big batch's rounding is")
 
 
 # Memory.
@@ -190,7 +174,7 @@ def test_a_batch_that_does_not_fit_is_proved_in_part(error: Callable[[], BaseExc
     assert found.exact
     assert (found.samples, found.samples_proved, found.micro_batches) == (22, 5, (2, 2, 1))
     assert "5 of 22 samples" in str(found)
-    assert "the first 5 samples were compared, in micro-batches of 2 instead of 4." in found.notes[0]
+    assert "the first 5 samples were compared, in micro-batches of 2." in found.notes[0]
     wrong = verify(network(), small, samples(22), 2, train_window=defects.textbook(small))
     assert [cause.kind for cause in wrong.causes] == ["wrong-count"]
 
@@ -225,57 +209,56 @@ def test_the_result_as_plain_data() -> None:
     assert verify(network(), mean, samples(), 4, train_window=lambda *given: loop(*given) or 0.25).loss[1] == 0.25
 
 
-def difference(**changed: float) -> Difference:
-    """One parameter's figures."""
-    figures = {"exact_difference": 0.0, "exact_floor": 1e-16, "own_difference": 0.0, "own_floor": 1e-7, **changed}
-    return Difference("weight", (2, 3), **figures)
-
-
-def test_a_difference_is_judged_by_its_rounding() -> None:
+@pytest.mark.parametrize(
+    ("exact", "exact_floor", "own", "own_floor", "equal"),
+    [
+        (9e-13, 1e-16, 0.0, 1e-7, True),
+        (2e-12, 1e-16, 0.0, 1e-7, False),
+        (7e-8, 1e-8, 0.0, 1e-7, True),
+        (9e-8, 1e-8, 0.0, 1e-7, False),
+        (math.nan, 1e-16, 7e-7, 1e-7, True),
+        (math.nan, 1e-16, 9e-7, 1e-7, False),
+        (math.nan, 1e-16, 0.0, 0.0, True),
+        (math.nan, 1e-16, 1e-30, 0.0, False),
+        (math.inf, 1e-16, 0.0, 1e-7, False),
+    ],
+)
+def test_a_difference_is_judged_by_its_rounding(
+    *, exact: float, exact_floor: float, own: float, own_floor: float, equal: bool
+) -> None:
     """1e-12 in float64 or eight times the measured rounding; without float64, the model's own."""
-    assert difference(exact_difference=9e-13).exact
-    assert not difference(exact_difference=2e-12).exact
-    assert difference(exact_difference=7e-8, exact_floor=1e-8).exact
-    assert not difference(exact_difference=9e-8, exact_floor=1e-8).exact
-    assert difference(exact_difference=math.nan, own_difference=7e-7).exact
-    assert not difference(exact_difference=math.nan, own_difference=9e-7).exact
-    assert difference(exact_difference=math.nan, own_floor=0.0).exact
-    assert not difference(exact_difference=math.nan, own_difference=1e-30, own_floor=0.0).exact
-    assert difference(exact_difference=math.inf).excess == math.inf
+    assert Difference("weight", (2, 3), exact, exact_floor, own, own_floor).exact == equal
 
 
-def verification(*causes: str, exact: bool = False, **changed: Any) -> Verification:
-    """A result with some causes."""
-    told = tuple(Cause(kind, "", "Seen.", "Do this.") for kind in causes)
-    fields: dict[str, Any] = {"differences": (difference(exact_difference=0.5),), "samples": 8, "samples_proved": 8}
-    fields |= {"micro_batches": (4, 4), "dtype": "float32", "loss": (1.0, math.nan), "notes": ()}
-    return Verification(exact=exact, causes=told, **{**fields, **changed})
+RIGHT, OFF = (Difference("weight", (2, 3), far, 1e-16, 0.0, 1e-7) for far in (0.0, 0.5))
+# What was found, the verdict in words, and what a test suite may accept.
+VERDICTS: list[tuple[Difference, tuple[str, ...], str, set[str] | None]] = [
+    (RIGHT, (), "Exact: the gradient of 4 of 8 samples in 2 micro-batches", set()),
+    (OFF, ("randomness",), "Equal in distribution: ", {"randomness"}),
+    (RIGHT, ("precision",), "Exact in float64, not in float32: ", {"precision"}),
+    (RIGHT, ("wrong-count",), "No proof: ", {"wrong-count", "randomness"}),
+    (OFF, ("randomness", "batch-norm"), "Not exact: ", {"randomness", "batch-norm"}),
+    (OFF, (), "Not exact: ", None),
+]
 
 
-def test_a_test_suite_can_ask() -> None:
-    """An AssertionError with the whole text, unless all causes are accepted."""
-    verification(exact=True).raise_if_wrong()
-    verification("randomness").raise_if_wrong(allow={"randomness"})
-    with pytest.raises(errors.GradientsDiffer, match="Not exact") as raised:
-        verification("batch-norm").raise_if_wrong()
-    assert isinstance(raised.value, AssertionError)
-    for wrong in (verification("randomness", "batch-norm"), verification()):  # its cause was not found
-        with pytest.raises(errors.GradientsDiffer):
-            wrong.raise_if_wrong(allow={"randomness"})
-
-
-def test_the_verdict_in_words() -> None:
-    """One sentence for each way that it can come out."""
-    nothing: dict[str, Any] = {"differences": ()}
-    fine: dict[str, Any] = {"differences": (difference(),)}
-    assert "Exact: the gradient of 8 samples" in str(verification(exact=True, **fine))
-    assert "Equal in distribution: " in str(verification("randomness"))
-    assert "Exact in float64, not in float32: " in str(verification("precision", **fine))
-    assert "No proof: " in str(verification("wrong-count", **fine))
-    assert "Nothing to compare" in str(verification(**nothing))
-    assert "4 of 8 samples" in str(verification(exact=True, samples_proved=4, **fine))
-    assert verification(**nothing).worst is None
-    assert verification().to_dict()["loss"] == [1.0, None]
+@pytest.mark.parametrize(("difference", "kinds", "verdict", "accepted"), VERDICTS)
+def test_the_verdict_in_words_and_what_a_test_suite_accepts(
+    difference: Difference, kinds: tuple[str, ...], verdict: str, accepted: set[str] | None
+) -> None:
+    """An AssertionError with the whole text, unless the kinds of all causes are accepted."""
+    causes = tuple(Cause(kind, "", "Seen.", "Do this.") for kind in kinds)
+    exact = difference is RIGHT and not kinds
+    found = Verification(exact, (difference,), causes, 8, 4, (2, 2), "float32", (1.0, math.nan))
+    assert verdict in str(found)
+    assert found.to_dict()["loss"] == [1.0, None]
+    if accepted is not None:
+        found.raise_if_wrong(allow=accepted)
+    for allow in [set(), *({kind} for kind in KINDS)]:
+        if not exact and (accepted is None or not set(kinds) <= allow):
+            with pytest.raises(AssertionError, match=verdict) as raised:
+                found.raise_if_wrong(allow=allow)
+            assert isinstance(raised.value, errors.GradientsDiffer)
 
 
 class Drawing(nn.Module):
@@ -317,7 +300,7 @@ def test_a_refusal_of_big_step_is_noted_and_its_cause_is_found() -> None:
     torch.manual_seed(1)
     found = verify(network(), defects.masked, samples(), 4)
     assert found.notes[0].startswith(f"BigStep refuses this: {found.refused}")
-    assert found.causes[0].remedy == "Say what the loss was averaged over:  return counted(loss, (batch[1] != 0).sum())"
+    assert "return counted(loss, (batch[1] != 0).sum())" in found.causes[0].remedy
     even = torch.randn(8, 6), torch.tensor([0, 1] * 4)
     equal = verify(network(), defects.masked, even, 4)
     assert (equal.exact, equal.causes) == (False, ())

@@ -54,8 +54,6 @@ def verified(middle: list[str | int], loop: str, loss: str, seed: int) -> tuple[
     layers = [HARMLESS[each]() if isinstance(each, int) else LAYERS[each]() for each in middle]
     (window, of_loop), (loss_fn, of_loss) = LOOPS[loop], LOSSES[loss]
     expected = {each for each in middle if isinstance(each, str)} | of_loop | of_loss
-    if of_loss:
-        expected -= {"wrong-count"}  # no weights are right there
     model = defects.network(*layers)
     return verify(model, loss_fn, defects.samples(11), 4, train_window=window(loss_fn)), expected
 

@@ -103,7 +103,7 @@ def checkpointed() -> nn.Module:
     return model
 
 
-DROPS = "transformer.drop, transformer.h.0.attn and 5 more"
+DROPS = "transformer.drop, transformer.h.0.attn.resid_dropout and 5 more"
 BERT_DROPS = "bert.embeddings.dropout, bert.encoder.layer.0.attention.self and 5 more"
 NORMS = "resnet.embedder.embedder.normalization, resnet.encoder.stages.0.layers.0.layer.0.normalization and 4 more"
 MICRO = Options(batch_norm="micro")

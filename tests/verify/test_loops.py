@@ -194,7 +194,7 @@ LOOPS: list[tuple[Any, tuple[nn.Module, ...], set[str], str]] = [
     (accumulator_of_ours, (nn.Dropout(0.2),), {"randomness"}, ""),
     (unscaled_by_the_step, (), set(), "Exact"),
     (stepping_twice, (), {"stepped-inside"}, "stepped 2 times in the window: once with the right gradient, and on"),
-    (stepping_without_clearing, (), {"stepped-inside"}, "With the weights held still"),
+    (stepping_without_clearing, (), {"stepped-inside"}, "stepped 3 times in the window"),
     (clipping_part_by_part, (), set(), CLIPS),
     (clipping_both_ways, (), set(), CLIPS),
     (clipping_at_nothing, (), {"wrong-count"}, ""),

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from bigbatch.cli.terminal import FAILED, AsJson, File, Html, progress, running, show, show_json, write_page
+from bigbatch.cli.terminal import FAILED, AsJson, File, Html, running, show, show_json, write_page
 
 
 def verify(  # noqa: PLR0917 - each is an option of the command
@@ -34,7 +34,7 @@ def verify(  # noqa: PLR0917 - each is an option of the command
         from bigbatch.cli.setup_file import MODULE, first_batch, read_setup
         from bigbatch.options import Options
         from bigbatch.setup import calling
-        from bigbatch.verification.api import run_verification
+        from bigbatch.verification.api import verify as verify_batch
         from bigbatch.verification.result import refuse_unknown
 
         refuse_unknown(allow or ())
@@ -42,15 +42,14 @@ def verify(  # noqa: PLR0917 - each is an option of the command
         train_window = getattr(sys.modules[MODULE], "train_window", None)
         if not setup.model.training:  # as `bigbatch train` has it
             setup.model.train()
-        with progress(None) as advance, calling("loss_fn" if train_window is None else "loss_fn or train_window"):
-            found = run_verification(
+        with calling("loss_fn" if train_window is None else "loss_fn or train_window"):
+            found = verify_batch(
                 setup.model,
                 setup.loss_fn,
                 first_batch(setup, batch_size),
                 micro_batch_size or setup.micro_batch_size or max(1, (batch_size or setup.batch_size) * 2 // 5),
                 train_window=train_window,
                 options=Options(batch_norm=setup.batch_norm, gradient_dtype=setup.gradient_dtype),
-                on_run=advance,
             )
     if as_json:
         show_json({"file": str(file), **found.to_dict()})

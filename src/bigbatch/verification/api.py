@@ -1,10 +1,7 @@
-"""The public function: check what was passed, compare both sides on as many samples as fit, and find causes."""
+"""The public function: check what was passed, and compare both sides on as many samples as fit."""
 
-import math
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,9 +9,6 @@ from torch import nn
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
 from bigbatch.batch.split import balanced
-from bigbatch.batch.tree import mapped
-from bigbatch.big_step import BigStep
-from bigbatch.default_loss import own_loss
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
@@ -22,10 +16,9 @@ from bigbatch.state.scope import asked_aside
 from bigbatch.state.snapshot import untouched
 from bigbatch.verification.comparison import Verifier, name_of
 from bigbatch.verification.loop_recorder import TrainWindow
-from bigbatch.verification.model_copy import ModelCopy, ModelUnderTest
+from bigbatch.verification.model_copy import ModelUnderTest
 from bigbatch.verification.result import Verification
-from bigbatch.verification.runner import Accumulated, LossFunction, Runner, Samples, Strategy, cloned, loader_sizes
-from bigbatch.verification.tolerance import read_gradients
+from bigbatch.verification.runner import Runner, Strategy
 
 _LEAST = 2  # samples: two micro-batches of one
 
@@ -65,51 +58,31 @@ def verify(
             step an optimizer of torch once: what that steps with is compared. It may return its loss.
         options: those of your `BigStep`.
     """
-    return run_verification(model, loss_fn, batch, micro_batch_size, train_window=train_window, options=options)
-
-
-def run_verification(
-    model: Any,
-    loss_fn: Callable[[Any, Any], Any] | None,
-    batch: Any,
-    micro_batch_size: int,
-    *,
-    train_window: TrainWindow | None = None,
-    options: Options | None = None,
-    on_run: Callable[[str], None] = lambda _: None,
-) -> Verification:
-    """Verify, and call `on_run` with what each run is of before it is made."""
     models = arguments.models(model)
     options = Options() if options is None else options
     _check_functions(loss_fn, train_window, options)
     whole = Batch.of(batch, collate=options.collate)
-    _check_size(micro_batch_size, whole.size)
+    size = _checked_size(micro_batch_size, whole.size)
     under_test = ModelUnderTest(model)
-    if not under_test.own.parameters:
-        raise ConfigurationError("no parameter of the model requires a gradient: there is nothing to verify.")
-    device = next(iter(under_test.own.parameters.values())).device
-    name: Literal["BigStep", "train_window"] = "BigStep" if train_window is None else "train_window"
-    cut = balanced if train_window is None else loader_sizes
     samples, wide = whole.size, True
 
     def verification() -> Verification:
-        at_once = micro_batch_size if samples == whole.size else min(micro_batch_size, samples // 2)
+        at_once = size if samples == whole.size else min(size, samples // 2)
         part = whole if samples == whole.size else whole.only(range(samples))
-        strategy = Strategy(name, at_once, options, accumulate_with_big_step, train_window)
-        of_part = Samples(part, tuple(cut(samples, at_once)), device)
-        runner = Runner(under_test, loss_fn or own_loss, of_part, strategy, on_run)
+        sizes = balanced(samples, at_once) if train_window is None else _loader_sizes(samples, at_once)
+        way = Strategy("train_window" if train_window else "BigStep", at_once, options, train_window)
+        runner = Runner(under_test, loss_fn, part, tuple(sizes), way)
         if not wide:
-            runner.note(
-                f"Not even two samples fit into memory in float64, so it was judged in {name_of(under_test.own.dtype)} "
+            runner.notes.append(
+                f"Not even two samples fit into memory in float64, so it was judged in {name_of(under_test.dtype)} "
                 "alone, where small mistakes may hide in rounding."
             )
         if samples < whole.size:
-            less = f", in micro-batches of {at_once:,} instead of {micro_batch_size:,}"
-            runner.note(
+            runner.notes.append(
                 f"The whole batch of {whole.size:,} did not fit into memory: the first {samples:,} samples were "
-                f"compared{less if at_once < micro_batch_size else ''}."
+                f"compared, in micro-batches of {at_once:,}."
             )
-        return Verifier(runner, whole.size, wide).verification()
+        return Verifier(runner, wide=wide).verification(whole.size)
 
     with untouched(models), torch.enable_grad(), asked_aside():
         while True:  # on all samples, or, out of memory, on half of them, and so on; at last without float64
@@ -126,34 +99,6 @@ def run_verification(
             samples, wide = (samples // 2, wide) if samples > _LEAST else (whole.size, False)
 
 
-def accumulate_with_big_step(
-    strategy: Strategy, model: ModelCopy, loss_fn: LossFunction, samples: Samples, dtype: torch.dtype | None
-) -> Accumulated:
-    """Make one update with a rate of 0, and read what the optimizer steps with; what BigStep raises comes out."""
-    found = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.parameters.items()}  # without a step
-    sizes: list[int] = []
-
-    def sized(network: Any, micro_batch: Any) -> Any:
-        sizes.append(Batch.of(micro_batch, shared=samples.batch.shared).size)
-        return loss_fn(network, micro_batch)
-
-    def cast(tree: Any) -> Any:
-        return mapped(tree, lambda _, leaf: cloned(leaf, dtype))
-
-    options, collate, batch = strategy.options, strategy.options.collate, samples.batch.whole
-    if collate is not None:
-        options = replace(options, collate=lambda some: cast(collate(some)))
-    optimizer = torch.optim.SGD(model.parameters.values(), lr=0.0)
-    optimizer.register_step_pre_hook(lambda *_: found.update(read_gradients(model.parameters)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what BigStep cannot see is compared here
-        function = sized if options.lengths else loss_fn
-        step = BigStep(model.model, optimizer, function, micro_batch_size=strategy.size, options=options)
-        update = step(cast(batch) if collate is None else batch)
-    loss = float(update.loss) if update.loss_is_exact else math.nan
-    return Accumulated(found, loss, tuple(sizes[-update.micro_batches :]))
-
-
 def _check_functions(loss_fn: object, train_window: object, options: object) -> None:
     if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, nn.Module)):
         fix = "lambda model, batch: criterion(model(batch[0]), batch[1])"
@@ -167,13 +112,16 @@ def _check_functions(loss_fn: object, train_window: object, options: object) -> 
         raise ConfigurationError("options must be Options.", found=repr(options), fix="Options(check=False)")
 
 
-def _check_size(size: object, samples: int) -> None:
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigurationError("micro_batch_size must be a positive integer.", found=repr(size))
+def _checked_size(given: object, samples: int) -> int:
+    size = arguments.positive("micro_batch_size", given)
     if samples < _LEAST:
         raise BatchError("this batch has one sample, so there is nothing to accumulate.", fix="a batch of two or more")
     if size >= samples:
-        problem = (
-            f"micro_batch_size={size} takes all {samples} samples of this batch at once, so nothing is accumulated."
-        )
+        problem = f"micro_batch_size={size} takes all {samples} samples at once, so nothing is accumulated."
         raise ConfigurationError(problem, fix=f"a smaller one, such as micro_batch_size={max(1, samples * 2 // 5)}")
+    return size
+
+
+def _loader_sizes(total: int, size: int) -> tuple[int, ...]:
+    """Return the sizes of a loader's micro-batches: full ones and a short last one."""
+    return (size,) * (total // size) + ((total % size,) if total % size else ())

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -21,22 +20,21 @@ TrainWindow = Callable[[Any, list[Any]], Any]
 
 
 class LoopRecord:
-    """What a loop does in one window; an optimizer with a `refused` parameter, by id, trains another model."""
+    """What a loop does in one window, where steps have no effect; an optimizer of the model `under_test` is refused."""
 
-    def __init__(self, model: ModelCopy, refused: frozenset[int], *, undo_clipping: bool, undo_steps: bool) -> None:
+    def __init__(self, model: ModelCopy, under_test: ModelCopy, *, undo_clipping: bool) -> None:
         """Have seen nothing yet."""
         self.stepped: list[dict[str, Tensor]] = []  # the gradients at each step of an optimizer
         self.left: dict[str, Tensor] = {}  # in .grad after the window
         self.most_steps = 0  # of one optimizer
-        self.backwards = 0  # that reached one parameter
         self.clipped = 0  # how often one parameter was: parts of a model may be clipped one by one
         self.clipped_by = ""  # the function of torch
         self.autocast: torch.dtype | None = None  # the loop's own, inside the model
         self.loss = math.nan  # what it returned
-        self._model, self._refused = model, refused
-        self._undo_clipping, self._undo_steps = undo_clipping, undo_steps
+        self._model, self._undo_clipping = model, undo_clipping
+        self._refused = {id(p) for p in under_test.all_parameters}
         self._names = {id(p): name for name, p in model.parameters.items()}
-        self._times = Counter[Any]()  # of backward and of clipping by parameter, of steps by optimizer
+        self._times = Counter[Any]()  # of clipping by parameter, of steps by optimizer
         self._weights: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -52,12 +50,9 @@ class LoopRecord:
 
     def run(self, train_window: TrainWindow, micro_batches: list[Any]) -> None:
         """Run a loop over one window, under hooks."""
-        edges = {name: get_gradient_edge(p).node for name, p in self._model.parameters.items()}  # they live while held
         with ExitStack() as stack:
             for each in self._model.models:
                 each.register_forward_pre_hook(self._read_autocast, prepend=True)
-            for name, node in edges.items():  # the hooks are the graph's, since a parameter's change paths
-                stack.callback(node.register_hook(partial(self._count_backward, name)).remove)
             stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
             for function in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
@@ -80,9 +75,6 @@ class LoopRecord:
         if torch.is_autocast_enabled(device):
             self.autocast = torch.get_autocast_dtype(device)
 
-    def _count_backward(self, name: str, *_: object) -> None:
-        self.backwards = max(self.backwards, self._once_more(name))
-
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Read the gradients, or have them read once a closure has made them, as Lightning's."""
         every = [p for group in optimizer.param_groups for p in group["params"]]
@@ -91,8 +83,7 @@ class LoopRecord:
         own = [p for p in every if id(p) in self._names]
         if not own:
             return None
-        if self._undo_steps:
-            self._weights = [(p, p.detach().clone()) for p in own]
+        self._weights = [(p, p.detach().clone()) for p in own]
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if not callable(closure):
             self._read_step(optimizer, own)
@@ -106,7 +97,7 @@ class LoopRecord:
         return ((args[0], then_read, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then_read})
 
     def _after_step(self, *_: object) -> None:
-        """Undo the step, where it is to have no effect; the next step reads what was added since."""
+        """Undo the step; the next one reads what was added since."""
         with torch.no_grad():
             for p, weights in self._weights:
                 p.copy_(weights)

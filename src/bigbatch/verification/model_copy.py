@@ -29,22 +29,14 @@ class ModelCopy:
         self.model = model  # as loss_fn takes it
         self.models: tuple[nn.Module, ...] = tuple(model) if isinstance(model, list | tuple) else (model,)
         self.modules: dict[str, nn.Module] = {}
-        trained: dict[nn.Parameter, str] = {}
+        named: dict[nn.Parameter, str] = {}
         for number, each in enumerate(self.models):
             prefix = f"[{number}]" if len(self.models) > 1 else ""
             self.modules |= dict(each.named_modules(prefix=prefix))
             for name, p in each.named_parameters(prefix=prefix):
-                if p.requires_grad:
-                    trained.setdefault(p, name)
-        self.parameters = {name: p for p, name in trained.items()}  # those that are trained
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that most of the weights have."""
-        numbers = Counter[torch.dtype]()
-        for p in (p for each in self.models for p in each.parameters() if p.is_floating_point()):
-            numbers[p.dtype] += p.numel()
-        return max(numbers, key=numbers.__getitem__, default=torch.float32)
+                named.setdefault(p, name)
+        self.all_parameters = list(named)
+        self.parameters = {name: p for p, name in named.items() if p.requires_grad}  # those that are trained
 
 
 class ModelUnderTest:
@@ -53,12 +45,18 @@ class ModelUnderTest:
     def __init__(self, model: Any) -> None:
         """Keep the model as it is."""
         self.own = ModelCopy(model)
+        if not self.own.parameters:
+            raise ConfigurationError("no parameter of the model requires a gradient: there is nothing to verify.")
         self.devices = devices_of(self.own.models)
-        self.parameter_ids = frozenset(id(p) for p in _all_parameters(self.own))
+        self.device = next(iter(self.own.parameters.values())).device
+        numbers = Counter[torch.dtype]()
+        for p in self.own.all_parameters:
+            numbers[p.dtype] += p.numel() * p.is_floating_point()
+        self.dtype = max(numbers, key=numbers.__getitem__)  # that most of the weights have
 
     def refuse_reached(self) -> None:
         """Raise where a run on a copy left gradients in the model itself."""
-        if any(p.grad is not None for p in self.own.parameters.values()):
+        if any(p.grad is not None for p in self.own.all_parameters):
             raise_used_itself()
 
     @contextmanager
@@ -86,7 +84,7 @@ class ModelUnderTest:
             problem = f"verify runs copies of the model, and this one cannot be copied: {said}"
             fix = "a model without files, locks, generators and handles in its attributes, which copy.deepcopy can copy"
             raise ConfigurationError(problem, fix=fix) from error
-        for p, twin in zip(_all_parameters(self.own), _all_parameters(ModelCopy(found)), strict=True):
+        for p, twin in zip(self.own.all_parameters, ModelCopy(found).all_parameters, strict=True):
             for attribute, register in _HOOKS.items():  # which copies of tensors lose
                 for hook in (getattr(p, attribute, None) or {}).values():
                     register(twin, hook)
@@ -97,12 +95,3 @@ def raise_used_itself() -> NoReturn:
     """Raise since a loss or a loop uses the model it knows, not the copy that it is given."""
     problem = "loss_fn or train_window uses a model of its own, and not the copy that verify passes in"
     raise LossError(problem, fix=USE_ARGUMENT)
-
-
-def has_gradient_hooks(p: nn.Parameter) -> bool:
-    """Whether a parameter's gradient passes through hooks."""
-    return any(getattr(p, name, None) for name in _HOOKS)
-
-
-def _all_parameters(model: ModelCopy) -> list[nn.Parameter]:
-    return list(dict.fromkeys(p for each in model.models for p in each.parameters()))

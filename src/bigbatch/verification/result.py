@@ -1,5 +1,6 @@
 """What a verification came to: differences, verdict, causes and what to type against them, and all of it as text."""
 
+import json
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -8,11 +9,12 @@ from typing import Any
 from bigbatch.errors import ConfigurationError, GradientsDiffer
 from bigbatch.verification.tolerance import EXACT
 
-_ACROSS = "across.gather(x), across.mean(x), across.sum(x)  (docs/coupled.md)"
+_ACROSS = "across.gather(x), where own rows begin at across.offset(); across.mean(x), across.sum(x)  (docs/coupled.md)"
 _WITHIN = "Or attend, pool and normalize within a sample: over dim=1 and on, not dim=0."
 _DRAWN = "Nothing to repair: another split draws other numbers, and the gradients are equal in distribution. Accept it:"
 _WEIGHT = "Weight each micro-batch by what its loss was averaged over, of the total of the window:"
-REMEDIES = {  # of each kind, what to type in a `loss_fn` for BigStep and in a loop; one text where they are the same
+# Of each kind, what to type in a `loss_fn` for BigStep and in a loop; one text where they are the same.
+ADVICE: dict[str, tuple[str, ...]] = {
     "batch-norm": (
         'Normalize by it:  Options(batch_norm="exact"); or freeze:  model.get_submodule({first!r}).eval()',
         "Use BigStep(model, optimizer, loss_fn), which normalizes by the big batch; or GroupNorm, or LayerNorm.",
@@ -23,8 +25,8 @@ REMEDIES = {  # of each kind, what to type in a `loss_fn` for BigStep and in a l
         f"{_WEIGHT}  (loss * count / total).backward(). If it is clipping by hand, use torch.nn.utils instead.",
     ),
     "wrong-count": (
-        "Say what the loss was averaged over:  return counted(loss, {count}){counts}",
-        f"{_WEIGHT}  (loss * {{count}} / total).backward(){{counts}}; or accumulator.backward(loss), which reads it.",
+        "Say what the loss was averaged over:  return counted(loss, {count}), or counted(penalty, 'once').",
+        f"{_WEIGHT}  (loss * {{count}} / total).backward(), and a regularizer once; or accumulator.backward(loss).",
     ),
     "coupled-samples": (
         f"Use the other samples, inside BigStep:  {_ACROSS}. {_WITHIN}",
@@ -47,7 +49,7 @@ REMEDIES = {  # of each kind, what to type in a `loss_fn` for BigStep and in a l
     "nondeterminism": ("Try torch.use_deterministic_algorithms(True), and draw from torch's default generators.",),
     "unknown": ("",),
 }
-KINDS = tuple(REMEDIES)
+KINDS = tuple(ADVICE)
 _FACTOR = 8  # times the measured rounding: two roundings of one number are hardly ever further apart
 _ROWS, _NAMES = 10, 2  # that are shown
 _BY = {
@@ -106,6 +108,11 @@ class Cause:
     found: str  # the evidence, in a sentence
     remedy: str  # what to type
 
+    def __str__(self) -> str:
+        """Say what it is, where, the evidence and what to type."""
+        where = f" at {self.where}" if self.where else ""
+        return f"{self.kind}{where}\n{self.found}\n{self.remedy}".rstrip()
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -127,9 +134,14 @@ class Verification:
     notes: tuple[str, ...] = ()  # what else a reader should know, in sentences
 
     @property
-    def worst(self) -> Difference | None:
-        """The parameter that is furthest from what rounding explains; None where none is trained."""
-        return max(self.differences, key=lambda each: each.excess, default=None)
+    def worst_first(self) -> tuple[Difference, ...]:
+        """All parameters, that which is furthest from what rounding explains first."""
+        return tuple(sorted(self.differences, key=lambda each: -each.excess))
+
+    @property
+    def worst(self) -> Difference:
+        """The parameter that is furthest from what rounding explains."""
+        return self.worst_first[0]
 
     @property
     def in_float64(self) -> bool:
@@ -156,12 +168,18 @@ class Verification:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings and lists, as JSON has them: what is not a finite number is None."""
-        return {**_plain(asdict(self)), "worst": None if self.worst is None else self.worst.name}
+        plain = json.loads(json.dumps(asdict(self)), parse_constant=lambda _: None)
+        return {**plain, "worst": self.worst.name}
 
     def __str__(self) -> str:
         """Show the largest differences, the verdict and the causes; lines are as long as they are."""
-        causes = [cause_text(self, place) for place in range(len(self.causes))]
-        return "\n\n".join(["\n".join(_table(self.differences, self.dtype)), headline(self), *causes, *self.notes])
+        cells = [header(self.dtype), *map(row, self.worst_first[:_ROWS])]
+        first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
+        lines = ["  ".join([name.ljust(first), *map(str.rjust, line, widths)]).rstrip() for name, *line in cells]
+        left = len(self.differences) - _ROWS
+        lines += [f"and {left:,} more, each closer to the big batch's"] if left > 0 else []
+        causes = [f"{place}. {cause}" for place, cause in enumerate(self.causes, 1)]
+        return "\n\n".join(["\n".join(lines), headline(self), *causes, *self.notes])
 
 
 def refuse_unknown(kinds: Collection[str]) -> None:
@@ -176,26 +194,17 @@ def headline(found: Verification) -> str:
     """Return the verdict in one sentence."""
     of = f" of {found.samples:,}" if found.samples_proved < found.samples else ""
     cut = f"{found.samples_proved:,}{of} samples in {len(found.micro_batches):,} micro-batches"
-    if (worst := found.worst) is None:
-        return f"Nothing to compare: no parameter is trained ({cut}{_BY[found.accumulated_by].rstrip(',')})."
-    gradient, far = f"the gradient of {cut}{_BY[found.accumulated_by]}", number(worst.difference)
+    gradient, far = f"the gradient of {cut}{_BY[found.accumulated_by]}", number(found.worst.difference)
     dtype = "float64" if found.in_float64 else found.dtype
     if found.exact:
         return f"Exact: {gradient} is the big batch's, to {far} in {dtype}."
     if found.accepted({"randomness"}):
         return f"Equal in distribution: {gradient} differs from the big batch's by its random numbers alone."
-    if worst.exact and any(cause.kind == "precision" for cause in found.causes):
+    if found.worst.exact and any(cause.kind == "precision" for cause in found.causes):
         return f"Exact in float64, not in {found.dtype}: {gradient} loses more than the big batch's does."
-    if worst.exact:
+    if found.worst.exact:
         return f"No proof: {gradient} came out as the big batch's, to {far} in {dtype}, but see below."
-    return f"Not exact: {gradient} differs from the big batch's, by {far} at {worst.name}."
-
-
-def cause_text(found: Verification, place: int) -> str:
-    """Return one cause as text: what it is, where, the evidence and what to type."""
-    cause = found.causes[place]
-    where = f" at {cause.where}" if cause.where else ""
-    return f"{place + 1}. {cause.kind}{where}\n{cause.found}\n{cause.remedy}".rstrip()
+    return f"Not exact: {gradient} differs from the big batch's, by {far} at {found.worst.name}."
 
 
 def header(dtype: str) -> tuple[str, ...]:
@@ -217,20 +226,3 @@ def number(value: float) -> str:
 def listed(names: Sequence[str]) -> str:
     """Name the first two, and say how many more there are."""
     return ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES:,} more" if len(names) > _NAMES else "")
-
-
-def _table(differences: Sequence[Difference], dtype: str) -> list[str]:
-    shown = sorted(differences, key=lambda each: -each.excess)[:_ROWS]
-    cells = [header(dtype), *map(row, shown)]
-    first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
-    lines = ["  ".join([name.ljust(first), *map(str.rjust, line, widths)]).rstrip() for name, *line in cells]
-    left = len(differences) - len(shown)
-    return [*lines, f"and {left:,} more, each closer to the big batch's"] if left else lines
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -77,6 +77,7 @@ class Tolerance:
         typical = median(finite.values()) if finite else 0.0
         self.floors = {name: max(finite.get(name, typical), typical) for name in measured}
         self.is_precise = overall(self.floors) <= _PRECISE  # all of the model computes in float64
+        self.nonlinear = self.repeated = 0.0  # how far twice the loss, and a second run, are from the first
         self.loose = max(_LOOSE, _FACTOR * median(self.floors.values()))  # more than rounding in any experiment
 
     def is_negligible(self, differences: Mapping[str, float]) -> bool:
