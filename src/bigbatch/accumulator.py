@@ -21,7 +21,7 @@ from bigbatch.loss.count import Count, GivenCount, Term, checked_count
 from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
 from bigbatch.window.gate import Admission, Questions, refuse_scaled
-from bigbatch.window.gradients import all_parameters, setting_aside
+from bigbatch.window.gradients import all_parameters
 from bigbatch.window.stepper import Stepper, Witness, refuse_copy
 from bigbatch.window.tally import Ledger
 from bigbatch.window.window import CLOSED, OPEN, Window
@@ -133,8 +133,7 @@ class Accumulator:
         steps = arguments.steps(steps)
         if self._window is not None and steps != self._steps:
             raise WindowOpen(
-                f"steps cannot change from {self._steps} to {steps} inside a window: {self._window.micro_batches} "
-                "micro-batches were weighed for the old one.",
+                f"steps cannot change from {self._steps} to {steps} inside a window.",
                 fix="steps set between windows, after accumulator.flush() or when backward has returned an Update",
             )
         self._steps = steps
@@ -161,7 +160,7 @@ class Accumulator:
             left=self._leave,
             remaining=lambda: self.remaining,
             kept=self._sources,
-            most=self._most if self._team.sharded else None,
+            most=(lambda mine: self._team.most(mine, self._device)) if self._team.sharded else None,
             must_know=self._team.in_common,
         )
         return Over(loader, listener, self._counts)
@@ -187,8 +186,8 @@ class Accumulator:
                     window.pass_by(loss, only_own=admission.only_own)
             elif admission.only_own:
                 window.add(loss, terms)
-                is_plain = count is None and window.alike and self._counts is None
-                window.reading = admission.reader.plain if is_plain and not admission.is_wary else None
+                if window.is_plain and count is None and self._counts is None and not admission.is_wary:
+                    window.alike = admission.reader.plain, loss.dtype
             else:
                 with admission.sparing_others():
                     window.add(loss, terms, only_own=False)
@@ -235,11 +234,11 @@ class Accumulator:
         admission = self._admission
         if (
             window is None
-            or window.reading is None
-            or window.reading is not admission.reader.plain
+            or window.alike is None
+            or window.alike[0] is not admission.reader.plain
             or loop.spent
             or type(loss) is not Tensor
-            or window.alike is not loss.dtype
+            or window.alike[1] is not loss.dtype
             or not loss.is_cpu
             or asked_anywhere[0] != self._questions.anywhere
         ):
@@ -273,8 +272,8 @@ class Accumulator:
     def _look_around(self) -> None:
         """Before a window: look up BatchNorm and other layers, and hooks on gradients."""
         self._admission.open()
-        if not self._admission.hints.saw_layers:
-            self._admission.hints.check_layers(self._admission.models, several=self._steps > 1)
+        if self._steps > 1 and not self._admission.hints.saw_layers:
+            self._admission.hints.check_layers(self._admission.models)
         self._admission.warn_of_hooks(several=self._steps > 1 or not self._team.is_alone)
 
     def _read(self, loss: Tensor, count: GivenCount | None) -> list[Term]:
@@ -283,7 +282,7 @@ class Accumulator:
             kind, number = checked_count(count)
             if hints.to_compare and kind == "mean":
                 hints.compare_count(admission.reader, loss, number, first_of_window=self._window is None)
-            admission.skip_reading(loss)
+            admission.reader.fresh = True  # it was not read
             return [Term(None, kind, number, "count=", None)]
         terms = admission.reader.read(loss)
         if admission.reader.fresh:
@@ -317,8 +316,7 @@ class Accumulator:
         update = self._close(self._window)
         if self._team.others_go_on and not self._loop.of_over:
             raise WindowError(
-                "this rank has left its loop by break and made its last update, and others go on with theirs: each of "
-                "their windows would wait for one of this rank.",
+                "this rank has left its loop by break, and others go on: each of their windows would wait for it.",
                 fix="Break on all ranks in the same window, or on none: a rank whose loader has ended takes part by "
                 "itself",
             )
@@ -389,8 +387,8 @@ class Accumulator:
         """
         if self._window is not None and not self._team.is_alone:
             raise StateError(
-                f"a window is open, with {self._window.micro_batches} micro-batches on this rank, and its gradients "
-                "are this rank's own: another number of ranks could not go on with it.",
+                f"a window is open, with {self._window.micro_batches} micro-batches on this rank, and gradients of its "
+                "own.",
                 fix="a checkpoint between two updates, when accumulator.backward(loss) has returned one, or flush()",
             )
         window = None if self._window is None else self._window.state_dict()
@@ -406,30 +404,24 @@ class Accumulator:
         if not isinstance(state, dict) or not {"version", "steps", "window"} <= state.keys():
             raise StateError("this is not the state_dict() of an Accumulator: it should hold version, steps and window")
         if state["version"] != STATE_VERSION:
+            raise StateError(f"this state_dict has version {state['version']}, not {STATE_VERSION}")
+        saved = state["window"]
+        if saved is not None and not self._team.is_alone:
             raise StateError(
-                f"this state_dict has version {state['version']}; this bigbatch reads version {STATE_VERSION}"
-            )
-        saved, now = state["window"], self._window
-        if saved is None:
-            self.discard()
-            return
-        if not self._team.is_alone:
-            raise StateError(
-                "this state_dict holds an open window, which one process has saved: every rank would load the same "
-                "gradients, and add them up once for each of them.",
+                "this state_dict holds an open window of one process: every rank would add its gradients once more.",
                 fix="that window in one process, and a checkpoint between two updates, which loads on any number of "
                 "ranks",
             )
-        steps = arguments.steps(state["steps"])
-        with setting_aside(all_parameters(self._stepper.optimizers)):  # a state that is refused changes nothing
-            window = Window(self._stepper, steps, self._gradient_dtype)
-            try:
-                window.load_state_dict(saved)
-            except BaseException:
-                self._stepper.window = None if now is None else weakref.ref(now)
-                raise
-        if now is not None:
-            now.state = CLOSED
+        steps = self._steps if saved is None else arguments.steps(state["steps"])
+        self.discard()
+        if saved is None:
+            return
+        window = Window(self._stepper, steps, self._gradient_dtype)
+        try:
+            window.load_state_dict(saved)
+        except BaseException:
+            window.discard()
+            raise
         self._window, self._resumed, self._steps = window, True, steps
         self._forgotten.ledger = window.ledger
         self._forgotten.told()  # it can be loaded again
@@ -443,9 +435,6 @@ class Accumulator:
             "or an exception.",
             fix="accumulator.flush() makes its update, accumulator.discard() drops it; then go on",
         )
-
-    def _most(self, mine: int) -> int:
-        return self._team.most(mine, self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -531,10 +520,8 @@ class Forgotten:
     def _warn(self) -> None:
         ledger, failed = self.ledger, sys.exc_info()[0] is not None or id(vars(sys).get("last_value")) != self._error
         if ledger is not None and ledger.micro_batches != ledger.told and not failed:
-            warnings.warn_explicit(
-                f"a window was left open with {ledger.micro_batches} of {ledger.steps} micro-batches, and "
-                "made no update. End the last window with accumulator.flush() or wrap the loader, "
-                "accumulator.over(loader); accumulator.discard() drops it without a word.",
-                UserWarning,
-                *self._made,
+            text = (
+                f"a window was left open with {ledger.micro_batches} of {ledger.steps} micro-batches, and made no "
+                "update. Use: accumulator.flush(), or accumulator.over(loader); accumulator.discard() drops it."
             )
+            warnings.warn_explicit(text, UserWarning, *self._made)

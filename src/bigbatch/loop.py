@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bigbatch.batch.tree import Content
+from bigbatch.batch.tree import digest
 from bigbatch.errors import BatchError, ConfigurationError, WindowError
 from bigbatch.loss.count import Count, TotalOfSum, checked_count, finite
 
@@ -80,15 +80,14 @@ class Source(Generic[Batch]):
 
     def look(self, number: int) -> int:
         """Read on until so many are held, or the end; returns how many are."""
-        before = [Content(batch) for batch in self.held] if number > self._compared else None
-        first = before[0].copied() if before and not self._must_know else None
-        if before and not self._must_know and first is None:  # if it were written over, nothing could be given out
-            number, self._looks_ahead = 0, self._read < _ALIKE  # another one may be copied
+        before = [digest(batch) for batch in self.held] if number > self._compared else None
+        if before and None in before and not self._must_know:  # nobody could tell if it were written over
+            number, self._looks_ahead = 0, self._read < _ALIKE  # another one may be told
         while len(self.held) < number and self._read_on():
             if before is not None:
-                before.append(Content(self.held[-1]))
+                before.append(digest(self.held[-1]))
         if before:
-            self._compare(before, first)
+            self._compare(before)
         return len(self.held)
 
     def _read_on(self) -> bool:
@@ -113,15 +112,16 @@ class Source(Generic[Batch]):
             raise BatchError(_TOO_MANY.format(self._length))
         return True
 
-    def _compare(self, before: list[Content], first: Batch | None) -> None:
-        """Find batches that were written over while others were read; those that are alike tell nothing yet."""
-        pairs = ({Content(batch).digest, each.digest} - {None} for batch, each in zip(self.held, before, strict=True))
-        if any(len(pair) > 1 for pair in pairs):
-            if first is None:
-                self.held.clear()
-                raise BatchError(_WRITTEN_OVER)
-            self.held[0], self._looks_ahead = first, False
-        elif len({each.digest for each in before}) == len(before) or self._read > _ALIKE:
+    def _compare(self, before: list[int | None]) -> None:
+        """Refuse batches that were written over while others were read; those that are alike tell nothing yet."""
+        if [digest(batch) for batch in self.held] != before:
+            self.held.clear()
+            raise BatchError(
+                "this loader writes each batch over the one before it, and `over` reads ahead: the last batch is known "
+                "by it.",
+                fix="accumulator.over(copy.deepcopy(batch) for batch in loader)",
+            )
+        if len(set(before)) == len(before) or self._read > _ALIKE:
             self._compared = len(before)
 
     def __iter__(self) -> Iterator[tuple[Batch, bool, None]]:
@@ -155,28 +155,19 @@ class Over(Generic[Batch]):
     def __init__(self, loader: Iterable[Batch], listener: Listener, counts: Callable[[Any], Any] | None) -> None:
         """Wrap a loader; nothing is read from it yet."""
         self.in_company: bool = listener.most is not None  # whether all ranks are given as many
-        if counts is not None and isinstance(loader, Over):
-            msg = (
-                "an accumulator with counts= looks a window ahead, and would take the other's batches too early.\n"
-                "Put it inside:  other.over(this.over(loader))"
+        if isinstance(loader, Over) and (counts is not None or (self.in_company and not loader.in_company)):
+            raise ConfigurationError(
+                "an accumulator with counts= looks a window ahead, and one of a sharded model repeats batches, which "
+                "the other would not hear of.",
+                fix="this one inside:  other.over(this.over(loader))",
             )
-            raise ConfigurationError(msg)
-        if self.in_company and isinstance(loader, Over) and not loader.in_company:
-            msg = (
-                "an accumulator of a sharded model has all ranks make as many passes, and the other, whose model is "
-                "not sharded, would not hear of those that add nothing.\n"
-                "Put it inside:  other.over(this.over(loader))"
-            )
-            raise ConfigurationError(msg)
         self._loader, self._listener, self._counts = loader, listener, counts
         self.loop: Loop = NoLoop()  # the latest
 
     def __len__(self) -> int:
         """Return the number of micro-batches, where the loader knows it."""
-        if not isinstance(self._loader, Sized):
-            msg = f"this loader has no length: {type(self._loader).__name__} does not define len()"
-            raise TypeError(msg)
-        return len(self._loader)
+        loader: Any = self._loader
+        return len(loader)
 
     def __bool__(self) -> bool:
         """Tell whether there are batches, as far as the loader knows."""
@@ -186,20 +177,16 @@ class Over(Generic[Batch]):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the loader; private and special ones stay its own."""
-        if not name.startswith("_"):
-            try:
-                return getattr(self._loader, name)
-            except AttributeError:
-                pass
-            msg = f"this loader is a {type(self._loader).__name__}, which has no attribute {name!r}"
-            raise AttributeError(msg, name=name, obj=self)
-        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if not name.startswith("_") and hasattr(self._loader, name):
+            return getattr(self._loader, name)
+        msg = f"this loader is a {type(self.__dict__.get('_loader')).__name__}, which has no attribute {name!r}"
         raise AttributeError(msg, name=name, obj=self)
 
     def __iter__(self) -> Iterator[Batch]:
         """Give out the batches; a window left open by the end of the loader is closed."""
         listener, loader = self._listener, self._loader
-        loop, announce, source = self._begin(), listener.announce, None
+        loop, announce, source = listener.opening(), listener.announce, None
+        self.loop = loop
         try:
             source = None if isinstance(loader, Over) else self._source()
             for batch, last, totals in self._in_turn(loop, source):
@@ -217,10 +204,6 @@ class Over(Generic[Batch]):
         finally:
             if source is not None and not (source.iterator is loader and source.held):
                 listener.kept.remove(source)
-
-    def _begin(self) -> Loop:
-        self.loop = self._listener.opening()
-        return self.loop
 
     def _source(self) -> Source[Batch]:
         """Return what was read ahead of this loader before, where a loop was left, or begin."""
@@ -333,9 +316,4 @@ def _totals(counted: list[Any]) -> tuple[Count, ...]:
 _TOO_MANY = (
     "this loader has a length of {0}, and gave out more batches: the last window was closed after batch {0}.\n"
     "Correct its __len__ (or its sampler's), or have it not asked for:  accumulator.over(iter(loader))"
-)
-_WRITTEN_OVER = (
-    "this loader writes each batch over the one before it, and batches have to be read ahead here (counts=, overlap=, "
-    "a sharded model).\n"
-    "Give out copies:  accumulator.over(copy.deepcopy(batch) for batch in loader)"
 )

@@ -66,12 +66,6 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         Accumulator(mlp()(), SGD(mlp()().parameters(), lr=0.1), steps=2)
 
 
-def test_an_optimizer_of_part_of_the_model_and_more_is_fine() -> None:
-    """A loss with parameters of its own (a learned temperature) may share the optimizer."""
-    model, temperature = mlp()(), nn.Parameter(torch.zeros((), dtype=torch.float64))
-    Accumulator(model, SGD([*model.parameters(), temperature], lr=0.1), steps=2)
-
-
 def test_a_parameter_of_two_optimizers_is_refused() -> None:
     """Each parameter is stepped by one."""
     model = mlp()()
@@ -93,15 +87,6 @@ def test_models_and_optimizers_must_be_such(model: Any, optimizer: Any, text: st
     real = mlp()()
     with pytest.raises(ConfigurationError, match=text):
         Accumulator(real if model is None else model, sgd(trained(real)) if optimizer is None else optimizer, steps=2)
-
-
-def test_a_refused_accumulator_leaves_nothing_behind() -> None:
-    """No hook on the optimizer, no mark on the parameters."""
-    model = mlp()()
-    optimizer = sgd(trained(model))
-    with pytest.raises(ConfigurationError):
-        Accumulator(model, optimizer, steps=2, scaler="amp")  # type: ignore[arg-type]  # refusing it is the point
-    assert not optimizer._optimizer_step_pre_hooks
 
 
 # BatchNorm.

@@ -33,16 +33,6 @@ def test_a_forgotten_flush_is_warned_of() -> None:
     assert Path(caught[0].filename).name == "training.py"  # which has made the accumulator
 
 
-def test_a_window_left_by_break_is_warned_of() -> None:
-    """And never gone on with."""
-    training = Training(steps=3)
-    for batch in training.accumulator.over(BATCHES):
-        training.backward(batch)
-        break
-    with pytest.warns(UserWarning, match=TEXT):
-        del training
-
-
 def refused(training: Training) -> None:
     """Pass a loss that is refused inside the window."""
     model, x = training.model, BATCHES[4]["x"]

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bigbatch import Accumulator, counted
-from tests.support.losses import SEVERAL
 from tests.support.reference import sgd, trained
 from tests.support.samples import Batch, mlp, rows
 from tests.support.training import MASKED, Training, micro_batches
@@ -66,17 +65,6 @@ def test_no_graph_outlives_its_backward(name: str) -> None:
         assert not any(ref() is not None for ref in losses)
         assert watched.alive() == 0
     assert len(losses) == 5
-
-
-def test_no_graph_outlives_a_window_with_several_counts() -> None:
-    """Weights on nodes inside the graph do not hold it."""
-    case = SEVERAL[1]
-    model = case.model()
-    watched = Watched(model)
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2, counts=case.counts)
-    for batch in accumulator.over(case.micro_batches((3, 1, 4))):
-        accumulator.backward(case.loss(model, batch))
-        assert watched.alive() == 0
 
 
 def test_no_graph_outlives_a_refusal() -> None:
@@ -161,14 +149,3 @@ def test_an_accumulator_is_let_go_of_at_once() -> None:
     gone: list[weakref.ref[Any]] = [weakref.ref(training.accumulator), weakref.ref(training.model)]
     del training
     assert [ref() for ref in gone] == [None, None]
-
-
-def test_an_accumulator_is_held_by_nothing_global() -> None:
-    """Not by the optimizer's hook, nor by a registry."""
-    training = Training(steps=2)
-    training.train(micro_batches())
-    accumulator, optimizer = weakref.ref(training.accumulator), training.optimizer
-    del training
-    gc.collect()
-    assert accumulator() is None
-    assert optimizer.param_groups

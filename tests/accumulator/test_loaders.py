@@ -1,7 +1,6 @@
 """Loaders: whatever yields micro-batches is trained to its end, also without a length."""
 
 import copy
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from bigbatch.errors import WindowError
 from tests.support.samples import Batch
 from tests.support.training import Training, micro_batches
 
@@ -51,19 +49,6 @@ def test_any_iterable_is_a_loader(loader: Callable[[], Iterable[Batch]]) -> None
     updates = training.train(loader())
     assert [update.micro_batches for update in updates] == [3, 3, 1]
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-
-
-def test_an_endless_stream_is_left_by_break() -> None:
-    """It is never read to its end, and the open window is flushed."""
-    training = Training(steps=3)
-    for place, batch in enumerate(training.accumulator.over(itertools.cycle(BATCHES))):
-        training.backward(batch)
-        if place == 7:
-            break
-    update = training.accumulator.flush()
-    assert update is not None
-    assert update.micro_batches == 2
-    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], [BATCHES[6], BATCHES[0]])
 
 
 def test_it_looks_one_batch_ahead_and_no_further() -> None:
@@ -108,18 +93,6 @@ def test_a_loop_without_over() -> None:
     assert training.accumulator.flush() is not None
     assert training.accumulator.flush() is None
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-
-
-def test_a_window_after_an_iterator_that_is_still_held() -> None:
-    """Taking batches by `next` up to the last one does not shorten the windows after it, once it is dropped."""
-    training = Training(steps=3)
-    held = iter(training.accumulator.over(BATCHES[:3]))
-    for _ in range(3):
-        training.backward(next(held))
-    with pytest.raises(WindowError, match="second time for one batch"):
-        training.backward(BATCHES[3])
-    del held
-    assert [training.backward(batch) is not None for batch in BATCHES[3:6]] == [False, False, True]
 
 
 class Sampled(list[Batch]):

@@ -30,15 +30,6 @@ def test_a_step_by_hand_is_refused_and_the_window_goes_on() -> None:
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-def test_a_step_by_hand_between_windows_is_the_users_own() -> None:
-    """Outside of windows the optimizer is free."""
-    training = Training(steps=3)
-    training.train(BATCHES[:3])
-    training.optimizer.step()  # no gradients: nothing to do
-    training.train(BATCHES[3:])
-    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-
-
 @pytest.mark.parametrize("cast", ["bfloat16", "float"])
 @pytest.mark.parametrize("then", ["backward", "flush"])
 def test_a_model_that_is_cast_inside_a_window_is_noticed(cast: str, then: str) -> None:
@@ -102,23 +93,6 @@ def test_a_gradient_in_the_place_of_the_old_one_is_noticed() -> None:
             accumulator.backward(model(batch["x"]).pow(2).mean())
 
 
-def test_what_is_left_of_the_old_loop_is_caught_in_its_second_round() -> None:
-    """`zero_grad()` atop the loop clears nothing in the first round, and is found in the second."""
-    training = Training(steps=3)
-    rounds = 0
-
-    def loop() -> None:
-        nonlocal rounds
-        for batch in training.accumulator.over(BATCHES):
-            training.optimizer.zero_grad()
-            training.backward(batch)
-            rounds += 1
-
-    with pytest.raises(WindowDisturbed, match=r"4 were set to None, as by zero_grad\(\)"):
-        loop()
-    assert rounds == 1
-
-
 def test_gradients_from_before_the_window_are_refused() -> None:
     """They would be stepped with; the error says how many and how to clear them."""
     training = Training(steps=3)
@@ -130,18 +104,6 @@ def test_gradients_from_before_the_window_are_refused() -> None:
     training.optimizer.zero_grad()
     training.train(BATCHES)
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-
-
-def test_two_accumulators_on_the_same_parameters_disturb_each_other() -> None:
-    """Their gradients would share one buffer."""
-    training = Training(steps=3)
-    other = Accumulator(training.model, sgd(trained(training.model)), steps=3)
-    training.backward(BATCHES[0])
-    with pytest.raises(WindowDisturbed, match="have a gradient before the window"):
-        other.backward(MASKED.loss(training.model, BATCHES[1]))
-    assert training.backward(BATCHES[1]) is None
-    training.accumulator.flush()
-    training.assert_big_batches(BATCHES[:2])
 
 
 # Backwards that fail halfway.

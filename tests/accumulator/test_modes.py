@@ -159,12 +159,3 @@ def test_reading_is_unseen_and_what_follows_is_not(mode: Callable[[], Dispatched
         assert outer.seen == inner.seen == []
         torch.add(losses[0], 1.0)
         assert len(outer.seen) == len(inner.seen) == 1
-
-
-def test_a_loss_divided_by_steps_is_noticed_under_a_mode() -> None:
-    """The number it was divided by is looked at where no mode sees it."""
-    model = plain()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=3)
-    with flops(), pytest.warns(UserWarning, match="looks divided by steps"):
-        accumulator.backward(F.cross_entropy(model(BATCHES[0]["x"]), BATCHES[0]["label"]) / 3)
-    accumulator.discard()

@@ -61,19 +61,3 @@ def test_what_is_prepared_is_trained(prepare: Callable[..., Any], entrance: str)
     true, true_rate = run(lambda *each: each)
     assert all(torch.equal(a, b) for a, b in zip(found, true, strict=True))
     assert rate == true_rate
-
-
-class Lookahead(torch.optim.SGD):
-    """An optimizer that has another one inside, and does more than that."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer.param_groups, lr=0.5)
-        self.optimizer = optimizer
-
-
-def test_an_optimizer_around_another_is_left_as_it_is() -> None:
-    """What it wraps is its own business."""
-    model = PLAIN.model()
-    optimizer = Lookahead(sgd(trained(model)))
-    accumulator = Accumulator(model, optimizer, steps=1)
-    assert accumulator._stepper.optimizers == (optimizer,)

@@ -61,29 +61,6 @@ def test_muon_and_adamw_under_one_norm(clip_norm: float) -> None:
     assert norms == pytest.approx(true, rel=1e-12)
 
 
-def test_several_models_under_one_window() -> None:
-    """An encoder and a head, each with an optimizer of its own kind."""
-    models, twins = [encoder(), mlp()()], [encoder(), mlp()()]
-
-    def optimizers(pair: Sequence[nn.Module]) -> list[Optimizer]:
-        return [SGD(pair[0].parameters(), lr=0.1, momentum=0.9), AdamW(pair[1].parameters(), lr=0.01)]
-
-    ours, theirs = optimizers(models), optimizers(twins)
-    accumulator = Accumulator(models, ours, steps=3, clip_norm=0.1)
-    for batch in accumulator.over(BATCHES):
-        accumulator.backward(F.cross_entropy(models[1](models[0](batch["x"])), batch["partly"]))
-    for window in (BATCHES[:3], BATCHES[3:]):
-        batch = join(window)
-        for optimizer in theirs:
-            optimizer.zero_grad()
-        F.cross_entropy(twins[1](twins[0](batch["x"])), batch["partly"]).backward()
-        clip_grad_norm_([p for twin in twins for p in twin.parameters()], 0.1)
-        for optimizer in theirs:
-            optimizer.step()
-    assert_same(models, twins)
-    assert distance([v for o in ours for v in state(o)], [v for o in theirs for v in state(o)]) <= 1e-12
-
-
 def test_an_optimizer_whose_parameters_got_no_gradient_is_not_stepped() -> None:
     """A head that no loss of the window reached keeps its weights and its state."""
     models = [mlp()(), mlp()()]

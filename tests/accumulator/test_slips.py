@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, LinearLR, LRScheduler, SequentialLR, StepLR
+from torch.optim.lr_scheduler import ConstantLR, LRScheduler, SequentialLR, StepLR
 
 from bigbatch import Accumulator, counted
 from bigbatch.errors import BigBatchError
@@ -105,7 +105,6 @@ def test_what_the_message_about_nanmean_says_works() -> None:
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
     "step": lambda o: StepLR(o, 100),
-    "chained": lambda o: ChainedScheduler([ConstantLR(o), LinearLR(o)]),
     "sequential": lambda o: SequentialLR(o, [ConstantLR(o), StepLR(o, 100)], milestones=[100]),
 }
 

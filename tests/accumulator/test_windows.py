@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from bigbatch import Accumulator
 from bigbatch.errors import ConfigurationError, LossError, WindowError, WindowOpen
-from tests.support.reference import trained, weights
 from tests.support.samples import Batch
 from tests.support.strategies import seeds, splits, steps
 from tests.support.training import MASKED, PLAIN, SUMMED, Training, micro_batches
@@ -41,16 +40,6 @@ def test_steps_may_not_change_inside_a_window() -> None:
                 training.accumulator.steps = 5
             training.accumulator.steps = 3  # no change
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-
-
-def test_remaining_counts_down() -> None:
-    """How many micro-batches the window is short of."""
-    training = Training(steps=3)
-    seen = []
-    for batch in training.accumulator.over(BATCHES):
-        seen.append(training.accumulator.remaining)
-        training.backward(batch)
-    assert [*seen, training.accumulator.remaining] == [3, 2, 1, 3, 2, 1, 3, 3]
 
 
 # Loops that are left early.
@@ -127,30 +116,6 @@ def test_two_losses_per_batch_are_refused() -> None:
 # Loops within loops.
 
 
-def test_a_validation_loop_in_mid_window() -> None:
-    """Evaluation over another loader, without gradients, changes nothing."""
-    training = Training(steps=3)
-    for batch in training.accumulator.over(BATCHES):
-        training.backward(batch)
-        training.model.eval()
-        with torch.no_grad():
-            assert all(MASKED.loss(training.model, other).isfinite() for other in micro_batches((2, 3), seed=1))
-        training.model.train()
-    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-
-
-def test_two_accumulators_over_one_loader() -> None:
-    """`a.over(b.over(loader))`: each has its windows, and both know the last batch."""
-    one, other = Training(steps=3), Training(steps=2, case=PLAIN)
-    for batch in one.accumulator.over(other.accumulator.over(iter(BATCHES))):
-        one.backward(batch)
-        other.backward(batch)
-    one.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
-    other.assert_big_batches(BATCHES[:2], BATCHES[2:4], BATCHES[4:6], BATCHES[6:])
-    assert one.accumulator.flush() is None
-    assert other.accumulator.flush() is None
-
-
 def test_accumulators_over_one_loader_with_one_that_looks_a_window_ahead() -> None:
     """`counts=` reads a window in advance; inside the others, all learn of the last batch in time."""
     counting = Training(steps=4, case=PLAIN, counts=lambda batch: batch["value"].numel())
@@ -174,26 +139,6 @@ def test_looking_a_window_ahead_around_another_accumulator_is_refused() -> None:
         ConfigurationError, match=r"counts= looks a window ahead.*\n.*other.over\(this.over\(loader\)\)"
     ):
         counting.accumulator.over(inner)
-
-
-def test_accumulators_on_one_model_share_nothing() -> None:
-    """Two losses on one model, each with its own optimizer and half of the parameters."""
-    model, twin = PLAIN.model(), PLAIN.model()
-    halves = [(trained(m)[:2], trained(m)[2:]) for m in (model, twin)]
-    body, head = (torch.optim.SGD(half, lr=0.1) for half in halves[0])
-    one, other = Accumulator(model, body, steps=2), Accumulator(model, head, steps=2)
-    for batch in one.over(other.over(BATCHES[:2])):
-        losses = MASKED.loss(model, batch), PLAIN.loss(model, batch)  # before either may step
-        one.backward(losses[0])
-        other.backward(losses[1])
-    both = MASKED.join(BATCHES[:2])
-    losses = MASKED.loss(twin, both), PLAIN.loss(twin, both)
-    for half, loss in zip(halves[1], losses, strict=True):
-        for p, gradient in zip(half, torch.autograd.grad(loss, half, retain_graph=True), strict=True):
-            p.grad = gradient
-    for half in halves[1]:
-        torch.optim.SGD(half, lr=0.1).step()
-    torch.testing.assert_close(weights(model), weights(twin), rtol=1e-12, atol=0)
 
 
 # Any loop at all.

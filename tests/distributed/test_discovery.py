@@ -178,10 +178,10 @@ def test_a_launched_process_without_a_group_is_told(monkeypatch: pytest.MonkeyPa
 
 
 DIVISORS = {
-    (3, 2): "divided by the number of ranks (2) already",
-    (3, 3): "divided by steps (3) already",
+    (3, 2): "divided by steps or the number of ranks (2) already",
+    (3, 3): "divided by steps or the number of ranks (3) already",
     (2, 2): "divided by steps or the number of ranks (2) already",
-    (3, 6): "divided by steps times the number of ranks (6) already",
+    (3, 6): "divided by steps or the number of ranks (6) already",
     (3, 7): "",
 }
 
@@ -198,7 +198,7 @@ def dividing(rank: int) -> list[str]:
 
 
 def test_a_loss_divided_by_the_number_of_ranks_is_told() -> None:
-    """By the cause it has: ranks, steps, either of them, or both; and by nothing else."""
+    """Or by steps, or by both; and by nothing else."""
     for found in exactly(2, dividing):
         for words, told in zip(DIVISORS.values(), found, strict=True):
             assert words in told

@@ -153,7 +153,7 @@ def test_a_loss_divided_by_steps_is_warned_of_once(how: str) -> None:
         for batch in training.accumulator.over(BATCHES):
             training.accumulator.backward(DIVIDED[how](PLAIN.loss(training.model, batch)))
     (warning,) = caught
-    assert "looks divided by steps (4) already" in str(warning.message)
+    assert "looks divided by steps or the number of ranks (4) already" in str(warning.message)
     assert "4 times too small. Pass the undivided loss." in str(warning.message)
     assert "If you mean it, say it as a factor:  accumulator.backward(loss * 0.25)" in str(warning.message)
     assert warning.filename == __file__

@@ -90,7 +90,7 @@ def test_a_division_by_a_mask_is_a_count_where_it_is_checked() -> None:
     admission = Admission([model], [optimizer], "refuse", "", divisors=True)
     for seed in range(4):
         batch = rows(5, seed)
-        (term,) = admission.read(masked_by_hand(model, batch))
+        (term,) = admission.reader.read(masked_by_hand(model, batch))
         assert (term.kind, term.count) == ("mean", float((batch["many"][:, 0] == 0).sum()))
 
 

@@ -103,18 +103,6 @@ def test_a_failure_after_a_backward_breaks_the_window(
     training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
-def test_a_failure_in_a_batch_of_over_is_not_tried_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch has had its backward, as far as anyone can tell."""
-    training = Training(steps=3, case=PLAIN)
-    monkeypatch.setattr(Window, "add", after(Once(KeyboardInterrupt()), Window.add))
-    batches = iter(training.accumulator.over(BATCHES))
-    batch = next(batches)
-    with pytest.raises(KeyboardInterrupt):
-        training.backward(batch)
-    with pytest.raises(RuntimeError):
-        training.backward(batch)
-
-
 # Losses that are refused before anything is added.
 
 
@@ -217,42 +205,6 @@ def test_ctrl_c_after_the_step_leaves_the_window_broken_or_closed(where: str, mo
     training.assert_big_batches(BATCHES[:2], BATCHES[2:4], BATCHES[4:6])
 
 
-class WithoutNotes(RuntimeError):
-    """An error as of Python 3.10."""
-
-    @property
-    def add_note(self) -> Any:
-        """There is none."""
-        raise AttributeError
-
-
-@pytest.mark.parametrize("entrance", ["Accumulator", "BigStep"])
-@pytest.mark.parametrize("words", [(), ("no space",)])
-def test_an_error_that_takes_no_notes_says_it_itself(entrance: str, words: tuple[str, ...]) -> None:
-    """Once, in its own words."""
-    model, batch = nn.Linear(3, 1), torch.randn(4, 3)
-    optimizer = sgd(trained(model))
-    optimizer.register_step_post_hook(Once(WithoutNotes(*words)))
-    update: dict[str, Callable[[], object]] = {
-        "BigStep": lambda: BigStep(model, optimizer, lambda m, b: m(b).square().mean())(batch),
-        "Accumulator": lambda: Accumulator(model, optimizer, steps=1).backward(model(batch).square().mean()),
-    }
-    with pytest.raises(WithoutNotes) as caught:
-        update[entrance]()
-    told = str(caught.value)
-    assert told.startswith("".join(words))
-    assert told.count("may have changed some parameters") == 1
-
-
-def test_an_error_in_the_step_carries_a_note() -> None:
-    """A traceback of the user's own error says what is true of the parameters."""
-    training = Training(steps=1)
-    training.optimizer.register_step_post_hook(Once(OSError("no space")))
-    with pytest.raises(OSError, match="no space") as caught:
-        training.backward(BATCHES[0])
-    assert "may have changed some parameters" in "\n".join(getattr(caught.value, "__notes__", ["may have changed"]))
-
-
 def absent(rank: int) -> bool:
     """Take part without samples, with a hook that fails; returns whether gradients are left."""
     model = mlp()()
@@ -303,19 +255,6 @@ def noted(calls: list[str], name: str, fault: Callable[[], None], function: Call
         return function(*args)
 
     return run
-
-
-def test_each_buffer_is_restored_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that fails leaves no other behind."""
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)).double()
-    found = [each.clone() for each in model.buffers()]
-    saved = Buffers([model])
-    model(torch.randn(5, 3, dtype=torch.float64))
-    monkeypatch.setattr(torch, "equal", before(Once(torch.OutOfMemoryError("out of memory")), torch.equal))
-    with pytest.raises(torch.OutOfMemoryError):
-        saved.restore()
-    monkeypatch.undo()
-    assert [torch.equal(a, b) for a, b in zip(found, model.buffers(), strict=True)].count(False) <= 1
 
 
 def test_activations_are_freed_before_anything_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Optimizers and the parameters they hold: fused, grouped, frozen, unused, tied, sparse."""
 
-import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, SparseAdam
 from bigbatch import Accumulator
 from bigbatch.errors import ConfigurationError
 from tests.support.losses import MODELS, l2
-from tests.support.reference import distance, state, trained, weights
-from tests.support.samples import CLASSES, Batch, Tokens, join, mlp, rows, seeded, sequences
+from tests.support.reference import distance, state, weights
+from tests.support.samples import CLASSES, Batch, join, mlp, rows, seeded, sequences
 from tests.support.training import MASKED, Training, micro_batches
 
 BATCHES = [rows(size, seed) for seed, size in enumerate((3, 1, 4, 2, 5))]
@@ -104,17 +103,6 @@ def test_a_fused_optimizer_beside_a_plain_one() -> None:
 # Parameters.
 
 
-def test_parameter_groups_keep_their_settings() -> None:
-    """Each group has its own rate and decay; the norm is one."""
-
-    def grouped(model: Any) -> list[Optimizer]:
-        decayed = {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.3}
-        plain = {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0, "lr": 0.05}
-        return [AdamW([decayed, plain], lr=0.01, eps=1e-3)]
-
-    assert_exact(mlp(), grouped, masked, BATCHES, clip_norm=0.1)
-
-
 def test_frozen_parameters_stay() -> None:
     """Also where the optimizer holds them: no step, no decay, no state."""
 
@@ -145,33 +133,6 @@ def test_unused_parameters_stay() -> None:
     for p, before in zip(model["unused"].parameters(), mlp()().parameters(), strict=True):
         assert torch.equal(p, before)
         assert not optimizer.state[p]
-
-
-def test_parameters_used_now_and_then() -> None:
-    """Heads that take turns from window to window: a step without their gradient passes them by."""
-
-    def forked() -> nn.Module:
-        return nn.ModuleDict({"0": mlp()(), "1": mlp()(), "2": mlp()()})
-
-    def alternating(model: Any, batch: Batch) -> Tensor:
-        return F.mse_loss(model[str(int(batch["head"][0]))](batch["x"]), batch["value"])
-
-    batches = [{**batch, "head": torch.full((len(batch["x"]),), i // 2)} for i, batch in enumerate(BATCHES)]
-    model, (optimizer,) = assert_exact(
-        forked, lambda m: [AdamW(m.parameters(), lr=0.01, weight_decay=0.5, eps=1e-3)], alternating, batches
-    )
-    assert optimizer.state[next(model["0"].parameters())]["step"] == 2
-
-
-def test_tied_parameters_are_counted_once() -> None:
-    """One tensor under two names: one gradient, once in the norm."""
-    assert_exact(
-        seeded(lambda: Tokens("tied")),
-        lambda m: [AdamW(m.parameters(), lr=0.01, eps=1e-3)],
-        lambda m, b: F.cross_entropy(m(b["tokens"]).flatten(0, 1), b["labels"].flatten()),
-        TOKENS,
-        clip_norm=0.1,
-    )
 
 
 def test_parameters_added_between_windows() -> None:
@@ -274,20 +235,6 @@ def test_lbfgs_is_refused() -> None:
     model = MASKED.model()
     with pytest.raises(ConfigurationError, match=r"LBFGS evaluates the loss several times.*\n.*torch.optim.AdamW"):
         Accumulator(model, LBFGS(model.parameters()), steps=2)
-
-
-def test_an_optimizer_is_as_usable_as_before() -> None:
-    """An accumulator that is gone leaves no hook and no mark on its optimizer."""
-    training = Training(steps=2)
-    optimizer, model = training.optimizer, training.model
-    training.train(micro_batches())
-    del training
-    gc.collect()
-    assert not optimizer._optimizer_step_pre_hooks
-    MASKED.loss(model, micro_batches()[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in trained(model))
 
 
 def test_a_single_optimizer_may_serve_two_accumulators_in_turn() -> None:

@@ -57,37 +57,6 @@ def test_reentrant_checkpoints_leave_other_parameters_alone(
     assert distance(weights(models[0]), weights(twins[0])) <= 1e-12
 
 
-def test_a_step_that_fails_leaves_no_gradient_to_other_parameters() -> None:
-    """In the middle of a window, and inside a backward."""
-
-    class Failing(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            del ctx
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            del ctx
-            backwards.append(len(gradients))
-            if len(backwards) == 3:
-                raise ValueError("boom")
-            return gradients[0]
-
-    def loss_fn(models: Any, x: Tensor) -> Tensor:
-        first, second = models
-        inside = lambda y: second(Failing.apply(first(y)))  # type: ignore[no-untyped-call]  # noqa: E731
-        out: Tensor = checkpoint(inside, x.detach().clone().requires_grad_(), use_reentrant=True)
-        return out.square().mean()
-
-    models, backwards = [maker(), judge()], list[int]()
-    step = BigStep(models, sgd(trained(models[0])), loss_fn, micro_batch_size=2)
-    with pytest.raises(ValueError, match="boom"):
-        step(normal(8, 3, by=generator_of(0)))
-    assert len(backwards) == 3
-    assert all(p.grad is None for model in models for p in model.parameters())
-
-
 def test_an_autocast_around_several_steps_casts_weights_anew() -> None:
     """Its cache would go on with the weights from before the first update."""
     found = []

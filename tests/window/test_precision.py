@@ -119,20 +119,6 @@ def test_losses_of_both_precisions_in_one_window(low: tuple[int, ...]) -> None:
     assert distance(weights(model), big_batches(case, batches, 3).weights) <= 1e-12
 
 
-def test_a_bf16_model_is_the_big_batch_within_its_own_rounding() -> None:
-    """Against float64: what remains is the rounding of activations."""
-    case = Loss("low", mlp(), rows, low_loss)
-    batches = case.micro_batches((1001, 7))
-    model = case.model().bfloat16()
-    start = case.model().bfloat16().double()
-    accumulator = Accumulator(model, sgd(trained(model)), steps=2)
-    seen = Seen(model, accumulator)
-    for batch in accumulator.over(batches):
-        accumulator.backward(low_loss(model, batch))
-    true = torch.autograd.grad(low_loss(start, case.join(batches)), trained(start))
-    assert distance(seen.gradients, true) <= 1e-2
-
-
 def same_sign(dtype: torch.dtype | None) -> float:
     """The part that 1,024 micro-gradients of one sign lose when they are added up."""
     model = nn.Linear(64, 1, bias=False, dtype=torch.bfloat16)

@@ -92,14 +92,6 @@ def test_an_inf_in_any_micro_batch_skips_the_window_once(place: int) -> None:
     assert distance(state(optimizer), true.state) <= 1e-12
 
 
-def test_a_skipped_window_leaves_the_optimizer_alone() -> None:
-    """Not even an empty state is made."""
-    training = Training(steps=3, case=PLAIN, scaler=scaler(), optimizer=torch.optim.AdamW)
-    (update,) = training.train(with_inf(1)[:3])
-    assert update.skipped
-    training.assert_untouched()
-
-
 @pytest.mark.parametrize("bad", [0, 1])
 def test_an_inf_in_one_of_two_optimizers_skips_both(bad: int) -> None:
     """A window is one update: half of it is none."""
@@ -119,26 +111,6 @@ def test_an_inf_in_one_of_two_optimizers_skips_both(bad: int) -> None:
     for model, optimizer in zip(models, optimizers, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(PLAIN.model()), strict=True))
         assert not optimizer.state
-
-
-def test_the_hook_sees_the_unscaled_gradient() -> None:
-    """As without a scaler."""
-    training = Training(steps=7, scaler=scaler())
-    seen: list[Tensor] = []
-    training.accumulator.before_step(
-        lambda: seen.extend(p.grad.clone() for p in trained(training.model) if p.grad is not None)
-    )
-    training.train(BATCHES)
-    twin = MASKED.model()
-    gradient = torch.autograd.grad(MASKED.loss(twin, MASKED.join(BATCHES)), trained(twin))
-    assert distance(seen, gradient) <= 1e-12
-
-
-def test_a_disabled_scaler_does_nothing() -> None:
-    """As torch has it: a script keeps one line for both."""
-    training = Training(steps=3, scaler=scaler(enabled=False))
-    training.train(BATCHES)
-    training.assert_big_batches(BATCHES[:3], BATCHES[3:6], BATCHES[6:])
 
 
 TWICE: dict[str, Callable[[GradScaler, Tensor], Tensor]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from bigbatch import Accumulator, Update
 from bigbatch.errors import ConfigurationError
@@ -49,11 +49,6 @@ def test_the_loss_is_the_big_batchs(case: Loss) -> None:
     assert case is SUMMED or update.count == pytest.approx(true.counts[0])
 
 
-def test_the_count_of_a_sum_is_1() -> None:
-    """A sum is averaged over nothing."""
-    assert one_window(Training(steps=7, case=SUMMED), BATCHES).count == 1
-
-
 def test_an_update_is_frozen_and_reads_well() -> None:
     """It is a record of what was; printing it shows the numbers."""
     update = one_window(Training(steps=2, case=PLAIN, clip_norm=1.0), micro_batches((1, 1), PLAIN))
@@ -88,15 +83,6 @@ def test_clipping_happens_once_per_window() -> None:
     optimizer.step()
     true = big_batches(MASKED, BATCHES[:3], 3, clip_norm=0.05)
     assert distance(weights(each), true.weights) > 1e-3
-
-
-def test_clipping_a_zero_gradient_is_no_division_by_zero() -> None:
-    """A loss at its minimum has norm 0."""
-    case = Loss("zero", PLAIN.model, PLAIN.batch, lambda m, b: 0.0 * PLAIN.loss(m, b))
-    training = Training(steps=7, case=case, clip_norm=1.0)
-    update = one_window(training, BATCHES)
-    assert update.grad_norm == 0
-    training.assert_big_batches(BATCHES)
 
 
 # The hook before the step.
@@ -175,24 +161,6 @@ def test_the_hook_is_not_called_for_a_window_of_nothing() -> None:
     assert one_window(training, [batch]).skipped
 
 
-def test_a_hook_that_fails_lets_the_window_be_dropped() -> None:
-    """Its exception passes, nothing is stepped, and `discard` makes room for the next window."""
-    training = Training(steps=2)
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    remove = training.accumulator.before_step(fail)
-    training.backward(BATCHES[0])
-    with pytest.raises(ZeroDivisionError):
-        training.backward(BATCHES[1])
-    remove()
-    training.accumulator.discard()
-    training.assert_untouched()
-    training.train(BATCHES[2:4])
-    training.assert_big_batches(BATCHES[2:4])
-
-
 # Schedulers.
 
 
@@ -223,16 +191,6 @@ def test_the_scheduler_steps_once_per_update() -> None:
     assert distance(training.weights, weights(twin)) <= 1e-12
 
 
-def test_the_scheduler_does_not_step_after_a_window_of_nothing() -> None:
-    """A skipped update is no update."""
-    training, scheduler = scheduled(2, lambda optimizer: StepLR(optimizer, 1, gamma=0.5))
-    batches = micro_batches((2, 3, 1, 2))
-    for batch in batches[:2]:
-        batch["partly"].fill_(-100)
-    assert [update.skipped for update in training.train(batches)] == [True, False]
-    assert scheduler.get_last_lr() == [0.25]
-
-
 def test_several_schedulers() -> None:
     """One per optimizer, each stepped once."""
     models = [MASKED.model(), MASKED.model()]
@@ -256,15 +214,3 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     other = sgd(trained(MASKED.model()))
     with pytest.raises(ConfigurationError, match="StepLR schedules an optimizer that was not given"):
         scheduled(2, lambda _: StepLR(other, 1))
-
-
-def test_schedulers_may_be_composed() -> None:
-    """A warm-up and then a decay count updates, too."""
-    training, scheduler = scheduled(
-        3, lambda o: ChainedScheduler([ConstantLR(o, factor=0.1, total_iters=2), StepLR(o, 3, gamma=0.5)])
-    )
-    rates = []
-    for batch in training.accumulator.over(BATCHES):
-        if training.backward(batch) is not None:
-            rates.extend(scheduler.get_last_lr())
-    assert rates == pytest.approx([0.05, 0.5, 0.25])

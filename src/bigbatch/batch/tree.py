@@ -91,38 +91,24 @@ def detached(tree: Any) -> Any:
     return mapped(tree, lambda _, leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf)
 
 
-class Content(pickle.Pickler):
-    """What is in a batch of any kind, to tell whether it was written into; the digest is None where nothing tells."""
+def digest(batch: Any) -> int | None:
+    """Return a number that changes where a batch of any kind is written into; None where nothing tells."""
+    written = io.BytesIO()
+    with suppress(Exception):
+        _Content(written, pickle.HIGHEST_PROTOCOL).dump(batch)
+        return hash(written.getvalue())
+    return None
 
-    def __init__(self, batch: Any) -> None:
-        """Hash the batch."""
-        self._batch, self._tensors = batch, dict[int, Tensor]()
-        self.digest: int | None = None
-        written = io.BytesIO()
-        super().__init__(written, pickle.HIGHEST_PROTOCOL)
-        with suppress(Exception):
-            self.dump(batch)
-            self.digest = hash(written.getvalue())
 
+class _Content(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         """Write a tensor's own values, not all of its storage; and what was defined locally by its name."""
         if isinstance(value, type | FunctionType) and "<" in value.__qualname__:  # <locals>, <lambda>
             return str, (value.__qualname__,)
-        if not isinstance(value, Tensor):
-            return NotImplemented
-        self._tensors[id(value)] = value
-        if value.layout is not torch.strided or value.is_nested:
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
             return NotImplemented  # torch takes it apart
         values = value.detach().cpu().reshape(-1).view(torch.uint8)
         return bytes, (values.numpy().tobytes(),)
-
-    def copied(self) -> Any:
-        """Return a copy of the batch, or None where it cannot be copied or compared."""
-        with suppress(Exception):
-            if self.digest is None:
-                return None
-            return copy.deepcopy(self._batch, {key: value.detach().clone() for key, value in self._tensors.items()})
-        return None
 
 
 def _like(tree: Any, made: list[Any]) -> Any:

@@ -174,8 +174,8 @@ class WholeWindows:
             raise NotCapturable(f"its parameters are on {len(devices)} devices")
 
     def _recorded(self, window: Window, fixed: list[Any], launch: Launch) -> tuple[list[Any], Recorded]:
-        """Run a window with no start of a backward that was made outside, and leave none of the inside."""
-        window.recording, self._stepper.start = True, None
+        """Run a window whose counts are not read."""
+        window.recording = True
         try:
             extras = launch(window, iter(fixed))
             if isinstance(window.residual, Tensor) or window.residual != 1.0:
@@ -183,4 +183,4 @@ class WholeWindows:
             refuse_hidden(extras)
             return extras, window.recorded()
         finally:
-            window.recording, self._stepper.start = False, None
+            window.recording = False

@@ -72,7 +72,7 @@ class Runner:
         if self._stepper.scaler is not None:
             refuse_scaled(loss, self._stepper.scaler)
         self._admission.look()
-        terms = self._admission.read(loss)
+        terms = self._admission.reader.read(loss)
         self._admission.scan(loss)
         return terms
 

@@ -135,7 +135,7 @@ class _Measuring:
         if times_asked() == before and not self.refused:
             try:
                 with _disable_current_modes():  # as in a window
-                    self._admission.read(loss)
+                    self._admission.reader.read(loss)
             except LossError as error:
                 self.refused = f"A step would refuse this loss: {str(error).splitlines()[0]}"
                 self.notes.append(self.refused)

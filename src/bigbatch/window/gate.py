@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from bigbatch.distributed.fsdp_internals import leaving_alone, parameters_of, sharded, tensors_of, whole_weights
 from bigbatch.errors import ConfigurationError, LossError, WindowDisturbed
 from bigbatch.loss import refusals
-from bigbatch.loss.count import Term
 from bigbatch.loss.graph import edges, is_leaf, operation, saved, saved_tensor, shape, variable
 from bigbatch.loss.origin import FrozenWeights, Surroundings
 from bigbatch.loss.readings import Reader
@@ -67,7 +66,6 @@ class Admission:
         self._own = surroundings.own
         self._shards = None if self.only_own else self._own
         self._walked: tuple[list[Any], list[Any], list[Tensor]] | None = None  # in the window at hand
-        self._opened, self._latest, self._apart = True, 0, 0  # see `skip_reading`
         self.hints = Hints()
         self.others: dict[int, weakref.ref[Tensor]] = {}  # parameters that losses run through, and that are not ours
         self._versions: dict[int, int] = {}  # of those, at the first micro-batch of the window
@@ -81,7 +79,7 @@ class Admission:
 
     def open(self) -> None:
         """Look up the BatchNorm layers, at the start of a window."""
-        self._walked, self._opened = None, True
+        self._walked = None
         self._versions.clear()
         if self._refuses or self.exact:
             self.batch_norms = batch_norms(self.models)
@@ -135,20 +133,6 @@ class Admission:
         if self.exact and self.batch_norms:
             refuse_compiled(self.models)
 
-    def read(self, loss: Tensor) -> list[Term]:
-        """Return the terms of a loss, or raise a LossError that says what to type."""
-        return self.reader.read(loss)
-
-    def skip_reading(self, loss: Tensor) -> None:
-        """Have the graph of a loss that comes with a count looked through, where a window opens or it is a new one.
-
-        A graph of another number of nodes than the latest is. Torch numbers them as they are made.
-        """
-        root: Any = loss.grad_fn
-        latest, self._latest = self._latest, 0 if root is None else root._sequence_nr()  # noqa: SLF001 - no public name
-        apart, self._apart = self._apart, self._latest - latest
-        self.reader.fresh, self._opened = self._opened or self._apart != apart, False
-
     def scan(self, loss: Tensor) -> None:
         """Look through a whole new graph for what the walk to the model's edge does not meet; some milliseconds."""
         kind = kind_of_graph(loss) if self.reader.fresh else 0
@@ -158,7 +142,6 @@ class Admission:
             self._scan(loss)
         except BaseException:
             self.reader.forget()  # a graph that looks the same is to be looked through again
-            self._opened = True
             raise
         self._scanned.add(kind)
 

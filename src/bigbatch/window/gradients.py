@@ -231,20 +231,6 @@ class Gradients:
 
 
 @contextmanager
-def setting_aside(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Inside, the parameters have no gradients to begin with; where it fails they have those from before again."""
-    held = [(p, p.grad) for p in parameters]
-    for p, _ in held:
-        p.grad = None
-    try:
-        yield
-    except BaseException:
-        for p, gradient in held:
-            _hand(p, gradient)
-        raise
-
-
-@contextmanager
 def sparing(parameters: Iterable[Tensor]) -> Iterator[None]:
     """Let a backward inside add to whatever it reaches: these parameters have the gradients they had, afterwards."""
     held = [(p, p.grad) for p in parameters]

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,20 +30,14 @@ class Hints:
 
     def check_division(self, loss: Tensor, terms: Sequence[Term], steps: int, ranks: int) -> None:
         """Warn of a loss that is divided by `steps`, the number of ranks or both."""
-        if self._of_division:
+        found = next((each for each in (steps, ranks, steps * ranks) if _looks_divided(loss, terms, each)), 0)
+        if self._of_division or not found:
             return
-        each = {"steps": steps, "the number of ranks": ranks, "steps times the number of ranks": steps * ranks}
-        known = {name: divisor for name, divisor in each.items() if _looks_divided(loss, terms, divisor)}
-        if not known:
-            return
-        self._of_division, found = True, next(iter(known.values()))
-        named = [name for name in known if "times" not in name] or list(known)  # one of them may be 1
-        how = "hand-written accumulation" if named == ["steps"] else "a training loop for several processes"
+        self._of_division = True
         warnings.warn(
-            f"this loss looks divided by {' or '.join(named)} ({found}) already, as {how} does; bigbatch averages by "
-            f"itself{' over all ranks' if ranks > 1 else ''}, so its gradients would be {found} times too small. Pass "
-            "the undivided loss. If you mean it, say it as a factor:  "
-            f"accumulator.backward(loss * {1 / found:g})",
+            f"this loss looks divided by steps or the number of ranks ({found}) already, as loops by hand do; bigbatch "
+            f"averages by itself, so its gradients would be {found} times too small. Pass the undivided loss. If you "
+            f"mean it, say it as a factor:  accumulator.backward(loss * {1 / found:g})",
             stacklevel=outside(),
         )
 
@@ -72,12 +65,10 @@ class Hints:
                 stacklevel=outside(),
             )
 
-    def check_layers(self, models: Sequence[nn.Module], *, several: bool) -> None:
+    def check_layers(self, models: Sequence[nn.Module]) -> None:
         """Refuse or name, once, the layers whose gradient depends on what micro-batch a sample is in."""
-        if not several:
-            self.saw_layers = True
-            return
-        for name, layer in (each for model in models for each in model.named_modules()):
+        named = [each for model in models for each in model.named_modules()]
+        for name, layer in named:
             if getattr(layer, "scale_grad_by_freq", False) and layer.weight.requires_grad:
                 raise CoupledLoss(
                     f"layer '{name}' divides each row's gradient by how often the row is in a micro-batch, and the big "
@@ -85,7 +76,7 @@ class Hints:
                     fix="scale_grad_by_freq=False",
                 )
         self.saw_layers = True
-        moving = _spectral_norms(models)
+        moving = [name.partition(".parametrizations.")[0] for name, layer in named if _has_power_iteration(layer)]
         if moving:
             warnings.warn(
                 f"spectral_norm of layer '{moving[0]}' ({len(moving)} in all) is in training mode: its power iteration "
@@ -98,17 +89,16 @@ class Hints:
     def check_gradient_hooks(self, models: Sequence[nn.Module], parameters: Iterable[Tensor]) -> None:
         """Say, once, what a user's hook on a parameter's gradient does in a window of several micro-batches."""
         self.saw_hooks = True
-        names = {id(p): name for model in models for name, p in model.named_parameters()}
+        kinds = "_backward_hooks", "_post_accumulate_grad_hooks"
         for p in parameters:
-            hooks = ChainMap(
-                *(getattr(p, kind, None) or {} for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-            )
-            called = (getattr(each, "func", each) for each in hooks.values())  # what a functools.partial calls
+            hooks = [hook for kind in kinds for hook in (getattr(p, kind, None) or {}).values()]
+            called = [getattr(hook, "func", hook) for hook in hooks]  # what a functools.partial calls
             if any(not str(getattr(each, "__module__", "")).startswith(_KNOWN_HOOKS) for each in called):
+                name = next((name for model in models for name, own in model.named_parameters() if own is p), "")
                 warnings.warn(
-                    f"parameter '{names.get(id(p), '')}' has a gradient hook: it runs on the gradient of each "
-                    "micro-batch, not on the big batch's. That is exact for a mask or a factor, and not for clipping "
-                    "or anything else that is not linear.\n"
+                    f"parameter '{name}' has a gradient hook: it runs on the gradient of each micro-batch, not on the "
+                    "big batch's. That is exact for a mask or a factor, and not for clipping or anything else that is "
+                    "not linear.\n"
                     "To clip, use clip_norm=, or change the big batch's gradient in before_step(function).",
                     stacklevel=outside(),
                 )
@@ -129,13 +119,7 @@ def _looks_divided(value: Tensor, terms: Sequence[Term], number: int) -> bool:
         return saved_number(node, "other") == number
 
 
-def _spectral_norms(modules: Sequence[nn.Module]) -> list[str]:
-    """Return the names of layers whose spectral norm moves by a power iteration whenever they run."""
-    found: list[str] = []
-    for name, module in (named for model in modules for named in model.named_modules()):
-        hooks = module._forward_pre_hooks.values()  # noqa: SLF001 - where the older one is
-        if module.training and any(
-            type(each).__name__ in {"_SpectralNorm", "SpectralNorm"} for each in (module, *hooks)
-        ):
-            found.append(name.partition(".parametrizations.")[0])
-    return found
+def _has_power_iteration(layer: nn.Module) -> bool:
+    """Whether a layer's spectral norm moves whenever it runs."""
+    each = (layer, *layer._forward_pre_hooks.values())  # noqa: SLF001 - where the older one is
+    return layer.training and any(type(one).__name__ in {"_SpectralNorm", "SpectralNorm"} for one in each)

@@ -29,23 +29,16 @@ class Starts:
         scaler, dtype = self._stepper.scaler if scaled else None, loss.dtype
         if dtype in LOW_PRECISION:
             weight = self._low_precision(weight, whole=dtype == torch.float16 and scaler is None, first=first)
-        elif isinstance(self.residual, Tensor) or self.residual != 1.0:  # a low-precision loss came before
+        else:  # perhaps a low-precision loss came before
             self._gradients.scale(self.residual)
             self.residual = 1.0
-        is_plain = isinstance(weight, float) and scaler is None and not loss.dim()
-        key, known = (weight, dtype, loss.device), self._stepper.start
-        if is_plain and known is not None and known[0] == key:
-            return known[1]
         if isinstance(weight, Tensor):
             gradient = weight.to(loss.device, torch.float32 if dtype in LOW_PRECISION else dtype)
         else:
             gradient = torch.full((), weight, dtype=dtype, device=loss.device)
         if scaler is not None:
             gradient = gradient * self._scale(scaler, loss.device)
-        start = gradient.to(dtype).reshape(loss.shape)
-        if is_plain:
-            self._stepper.start = (key, start)
-        return start
+        return gradient.to(dtype).reshape(loss.shape)
 
     def undivided(self, times: float, gradient: Tensor) -> Count:
         """Return what makes the value of a loss whole that others divide, before it was weighed or after that.

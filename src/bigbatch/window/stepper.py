@@ -55,31 +55,30 @@ class Stepper:
     witness: Witness | None = None  # sees the first gradient of a window and its last
     team: Team = field(default_factory=Team)  # who makes the big batch together with this process
     arrival: Arrival = field(default_factory=Arrival)  # of each window's first count
-    start: tuple[tuple[object, ...], Tensor] | None = None  # the latest start of a backward, to be used again
     window: "weakref.ref[Window] | None" = None  # an optimizer stepped by hand while one is open raises
     weighed: bool = False  # whether the open window is one whose backward and step are others'
     by_hand: bool = False  # whether someone else has stepped since a batch was given out
-    _doing: Optimizer | LRScheduler | Literal["hook", "made", ""] = ""  # what a failure would be that of
+    _doing: Literal["", "hook", "step", "schedule", "made"] = ""  # what a failure would be that of
     _moves: list[int] = field(default_factory=list)  # how far the schedulers were when we last left them
     _warned: bool = False
     _stepping: bool = False
     _stepped: bool = False
-    _watches_ends: bool = False
 
     def watch(self) -> None:
-        """Notice each step of the optimizers, whoever calls it."""
-        self._watch(Stepper.notice, "register_step_pre_hook")
-
-    def _watch(self, notice: "Callable[[Stepper], None]", register: str) -> None:
+        """Notice where each step of the optimizers begins and ends, whoever calls it."""
         me = weakref.ref(self)
 
-        def noticed(_optimizer: Optimizer, _args: object, _kwargs: object) -> None:
-            stepper = me()
-            if stepper is not None:
-                notice(stepper)
+        def begins(*_: object) -> None:
+            if (stepper := me()) is not None:
+                stepper.notice()
+
+        def ends(*_: object) -> None:
+            if (stepper := me()) is not None and stepper.weighed:
+                stepper.notice_end()
 
         for optimizer in self.optimizers:
-            weakref.finalize(self, getattr(optimizer, register)(noticed).remove)
+            for handle in (optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)):
+                weakref.finalize(self, handle.remove)
 
     @property
     def ranks(self) -> Any:
@@ -116,16 +115,9 @@ class Stepper:
     def observe(self, witness: Witness) -> Callable[[], None]:
         """Show the windows to a witness; returns a function that ends it."""
         if not self.team.is_alone:
-            raise ConfigurationError(
-                "GradientNoise measures one process: the first micro-batch of one rank beside the gradient of all "
-                "ranks tells another thing.\n"
-                "Measure the noise on one device, before you spread the training."
-            )
+            raise ConfigurationError("GradientNoise measures one process alone: before you spread the training.")
         if self.witness is not None:
-            raise ConfigurationError(
-                "another GradientNoise measures this already, and one is enough.\n"
-                "Read that one, or end it first:  noise.stop()"
-            )
+            raise ConfigurationError("another GradientNoise measures this already. End it first:  noise.stop()")
         self.witness = witness
 
         def end() -> None:
@@ -190,11 +182,11 @@ class Stepper:
     @property
     def began(self) -> bool:
         """Whether the latest window's step has begun to change parameters: it cannot be made again."""
-        return self._doing not in ("", "hook")
+        return self._doing not in {"", "hook"}
 
     def _schedule(self, *, skipped: bool) -> None:
         """Step the schedulers, and warn where someone else has stepped them since we did."""
-        found = [_moves(scheduler) for scheduler in self.schedulers]
+        found = [getattr(scheduler, "last_epoch", 0) for scheduler in self.schedulers]
         if not self._warned and any(now > then for now, then in zip(found, self._moves, strict=bool(self._moves))):
             self._warned = True
             warnings.warn(
@@ -203,20 +195,14 @@ class Stepper:
                 stacklevel=outside(),
             )
         for scheduler in () if skipped else self.schedulers:
-            self._doing = scheduler
+            self._doing = "schedule"
             scheduler.step()
-        self._moves = [_moves(scheduler) for scheduler in self.schedulers]
+        self._moves = [getattr(scheduler, "last_epoch", 0) for scheduler in self.schedulers]
 
-    def watch_steps_of_others(self) -> None:
-        """Have the open window be one that others step for: a step may begin inside of it, but must not end there."""
-        self.weighed = True
-        if not self._watches_ends:
-            self._watches_ends = True
-            self._watch(Stepper._notice_end, "register_step_post_hook")
-
-    def _notice_end(self) -> None:
+    def notice_end(self) -> None:
+        """Refuse a step of others in a window of `weigh`: it may begin there, as a scaler's does, but must not end."""
         window = self.window() if self.window is not None else None
-        if window is not None and self.weighed:
+        if window is not None:
             error = WindowDisturbed(
                 "optimizer.step() was called before accumulator.settle(): it has stepped with gradients that are not "
                 "the big batch's.",
@@ -235,34 +221,24 @@ class Stepper:
         The scaler is ready for the next window.
         """
         told = self._told(error)
-        if self.began and hasattr(error, "add_note"):
-            if told not in getattr(error, "__notes__", ()):
-                error.add_note(told)
-        elif self.began and told not in str(error):  # Python 3.10 has no notes
-            error.args = (f"{error}\n{told}", *error.args[1:])
+        if self.began and told not in getattr(error, "__notes__", ()) and hasattr(error, "add_note"):
+            error.add_note(told)  # Python 3.10 has no notes
         if self.scaler is not None:
             for optimizer in self.optimizers:  # or it would refuse to unscale a second time
                 self.scaler._per_optimizer_states.pop(id(optimizer), None)  # noqa: SLF001
         return told
 
     def _told(self, error: BaseException) -> str:
-        doing, reason = self._doing, str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0]
         failed = f"failed with {type(error).__name__}" + (f": {reason}" if reason else "")
-        if doing == "made":
-            return f"the optimizer has stepped, and then something {failed}. The update was made."
-        if doing == "hook":
-            return (
-                f"a before_step hook {failed}. Nothing was stepped; the gradients were corrected already, and hooks "
-                "may have changed them."
-            )
-        if isinstance(doing, Optimizer):
-            done = self._active(self.optimizers[: self.optimizers.index(doing)])
-            before = " and ".join(type(optimizer).__name__ for optimizer in done)
-            told = f" {before} {'have' if len(done) > 1 else 'has'} stepped before it." if done else ""
-            return f"{type(doing).__name__}.step() {failed}. It may have changed some parameters.{told}"
-        if isinstance(doing, LRScheduler):
-            return f"{type(doing).__name__}.step() {failed}. The optimizer has stepped; a scheduler has not."
-        return f"correcting and clipping the gradients {failed}. Nothing was stepped; some may be corrected already."
+        return {
+            "": f"correcting and clipping the gradients {failed}. Nothing was stepped; some may be corrected already.",
+            "hook": f"a before_step hook {failed}. Nothing was stepped; gradients were corrected, and hooks may have "
+            "changed them.",
+            "step": f"optimizer.step() {failed}. It may have changed some parameters.",
+            "schedule": f"scheduler.step() {failed}. The optimizer has stepped; a scheduler has not.",
+            "made": f"the optimizer has stepped, and then something {failed}. The update was made.",
+        }[self._doing]
 
     @staticmethod
     def _active(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -318,7 +294,7 @@ class Stepper:
             vars(optimizer).update(handed)
         try:
             for optimizer in active:
-                self._doing = optimizer
+                self._doing = "step"
                 if self.scaler is None:
                     optimizer.step()
                 else:
@@ -340,12 +316,6 @@ def refuse_copy(owner: object, _protocol: object) -> NoReturn:
         f"Copy the model and the optimizer, make another {name} of them, and load_state_dict() into it what "
         "state_dict() of this one returns."
     )
-
-
-def _moves(scheduler: LRScheduler) -> int:
-    """Return how often a scheduler was stepped; a chained one keeps no number of its own."""
-    inner = () if hasattr(scheduler, "last_epoch") else getattr(scheduler, "_schedulers", ())
-    return sum(_moves(each) for each in inner) if inner else int(getattr(scheduler, "last_epoch", 0))
 
 
 def _is_fused(optimizer: Optimizer) -> bool:

@@ -28,7 +28,7 @@ class Recorded(NamedTuple):
     """What a captured window came to: its tensors lie where replays write them."""
 
     ledger: Ledger
-    loss_dtype: torch.dtype
+    precise: bool
     first_count: Tensor | None
 
 
@@ -56,9 +56,9 @@ class Window:
 
     passed_by: int = 0  # passes that added nothing, for company
     recording: bool = False  # whether what is launched is captured, and nothing computed yet
-    _loss_dtype: torch.dtype = torch.float32
-    alike: torch.dtype | None = None  # of the losses, where all were plain means with counts on the host
-    reading: object = None  # of the latest one, where there is another to be recognized by it
+    _precise: bool = False  # whether the latest loss was of float64
+    is_plain: bool = False  # whether all losses were plain means with counts on the host
+    alike: tuple[object, torch.dtype] | None = None  # how the latest was read, where another is recognized by it
     _alike_start: tuple[float, Tensor] | None = None  # the latest start of their backwards, and its weight
     _first_count: Tensor | None = None  # on its way to the host
     _reached: bool = False  # whether any gradient has come yet
@@ -87,8 +87,8 @@ class Window:
     def begin_alike(self, before: "Window", count: float) -> None:
         """Begin with a loss that was read as those of the window `before`, which were plain means."""
         self.ledger.begin_alike(before.ledger, count)
-        self.alike, self.reading, self._alike_start = before.alike, before.reading, before._alike_start  # noqa: SLF001
-        self._loss_dtype = torch.float64 if before.alike == torch.float64 else torch.float32
+        self.is_plain, self.alike, self._alike_start = True, before.alike, before._alike_start  # noqa: SLF001
+        self._precise = before._precise  # noqa: SLF001
 
     @property
     def micro_batches(self) -> int:
@@ -145,9 +145,8 @@ class Window:
             if not self._shown:
                 self._show(terms, weights)
         self._enter(terms, weights, loss, factors)
-        is_plain = only_own and self._shown and team.is_alone and self._stepper.scaler is None
-        if is_plain and loss.is_cpu and dtype not in LOW_PRECISION and ledger.is_plain and self.residual == 1.0:
-            self.alike = dtype
+        is_plain = only_own and self._shown and team.is_alone and self._stepper.scaler is None and ledger.is_plain
+        self.is_plain = is_plain and loss.is_cpu and dtype not in LOW_PRECISION and bool(self.residual == 1.0)
 
     def add_alike(self, loss: Tensor, count: float) -> None:
         """Add one more micro-batch whose loss was read as the latest, on the shortest way: small models feel it."""
@@ -184,7 +183,7 @@ class Window:
         weights = ledger.weigh(terms)
         if first:
             self._await(terms)
-            self._stepper.watch_steps_of_others()
+            self._stepper.weighed = True  # others step for it
         factors: dict[Node, Tensor] = {}
         around = self._around = ExitStack()
         hooks = weigh_terms(weights, loss, terms, factors) if weights.each else []
@@ -268,12 +267,12 @@ class Window:
     def recorded(self) -> Recorded:
         """Return what was captured, as it is: everything is in there, to the last sum."""
         self.ledger.fold()
-        return Recorded(copy.copy(self.ledger), self._loss_dtype, self._first_count)
+        return Recorded(copy.copy(self.ledger), self._precise, self._first_count)
 
     def take(self, recorded: Recorded) -> None:
         """Take over what a replay of a whole window has come to, in copies: the next one writes to the same places."""
         self.ledger.take(recorded.ledger)
-        self._loss_dtype = recorded.loss_dtype
+        self._precise = recorded.precise
         self._first_count = None if recorded.first_count is None else recorded.first_count.clone()
         if self._first_count is not None:
             self._stepper.arrival.start(self._first_count)
@@ -342,8 +341,7 @@ class Window:
             self._witness.first(self, weights.whole * self.scale, mean.count)
 
     def _enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
-        self._loss_dtype, self.alike = loss.dtype if loss.dtype == torch.float64 else torch.float32, None
-        self._alike_start = None
+        self._precise, self.is_plain, self.alike, self._alike_start = loss.dtype == torch.float64, False, None, None
         self.ledger.enter(terms, weights, loss, factors)
 
     def check(self) -> None:
@@ -389,7 +387,7 @@ class Window:
             ledger.refuse_other_totals()
         if ledger.in_ratio is not None:
             self._refuse_lost_ratio()
-        mine = ledger.statement(precise=self._loss_dtype == torch.float64)
+        mine = ledger.statement(precise=self._precise)
         agreement = mine if team.is_alone else team.agree(*self._said(mine, goes_on=goes_on), gradients)
         loss, _ = agreement.big_loss(), finite(agreement.total)
         if agreement.nothings and stepper.scaler is None and not stepper.skip_nonfinite:
@@ -482,7 +480,7 @@ class Window:
         return {
             "gradients": self.gradients.snapshot(),
             "residual": residual.clone() if isinstance(residual, Tensor) else residual,
-            "double": self._loss_dtype == torch.float64,
+            "double": self._precise,
             **self.ledger.state_dict(),
         }
 
@@ -498,7 +496,7 @@ class Window:
         self.gradients.restore(state["gradients"])
         residual = state["residual"]
         self._starts.residual = residual.clone() if isinstance(residual, Tensor) else residual
-        self._loss_dtype = torch.float64 if state["double"] else torch.float32
+        self._precise = bool(state["double"])
         self._shown = True  # or never: its first gradient has others added to it by now
 
 
