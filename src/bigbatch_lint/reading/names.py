@@ -141,14 +141,12 @@ def announces_steps(text: str) -> bool:
     return bool(_STEPS.search(text))
 
 
-@lru_cache(maxsize=8192)
 def counts_steps(text: str) -> bool:
     """Tell whether a name holds the number of micro-batches of a window."""
     name = last_part(text)
     return announces_steps(name) and role_of(name) is None and not _FLAGS.search(name)
 
 
-@lru_cache(maxsize=8192)
 def is_mask_key(text: str) -> bool:
     """Tell `batch['mask']`, a part of the data, from a loss or prediction that is called so."""
     found = _KEYS.search(text)

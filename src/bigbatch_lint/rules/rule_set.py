@@ -10,7 +10,7 @@ from typing import Literal
 from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import BATCH_NORMS, NORMED_NETWORKS, announces_steps, called_name, dotted, walk
 from bigbatch_lint.rules.windows import Shape, TrainingLoop, Window, rounds_in, weight_of
-from bigbatch_lint.running.values import NUMBERS, Event, Kind
+from bigbatch_lint.running.values import Event, Kind
 
 _NO_SYNC = {"no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"}
 _TORCH_CLIPS = {"", "utils", "nn", "torch", "clip_grad"}
@@ -87,12 +87,12 @@ def _leftover_dropped(loop: TrainingLoop) -> Iterator[Hit]:
     if at.is_known and at.total:
         which = f"the last {rounds_in(ended[0].backwards)} of {at.total} micro-batches"
     leak = " and leak into the next epoch's first window" if leaks else ""
-    yield loop.steps_inside[0].place(), f"{which} are never stepped{leak}"
+    yield loop.steps_inside[0].place, f"{which} are never stepped{leak}"
 
 
 @_rule("BB104", "warning", "divide by the number of micro-batches that are really in the window")
 def _leftover_stepped_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
-    if loop.has_framework or loop.kind == "endless" or loop.everywhere("rescale"):
+    if loop.has_framework or loop.kind == "endless" or loop.of("rescale", around=True):
         return
     full = max((rounds_in(window.reached) for window in loop.whole), default=loop.steps)
     if not any(_is_mean(window, full) for window in loop.windows):
@@ -102,7 +102,7 @@ def _leftover_stepped_as_whole(loop: TrainingLoop) -> Iterator[Hit]:
         short = 0 < rounds_in(window.reached) < full and loop.is_same_pass(previous, window)
         if short and weight is not None and weight < 0.999:  # noqa: PLR2004
             text = f"a short last window is divided by {loop.steps_text} too, as if it were full"
-            yield window.place(), f"{text}: its gradient is too small"
+            yield window.place, f"{text}: its gradient is too small"
             return
 
 
@@ -124,7 +124,7 @@ def _off_by_one_modulo(loop: TrainingLoop) -> Iterator[Hit]:
     reasons = {n + 1: f"{late}is one too long", 1: f"{late}holds one micro-batch"}
     reasons[n - 1] = f"{early}the first one is one too short"
     if second == n != first and first in reasons:
-        yield inside[0].place(), reasons[first]
+        yield inside[0].place, reasons[first]
 
 
 @_rule("BB106", "error", "call optimizer.zero_grad() after each step", "plain", "accumulating")
@@ -142,7 +142,7 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
             how = "never" if cleared else often
             yield step.node, f"gradients are {how} cleared: every step also takes those of all steps before"
     after = [each.step for each in loop.windows if not each.is_inside and inside]
-    if zeros == loop.everywhere("zero") and zeros and after and loop.passes > 1 and loop.shape == "accumulating":
+    if zeros == loop.of("zero", around=True) and zeros and after and loop.passes > 1 and loop.shape == "accumulating":
         text = "the leftover's gradients are not cleared after their step: the next epoch's first window holds them too"
         yield after[0].node, text
 
@@ -152,7 +152,7 @@ def _never_zeroed(loop: TrainingLoop) -> Iterator[Hit]:
 def _loss_not_scaled(loop: TrainingLoop) -> Iterator[Hit]:
     size, own = (loop.whole[0].size, loop.whole[0].backwards) if loop.whole else (0, [])
     means = all(event.loss.reduction in {"mean", "?"} for event in loop.backwards)
-    divided = loop.has_framework or loop.divides or loop.everywhere("rescale")
+    divided = loop.has_framework or loop.divides or loop.of("rescale", around=True)
     if not own or len(own) != size or not means or divided:
         return
     if math.isclose(weight_of(own) or 0, size) and all(each.value is not None for each in own[0].loss.divisions):
@@ -168,21 +168,21 @@ def _loss_scaled_twice(loop: TrainingLoop) -> Iterator[Hit]:
     # Whether the framework divides, too, is known; or the name of the number says so.
     accumulates = event.via == "accelerator" and loop.has_framework and event.divides is not False
     framework = [each for each in written if event.divides or (accumulates and announces_steps(each.text))]
-    rescaled = loop.everywhere("rescale")
+    rescaled = loop.of("rescale", around=True)
     if framework:
         name = _NAMES.get(event.via, "the framework")
         yield framework[0].node, f"{name} divides by the number of steps as well: divided twice"
     elif written and loop.shape == "accumulating":
         if len(written) > 1:
             yield written[1].node, f"the loss is divided by {loop.steps_text} a second time"
-        elif rescaled and isinstance(factor := rescaled[0].factor, NUMBERS) and factor == written[0].value:
+        elif rescaled and isinstance(factor := rescaled[0].factor, int | float) and factor == written[0].value:
             yield rescaled[0].node, f"loss and gradients are both divided by {loop.steps_text}"
 
 
 @_rule("BB203", "warning", "sum the losses, and divide by the number of targets in the whole window")
 def _masked_mean_divided_by_constant(loop: TrainingLoop) -> Iterator[Hit]:
     event = loop.backwards[0]
-    if event.loss.masked is None or event.loss.reduction != "mean" or loop.everywhere("rescale"):
+    if event.loss.masked is None or event.loss.reduction != "mean" or loop.of("rescale", around=True):
         return
     full = {loop.steps, *(window.size for window in loop.whole[:1])}
     written = [each.node for each in event.loss.divisions if each.value in full or announces_steps(each.text)]
@@ -222,7 +222,7 @@ def _clip_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
 def _unscale_in_wrong_place(loop: TrainingLoop) -> Iterator[Hit]:
     early = "gradients are unscaled with every micro-batch: what is added later is still scaled"
     yield from _misplaced(loop, "unscale", early, lambda _: "gradients are unscaled after the step that used them")
-    scaled = any(event.via == "scaler" for event in loop.backwards) and not loop.everywhere("handed")
+    scaled = any(event.via == "scaler" for event in loop.backwards) and not loop.of("handed", around=True)
     unscaled = False
     for event in loop.events if scaled else ():
         if event.kind in {"unscale", "step"}:

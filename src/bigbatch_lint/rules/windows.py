@@ -33,6 +33,7 @@ class Window:
         """Return the number of micro-batches."""
         return rounds_in(self.backwards)
 
+    @property
     def place(self) -> ast.AST:
         """Return the condition that decides on the step, or the step."""
         return self.step.guard or self.step.node
@@ -50,11 +51,12 @@ class Leftover:
 class TrainingLoop:
     """One loop over micro-batches, with all that happened in it and around it."""
 
-    is_cleared = False  # gradients are, somewhere in the same run
-
-    def __init__(self, node: ast.AST, module: Module, events: list[Event], own: list[Event], steps: int) -> None:
+    def __init__(
+        self, node: ast.AST, module: Module, events: list[Event], own: list[Event], steps: int, *, is_cleared: bool
+    ) -> None:
         self.node, self.module, self.events, self.backwards = node, module, events, own
         self.steps = steps  # that a window should have
+        self.is_cleared = is_cleared  # gradients are, somewhere in the same run
         self.inside = [event for event in events if event.round_of(node) is not None]
         self.within = set(self.inside)
         self.stepped = {event.subject for event in self.of("step")}
@@ -65,8 +67,8 @@ class TrainingLoop:
         self.divides = any(event.divides for event in own)
         accumulates = any(each.context == "accumulate" for event in own for each in event.contexts)
         self.has_framework = accumulates or any(event.via in {"lightning", "trainer"} for event in own)
-        rounds = {(each.number, each.passage) for event in own if (each := event.round_of(node)) is not None}
-        self.passes = len({passage for _, passage in rounds})
+        rounds = (event.round_of(node) for event in own)
+        self.passes = len({each.passage for each in rounds if each is not None})
         self.windows: list[Window] = []
         self.leftovers: list[Leftover] = []
         self.lost: list[tuple[list[Event], Event]] = []  # gradients, and what cleared them
@@ -97,13 +99,9 @@ class TrainingLoop:
         own = not self.stepped or zero.subject in self.stepped
         return not own and (cleared or (len(self.stepped) > 1 and zero in self.within))
 
-    def of(self, kind: Kind) -> list[Event]:
-        """Return what happened in the loop."""
-        return [event for event in self.inside if event.kind == kind]
-
-    def everywhere(self, kind: Kind) -> list[Event]:
-        """Return what happened in the loop and around it."""
-        return [event for event in self.events if event.kind == kind]
+    def of(self, kind: Kind, *, around: bool = False) -> list[Event]:
+        """Return what happened in the loop, or also around it."""
+        return [event for event in (self.events if around else self.inside) if event.kind == kind]
 
     @cached_property
     def steps_text(self) -> str:
@@ -155,13 +153,11 @@ class TrainingLoop:
         empty = [window for window in self.windows if not window.backwards]
         stepped = any(window.is_inside for window in empty) or len(empty) == len(self.windows)
         zero = next((zero for lost, zero in self.lost if len(lost) > 1), self.lost[0][1])
-        return (zero, True) if empty and stepped and not self._is_refilled(zero) else None
-
-    def _is_refilled(self, zero: Event) -> bool:
-        """Tell whether gradients may come from elsewhere between a clear and the step after it."""
+        # Gradients may come from elsewhere between a clear and the step after it.
         kinds = {"step", "forward", "handed", "rescale", "backward"}
-        after = [event for event in self.events[self.events.index(zero) + 1 :] if event.kind in kinds]
-        return bool(after) and (after[0].kind != "step" or after[0].has_closure)
+        after = next((each for each in self.events[self.events.index(zero) + 1 :] if each.kind in kinds), None)
+        is_refilled = after is not None and (after.kind != "step" or after.has_closure)
+        return (zero, True) if empty and stepped and not is_refilled else None
 
     @cached_property
     def whole(self) -> list[Window]:
@@ -190,8 +186,8 @@ def training_loops(events: list[Event], module: Module, steps: int) -> Iterator[
     """Find the loops over micro-batches, each with the events up to its neighbors."""
     order: list[tuple[ast.AST, int]] = []
     for place, event in enumerate(events):
-        micro = [each for each in event.rounds if each.is_micro] if event.kind == "backward" else []
-        order += [(each.loop, place) for each in micro[-1:]]
+        micro = [each.loop for each in event.rounds if each.is_micro] if event.kind == "backward" else []
+        order += [(loop, place) for loop in micro[-1:]]
     runs = [(loop, [place for _, place in run]) for loop, run in groupby(order, key=lambda each: each[0])]
     starts = [0, *(places[-1] for _, places in runs)]
     ends = [*(places[0] for _, places in runs[1:]), len(events)]
@@ -199,8 +195,7 @@ def training_loops(events: list[Event], module: Module, steps: int) -> Iterator[
     for (loop, places), start, end in zip(runs, starts, ends):  # noqa: B905 - there is one start more
         first, _, before = found.get(loop, (start, end, []))
         found[loop] = first, end, before + places
+    is_cleared = any(event.kind == "zero" for event in events)
     for loop, (start, end, places) in found.items():
         own = [events[place] for place in places]
-        training = TrainingLoop(loop, module, events[start:end], own, steps)
-        training.is_cleared = any(event.kind == "zero" for event in events)
-        yield training
+        yield TrainingLoop(loop, module, events[start:end], own, steps, is_cleared=is_cleared)

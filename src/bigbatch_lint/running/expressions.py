@@ -11,33 +11,19 @@ from bigbatch_lint.reading.module import Module
 from bigbatch_lint.reading.names import LENGTHS, announces_steps, children, dotted, is_mask_key, last_part, source_of
 from bigbatch_lint.running.calls import CALLS, make
 from bigbatch_lint.running.machine import Call, Machine, computed
-from bigbatch_lint.running.values import (
-    NUMBERS,
-    PLAIN,
-    UNKNOWN,
-    Division,
-    Environment,
-    Function,
-    Items,
-    Loss,
-    Opaque,
-    Round,
-    new_loss,
-    sum_of,
-)
+from bigbatch_lint.running.values import PLAIN, UNKNOWN, Division, Environment, Function, Items, Loss, Opaque
 
-_ARITHMETIC: dict[type[ast.operator], Callable[..., object]] = {
+_OPERATORS: dict[type[ast.AST], Callable[..., object]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.BitAnd: operator.and_, ast.BitOr: operator.or_,
     ast.BitXor: operator.xor, ast.RShift: operator.rshift,
-}  # fmt: skip
-_COMPARISONS: dict[type[ast.cmpop], Callable[..., object]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.Gt: operator.gt, ast.LtE: operator.le,
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
 }  # fmt: skip
 _READERS = ("save", "checkpoint", "log", "print", "len", "isinstance", "get_lr", "current_lr", "getattr", "hasattr")
 _RESCALES = re.compile(r"^_*((re)?scale|normali[sz]e|div(ide)?)_(\w+_)?grad", re.IGNORECASE)
 _OWN_METHODS = re.compile(r"zero|clear|reset|grad|optim|step|clip|update", re.IGNORECASE)
+_MASKS = re.compile("-100|ignore_index|pad", re.IGNORECASE)
 
 
 class Expressions(Machine):
@@ -63,11 +49,14 @@ class Expressions(Machine):
             ast.UnaryOp: self._unary,
             ast.BoolOp: self._and_or,
             ast.Compare: self._compare,
-            ast.IfExp: self._if_else,
+            ast.IfExp: lambda node, env: self.evaluate(
+                node.orelse if self.truth(self.evaluate(node.test, env), node.test) is False else node.body, env
+            ),
             ast.BinOp: lambda node, env: self.combine(
                 node, node.op, *((self.evaluate(each, env), each) for each in (node.left, node.right))
             ),
             ast.Call: self._call,
+            **dict.fromkeys((ast.ListComp, ast.GeneratorExp), lambda node, _: Opaque(is_setting=not self.varies(node))),
         }
 
     def evaluate(self, node: ast.expr | None, env: Environment) -> object:
@@ -97,12 +86,12 @@ class Expressions(Machine):
         base = self.evaluate(node.value, env)
         if isinstance(base, Environment):
             return self._member(base, name, text)
-        if isinstance(base, Loss) and name not in {"grad", "data"} and not isinstance(self.unknown(name), int):
-            masked = node if self.module.pads_models else None
-            return replace(base.part(name), reduction="mean", masked=masked) if name == "loss" else base.part(name)
-        if isinstance(base, (Loss, Opaque)) and name == "data":
+        if name == "data" and isinstance(base, Loss | Opaque):
             return base.detached() if isinstance(base, Loss) else base
-        return Opaque(text, "gradient") if name == "grad" else self.unknown(text or name)
+        if name == "grad" or not isinstance(base, Loss) or isinstance(self.unknown(name), int):
+            return Opaque(text, "gradient") if name == "grad" else self.unknown(text or name)
+        masked = node if self.module.pads_models else None
+        return replace(base.part(name), reduction="mean", masked=masked) if name == "loss" else base.part(name)
 
     def _member(self, base: Environment, name: str, text: str) -> object:
         """Return an attribute of an object of the file."""
@@ -138,23 +127,17 @@ class Expressions(Machine):
         if isinstance(node.op, ast.Not):
             answer = self.truth(value, node.operand)
             return UNKNOWN if answer is None else not answer
-        return -value if isinstance(value, NUMBERS) and isinstance(node.op, ast.USub) else value
+        return -value if isinstance(value, int | float) and isinstance(node.op, ast.USub) else value
 
     def _and_or(self, node: ast.BoolOp, env: Environment) -> object:
         """Return what decides; a part that nobody can know leaves the whole unknown, unless another part decides."""
-        decides = isinstance(node.op, ast.Or)
-        unknown = False
+        decides, answers = isinstance(node.op, ast.Or), list[bool | None]()
         for part in node.values:
             value = self.evaluate(part, env)
-            answer = self.truth(value, part)
-            if answer is decides:
+            answers.append(self.truth(value, part))
+            if answers[-1] is decides:
                 return value if isinstance(value, PLAIN) else decides
-            unknown = unknown or answer is None
-        return UNKNOWN if unknown else not decides
-
-    def _if_else(self, node: ast.IfExp, env: Environment) -> object:
-        answer = self.truth(self.evaluate(node.test, env), node.test)
-        return self.evaluate(node.orelse if answer is False else node.body, env)
+        return UNKNOWN if None in answers else not decides
 
     def _compare(self, node: ast.Compare, env: Environment) -> object:
         left, result = self.evaluate(node.left, env), object()
@@ -167,16 +150,20 @@ class Expressions(Machine):
         return result
 
     def _comparison(self, node: ast.Compare, op: ast.cmpop, left: object, right: object) -> object:
-        if isinstance(left, PLAIN) and isinstance(right, PLAIN) and type(op) in _COMPARISONS:
-            return computed(_COMPARISONS[type(op)], left, right)
+        if isinstance(left, PLAIN) and isinstance(right, PLAIN) and type(op) in _OPERATORS:
+            return computed(_OPERATORS[type(op)], left, right)
         if isinstance(op, (ast.Is, ast.IsNot)) and (left is None or right is None):
             return self._is_something(left if right is None else right) is isinstance(op, ast.IsNot)
         text = source_of(node)
-        if isinstance(op, (ast.NotEq, ast.Gt, ast.GtE)) and re.search("-100|ignore_index|pad", text, re.IGNORECASE):
+        if isinstance(op, (ast.NotEq, ast.Gt, ast.GtE)) and _MASKS.search(text):
             return Opaque(text, "mask")
-        micro = self._round_compared(node, left, right) if LENGTHS.search(text) else None
-        if micro is not None and isinstance(op, (ast.Eq, ast.GtE, ast.Lt, ast.NotEq)):
-            return micro.is_last() is isinstance(op, (ast.Eq, ast.GtE))
+        if LENGTHS.search(text) and isinstance(op, (ast.Eq, ast.GtE, ast.Lt, ast.NotEq)):
+            # The round's own number and a length, whatever that is called: `i + 1 == total`.
+            first, micro = isinstance(left, int), self.micro_round()
+            number, total, side = (left, right, node.left) if first else (right, left, node.comparators[0])
+            own = isinstance(number, int) and isinstance(total, Opaque) and total.is_setting and self.varies(side)
+            if own and micro is not None and micro.total:
+                return micro.is_last() is isinstance(op, (ast.Eq, ast.GtE))
         if isinstance(left, Opaque) and left.is_remainder:
             return Opaque(is_setting=False, is_remainder=isinstance(op, ast.Eq))
         return Opaque(text, is_setting=not (self.varies(node) or isinstance(left, Loss) or isinstance(right, Loss)))
@@ -187,33 +174,27 @@ class Expressions(Machine):
             return value.role != "nothing" and (is_seen or self.setting())
         return isinstance(value, (Loss, Items, Function, Environment)) or self.setting()
 
-    def _round_compared(self, node: ast.Compare, left: object, right: object) -> Round | None:
-        """Return the round whose own number is compared with a length, whatever that is called: `i + 1 == total`."""
-        micro, first = self.micro_round(), isinstance(left, int)
-        number, total, side = (left, right, node.left) if first else (right, left, node.comparators[0])
-        own = isinstance(number, int) and isinstance(total, Opaque) and total.is_setting and self.varies(side)
-        return micro if own and micro is not None and micro.total else None
-
     # Arithmetic.
     def combine(
         self, node: ast.AST, op: ast.operator, first: tuple[object, ast.expr], second: tuple[object, ast.expr]
     ) -> object:
         """Return what an operator makes of two values, each given with its expression."""
         left, right = first[0], second[0]
-        if isinstance(left, NUMBERS) and isinstance(right, NUMBERS) and type(op) in _ARITHMETIC:
-            return computed(_ARITHMETIC[type(op)], left, right)
+        if isinstance(left, int | float) and isinstance(right, int | float) and type(op) in _OPERATORS:
+            return computed(_OPERATORS[type(op)], left, right)
         if isinstance(op, (ast.Div, ast.FloorDiv)) and isinstance(left, Loss):
             return self._quotient(left, node, second)
         losses = [each for each in (left, right) if isinstance(each, Loss)]
         if losses and isinstance(op, ast.Mult):
             other = second if isinstance(left, Loss) else first
-            return replace(sum_of(node, losses), weight=None) if losses[1:] else self._product(losses[0], node, other)
+            return (
+                replace(Loss.sum_of(node, losses), weight=None) if losses[1:] else self._product(losses[0], node, other)
+            )
         if losses:
-            return sum_of(node, losses)
+            return Loss.sum_of(node, losses)
         rest = isinstance(op, ast.Mod) and isinstance(right, int) and isinstance(left, Opaque) and left.role is None
-        if rest and self.rounds:
-            return Opaque(is_setting=False, is_remainder=True)
-        return Opaque(is_setting=not self.varies(node))
+        is_remainder = rest and bool(self.rounds)
+        return Opaque(is_setting=not is_remainder and not self.varies(node), is_remainder=is_remainder)
 
     def _quotient(self, loss: Loss, node: ast.AST, divisor: tuple[object, ast.expr]) -> Loss:
         value, expression = divisor
@@ -221,7 +202,7 @@ class Expressions(Machine):
             return replace(loss, reduction="mean", masked=node)
         terms = isinstance(node, ast.BinOp) and isinstance(node.left, ast.BinOp) and isinstance(node.left.op, ast.Add)
         is_weight = terms and isinstance(expression, ast.Constant)
-        number = float(value) if isinstance(value, NUMBERS) else None
+        number = float(value) if isinstance(value, int | float) else None
         return loss.divided(Division(number, source_of(expression), node, is_weight))
 
     def _product(self, loss: Loss, node: ast.AST, factor: tuple[object, ast.expr]) -> Loss:
@@ -229,7 +210,7 @@ class Expressions(Machine):
         value, expression = factor
         if isinstance(value, Opaque) and value.role == "mask":
             return loss
-        if not isinstance(value, NUMBERS) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool):
             return replace(loss, weight=None, masked=None)
         written = isinstance(expression, ast.Constant)
         if 0 < value < 1 and (not written or math.isclose(1 / value, self.steps)):
@@ -279,7 +260,7 @@ class Expressions(Machine):
         if thing.role == "model":
             self.emit("forward", call.node, subject=text or thing.text)
         makes = thing.role in {"model", "criterion"}
-        return new_loss(id(call.node), reduction=thing.reduction, masked=thing.masked) if makes else NotImplemented
+        return Loss.of(id(call.node), reduction=thing.reduction, masked=thing.masked) if makes else NotImplemented
 
     def _of_elsewhere(self, call: Call) -> object:
         """Call code of another file: it may do what it likes with what it is given."""
@@ -296,5 +277,5 @@ class Expressions(Machine):
             self.emit("handed", call.node, subject="self")
         hidden = call.on == "self" and not call.name.endswith(("model", "net", "criterion", "loss_fn"))
         told = any(announces_steps(dotted(each)) for each in call.node.args) or any(map(announces_steps, call.words))
-        loss = new_loss(id(call.node))
+        loss = Loss.of(id(call.node))
         return replace(loss, weight=None) if hidden or told else loss

@@ -4,25 +4,16 @@ import ast
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from bigbatch_lint.reading.module import FUNCTIONS, LONGEST_WINDOW, UPDATES, Module, decides_on_update
+from bigbatch_lint.reading.module import LONGEST_WINDOW, UPDATES, Module, decides_on_update
 from bigbatch_lint.reading.names import called_name, counts_steps, dotted, is_loss, last_part, source_of, targets, walk
 from bigbatch_lint.running.expressions import Expressions
-from bigbatch_lint.running.machine import BreakLoop, ContinueLoop, ReturnValue, WindowsAreWhole, batch
-from bigbatch_lint.running.values import (
-    PLAIN,
-    UNKNOWN,
-    Environment,
-    Function,
-    Items,
-    Loss,
-    Opaque,
-    Round,
-    new_loss,
-)
+from bigbatch_lint.running.machine import Leave, WindowsAreWhole, batch
+from bigbatch_lint.running.values import PLAIN, UNKNOWN, Environment, Function, Items, Kind, Loss, Opaque, Round
 
 _EPOCHS = 2  # of loops around a training loop
 _WHILE = 11  # rounds of a loop without a length, at least
 _DEEPEST = 6  # calls of functions in one another
+_Loop = ast.For | ast.AsyncFor | ast.While
 _PARTS = set("p param params opt optimizer optim name group param_group module sched scheduler".split())
 
 
@@ -32,23 +23,28 @@ class Interpreter(Expressions):
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
         super().__init__(module, length, settings=settings)
         self._sums: dict[ast.AugAssign, ast.BinOp] = {}
-        self._loops: dict[ast.AST, ast.For] = {}
-        self._kinds.update(dict.fromkeys((ast.ListComp, ast.GeneratorExp), self._comprehension))
-        leaves = (ast.Return, ast.Raise, ast.Break, ast.Continue)
         self._statements: dict[type[ast.AST], Callable[..., object]] = {
             ast.Expr: lambda node, env: self.evaluate(node.value, env),
             ast.AugAssign: self._augmented,
+            ast.Assign: self._assignment,
+            ast.AnnAssign: self._assignment,
             ast.If: self._if,
+            ast.For: self._for,
+            ast.AsyncFor: self._for,
             ast.While: self._while,
+            ast.With: self._with,
+            ast.AsyncWith: self._with,
             ast.Try: lambda node, env: self.run([*node.body, *node.orelse, *node.finalbody], env),
             ast.Match: self._match,
-            ast.Assert: self._assert,
-            **dict.fromkeys((ast.Assign, ast.AnnAssign), self._assignment),
-            **dict.fromkeys((ast.For, ast.AsyncFor), self._for),
-            **dict.fromkeys((ast.With, ast.AsyncWith), self._with),
-            **dict.fromkeys(leaves, self._leave),
-            **dict.fromkeys((ast.Global, ast.Nonlocal), lambda node, _: self.globals.update(node.names)),
-            **dict.fromkeys(FUNCTIONS, lambda node, env: env.update({node.name: Function(node, env)})),
+            ast.Assert: lambda node, env: _refuse(node.test, is_refused=self.evaluate(node.test, env) is False),
+            ast.Return: self._leave,
+            ast.Raise: self._leave,
+            ast.Break: self._leave,
+            ast.Continue: self._leave,
+            ast.Global: lambda node, _: self.globals.update(node.names),
+            ast.Nonlocal: lambda node, _: self.globals.update(node.names),
+            ast.FunctionDef: lambda node, env: env.update({node.name: Function(node, env)}),
+            ast.AsyncFunctionDef: lambda node, env: env.update({node.name: Function(node, env)}),
         }
 
     def run(self, body: Sequence[ast.stmt], env: Environment) -> None:
@@ -56,7 +52,7 @@ class Interpreter(Expressions):
         for statement in body:
             self.budget -= 1
             if self.budget < 0:
-                raise ReturnValue(None)
+                raise Leave
             act = self._statements.get(type(statement))
             if act is not None:
                 act(statement, env)
@@ -77,10 +73,10 @@ class Interpreter(Expressions):
         value = UNKNOWN if isinstance(target, ast.Starred) else self._kept_sum(target, text, value, source)
         if isinstance(target, ast.Attribute) and target.attr == "grad":
             zeros = isinstance(source, ast.Call) and called_name(source).startswith("zeros")
-            cleared = zeros or isinstance(source, ast.Constant)
+            kind: Kind = "zero" if zeros or isinstance(source, ast.Constant) else "rescale"
             divides = isinstance(source, ast.BinOp) and isinstance(source.op, ast.Div)
-            factor = self.evaluate(source.right, env) if divides and isinstance(source, ast.BinOp) else None
-            self.emit("zero" if cleared else "rescale", target, subject=dotted(target.value), factor=factor)
+            factor = self.evaluate(getattr(source, "right", None), env) if divides else None
+            self.emit(kind, target, subject=dotted(target.value), factor=factor)
             return
         if isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
             holder = self.evaluate(target.value, env)
@@ -97,13 +93,12 @@ class Interpreter(Expressions):
         if isinstance(value, Loss):
             origins = frozenset((each, number, count) for each in value.origins)
             return replace(value, origins=origins, live=origins if value.live else value.live)
+        found = self.unknown(name)
         if isinstance(value, (tuple, list)):
             found = value[number] if number < len(value) else Opaque()
-        else:
-            found = self.unknown(name)
-        if isinstance(found, Opaque) and found.role is None:
-            return replace(found, is_setting=False)
-        return UNKNOWN if isinstance(found, int) and not isinstance(value, (tuple, list)) else found
+        elif isinstance(found, int):
+            return UNKNOWN
+        return replace(found, is_setting=False) if isinstance(found, Opaque) and found.role is None else found
 
     def _augmented(self, node: ast.AugAssign, env: Environment) -> None:
         """Run `a += b` as `a = a + b`."""
@@ -127,17 +122,12 @@ class Interpreter(Expressions):
         unsure = answer is None or (isinstance(value, Opaque) and value.is_remainder)
         if self.rounds and unsure and decides_on_update(node, UPDATES):
             self.emit("handed", node)
-        if answer and any(isinstance(each, ast.Raise) for each in node.body) and _asks_for_remainder(node.test):
-            raise WindowsAreWhole
+        _refuse(node.test, is_refused=bool(answer) and any(isinstance(each, ast.Raise) for each in node.body))
         # What nobody can know is left out, with all that depends on it.
         guards, is_computed = self.guards, isinstance(value, bool) or self.varies(node.test)
         self.guards = [*guards, node] if self.rounds and is_computed else guards
         self.run(node.body if answer else node.orelse, env)
         self.guards = guards
-
-    def _assert(self, node: ast.Assert, env: Environment) -> None:
-        if self.evaluate(node.test, env) is False and _asks_for_remainder(node.test):
-            raise WindowsAreWhole
 
     def _match(self, node: ast.Match, env: Environment) -> None:
         subject = self.evaluate(node.subject, env)
@@ -150,15 +140,12 @@ class Interpreter(Expressions):
     def _fits(self, pattern: ast.pattern, subject: object, env: Environment) -> bool:
         """Tell whether a value fits a pattern; an unknown one fits what catches everything."""
         if isinstance(pattern, ast.MatchAs):
-            fits = pattern.pattern is None or self._fits(pattern.pattern, subject, env)
-            env.update({pattern.name: subject} if fits and pattern.name else {})
-            return fits
+            env.update({pattern.name: subject} if pattern.name else {})
+            return pattern.pattern is None or self._fits(pattern.pattern, subject, env)
         if isinstance(pattern, ast.MatchOr):
             return any(self._fits(each, subject, env) for each in pattern.patterns)
-        if isinstance(pattern, (ast.MatchValue, ast.MatchSingleton)):
-            value = self.evaluate(pattern.value, env) if isinstance(pattern, ast.MatchValue) else pattern.value
-            return isinstance(subject, PLAIN) and isinstance(value, PLAIN) and subject == value
-        return False
+        value = self.evaluate(pattern.value, env) if isinstance(pattern, ast.MatchValue) else UNKNOWN
+        return isinstance(subject, PLAIN) and isinstance(value, PLAIN) and subject == value
 
     # Loops.
     def _for(self, node: ast.For | ast.AsyncFor, env: Environment) -> None:
@@ -166,28 +153,16 @@ class Interpreter(Expressions):
         rounds, is_micro = self._rounds(node, items)
         total = None if items.kind == "endless" or len(rounds) > (items.length or 0) else items.length
 
-        def begin(number: int) -> bool:
-            self.assign(node.target, items.item(number), env, None)
-            return True
-
         like = Round(node, is_micro=is_micro, total=total, kind=items.kind, is_known=items.is_known)
-        self._loop(node, like, rounds, begin, env)
+        self._loop(node, like, rounds, env, lambda number: self.assign(node.target, items.item(number), env, None))
         self.run(node.orelse, env)
-
-    def _comprehension(self, node: ast.ListComp | ast.GeneratorExp, env: Environment) -> object:
-        """Run `[train(x) for x in loader]` as a loop; what one without training holds is not followed."""
-        head = node.generators[0]
-        loop = ast.copy_location(ast.For(head.target, head.iter, [ast.Expr(node.elt)], []), node)
-        loop = self._loops.setdefault(node, loop)
-        self.module.trains.update({loop} if node.elt in self.module.trains else ())
-        self._for(loop, Environment(env))
-        return Opaque(is_setting=not self.varies(node))
 
     def _rounds(self, node: ast.For | ast.AsyncFor, items: Items) -> tuple[Sequence[int], bool]:
         """Return which rounds of a loop are run, and whether each is a micro-batch."""
         length, holds_loop = items.length, node in self.module.holds_loop
-        if items.kind == "range" and length == self.steps and self._counts_otherwise(node.iter):
-            length = self.length
+        if items.kind == "range" and length == self.steps and self.module.moduli and isinstance(node.iter, ast.Call):
+            names = {last_part(dotted(each)) for each in node.iter.args} - self.module.moduli
+            length = self.length if any(map(counts_steps, names)) else length  # another name decides on the update
         target = node.target.id if isinstance(node.target, ast.Name) else ""
         few = None
         if node not in self.module.trains:
@@ -207,46 +182,37 @@ class Interpreter(Expressions):
         last = max(end - (windows - 1) * self.steps, first)
         return [*range(first), *range(last, length)], target not in _PARTS
 
-    def _counts_otherwise(self, head: ast.expr) -> bool:
-        """Tell whether a number of micro-steps is not the window's: another name decides on the update."""
-        names = [last_part(dotted(each)) for each in head.args] if isinstance(head, ast.Call) else []
-        return bool(self.module.moduli) and any(counts_steps(each) and each not in self.module.moduli for each in names)
-
     def _while(self, node: ast.While, env: Environment) -> None:
         trains, holds = node in self.module.trains, node in self.module.holds_loop
         windows = max(2 * self.steps + self.steps // 2 + 1, _WHILE)
 
         def begin(_: int) -> bool:
             value = self.evaluate(node.test, env)
-            return not trains or isinstance(value, Opaque) or self.truth(value, node.test) is not False
+            return trains and not isinstance(value, Opaque) and self.truth(value, node.test) is False
 
         like = Round(node, is_micro=trains and not holds, kind="while")
-        self._loop(node, like, range(1 if not trains else _EPOCHS if holds else windows), begin, env)
+        self._loop(node, like, range(1 if not trains else _EPOCHS if holds else windows), env, begin)
 
     def _loop(
-        self,
-        node: ast.For | ast.AsyncFor | ast.While,
-        like: Round,
-        rounds: Sequence[int],
-        begin: Callable[[int], bool],
-        env: Environment,
+        self, node: _Loop, like: Round, rounds: Sequence[int], env: Environment, begin: Callable[[int], object]
     ) -> None:
-        """Run the rounds of a loop; `begin` binds its target, or asks its condition and tells whether to go on."""
+        """Run the rounds of a loop; `begin` binds its target, or asks its condition and tells whether that ends it."""
         self.assigned.append(targets(node))
         like.passage = self.passages[node] = self.passages.get(node, 0) + 1
         depth, guards, is_exhausted = len(self.contexts), self.guards, like.total is not None
         for number in rounds:
             self.rounds.append(replace(like, number=number))
             try:
-                if not begin(number):
+                if begin(number):
                     is_exhausted = True
                     break
                 self.run(node.body, env)
-            except ContinueLoop:
-                continue
-            except BreakLoop:
-                is_exhausted = False
-                break
+            except Leave as left:
+                if isinstance(left.node, ast.Break):
+                    is_exhausted = False
+                    break
+                if not isinstance(left.node, ast.Continue):
+                    raise
             finally:
                 self.rounds.pop()
                 del self.contexts[depth:]
@@ -268,16 +234,14 @@ class Interpreter(Expressions):
         del self.contexts[depth:]
 
     def _leave(self, node: ast.Return | ast.Raise | ast.Break | ast.Continue, env: Environment) -> None:
-        if isinstance(node, (ast.Break, ast.Continue)):
-            raise BreakLoop if isinstance(node, ast.Break) else ContinueLoop
-        raise ReturnValue(self.evaluate(node.value, env) if isinstance(node, ast.Return) else None)
+        raise Leave(node, self.evaluate(node.value, env) if isinstance(node, ast.Return) else None)
 
     # Functions.
     def call_function(self, function: Function, args: Sequence[object], words: Mapping[str, object]) -> object:
         """Run a function of the file; a generator something to loop over."""
         node = function.node
         if self.depth >= _DEEPEST:
-            return replace(new_loss(id(node)), weight=None)
+            return replace(Loss.of(id(node)), weight=None)
         self.entered.add(node)
         env = self._arguments(function, node.args, args, words)
         if isinstance(node, ast.Lambda):
@@ -289,8 +253,8 @@ class Interpreter(Expressions):
         around = self.guards, list(self.contexts), list(self.rounds), list(self.assigned)
         try:
             self.run(node.body, env)
-        except ReturnValue as returned:
-            return returned.args[0]
+        except Leave as left:
+            return left.value
         finally:
             self.depth -= 1
             self.guards, self.contexts, self.rounds, self.assigned = around
@@ -309,12 +273,13 @@ class Interpreter(Expressions):
             default, value = defaults.get(name), given.get(name, Opaque())
             if isinstance(value, Opaque) and value.role is None and not value.text:
                 value = self.unknown(name)
-                plain = isinstance(default, ast.Constant) and not isinstance(default.value, (bool, type(None)))
-                is_open = isinstance(value, Opaque) and value.role is None
-                value = self.evaluate(default, env) if plain and is_open else value
+                plain = isinstance(default, ast.Constant) and not isinstance(default.value, bool | None)
+                value = self.evaluate(default, env) if plain and getattr(value, "role", "") is None else value
             env[name] = value
         return env
 
 
-def _asks_for_remainder(test: ast.expr) -> bool:
-    return any(isinstance(each, ast.Mod) for each in walk(test))
+def _refuse(test: ast.expr, *, is_refused: bool) -> None:
+    """Leave a run whose script refuses a leftover."""
+    if is_refused and any(isinstance(each, ast.Mod) for each in walk(test)):
+        raise WindowsAreWhole

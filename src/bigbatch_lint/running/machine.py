@@ -18,7 +18,6 @@ from bigbatch_lint.reading.names import (
     source_of,
 )
 from bigbatch_lint.running.values import (
-    NUMBERS,
     UNKNOWN,
     Environment,
     Event,
@@ -28,7 +27,6 @@ from bigbatch_lint.running.values import (
     Loss,
     Opaque,
     Round,
-    new_loss,
 )
 
 _BUDGET = 150_000  # statements
@@ -36,18 +34,14 @@ _LARGEST = 10**12  # numbers beyond are no counters
 _LONGEST = 1000  # texts and lists beyond are not kept
 _HELD_BACK = {"step", "zero", "scheduler"}  # by Accelerate, until its window is full
 _TOOLS = {"optimizer", "scheduler", "scaler", "model", "criterion", "mask"}
+_DECIDED = {"nothing": False, "mask": None, "count": None}  # whether such a thing is true
 
 
-class BreakLoop(Exception):
-    """`break`."""
+class Leave(Exception):
+    """`break`, `continue`, `return` with its value, or the end of a run that raises."""
 
-
-class ContinueLoop(Exception):
-    """`continue`."""
-
-
-class ReturnValue(Exception):
-    """`return` with its value, or the end of a run that raises."""
+    def __init__(self, node: ast.AST | None = None, value: object = None) -> None:
+        self.node, self.value = node, value
 
 
 class WindowsAreWhole(Exception):
@@ -62,10 +56,8 @@ class Machine:
     call_function: Callable[[Function, Sequence[object], Mapping[str, object]], object]
 
     def __init__(self, module: Module, length: int, *, settings: bool) -> None:
-        self.module = module
+        self.module, self.steps, self.settings = module, module.steps, settings
         self.length = length  # of a loader that says nothing about it
-        self.steps = module.steps
-        self.settings = settings
         self.asked = False  # whether anything depended on settings
         self.entered: set[ast.AST] = set()
         self.globals: set[str] = set()
@@ -84,11 +76,10 @@ class Machine:
 
     def emit(self, kind: Kind, node: ast.AST, **notes: Any) -> Opaque:
         """Record what happens, with what is around it."""
-        held = kind in _HELD_BACK and not notes.get("is_unprepared")
-        if held and any(each.context == "accumulate" for each in self.contexts) and not self.is_synchronizing():
-            return UNKNOWN
-        guard = self.guards[-1] if self.guards else None
-        self.events.append(Event(kind, node, tuple(self.rounds), guard, tuple(self.contexts), **notes))
+        held = kind in _HELD_BACK and not notes.get("is_unprepared") and not self.is_synchronizing()
+        if not held or all(each.context != "accumulate" for each in self.contexts):
+            guard = self.guards[-1] if self.guards else None
+            self.events.append(Event(kind, node, tuple(self.rounds), guard, tuple(self.contexts), **notes))
         return UNKNOWN
 
     def micro_round(self) -> Round | None:
@@ -105,19 +96,19 @@ class Machine:
         if counts_steps(text) or last_part(text) in self.module.moduli:
             return self.steps
         role = role_of(text)
-        return new_loss(text) if role is None and is_loss(text) else Opaque(text, role)
+        return Loss.of(text) if role is None and is_loss(text) else Opaque(text, role)
 
     def named(self, text: str, value: object) -> object:
         """Return a value that got a name: the name may say what it is for."""
         role = role_of(text)
-        if isinstance(value, Opaque):
-            if value.role is not None:
-                return value if value.role in {"context", "gradient", "nothing"} else replace(value, text=text)
-            if role is not None:
-                return replace(value, text=text, role=role, made=value.made if value.is_setting else None)
-            return new_loss((text, id(value))) if is_loss(text) else value
-        is_plain = isinstance(value, Loss) and (value.reduction, value.divisions, value.weight) == ("?", (), 1.0)
-        return Opaque(text, role) if is_plain and role in _TOOLS else value
+        if not isinstance(value, Opaque):
+            is_plain = isinstance(value, Loss) and (value.reduction, value.divisions, value.weight) == ("?", (), 1.0)
+            return Opaque(text, role) if is_plain and role in _TOOLS else value
+        if value.role is not None:
+            return value if value.role in {"context", "gradient", "nothing"} else replace(value, text=text)
+        if role is not None:
+            return replace(value, text=text, role=role, made=value.made if value.is_setting else None)
+        return Loss.of((text, id(value))) if is_loss(text) else value
 
     def varies(self, node: ast.AST) -> bool:
         """Tell whether an expression may change from round to round."""
@@ -131,12 +122,12 @@ class Machine:
 
     def truth(self, value: object, node: ast.AST) -> bool | None:
         """Return whether a value is true; None if nobody can know."""
+        if isinstance(value, Loss):
+            return None
         if not isinstance(value, Opaque):
-            known = isinstance(value, (Items, Function, Environment)) or bool(value)
-            return None if isinstance(value, Loss) else known
+            return isinstance(value, (Items, Function, Environment)) or bool(value)
         if value.role is not None:
-            decided = {"nothing": False, "mask": None, "count": None}
-            return decided[value.role] if value.role in decided else value.made is not None or self.setting()
+            return _DECIDED[value.role] if value.role in _DECIDED else value.made is not None or self.setting()
         known = value.is_setting and not self.varies(node)
         return False if value.is_remainder else self.setting() if known else None
 
@@ -148,7 +139,7 @@ class Machine:
             listed = list(value)
             return Items(len(listed), lambda k: listed[k] if k < len(listed) else UNKNOWN, "list", is_known=True)
         text = source_of(node)
-        item: Callable[[int], object] = (lambda k: new_loss((text, k))) if isinstance(value, Loss) else batch
+        item: Callable[[int], object] = (lambda k: Loss.of((text, k))) if isinstance(value, Loss) else batch
         cut = PIECES.search(last_part(dotted(node)))
         length, kind = (self.steps, "pieces") if cut else (self.length, "loader")
         return Items(None, item, "endless") if ENDLESS.search(text) else Items(length, item, kind)
@@ -165,7 +156,7 @@ def computed(function: Callable[..., object], *values: object) -> object:
         found = function(*values)
     except (TypeError, ValueError, ArithmeticError):
         return UNKNOWN
-    too_large = isinstance(found, NUMBERS) and not -_LARGEST < found < _LARGEST
+    too_large = isinstance(found, int | float) and not -_LARGEST < found < _LARGEST
     return UNKNOWN if too_large or (isinstance(found, (str, list, tuple)) and len(found) > _LONGEST) else found
 
 
@@ -204,12 +195,3 @@ class Call:
     def written(self, position: int) -> str:
         """Return the name that is written as an argument."""
         return dotted(self.node.args[position]) if len(self.node.args) > position else ""
-
-
-def reduction_of(machine: Machine, call: Call) -> tuple[str, ast.AST | None]:
-    """Return a loss's `reduction`, a mean unless it says otherwise; and the call if its mean leaves out targets."""
-    said = call.words.get("reduction")
-    reduction = said if isinstance(said, str) else "mean"
-    masks = call.name.lower().replace("_", "") in {"crossentropy", "crossentropyloss", "nllloss"}
-    ignores = "ignore_index" in call.words or machine.module.ignores_targets
-    return reduction, call.node if reduction == "mean" and masks and ignores else None

@@ -9,7 +9,6 @@ from typing import Literal
 from bigbatch_lint.reading.names import Role
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-NUMBERS = (int, float)
 PLAIN = (int, float, str, bool, type(None))
 # "update" is of a GradScaler, "rescale" of gradients; "keep" holds on to a loss; "handed" gives an optimizer or scaler
 # to code of another file; "end" is of a pass through a loop over micro-batches.
@@ -59,6 +58,35 @@ class Loss:
     live: frozenset[Hashable] = frozenset()  # the origins whose graph it keeps
     is_scaled: bool = False  # by a GradScaler
 
+    @classmethod
+    def of(cls, origin: Hashable, *, reduction: str = "?", masked: ast.AST | None = None) -> "Loss":
+        """Return a tensor that comes from one place."""
+        origins = frozenset((origin,))
+        return cls(origins, reduction=reduction, masked=masked, live=origins)
+
+    @classmethod
+    def given(cls, value: object) -> "Loss":
+        """Return a value as the tensor that it must be where it is given."""
+        return value if isinstance(value, Loss) else cls.of(getattr(value, "text", "") or id(value))
+
+    @classmethod
+    def sum_of(cls, node: ast.AST, parts: list["Loss"]) -> "Loss":
+        """Return the sum of tensors: divided as often as that part which was divided most."""
+        made = {id(node)} if len(parts) > 1 and all(part.live for part in parts) else set()
+        most = max(parts, key=lambda part: len(part.divisions))
+        weight = min(parts, key=lambda part: len(part.divisions)).weight
+        if any(len(part.divisions) != len(most.divisions) for part in parts) and weight is not None:
+            weight = max(part.weight or 0.0 for part in parts)
+        return cls(
+            frozenset().union(*(part.origins for part in parts), made),
+            weight,
+            most.divisions,
+            parts[0].reduction if len({part.reduction for part in parts}) == 1 else "?",
+            next((part.masked for part in parts if part.masked is not None), None),
+            frozenset().union(*(part.live for part in parts), made),
+            any(part.is_scaled for part in parts),
+        )
+
     def divided(self, division: Division) -> "Loss":
         """Return the loss after a division."""
         weight = self.weight / division.value if self.weight is not None and division.value else None
@@ -73,36 +101,6 @@ class Loss:
         return replace(self, live=frozenset())
 
 
-def new_loss(origin: Hashable, *, reduction: str = "?", masked: ast.AST | None = None) -> Loss:
-    """Return a tensor that comes from one place."""
-    origins = frozenset((origin,))
-    return Loss(origins, reduction=reduction, masked=masked, live=origins)
-
-
-def as_loss(value: object) -> Loss:
-    """Return a value as the tensor that it must be where it is given."""
-    return value if isinstance(value, Loss) else new_loss(getattr(value, "text", "") or id(value))
-
-
-def sum_of(node: ast.AST, parts: list[Loss]) -> Loss:
-    """Return the sum of tensors: divided as often as that part which was divided most."""
-    made = {id(node)} if len(parts) > 1 and all(part.live for part in parts) else set()
-    most = max(parts, key=lambda part: len(part.divisions))
-    least = min(parts, key=lambda part: len(part.divisions))
-    weight = least.weight
-    if len(least.divisions) != len(most.divisions) and weight is not None:
-        weight = max(part.weight or 0.0 for part in parts)
-    return Loss(
-        frozenset().union(*(part.origins for part in parts), made),
-        weight,
-        most.divisions,
-        parts[0].reduction if len({part.reduction for part in parts}) == 1 else "?",
-        next((part.masked for part in parts if part.masked is not None), None),
-        frozenset().union(*(part.live for part in parts), made),
-        any(part.is_scaled for part in parts),
-    )
-
-
 @dataclass(eq=False)
 class Items:
     """Something to loop over."""
@@ -112,11 +110,6 @@ class Items:
     kind: str = "loader"  # loader, range, list, pieces, batched, endless, dataset
     is_known: bool = False  # the file itself says how long it is
     taken: int = 0  # by next()
-
-    def next(self) -> object:
-        """Return the next item, starting anew at the end."""
-        self.taken += 1
-        return self.item((self.taken - 1) % self.length if self.length else self.taken - 1)
 
 
 class Environment(dict[str, object]):
