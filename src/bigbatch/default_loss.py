@@ -8,26 +8,18 @@ from bigbatch.errors import BatchError
 
 
 def own_loss(model: Any, batch: Any) -> Any:
-    """Return `model(**batch).loss`, or refuse a batch that has no names."""
-    if not isinstance(batch, Mapping):
-        msg = (
-            f"without loss_fn the loss is model(**batch).loss, but this batch is a {type(batch).__name__}, not a "
-            "mapping of names to tensors.\nSay how a loss is made of it:\n"
-            "    loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
-        )
-        raise BatchError(msg)
-    outputs = model(**batch)
-    loss = getattr(outputs, "loss", None)
-    if loss is None:
-        found = "no loss" if hasattr(outputs, "loss") else f"a {type(outputs).__name__} without a loss"
-        msg = (
-            f"without loss_fn the loss is model(**batch).loss, and model(**batch) returned {found}; the batch has "
-            f"{', '.join(map(repr, batch))}.\n"
-            "Put the labels into the batch, as models of Hugging Face want them, or say how a loss is made of it:\n"
-            "    loss_fn = lambda model, batch: F.cross_entropy(model(batch['x']), batch['y'])"
-        )
-        raise BatchError(msg)
-    return loss
+    """Return `model(**batch).loss`, or refuse a batch that has no names, and a model without a loss of its own."""
+    x, y, found = "0", "1", f"but this batch is a {type(batch).__name__}, not a mapping of names to tensors"
+    if isinstance(batch, Mapping):
+        outputs = model(**batch)
+        if (loss := getattr(outputs, "loss", None)) is not None:
+            return loss
+        x, y, names = "'x'", "'y'", ", ".join(map(repr, batch))
+        found = f"and of {names} the model made a {type(outputs).__name__} without one: perhaps labels are missing"
+    raise BatchError(
+        f"without loss_fn the loss is model(**batch).loss, {found}.",
+        fix=f"loss_fn = lambda model, batch: F.cross_entropy(model(batch[{x}]), batch[{y}])",
+    )
 
 
 def takes(function: Any, number: int) -> bool:

@@ -18,9 +18,9 @@ from bigbatch.batch.split import balanced
 from bigbatch.default_loss import own_loss, takes
 from bigbatch.distributed.discovery import refuse_tensor_parallelism
 from bigbatch.distributed.fsdp_internals import sharded
-from bigbatch.errors import BigBatchError, ConfigurationError, LossError
+from bigbatch.errors import BigBatchError, ConfigurationError
 
-LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
+_LOSS_FN = "loss_fn=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 _CALLS = {"loss_fn": "model, batch", "collate": "samples", "evaluate": "model", "counts": "batch"}
 
 
@@ -83,16 +83,13 @@ class Setup:
     def __post_init__(self) -> None:
         _check_model(self.model)
         optimizers = arguments.optimizers(self.optimizer, (self.model,))
-        for name in ("batch_size", "epochs", "micro_batch_size"):
-            value = getattr(self, name)
-            if name != "micro_batch_size" or value is not None:
-                arguments.positive(name, value)
-        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
-            raise ConfigurationError(
-                "A micro-batch is a part of the batch.",
-                found=f"batch_size={self.batch_size}, micro_batch_size={self.micro_batch_size}",
-                fix=f"batch_size={self.micro_batch_size}, micro_batch_size={self.batch_size}",
-            )
+        arguments.positive("batch_size", self.batch_size)
+        arguments.positive("epochs", self.epochs)
+        size = self.batch_size if self.micro_batch_size is None else self.micro_batch_size
+        micro_batch_size = arguments.positive("micro_batch_size", size)
+        if micro_batch_size > self.batch_size:
+            found = f"batch_size={self.batch_size}, micro_batch_size={micro_batch_size}"
+            raise ConfigurationError("A micro-batch is a part of the batch.", found=found)
         _check_data(self.data, collated=self.collate is not None)
         for name, parameters in _CALLS.items():
             _check_function(name, getattr(self, name), parameters)
@@ -120,13 +117,9 @@ class Setup:
         shuffled = self.shuffle and not isinstance(data, IterableDataset)
         return DataLoader(data, self.batch_size, shuffled, collate_fn=self.collate if collated else list)
 
-    def loss(self, batch: Any) -> Tensor:
+    def loss(self, batch: Any) -> Any:
         """Return the loss of one batch."""
-        value: Any = own_loss(self.model, batch) if self.loss_fn is None else self.loss_fn(self.model, batch)
-        if not isinstance(value, Tensor):
-            fix = "return outputs.loss" if hasattr(value, "loss") else "return loss  # no .item(), no float(): a tensor"
-            raise LossError("The loss must be a tensor.", found=type(value).__name__, fix=fix)
-        return value
+        return (self.loss_fn or own_loss)(self.model, batch)
 
 
 class UserCodeError(Exception):
@@ -134,14 +127,14 @@ class UserCodeError(Exception):
 
 
 @contextmanager
-def calling(what: str, when: str = "") -> Iterator[None]:
+def calling(what: str) -> Iterator[None]:
     """Name the call into a user's file that an exception came out of; those of the library say what is wrong."""
     try:
         yield
     except (BigBatchError, UserCodeError):
         raise
     except (Exception, SystemExit) as error:  # a file that calls sys.exit() must not end the command unexplained
-        raise UserCodeError(f"{what} failed {when}".rstrip()) from error
+        raise UserCodeError(f"{what} failed") from error
 
 
 def _check_model(model: object) -> None:
@@ -150,41 +143,34 @@ def _check_model(model: object) -> None:
         raise ConfigurationError("model must be one nn.Module.", found=getattr(model, "__name__", type(model).__name__))
     refuse_tensor_parallelism([model])
     if sharded([model]) or (isinstance(model, DistributedDataParallel) and model.process_group.size() > 1):
-        raise ConfigurationError(
-            "One process runs a Setup, and this model is spread over several (DDP, fully_shard). Give the plain model; "
-            "to train on several devices, start from examples/ranks/ddp.py.",
-            found=type(model).__name__,
-        )
+        problem = "One process runs a Setup, and this model is spread over several (DDP, fully_shard)."
+        fix = "the plain model; to train on several devices, start from examples/ranks/ddp.py"
+        raise ConfigurationError(problem, found=type(model).__name__, fix=fix)
 
 
 def _check_data(data: Any, *, collated: bool) -> None:
     """Accept samples, one by one, and at least one of them."""
     if isinstance(data, IterableDataset):
         return
+    fix = "data=TensorDataset(inputs, labels), data=list(samples), or data=loader.dataset"
     is_sequence = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, str | bytes | Mapping | DataLoader) or not is_sequence:
-        raise ConfigurationError(
-            "data must be samples, which a Setup cuts into batches: a torch Dataset or a sequence.",
-            found=type(data).__name__,
-            fix="data=TensorDataset(inputs, labels), data=list(samples), or data=loader.dataset",
-        )
+        problem = "data must be samples, which a Setup cuts into batches: a torch Dataset or a sequence."
+        raise ConfigurationError(problem, found=type(data).__name__, fix=fix)
     if not len(data):
         raise ConfigurationError("data has no samples: see the path, filter or split that made it.")
     columns = not collated and isinstance(data, list | tuple) and all(isinstance(each, Tensor) for each in data)
     if columns and len({each.shape for each in data}) > 1:
-        raise ConfigurationError(
-            f"data has {len(data)} samples, tensors of different shapes, which make no batch: are they columns?",
-            fix="data=TensorDataset(inputs, labels)",
-        )
+        problem = f"data has {len(data)} samples, tensors of different shapes, which make no batch: are they columns?"
+        raise ConfigurationError(problem, fix=fix)
 
 
 def _check_function(name: str, function: object, parameters: str) -> None:
-    """Accept what can be called with these parameters."""
-    if function is None:
-        return
+    """Accept what can be called with these parameters; a criterion is a likely slip."""
     home = type(function).__module__ if isinstance(function, nn.Module) else getattr(function, "__module__", "")
     is_criterion = name == "loss_fn" and home in {"torch.nn.modules.loss", "torch.nn.functional"}
-    if is_criterion or not callable(function) or not takes(function, len(parameters.split(", "))):
+    takes_them = callable(function) and takes(function, len(parameters.split(", ")))
+    if function is not None and (is_criterion or not takes_them):
         found = getattr(function, "__name__", type(function).__name__)
-        fix = LOSS_FN if is_criterion else f"def {name}({parameters}): ..."
+        fix = _LOSS_FN if is_criterion else f"def {name}({parameters}): ..."
         raise ConfigurationError(f"{name} must be a function of ({parameters}).", found=found, fix=fix)

@@ -13,7 +13,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from benchmarks.noise_truth import Regression, holds, loss_of, measured
 from bigbatch import Accumulator, BigStep, GradientNoise, Options
-from bigbatch.errors import ConfigurationError, StateError
+from bigbatch.errors import ConfigurationError
 from bigbatch.noise.estimate import LEAST, Estimate, Norms, correlation_time, estimate, student
 from bigbatch.noise.noise_report import Verdict, judge, make_report
 from tests.support.emulated_graphs import emulated
@@ -481,14 +481,6 @@ def test_arguments_are_positive_integers(name: str, value: Any) -> None:
     """Each is named with what was found."""
     with pytest.raises(ConfigurationError, match=rf"{name} must be a positive integer; found {value!r}"):
         GradientNoise(Training(steps=2).accumulator, **{name: value})
-
-
-def test_what_was_seen_is_not_kept_over_a_restart() -> None:
-    """Saving and loading say so."""
-    noise = GradientNoise(Training(steps=2, optimizer=still).accumulator)
-    for name in ("state_dict", "load_state_dict"):
-        with pytest.raises(StateError, match="after a restart it begins anew"):
-            getattr(noise, name)({})
 
 
 # On a GPU.

@@ -1,13 +1,13 @@
 """Pages in a real browser: no error, no request, both colour schemes, nothing wider than a telephone."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.pages import EVIL, EVIL_FOUND, EVIL_PLAN, PAGES, of_plan, of_verification
+from tests.support.pages import PAGES
 
 playwright: Any = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install playwright"
@@ -16,11 +16,6 @@ playwright: Any = pytest.importorskip(
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed: apt-get install chromium")
 
-ALL: dict[str, Callable[[], str]] = {
-    **PAGES,
-    "plan, evil": lambda: of_plan(EVIL_PLAN, EVIL),
-    "verify, evil": lambda: of_verification(EVIL_FOUND, EVIL),
-}
 SEEN = ("plan, measured", "verify, differs", "plan, evil", "verify, evil")
 
 
@@ -37,7 +32,7 @@ def browser() -> Iterator[Any]:
 def page_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page in a file."""
     path = tmp_path_factory.mktemp("pages") / "page.html"
-    path.write_text(ALL[request.param](), encoding="utf-8")
+    path.write_text(PAGES[request.param], encoding="utf-8")
     return path
 
 

@@ -101,7 +101,7 @@ def test_sums_in_low_precision_are_found() -> None:
     assert str(found).count("Exact in float64, not in bfloat16")
     assert verify(model, summed, batch, 1).exact  # float32 sums
     narrow = verify(model, summed, batch, 1, options=Options(gradient_dtype=None))
-    assert [cause.remedy for cause in narrow.causes] == ["Add up in float32:  Options(gradient_dtype=torch.float32)"]
+    assert "gradient_dtype=torch.float32" in narrow.causes[0].remedy
 
 
 class Narrow(nn.Module):

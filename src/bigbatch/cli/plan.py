@@ -1,7 +1,6 @@
 """`bigbatch plan`: which micro-batch size a user's file should take, and what it needs."""
 
 import dataclasses
-import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -51,25 +50,24 @@ def plan(
                 memory=memory,
                 on_probe=lambda size: advance(f"{size:,} samples at once"),
             )
+    next_step = _next(found)
     if as_json:
         show_json({"file": str(file), **dataclasses.asdict(found)})
     else:
-        show(f"{file.name}: {found}")
-        command, why = _next(found, shlex.quote(str(file)))
-        show(f"Next: {command}  ({why})")
+        show(f"{file.name}: {found}\n\nNext: {next_step}")
     if html is not None:
         from bigbatch.report.plan_page import plan_page
 
-        write_page(html, plan_page(found, name=file.name, next_step=_next(found, file.name)))
+        write_page(html, plan_page(found, name=file.name, next_step=next_step))
     if found.size is None:
         raise typer.Exit(FAILED)
 
 
-def _next(found: "Plan", name: str) -> tuple[str, str]:
-    """Return what to type next, and why."""
+def _next(found: "Plan") -> str:
+    """Return what to do next."""
     if found.refused:
-        return f"bigbatch verify {name}", "which looks for what it should be"
+        return "bigbatch verify, which looks for what the loss should be."
     if found.size is None:
-        return f"bigbatch plan {name}", "again, after making room as above"
+        return "make room as above, and plan again."
     size = "no micro_batch_size" if found.steps == 1 else f"micro_batch_size={found.size}"
-    return f"bigbatch train {name}", f"with {size} in its Setup"
+    return f"bigbatch train, with {size} in the Setup."

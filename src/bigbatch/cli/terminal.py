@@ -1,7 +1,6 @@
 """What the commands share: results on stdout, everything else on stderr, errors as `error:` and `hint:`."""
 
 import json
-import math
 import shutil
 import sys
 import textwrap
@@ -44,15 +43,8 @@ def show(text: str) -> None:
 
 def show_json(data: Any) -> None:
     """Print one object; JSON has no NaN and no infinity, so a number that is neither is null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: plain(each) for name, each in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    typer.echo(json.dumps(plain(data), indent=2))
+    plain = json.loads(json.dumps(data), parse_constant=lambda _: None)
+    typer.echo(json.dumps(plain, indent=2))
 
 
 def write_page(to: Path, text: str) -> None:

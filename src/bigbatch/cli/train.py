@@ -47,14 +47,13 @@ def train(  # noqa: PLR0917 - typer calls it, by name
 
         refuse_launcher("train")
         arguments.clip_norm(clip)
-        if what in RECIPES:
-            if seed is not None:
-                fail("--seed is for files; a recipe runs seeds 0, 1, ...", f"bigbatch train {what} --seeds 5")
-            data = _train_recipe(what, clip, epochs, seeds or DEFAULT_SEEDS, as_json)
-        elif not path.is_file():
+        is_recipe = what in RECIPES
+        if not is_recipe and not path.is_file():
             fail(f"{what} is no file, and no recipe.", f"{', '.join(RECIPES)}, or a file with setup()")
-        elif seeds is not None:
-            fail("--seeds is for recipes; a file is trained once", f"bigbatch train {what} --seed {seeds}")
+        if (seed if is_recipe else seeds) is not None:
+            fail("--seed is for files, which are trained once; a recipe runs --seeds 5 of them.")
+        if is_recipe:
+            data = _train_recipe(what, clip, epochs, seeds or DEFAULT_SEEDS, as_json)
         else:
             data = _train_file(path, clip, epochs, seed or 0, as_json)
     if as_json:

@@ -1,9 +1,8 @@
 """Measure how noisy gradients are while training goes on: two norms of a window that runs anyway, now and then."""
 
-import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from bigbatch import arguments
 from bigbatch.accumulator import Accumulator
 from bigbatch.big_step import BigStep
-from bigbatch.errors import ConfigurationError, StateError
+from bigbatch.errors import ConfigurationError
 from bigbatch.loss.count import LOW_PRECISION, Count
 from bigbatch.noise.estimate import Norms
 from bigbatch.noise.noise_report import NoiseReport, Reason, make_report
@@ -59,8 +58,7 @@ class GradientNoise:
         """Forget all windows, as after a change of the learning rate or the data."""
         self._seen: deque[tuple[Count, ...]] = deque(maxlen=self._last)
         self._left_out: Counter[Reason] = Counter()
-        self._windows = 0
-        self._looking = False
+        self._windows, self._looking = 0, False
         self._first: tuple[Count, ...] | None = None  # its norm, the factor of that, and the count
 
     def stop(self) -> None:
@@ -95,25 +93,20 @@ class GradientNoise:
         is_sum = ledger.kind == "sum" or (ledger.totals is None and not ledger.kind)
         reasons: dict[Reason, bool] = {"coupled": ledger.sure, "alone": ledger.micro_batches == 1, "sum": is_sum}
         reasons |= {"several": len(totals) > 1, "resumed": first is None}
-        self._left_out.update([why for why, holds in reasons.items() if holds][:1])
-        if first is not None and not any(reasons.values()):
+        reason = next((why for why, holds in reasons.items() if holds), None)
+        if reason is not None:
+            self._left_out[reason] += 1
+        elif first is not None:
             factor = ledger.correction() * window.residual / window.scale
             self._seen.append((*first, _norm(window.gradients.parameters), factor, totals[0]))
 
-    def state_dict(self, *_: object) -> NoReturn:
-        """Raise: measurements are not kept over a restart."""
-        raise StateError("GradientNoise has no state_dict() any more: after a restart it begins anew. Leave it out.")
-
-    load_state_dict = state_dict
-
     def _read(self) -> list[Norms]:
-        read = iter(_on_host([number for row in self._seen for number in row]))
-        rows = zip(*[read] * 6, strict=True)
+        rows = [map(float, row) for row in self._seen]
         return [Norms((s * f) ** 2, things, (g * c) ** 2, total) for s, f, things, g, c, total in rows]
 
 
 def _norm(parameters: Sequence[Tensor]) -> Count:
-    """Return the norm of all gradients: a number on the host, or a 0-d tensor that nothing waits for."""
+    """Return the norm of all gradients, which nothing waits for."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for gradient in (p.grad for p in parameters if p.grad is not None):
         dense = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -121,20 +114,8 @@ def _norm(parameters: Sequence[Tensor]) -> Count:
     norms: list[Tensor] = []
     for dtype, gradients in kinds.items():  # two norms are subtracted: in 8 bits nothing would be left
         norms += torch._foreach_norm(gradients, 2, torch.float32 if dtype in LOW_PRECISION else None)  # noqa: SLF001
-    if all(norm.is_cpu for norm in norms):
-        return math.hypot(*[norm.item() for norm in norms])
-    device = next(norm.device for norm in norms if not norm.is_cpu)
+    if not norms:
+        return 0.0
+    device = next((norm.device for norm in norms if not norm.is_cpu), norms[0].device)
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
     return total
-
-
-def _on_host(numbers: Sequence[Count]) -> list[float]:
-    """Read numbers, those on devices with one transfer from each."""
-    kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
-    for at, number in enumerate(numbers):
-        if isinstance(number, Tensor):
-            kinds.setdefault((number.device, number.dtype), {})[at] = number.reshape(())
-    read = {
-        at: n for some in kinds.values() for at, n in zip(some, torch.stack([*some.values()]).tolist(), strict=True)
-    }
-    return [read[at] if at in read else float(number) for at, number in enumerate(numbers)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from bigbatch.memory.budget import budget as bytes_of
 from bigbatch.memory.budget import human, read, room
 from bigbatch.memory.probe import Stage
 from bigbatch.memory.search import MARGIN, Choice, Probe, choose
-from bigbatch.planner.plan_report import Plan, Row, advice
+from bigbatch.planner.plan_report import Plan, advice, row
 from bigbatch.planner.trace import checked_loss, predict
 from bigbatch.state.patch import Swap, swapped
 from bigbatch.state.rng import Randomness
@@ -92,12 +92,12 @@ def plan(
         budget = bytes_of(memory, device)
         fraction, asked = (1.0, 0) if memory is None else read(memory)
         is_here = fraction is not None or (device.type == "cuda" and asked <= room(device).reachable)
-        return _planned(task, _Measuring(task, budget) if is_here else _Tracing(task), budget, on_probe)
+        return _planned(task, budget, on_probe, measured=is_here)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Task:
-    """What is planned for."""
+    """What is planned for, and what was learned on the way."""
 
     model: Any
     models: Sequence[nn.Module]
@@ -105,128 +105,104 @@ class _Task:
     batch: Batch
     optimizers: Sequence[Optimizer]
     device: torch.device
+    notes: list[str] = field(default_factory=list)
+    refused: bool = False  # whether a step would refuse this loss
+    held: int = 0  # bytes, at any size
 
-
-class _Measuring:
-    """Tries sizes on the model's own device."""
-
-    margin, measured = MARGIN, True
-
-    def __init__(self, task: _Task, budget: int) -> None:
-        on_cuda = task.device.type == "cuda"
-        self._task, self.refused = task, ""
-        self.name = torch.cuda.get_device_name(task.device) if on_cuda else "this machine's CPU"
-        self.notes = [] if on_cuda else ["Peaks are the whole process's: what else it holds counts, too."]
+    def on_the_device(self, budget: int) -> Callable[[int], Probe]:
+        """Return what tries a size on the model's own device."""
+        if self.device.type != "cuda":
+            self.notes.append("Peaks are the whole process's: what else it holds counts, too.")
         # Gradients are there whether an optimizer is given or not; one without state stands in for it.
-        trained = [p for module in task.models for p in module.parameters() if p.requires_grad]
-        optimizers = task.optimizers or (torch.optim.SGD(trained, lr=0.0),)
-        limit = min(budget, room(task.device).reachable)
-        self._stage = Stage(task.models, optimizers, torch.float32, task.device, limit)
-        self._mover, self._admission = Mover(task.device), Admission(task.models, optimizers, "exact", "")
-        self.held = self._stage.held
+        trained = [p for module in self.models for p in module.parameters() if p.requires_grad]
+        optimizers = self.optimizers or (torch.optim.SGD(trained, lr=0.0),)
+        limit = min(budget, room(self.device).reachable)
+        stage = Stage(self.models, optimizers, torch.float32, self.device, limit)
+        mover, admission, self.held = Mover(self.device), Admission(self.models, optimizers, "exact", ""), stage.held
 
-    def probe(self, size: int) -> Probe:
-        return self._stage.rehearse(size, lambda: self._run(size))
+        def run(size: int) -> None:
+            before = times_asked()
+            loss = checked_loss(self.loss_fn(self.model, mover.moved(self.batch.take(slice(0, size)))))
+            if times_asked() == before and not self.refused:
+                try:
+                    with _disable_current_modes():  # as in a window
+                        admission.reader.read(loss)
+                except LossError as error:
+                    self.refused = True
+                    self.notes.append(f"A step would refuse this loss: {str(error).splitlines()[0]}")
+            loss.backward()
 
-    def _run(self, size: int) -> None:
-        before = times_asked()
-        samples = self._mover.moved(self._task.batch.take(slice(0, size)))
-        loss = checked_loss(self._task.loss_fn(self._task.model, samples))
-        if times_asked() == before and not self.refused:
-            try:
-                with _disable_current_modes():  # as in a window
-                    self._admission.reader.read(loss)
-            except LossError as error:
-                self.refused = f"A step would refuse this loss: {str(error).splitlines()[0]}"
-                self.notes.append(self.refused)
-        loss.backward()
+        return lambda size: stage.rehearse(size, lambda: run(size))
 
-
-class _Tracing:
-    """Tries sizes in traces, for a GPU that is not here."""
-
-    name, margin, measured, held, refused = "a GPU", _TRACED_MARGIN, False, 0, ""
-
-    def __init__(self, task: _Task) -> None:
-        self._task = task
+    def by_tracing(self) -> Callable[[int], Probe]:
+        """Return what tries a size in a trace, for a GPU that is not here."""
         here = "this machine has no GPU"
-        if task.device.type != "cpu":
-            here = f"{task.device} has {human(room(task.device).reachable)}"
-        self.notes = [
-            f"Predicted by tracing, since {here}; {_TRACED_MARGIN:.0%} are left free for what a trace does not see.",
-            "Times are not known: on the device itself, a smaller size may be as fast.",
-        ]
+        if self.device.type != "cpu":
+            here = f"{self.device} has {human(room(self.device).reachable)}"
+        self.notes.append(
+            f"Predicted by tracing, since {here}; {_TRACED_MARGIN:.0%} are left free for what a trace does not see. "
+            "Times are not known: on the device itself, a smaller size may be as fast."
+        )
 
-    def probe(self, size: int) -> Probe:
-        task = self._task
-        traced = predict(task.model, task.loss_fn, task.batch.take(slice(0, size)), task.optimizers)
-        self.held = traced.resident
-        return Probe(size, traced.peak)
+        def traced(size: int) -> Probe:
+            found = predict(self.model, self.loss_fn, self.batch.take(slice(0, size)), self.optimizers)
+            self.held = found.resident
+            return Probe(size, found.peak)
+
+        return traced
 
 
-def _planned(task: _Task, bench: _Measuring | _Tracing, budget: int, on_probe: Callable[[int], None]) -> Plan:
+def _planned(task: _Task, budget: int, on_probe: Callable[[int], None], *, measured: bool) -> Plan:
     """Choose a size, and say why."""
+    try_size = task.on_the_device(budget) if measured else task.by_tracing()
+    margin = MARGIN if measured else _TRACED_MARGIN
     seen: dict[int, Probe] = {}
     choice: Choice | None = None
     total, before = task.batch.size, times_asked()
 
     def probe(size: int) -> Probe:
         on_probe(size)
-        seen[size] = bench.probe(size)
+        seen[size] = try_size(size)
         return seen[size]
 
     try:
-        choice = choose(probe, total, budget, margin=bench.margin)
+        choice = choose(probe, total, budget, margin=margin)
     except OutOfMemory as error:  # a plan that finds no size says so: that is its answer
         told = tuple(str(error).splitlines())
     else:
         norms = [f"BatchNorm ('{name}')" for name, module in batch_norms(task.models) if is_awake(module)]
         if norms or times_asked() != before:
-            choice, note = _coupled(choice, norms[0] if norms else "across")
-            bench.notes.append(note)
+            choice = _coupled(task, choice, norms[0] if norms else "across")
         told = advice(choice)
-    limit = int(budget * (1 - bench.margin))
-    rows = [
-        Row(
-            size=size,
-            steps=-(-total // size),
-            predicted_bytes=None if bench.measured else found.peak_bytes,
-            measured_bytes=found.peak_bytes if bench.measured else None,
-            seconds_per_sample=found.seconds / size if found.seconds and found.peak_bytes else None,
-            fits=found.fits(limit),
-        )
-        for size, found in sorted(seen.items())
-    ]
+    name = "this machine's CPU" if measured else "a GPU"
     return Plan(
         batch_size=total,
         size=choice.size if choice else None,
         steps=choice.steps if choice else None,
         peak_bytes=choice.peak_bytes if choice else None,
         budget=budget,
-        resident_bytes=bench.held,
-        device=bench.name,
-        measured=bench.measured,
-        rows=tuple(rows),
+        resident_bytes=task.held,
+        device=torch.cuda.get_device_name(task.device) if measured and task.device.type == "cuda" else name,
+        measured=measured,
+        rows=tuple(row(seen[size], total, int(budget * (1 - margin))) for size in sorted(seen)),
         advice=told,
-        notes=tuple(bench.notes),
-        refused=bool(bench.refused),
+        notes=tuple(task.notes),
+        refused=task.refused,
     )
 
 
-def _coupled(choice: Choice, by: str) -> tuple[Choice, str]:
-    """Return the size to take where samples are coupled, and what waits because of it."""
+def _coupled(task: _Task, choice: Choice, by: str) -> Choice:
+    """Return the size to take where samples are coupled, and note what waits because of it."""
+    text = f"{by} couples the samples, which an Accumulator refuses. BigStep"
     if choice.fits_whole:
         # Micro-batches that wait for each other gain nothing, and alone none has shown how long that takes.
-        choice = replace(choice, size=choice.largest, probes=tuple(replace(p, seconds=None) for p in choice.probes))
-        return (
-            choice,
-            f"{by} couples the samples: BigStep takes all at once where that fits; an Accumulator refuses it.",
-        )
+        task.notes.append(f"{text} takes all at once where that fits.")
+        return replace(choice, size=choice.largest, probes=tuple(replace(p, seconds=None) for p in choice.probes))
     known = [(p.size, p.peak_bytes) for p in choice.probes if p.peak_bytes is not None]
     (size, least), (larger, most) = known[0], known[-1]
     all_of_them = human((most - least) / max(larger - size, 1) * choice.largest)
-    return choice, (
-        f"{by} couples the samples, so BigStep runs micro-batches in lock-step. Where they wait for each other inside "
-        f"the model, the activations of all, about {all_of_them}, wait beside these peaks, "
-        "on the device or in host memory. An Accumulator refuses it."
+    task.notes.append(
+        f"{text} runs micro-batches in lock-step. Where they wait for each other inside the model, the activations of "
+        f"all, about {all_of_them}, wait beside these peaks, on the device or in host memory."
     )
+    return choice

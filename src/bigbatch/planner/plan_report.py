@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bigbatch.memory.budget import human
-from bigbatch.memory.search import TIE, Choice
+from bigbatch.memory.search import TIE, Choice, Probe
 
 
 @dataclass(frozen=True)
@@ -13,8 +13,7 @@ class Row:
 
     size: int
     steps: int
-    predicted_bytes: int | None  # by tracing
-    measured_bytes: int | None
+    peak_bytes: int | None  # measured or traced; None: it ran out of memory
     seconds_per_sample: float | None
     fits: bool
 
@@ -41,26 +40,34 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the recommendation, the table and the advice."""
-        return "\n".join([self.headline(), "", *self._table(), "", *self.advice, *self.notes])
+        return "\n".join([self.headline(), "", *aligned(self.table()), "", *self.advice, *self.notes])
 
     def headline(self) -> str:
         """Say the recommendation in one line."""
         inside = f"within {human(self.budget)} on {self.device}."
         if self.size is None:
             return f"Not one sample of this batch of {self.batch_size:,} fits {inside}"
-        how = "all at once, without accumulation" if self.steps == 1 else f"micro-batches of {self.size:,}"
-        steps = "" if self.steps == 1 else f", {self.steps:,} steps"
-        return f"Batch of {self.batch_size:,}: {how}{steps}, {inside}"
+        how = f"micro-batches of {self.size:,}, {self.steps:,} steps"
+        how = "all at once, without accumulation" if self.steps == 1 else how
+        return f"Batch of {self.batch_size:,}: {how}, {inside}"
 
-    def _table(self) -> list[str]:
-        cells = [["micro-batch", "steps", "predicted peak", "measured peak", "ms/sample", ""]]
-        for row in self.rows:
-            mark = "<- take this" if row.size == self.size else "" if row.fits else "does not fit"
-            time = "" if row.seconds_per_sample is None else f"{1e3 * row.seconds_per_sample:,.3g}"
-            peaks = ("" if size is None else human(size) for size in (row.predicted_bytes, row.measured_bytes))
-            cells.append([f"{row.size:,}", f"{row.steps:,}", *peaks, time, mark])
+    def table(self) -> list[list[str]]:
+        """Return the titles of the columns and a row for each size, without columns that nothing is in."""
+        peak = "measured peak" if self.measured else "predicted peak"
+        cells = [["micro-batch", "steps", peak, "ms/sample", ""]]
+        for each in self.rows:
+            mark = "<- take this" if each.size == self.size else "" if each.fits else "does not fit"
+            time = "" if each.seconds_per_sample is None else f"{1e3 * each.seconds_per_sample:,.3g}"
+            peak = "out of memory" if each.peak_bytes is None else human(each.peak_bytes)
+            cells.append([f"{each.size:,}", f"{each.steps:,}", peak, time, mark])
         filled = [column for column in zip(*cells, strict=True) if any(column[1:])]
-        return aligned(list(zip(*filled, strict=True)))
+        return list(map(list, zip(*filled, strict=True)))
+
+
+def row(probe: Probe, total: int, limit: int) -> Row:
+    """Return the row of a size that was tried, for a batch of `total` samples."""
+    time = probe.seconds / probe.size if probe.seconds and probe.peak_bytes else None
+    return Row(probe.size, -(-total // probe.size), probe.peak_bytes, time, probe.fits(limit))
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -75,8 +82,7 @@ def advice(choice: Choice) -> tuple[str, ...]:
         return ()
     whole, chosen = choice.seconds(choice.largest), choice.seconds(choice.size)
     if choice.size == choice.largest:
-        timed = "" if chosen is None else " and nothing is faster"
-        return (f"The whole batch fits{timed}: no accumulation is needed.",)
+        return ("The whole batch fits: no accumulation is needed.",)
     if whole is None or chosen is None:
         return ()
     how, why = (f"{whole / chosen - 1:.0%} slower", "for speed or ") if whole > TIE * chosen else ("as fast", "")

@@ -59,11 +59,17 @@ class Comparison:
 
 
 @dataclass
-class Tally:
-    """Counts updates and the samples in them from outside, so that the loops stay as they would be written."""
+class Run:
+    """One arm with one seed; counts updates and samples from outside, so that loops stay as one would write them."""
 
+    learning_rate: float = 0.0
     updates: int = 0
     samples_used: int = 0
+    seconds: list[float] = field(default_factory=list)
+    loss: float = 0.0
+    accuracies: list[float] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)  # of the gradients, before clipping
+    weights: Tensor = field(default_factory=lambda: torch.empty(0))
     _pending: int = 0
 
     def watch(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -81,19 +87,6 @@ class Tally:
         self.updates, self.samples_used, self._pending = self.updates + 1, self.samples_used + self._pending, 0
 
 
-@dataclass
-class _Run:
-    """One arm with one seed."""
-
-    learning_rate: float
-    tally: Tally = field(default_factory=Tally)
-    seconds: list[float] = field(default_factory=list)
-    loss: float = 0.0
-    accuracies: list[float] = field(default_factory=list)
-    norms: list[Tensor] = field(default_factory=list)  # of the gradients, before clipping
-    weights: Tensor = field(default_factory=lambda: torch.empty(0))
-
-
 def compare(
     recipe: Recipe,
     *,
@@ -107,7 +100,7 @@ def compare(
     clip_norm = recipe.clip_norm if clip_norm is None else clip_norm
     if seeds < 1 or epochs < 1:
         raise ConfigurationError("seeds and epochs are at least 1.", found=f"seeds={seeds}, epochs={epochs}")
-    runs: dict[str, list[_Run]] = {arm.name: [] for arm in recipe.arms()}
+    runs: dict[str, list[Run]] = {arm.name: [] for arm in recipe.arms()}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # models this small gain nothing from more, which on a busy machine cost ten times as much
     try:
@@ -126,11 +119,11 @@ def compare(
     return Comparison(recipe.name, seeds, epochs, clip_norm, results)
 
 
-def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[str], None]) -> _Run:
+def _train(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None, on_epoch: Callable[[str], None]) -> Run:
     """Train once; only the loops' own time is counted."""
     model, optimizer = task.start(recipe, arm)
-    run = _Run(float(optimizer.param_groups[0]["lr"]))
-    run.tally.watch(model, optimizer)
+    run = Run(float(optimizer.param_groups[0]["lr"]))
+    run.watch(model, optimizer)
     epochs = (task.micro_batches(order, arm.micro_batch) for order in task.orders)
     training = arm.loop(model, optimizer, epochs, arm.steps, clip_norm)
     for _ in task.orders:
@@ -155,24 +148,22 @@ def _peak(recipe: Recipe, task: Task, arm: Arm, clip_norm: float | None) -> int:
     return int(live.peak)
 
 
-def _result(name: str, runs: list[_Run], references: list[_Run], clip_norm: float | None, peak: int) -> ArmResult:
+def _result(name: str, runs: list[Run], references: list[Run], clip_norm: float | None, peak: int) -> ArmResult:
     """Return one column: means over seeds; the time of the fastest epoch, which others disturbed least."""
-    per_epoch = min(seconds for run in runs for seconds in run.seconds)
-    tally = runs[0].tally  # the same for every seed: the sizes do not depend on it
-    clipped = (
-        None if clip_norm is None else Spread.of([sum(float(norm > clip_norm) for norm in run.norms) for run in runs])
-    )
+    first, clipped = runs[0], None  # rate, updates and samples are the same for every seed
+    if clip_norm is not None:
+        clipped = Spread.of([sum(float(norm > clip_norm) for norm in run.norms) for run in runs])
     pairs = [(run.weights, true.weights) for run, true in zip(runs, references, strict=True)]
     return ArmResult(
         name=name,
-        learning_rate=runs[0].learning_rate,
-        updates=tally.updates,
+        learning_rate=first.learning_rate,
+        updates=first.updates,
         clipped=clipped,
-        samples_used=tally.samples_used,
+        samples_used=first.samples_used,
         loss=Spread.of([run.loss for run in runs]),
         accuracy_first=Spread.of([run.accuracies[0] for run in runs]),
         accuracy_last=Spread.of([run.accuracies[-1] for run in runs]),
-        ms_per_epoch=1e3 * per_epoch,
+        ms_per_epoch=1e3 * min(seconds for run in runs for seconds in run.seconds),
         peak_bytes=peak,
         distance=max(float((one - true).norm() / true.norm()) for one, true in pairs),
     )

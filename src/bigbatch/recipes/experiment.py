@@ -1,6 +1,6 @@
 """The textbook's experiment: five ways to train a linear classifier on the same samples in the same order.
 
-The three loops are written as a person would write them in a script, and only there the arms differ. A loop takes the
+Both loops are written as a person would write them in a script, and only there the arms differ. A loop takes the
 epochs as iterables of micro-batches and yields after each the norms of its gradients before they were clipped.
 """
 
@@ -22,27 +22,10 @@ Norms = list[Tensor]
 Loop = Callable[[nn.Module, Optimizer, Iterable[MicroBatches], int, float | None], Iterator[Norms]]
 
 
-def plain_loop(
-    model: nn.Module, optimizer: Optimizer, epochs: Iterable[MicroBatches], steps: int, clip_norm: float | None
-) -> Iterator[Norms]:
-    """Make one update per batch; `steps` is always 1."""
-    del steps
-    for batches in epochs:
-        norms: Norms = []
-        for inputs, labels in batches:
-            optimizer.zero_grad(set_to_none=True)
-            loss = cross_entropy(model(inputs), labels)
-            loss.backward()
-            if clip_norm is not None:
-                norms.append(clip_grad_norm_(model.parameters(), clip_norm))
-            optimizer.step()
-        yield norms
-
-
 def textbook_loop(
     model: nn.Module, optimizer: Optimizer, epochs: Iterable[MicroBatches], steps: int, clip_norm: float | None
 ) -> Iterator[Norms]:
-    """Accumulate as the teaching pages print it, with what is wrong in it.
+    """Accumulate as the teaching pages print it, with what is wrong in it; with 1 step, a plain loop.
 
     A leftover of fewer than `steps` micro-batches is never stepped and is cleared at the next epoch's start; and
     every micro-batch weighs 1 / `steps`, whatever its size.
@@ -51,8 +34,7 @@ def textbook_loop(
         norms: Norms = []
         optimizer.zero_grad(set_to_none=True)
         for i, (inputs, labels) in enumerate(batches):
-            loss = cross_entropy(model(inputs), labels)
-            loss = loss / steps
+            loss = cross_entropy(model(inputs), labels) / steps
             loss.backward()
             if (i + 1) % steps == 0:
                 if clip_norm is not None:
@@ -117,12 +99,12 @@ class Recipe:
         """Return what is compared, in the order of the table."""
         micro, steps, batch, true = self.micro_batch, self.steps, self.batch, f"true {self.batch}"
         return (
-            Arm(f"batch {micro}", plain_loop, micro, 1, true),
+            Arm(f"batch {micro}", textbook_loop, micro, 1, true),
             Arm("textbook", textbook_loop, micro, steps, true),
             Arm("bigbatch", bigbatch_loop, micro, steps, true),
-            Arm(true, plain_loop, batch, 1, true),
+            Arm(true, textbook_loop, batch, 1, true),
             Arm("rescaled", bigbatch_loop, micro, steps, "true, rescaled", rescaled=True),
-            Arm("true, rescaled", plain_loop, batch, 1, "true, rescaled", rescaled=True, shown=False),
+            Arm("true, rescaled", textbook_loop, batch, 1, "true, rescaled", rescaled=True, shown=False),
         )
 
 

@@ -9,12 +9,11 @@ import torch
 from torch.utils.data import default_collate
 
 from bigbatch.big_step import BigStep
-from bigbatch.errors import BatchNormError, ConfigurationError
+from bigbatch.errors import ConfigurationError
 from bigbatch.lockstep.threads import current
 from bigbatch.options import Options
 from bigbatch.setup import Setup, calling
 from bigbatch.update import Update
-from bigbatch.window.awake_norms import batch_norms, is_awake
 
 _BATCH = "making a batch of data"
 
@@ -62,13 +61,6 @@ def train_setup(
         torch.cuda.reset_peak_memory_stats(device)
     if not setup.model.training:  # as from_pretrained() returns it; else layers frozen by .eval() stay so
         setup.model.train()
-    for name, layer in batch_norms([setup.model]) if setup.batch_norm == "refuse" else ():
-        if is_awake(layer):
-            raise BatchNormError(
-                f"BatchNorm '{name}' is in training mode and would normalize by the micro-batch.",
-                found='batch_norm="refuse"',
-                fix='Setup(..., batch_norm="exact"), which normalizes by the big batch; or "micro"',
-            )
     workers: set[bool] = set()  # whether micro-batches ran in lock-step
     step = _big_step(setup, workers)
     training = Training(setup.batch_size, max(setup.sizes), setup.steps, setup.clip_norm, epochs=(), peak_bytes=None)

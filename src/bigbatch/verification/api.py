@@ -8,19 +8,25 @@ from torch import nn
 
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
-from bigbatch.batch.split import balanced
 from bigbatch.errors import BatchError, ConfigurationError, OutOfMemory
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go, missing
 from bigbatch.state.scope import asked_aside
 from bigbatch.state.snapshot import untouched
-from bigbatch.verification.comparison import Verifier, name_of
+from bigbatch.verification.comparison import compare, name_of
+from bigbatch.verification.diagnosis import Diagnosis
 from bigbatch.verification.loop_recorder import TrainWindow
-from bigbatch.verification.model_copy import ModelUnderTest
+from bigbatch.verification.model_copy import ModelCopy
 from bigbatch.verification.result import Verification
-from bigbatch.verification.runner import Runner, Strategy
+from bigbatch.verification.runner import Runner, Strategy, first_line
+from bigbatch.verification.weights import count_all
 
 _LEAST = 2  # samples: two micro-batches of one
+_LOSS_FN = "lambda model, batch: criterion(model(batch[0]), batch[1])"
+_WINDOW, _LOOP = (
+    "a function of a model and one window's micro-batches, a list",
+    "def train_window(model, micro_batches): ...",
+)
 
 
 def verify(
@@ -60,34 +66,23 @@ def verify(
     """
     models = arguments.models(model)
     options = Options() if options is None else options
-    _check_functions(loss_fn, train_window, options)
-    whole = Batch.of(batch, collate=options.collate)
+    for name, what, given, is_right, fix in (
+        ("loss_fn", "a function of a model and a batch", loss_fn, _is_function(loss_fn), _LOSS_FN),
+        ("train_window", _WINDOW, train_window, _is_function(train_window), _LOOP),
+        ("options", "Options", options, isinstance(options, Options), "Options(check=False)"),
+    ):
+        if not is_right:
+            raise ConfigurationError(f"{name} must be {what}.", found=type(given).__name__, fix=fix)
+    whole, own = Batch.of(batch, collate=options.collate), ModelCopy(model)
     size = _checked_size(micro_batch_size, whole.size)
-    under_test = ModelUnderTest(model)
+    strategy = Strategy("train_window" if train_window else "BigStep", options, train_window)
     samples, wide = whole.size, True
-
-    def verification() -> Verification:
-        at_once = size if samples == whole.size else min(size, samples // 2)
-        part = whole if samples == whole.size else whole.only(range(samples))
-        sizes = balanced(samples, at_once) if train_window is None else _loader_sizes(samples, at_once)
-        way = Strategy("train_window" if train_window else "BigStep", at_once, options, train_window)
-        runner = Runner(under_test, loss_fn, part, tuple(sizes), way)
-        if not wide:
-            runner.notes.append(
-                f"Not even two samples fit into memory in float64, so it was judged in {name_of(under_test.dtype)} "
-                "alone, where small mistakes may hide in rounding."
-            )
-        if samples < whole.size:
-            runner.notes.append(
-                f"The whole batch of {whole.size:,} did not fit into memory: the first {samples:,} samples were "
-                f"compared, in micro-batches of {at_once:,}."
-            )
-        return Verifier(runner, wide=wide).verification(whole.size)
-
     with untouched(models), torch.enable_grad(), asked_aside():
         while True:  # on all samples, or, out of memory, on half of them, and so on; at last without float64
+            part = whole if samples == whole.size else whole.only(range(samples))
+            at_once = size if samples == whole.size else min(size, samples // 2)
             try:
-                return verification()
+                return _verification(Runner(own, loss_fn, part, at_once, strategy), whole.size, wide=wide)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -99,17 +94,8 @@ def verify(
             samples, wide = (samples // 2, wide) if samples > _LEAST else (whole.size, False)
 
 
-def _check_functions(loss_fn: object, train_window: object, options: object) -> None:
-    if loss_fn is not None and (not callable(loss_fn) or isinstance(loss_fn, nn.Module)):
-        fix = "lambda model, batch: criterion(model(batch[0]), batch[1])"
-        problem = "loss_fn must be a function of a model and a batch."
-        raise ConfigurationError(problem, found=type(loss_fn).__name__, fix=fix)
-    if train_window is not None and not callable(train_window):
-        problem = "train_window must be a function of a model and one window's micro-batches, a list."
-        fix = "def train_window(model, micro_batches): ..."
-        raise ConfigurationError(problem, found=type(train_window).__name__, fix=fix)
-    if not isinstance(options, Options):
-        raise ConfigurationError("options must be Options.", found=repr(options), fix="Options(check=False)")
+def _is_function(given: object) -> bool:
+    return given is None or (callable(given) and not isinstance(given, nn.Module))
 
 
 def _checked_size(given: object, samples: int) -> int:
@@ -122,6 +108,38 @@ def _checked_size(given: object, samples: int) -> int:
     return size
 
 
-def _loader_sizes(total: int, size: int) -> tuple[int, ...]:
-    """Return the sizes of a loader's micro-batches: full ones and a short last one."""
-    return (size,) * (total // size) + ((total % size,) if total % size else ())
+def _verification(runner: Runner, samples: int, *, wide: bool) -> Verification:
+    """Compare, find the causes, and say what else a reader should know; `samples` are those of the whole batch."""
+    notes, dtype = runner.notes, name_of(runner.model.dtype)
+    if not wide:
+        notes.append(
+            f"Not even two samples fit into memory in float64, so it was judged in {dtype} alone, where small mistakes "
+            "may hide in rounding."
+        )
+    if runner.batch.size < samples:
+        notes.append(
+            f"The whole batch of {samples:,} did not fit into memory: the first {runner.batch.size:,} samples were "
+            f"compared, in micro-batches of {runner.size:,}."
+        )
+    compared = compare(runner, wide=wide)
+    causes = Diagnosis(runner, compared).causes()
+    exact = all(each.exact for each in compared.differences) and not causes and runner.refused is None
+    counts = (counts for name, counts in count_all(runner).items() if not name.endswith("!= 0).sum()"))  # 0: a class?
+    if exact and runner.is_loop and all(len(set(each)) == 1 for each in counts):
+        notes.append(
+            f"All {len(runner.sizes):,} micro-batches count the same, which hides a loop that weights them wrong. Take "
+            "a micro_batch_size that does not divide the batch as well."
+        )
+    return Verification(
+        exact=exact,
+        differences=compared.differences,
+        causes=tuple(causes),
+        samples=samples,
+        samples_proved=runner.batch.size,
+        micro_batches=tuple(compared.window.sizes or runner.sizes),
+        dtype=dtype,
+        loss=(compared.whole.loss, compared.window.loss),
+        accumulated_by=runner.strategy.name,
+        refused="" if runner.refused is None else first_line(runner.refused),
+        notes=tuple(dict.fromkeys(notes)),
+    )

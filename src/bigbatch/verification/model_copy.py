@@ -1,9 +1,7 @@
 """The model under test: every run trains on a copy of it, and the model itself is neither run nor stepped."""
 
 import copy
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -11,8 +9,6 @@ from torch import Tensor, nn
 
 from bigbatch.errors import ConfigurationError, LossError
 from bigbatch.state.oom import is_out_of_memory, let_go
-from bigbatch.state.rng import Randomness
-from bigbatch.state.snapshot import devices_of
 
 _HOOKS: dict[str, Callable[[Any, Any], object]] = {
     "_backward_hooks": Tensor.register_hook,
@@ -37,45 +33,26 @@ class ModelCopy:
                 named.setdefault(p, name)
         self.all_parameters = list(named)
         self.parameters = {name: p for p, name in named.items() if p.requires_grad}  # those that are trained
-
-
-class ModelUnderTest:
-    """The model that was passed in."""
-
-    def __init__(self, model: Any) -> None:
-        """Keep the model as it is."""
-        self.own = ModelCopy(model)
-        if not self.own.parameters:
+        if not self.parameters:
             raise ConfigurationError("no parameter of the model requires a gradient: there is nothing to verify.")
-        self.devices = devices_of(self.own.models)
-        self.device = next(iter(self.own.parameters.values())).device
-        numbers = Counter[torch.dtype]()
-        for p in self.own.all_parameters:
-            numbers[p.dtype] += p.numel() * p.is_floating_point()
-        self.dtype = max(numbers, key=numbers.__getitem__)  # that most of the weights have
+        self.device = next(iter(self.parameters.values())).device
+        self.dtype = max(named, key=lambda p: p.numel() * p.is_floating_point()).dtype  # of the largest one
+
+    def called(self, name: str) -> str:
+        """Return the name of a module; of a model as a whole its class."""
+        return name or type(self.models[0]).__name__
 
     def refuse_reached(self) -> None:
         """Raise where a run on a copy left gradients in the model itself."""
-        if any(p.grad is not None for p in self.own.all_parameters):
+        if any(p.grad is not None for p in self.all_parameters):
             raise_used_itself()
 
-    @contextmanager
-    def fresh(self, dtype: torch.dtype | None) -> Iterator[ModelCopy]:
-        """Return a copy for one run, None for its own dtype. Random numbers are the same in every run."""
-        randomness = Randomness(self.devices)
-        try:
-            found = ModelCopy(self._copied())
-            for each in found.models if dtype is not None else ():
-                each.to(dtype)
-            yield found
-        finally:
-            randomness.restore()
-
-    def _copied(self) -> Any:
-        kept = (v for module in self.own.modules.values() for v in vars(module).values() if isinstance(v, Tensor))
+    def twin(self, dtype: torch.dtype | None) -> "ModelCopy":
+        """Return a copy for one run, with hooks on its parameters, in a dtype; None: its own."""
+        kept = (v for module in self.modules.values() for v in vars(module).values() if isinstance(v, Tensor))
         memo: dict[int, Any] = {id(each): each.detach().clone() for each in kept if not each.is_leaf}
         try:
-            found = copy.deepcopy(self.own.model, memo)
+            found = ModelCopy(copy.deepcopy(self.model, memo))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -84,10 +61,12 @@ class ModelUnderTest:
             problem = f"verify runs copies of the model, and this one cannot be copied: {said}"
             fix = "a model without files, locks, generators and handles in its attributes, which copy.deepcopy can copy"
             raise ConfigurationError(problem, fix=fix) from error
-        for p, twin in zip(self.own.all_parameters, ModelCopy(found).all_parameters, strict=True):
+        for p, other in zip(self.all_parameters, found.all_parameters, strict=True):
             for attribute, register in _HOOKS.items():  # which copies of tensors lose
                 for hook in (getattr(p, attribute, None) or {}).values():
-                    register(twin, hook)
+                    register(other, hook)
+        for each in found.models if dtype is not None else ():
+            each.to(dtype)
         return found
 
 

@@ -7,47 +7,34 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from bigbatch.errors import ConfigurationError, GradientsDiffer
+from bigbatch.planner.plan_report import aligned
 from bigbatch.verification.tolerance import EXACT
 
-_ACROSS = "across.gather(x), where own rows begin at across.offset(); across.mean(x), across.sum(x)  (docs/coupled.md)"
-_WITHIN = "Or attend, pool and normalize within a sample: over dim=1 and on, not dim=0."
-_DRAWN = "Nothing to repair: another split draws other numbers, and the gradients are equal in distribution. Accept it:"
-_WEIGHT = "Weight each micro-batch by what its loss was averaged over, of the total of the window:"
-# Of each kind, what to type in a `loss_fn` for BigStep and in a loop; one text where they are the same.
-ADVICE: dict[str, tuple[str, ...]] = {
-    "batch-norm": (
-        'Normalize by it:  Options(batch_norm="exact"); or freeze:  model.get_submodule({first!r}).eval()',
-        "Use BigStep(model, optimizer, loss_fn), which normalizes by the big batch; or GroupNorm, or LayerNorm.",
-    ),
-    "randomness": (f"{_DRAWN}  verify(...).raise_if_wrong(allow={{{{'randomness'}}}})",),
-    "wrong-scale": (
-        "Return the loss as it is, and leave the weights to BigStep:  return loss, or counted(loss, n)",
-        f"{_WEIGHT}  (loss * count / total).backward(). If it is clipping by hand, use torch.nn.utils instead.",
-    ),
-    "wrong-count": (
-        "Say what the loss was averaged over:  return counted(loss, {count}), or counted(penalty, 'once').",
-        f"{_WEIGHT}  (loss * {{count}} / total).backward(), and a regularizer once; or accumulator.backward(loss).",
-    ),
-    "coupled-samples": (
-        f"Use the other samples, inside BigStep:  {_ACROSS}. {_WITHIN}",
-        f"No loop over micro-batches can be exact here. Use BigStep, and in there  {_ACROSS}. {_WITHIN}",
-    ),
-    "dropped-micro-batch": (
-        "Leave gradients alone in loss_fn and in hooks.",
-        "Clear gradients after optimizer.step() alone, and step after the last micro-batch, too; or  accumulator.over.",
-    ),
-    "stepped-inside": ("Step once in a window:  if (i + 1) % {steps} == 0: optimizer.step(); optimizer.zero_grad()",),
-    "state": ("Write it after the update, not in forward; or have forward read a copy that only the update changes.",),
-    "clipping": (
-        "Pass clip_norm to BigStep, which clips the big batch's gradient.",
-        "Clip once in a window, after the last backward and right before optimizer.step().",
-    ),
-    "precision": (
-        "Add up in float32:  Options(gradient_dtype=torch.float32)",
-        "Add up in float32, as Accumulator and BigStep do, or train float32 weights under autocast.",
-    ),
-    "nondeterminism": ("Try torch.use_deterministic_algorithms(True), and draw from torch's default generators.",),
-    "unknown": ("",),
+OUTSIDE = "loss_fn"  # the place of what happens where no module runs
+_WEIGHT = "(loss * count / total).backward(), where total is the count of the window"
+# Of each kind, what to type.
+ADVICE = {
+    "batch-norm": 'Normalize by the big batch, as BigStep does with Options(batch_norm="exact"); or freeze:  '
+    "model.get_submodule({first!r}).eval(); or use GroupNorm, or LayerNorm.",
+    "randomness": "Nothing to repair: another split draws other numbers, and the gradients are equal in distribution. "
+    "Accept it:  verify(...).raise_if_wrong(allow={{'randomness'}})",
+    "wrong-scale": f"Have BigStep or an Accumulator weight the loss; in a loop of your own  {_WEIGHT}. To clip, use "
+    "torch.nn.utils.",
+    "wrong-count": "Weight each micro-batch by what its loss was averaged over. In a loss_fn:  return counted(loss, "
+    "{count}), or counted(penalty, 'once'). In a loop:  (loss * {count} / total).backward(), and a regularizer once; "
+    "or accumulator.backward(loss).",
+    "coupled-samples": "Use the other samples, inside BigStep:  across.gather(x), where own rows begin at "
+    "across.offset(); across.mean(x), across.sum(x)  (docs/coupled.md); or attend, pool and normalize within a sample. "
+    "No loop over micro-batches can be exact here.",
+    "dropped-micro-batch": "Clear gradients after optimizer.step() alone, and step after the last micro-batch, too, as "
+    "accumulator.over does.",
+    "stepped-inside": "Step once in a window:  if (i + 1) % {steps} == 0: optimizer.step(); optimizer.zero_grad()",
+    "state": "Write it after the update, not in forward; or have forward read a copy that only the update changes.",
+    "clipping": "Clip once in a window, after the last backward and right before optimizer.step(), or by clip_norm.",
+    "precision": "Add up in float32, as Accumulator and BigStep do with gradient_dtype=torch.float32, or train float32 "
+    "weights under autocast.",
+    "nondeterminism": "Try torch.use_deterministic_algorithms(True), and draw from torch's default generators.",
+    "unknown": "",
 }
 KINDS = tuple(ADVICE)
 _FACTOR = 8  # times the measured rounding: two roundings of one number are hardly ever further apart
@@ -114,6 +101,11 @@ class Cause:
         return f"{self.kind}{where}\n{self.found}\n{self.remedy}".rstrip()
 
 
+def cause(kind: str, where: str, found: str, **of_text: Any) -> Cause:
+    """Make a cause with the advice of its kind."""
+    return Cause(kind, where, f"{found[:1].upper()}{found[1:]}.", ADVICE[kind].format(**of_text))
+
+
 @dataclass(frozen=True)
 class Verification:
     """Whether the accumulated gradient is the big batch's, per parameter, and if not, why not.
@@ -173,9 +165,7 @@ class Verification:
 
     def __str__(self) -> str:
         """Show the largest differences, the verdict and the causes; lines are as long as they are."""
-        cells = [header(self.dtype), *map(row, self.worst_first[:_ROWS])]
-        first, *widths = (max(map(len, column)) for column in zip(*cells, strict=True))
-        lines = ["  ".join([name.ljust(first), *map(str.rjust, line, widths)]).rstrip() for name, *line in cells]
+        lines = aligned([header(self.dtype), *map(row, self.worst_first[:_ROWS])])
         left = len(self.differences) - _ROWS
         lines += [f"and {left:,} more, each closer to the big batch's"] if left > 0 else []
         causes = [f"{place}. {cause}" for place, cause in enumerate(self.causes, 1)]

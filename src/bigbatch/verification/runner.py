@@ -8,22 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from bigbatch import arguments
 from bigbatch.batch.batch import Batch
+from bigbatch.batch.split import balanced
 from bigbatch.batch.tree import mapped
 from bigbatch.big_step import BigStep
 from bigbatch.default_loss import own_loss
 from bigbatch.errors import BigBatchError
 from bigbatch.options import Options
 from bigbatch.state.oom import is_out_of_memory, let_go
+from bigbatch.state.rng import Randomness
+from bigbatch.state.snapshot import devices_of
 from bigbatch.verification.loop_recorder import LoopRecord, TrainWindow
-from bigbatch.verification.model_copy import ModelCopy, ModelUnderTest
-from bigbatch.verification.result import ADVICE, Cause
+from bigbatch.verification.model_copy import ModelCopy
 from bigbatch.verification.switches import NOTHING, Off, turn_off
 from bigbatch.verification.tolerance import Gradients, add, read_gradients
 
@@ -31,8 +33,7 @@ LossFunction = Callable[[Any, Any], Any]
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True)
-class Accumulated:
+class Accumulated(NamedTuple):
     """What one window gave, or one backward over all samples."""
 
     gradients: Gradients
@@ -46,7 +47,6 @@ class Strategy:
     """A way to accumulate: by BigStep, weighted by samples for what BigStep refuses, or by a loop of the user's."""
 
     name: Literal["BigStep", "samples", "train_window"]
-    size: int  # the most samples of a micro-batch
     options: Options
     train_window: TrainWindow | None = None
     clips: bool = False  # whether a loop's own clipping has an effect
@@ -57,16 +57,19 @@ class Runner:
     """All runs of a verification."""
 
     def __init__(
-        self, model: ModelUnderTest, loss_fn: LossFunction | None, batch: Batch, sizes: tuple[int, ...], way: Strategy
+        self, model: ModelCopy, loss_fn: LossFunction | None, batch: Batch, size: int, strategy: Strategy
     ) -> None:
-        """Run nothing yet."""
-        self.model, self.batch, self.sizes, self.strategy = model, batch, sizes, way
-        self.is_loop = way.name == "train_window"
+        """Run nothing yet; `size` is the most samples of a micro-batch."""
+        self.model, self.batch, self.size, self.strategy = model, batch, size, strategy
+        self.is_loop = strategy.train_window is not None
+        every, rest = divmod(batch.size, size)  # a loader has full ones and a short last one
+        self.sizes = [size] * every + [rest] * bool(rest) if self.is_loop else balanced(batch.size, size)
         self.has_loss_fn = loss_fn is not None
         self.dtype: torch.dtype | None = None  # what to run in; None: the model's own
         self.autocast: torch.dtype | None = None  # of the big batch in the model's own dtype: what a loop uses
         self.refused: BigBatchError | None = None  # what BigStep raises
         self.notes: list[str] = []
+        self.devices = devices_of(model.models)
         self._loss_fn = loss_fn or own_loss
 
     @property
@@ -74,12 +77,7 @@ class Runner:
         """The dtype that the model runs in now."""
         return self.dtype or self.model.dtype
 
-    def cause(self, kind: str, where: str, found: str, **of_text: Any) -> Cause:
-        """Make a cause with the advice of its kind."""
-        remedy = ADVICE[kind][-1 if self.is_loop else 0].format(**of_text)
-        return Cause(kind, where, f"{found[:1].upper()}{found[1:]}.", remedy)
-
-    def attempt(self, experiment: Callable[[], Found], otherwise: Found, *, noted: bool = True) -> Found:
+    def attempt(self, experiment: Callable[[], Found], otherwise: Found) -> Found:
         """Return what an experiment finds; one may fail where training does not, as BatchNorm on one sample."""
         try:
             return experiment()
@@ -87,20 +85,23 @@ class Runner:
             if is_out_of_memory(error):
                 raise
             let_go(error)
-            if noted:
-                self.notes.append(f"An experiment failed with {type(error).__name__}: {first_line(error)}")
+            self.notes.append(f"An experiment failed with {type(error).__name__}: {first_line(error)}")
             return otherwise
 
     def take(self, indices: slice | Sequence[int]) -> Any:
         """Copy some samples to the model's device, since a loss may write into its batch."""
-        return mapped(self.batch.take(indices), lambda _, leaf: self._cloned(leaf))
+        return self._cloned(self.batch.take(indices))
 
-    def _cloned(self, leaf: Any) -> Any:
-        """Copy a tensor and cast its numbers, not its labels."""
-        if not isinstance(leaf, Tensor):
-            return leaf
-        dtype = self.dtype if leaf.is_floating_point() else None
-        return leaf.detach().to(device=self.model.device, dtype=dtype, copy=True)
+    def _cloned(self, tree: Any) -> Any:
+        """Copy tensors and cast their numbers, not their labels."""
+
+        def cloned(_: str, leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            dtype = self.dtype if leaf.is_floating_point() else None
+            return leaf.detach().to(device=self.model.device, dtype=dtype, copy=True)
+
+        return mapped(tree, cloned)
 
     def micro_batches(self) -> list[Any]:
         """Return all micro-batches, as a loader would."""
@@ -121,34 +122,33 @@ class Runner:
             return Accumulated(self.weighted([size / self.batch.size for size in self.sizes], off))
         with self.copy(off) as model:
             if strategy.train_window is None:
-                return self._by_big_step(strategy, model)
-            record = LoopRecord(model, self.model.own, undo_clipping=not strategy.clips)
+                return self._by_big_step(strategy.options, model)
+            record = LoopRecord(model, self.model, undo_clipping=not strategy.clips)
             record.run(strategy.train_window, self.micro_batches())
             gradients = record.over_all_steps if strategy.adds_steps else record.gradients
             return Accumulated(gradients, record.loss, record=record)
 
-    def _by_big_step(self, strategy: Strategy, model: ModelCopy) -> Accumulated:
-        """Make one update with a rate of 0, and read what the optimizer steps with; what BigStep raises comes out."""
-        found = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.parameters.items()}
+    def _by_big_step(self, options: Options, model: ModelCopy) -> Accumulated:
+        """Have a BigStep make the gradient; what it raises comes out."""
         sizes: list[int] = []
 
         def loss_fn(network: Any, micro_batch: Any) -> Any:
-            if strategy.options.lengths:
+            if options.lengths:
                 sizes.append(Batch.of(micro_batch, shared=self.batch.shared).size)
             return self._loss_fn(network, micro_batch)
 
-        options, batch, collate = strategy.options, self.batch.whole, strategy.options.collate
+        collate, batch = options.collate, self.batch.whole
         if collate is None:
             batch = self.take(slice(0, self.batch.size))
         else:
-            options = replace(options, collate=lambda some: mapped(collate(some), lambda _, leaf: self._cloned(leaf)))
+            options = replace(options, collate=lambda some: self._cloned(collate(some)))
         optimizer = torch.optim.SGD(model.parameters.values(), lr=0.0)
-        optimizer.register_step_pre_hook(lambda *_: found.update(read_gradients(model.parameters)))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # what BigStep cannot see is compared here
-            update = BigStep(model.model, optimizer, loss_fn, micro_batch_size=strategy.size, options=options)(batch)
+            step = BigStep(model.model, optimizer, loss_fn, micro_batch_size=self.size, options=options)
+            update = step.gradients(batch)
         loss = float(update.loss) if update.loss_is_exact else math.nan
-        return Accumulated(found, loss, tuple(sizes[-update.micro_batches :]))
+        return Accumulated(read_gradients(model.parameters), loss, tuple(sizes[-update.micro_batches :]))
 
     def per_micro_batch(self, off: Off = NOTHING) -> Iterator[Gradients]:
         """Run the micro-batches one after the other, as a loop does; return each one's own gradient."""
@@ -172,12 +172,16 @@ class Runner:
     def copy(self, off: Off = NOTHING, *, ahead: bool = True) -> Iterator[ModelCopy]:
         """Return a copy of the model for a run; `ahead`: other random numbers are drawn than for the big batch."""
         lowered = self.autocast if self.dtype is None else None
-        with self.model.fresh(self.dtype) as model:
+        randomness = Randomness(self.devices)
+        try:
+            model = self.model.twin(self.dtype)
             switched = turn_off(off, model)
             if ahead:
-                _draw_ahead(self.model.devices)
+                _draw_ahead(self.devices)
             with switched, nullcontext() if lowered is None else torch.autocast(self.model.device.type, dtype=lowered):
                 yield model
+        finally:
+            randomness.restore()
 
     def _loss(self, model: Any, batch: Any) -> Tensor:
         """Call the user's function, and raise for what is no loss."""

@@ -8,11 +8,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._pytree import tree_leaves
 
 from bigbatch.state.rng import Randomness
-from bigbatch.verification.result import listed
+from bigbatch.verification.result import OUTSIDE, listed
 from bigbatch.verification.runner import Runner
 from bigbatch.verification.switches import NOTHING, RANDOMNESS, STATE, STATISTICS, Off, state_of
-
-OUTSIDE = "loss_fn"  # where no module runs
 
 
 class Suspect(NamedTuple):
@@ -49,7 +47,7 @@ def written_state(runner: Runner) -> Suspect | None:
 
 def training_norms(runner: Runner) -> Suspect | None:
     """Look for BatchNorms that normalize by the samples of a micro-batch."""
-    modules = runner.model.own.modules.items()
+    modules = runner.model.modules.items()
     norms = {name: module for name, module in modules if isinstance(module, BatchNorm)}
     names = [name for name, module in norms.items() if module.training or module.running_mean is None]
     by = listed([_named(runner, name) for name in names])
@@ -72,7 +70,7 @@ def _recorded(runner: Runner, off: Off, samples: int) -> list[tuple[str, Tensors
     def look() -> None:
         if marks[-1].drawn():
             drew.append(given[-1][0])
-            marks.append(Randomness(runner.model.devices))
+            marks.append(Randomness(runner.devices))
 
     def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         look()
@@ -83,9 +81,9 @@ def _recorded(runner: Runner, off: Off, samples: int) -> list[tuple[str, Tensors
         name, taken = given.pop()
         calls.append((name, taken, _tensors(output), name in drew))
 
-    with runner.copy(off, ahead=False) as model, torch.no_grad():
+    with runner.copy(off) as model, torch.no_grad():
         names = {id(module): name for name, module in reversed(model.modules.items())}
-        marks = [Randomness(runner.model.devices)]
+        marks = [Randomness(runner.devices)]
         for module in dict.fromkeys(model.modules.values()):
             module.register_forward_pre_hook(enter, with_kwargs=True)
             module.register_forward_hook(leave)
@@ -96,13 +94,13 @@ def _recorded(runner: Runner, off: Off, samples: int) -> list[tuple[str, Tensors
 
 def coupling_place(runner: Runner, off: Off, tolerance: float) -> str:
     """Return the first innermost module whose output for some samples depends on the others; else the loss."""
-    modules = runner.model.own.modules
+    modules = runner.model.modules
     some, every = (_recorded(runner, off, samples) for samples in (runner.sizes[0], runner.batch.size))
     for (name, taken, returned, _), (other, all_taken, all_returned, _) in zip(some, every, strict=False):
         is_layer = name == other and all(each.dim() for each in returned)  # and returns no loss
         if is_layer and _agree(taken, all_taken, tolerance) and not _agree(returned, all_returned, tolerance):
             return name or type(modules[name]).__name__
-    return OUTSIDE if runner.has_loss_fn else f"{type(runner.model.own.models[0]).__name__}.forward"
+    return OUTSIDE if runner.has_loss_fn else f"{type(runner.model.models[0]).__name__}.forward"
 
 
 def _agree(some: Tensors, every: Tensors, tolerance: float) -> bool:
@@ -137,5 +135,5 @@ def _named(runner: Runner, name: str) -> str:
     """Name a module with its class."""
     if name == OUTSIDE:
         return name
-    kind = type(runner.model.own.modules[name]).__name__
+    kind = type(runner.model.modules[name]).__name__
     return f"{kind} '{name}'" if name else kind

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 Gradients: TypeAlias = Mapping[str, Tensor]  # in float64; zero where a parameter got none
 
 EXACT = 1e-12  # relative, in float64: what counts as equal whatever the rounding
+FAR = 30  # times a measured rounding: no rounding any more
 _PRECISE = 1e-10  # relative: a model whose rounding is larger computes some of it in less than float64
 _LOOSE = 1e-9
 _FACTOR = 16  # times the measured rounding, in experiments whose own rounding is not measured

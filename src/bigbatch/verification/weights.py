@@ -1,8 +1,8 @@
 """What is left of a difference when the model is not its cause: the loss's terms, or the weights of a loop."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,15 +11,13 @@ from torch import Tensor
 from bigbatch.batch.tree import leaves
 from bigbatch.errors import BigBatchError, LossError
 from bigbatch.options import Options
-from bigbatch.verification.result import Cause, listed
-from bigbatch.verification.runner import Runner
-from bigbatch.verification.suspects import OUTSIDE, coupling_place
+from bigbatch.verification.result import OUTSIDE, Cause, cause, listed
+from bigbatch.verification.runner import Runner, Strategy
 from bigbatch.verification.switches import OUTPUTS, PLACE, Off
 from bigbatch.verification.tolerance import Comparison, Gradients, Tolerance, is_zero, relative
 
 _ELEMENTS, _LEAST = 1 << 17, 64  # that are kept of all parameters, and of one
 _DEPENDENT = 1e-6  # of the largest singular value: below it weights cannot be told apart
-_SCALES = 7  # a loss scale is a power of two above this one
 _SHOWN = 6  # weights
 _ELSEWHERE = 100  # times the residual of a fit: what a fit to other gradients may leave
 _BY_CHANCE = 2  # elements of a gradient that are the same
@@ -79,6 +77,7 @@ class Weights:
     tolerance: Tolerance
     off: Off
     left: Comparison  # with all of the model's causes off
+    coupling_place: Callable[[], str]
 
     def explain(self) -> list[Cause]:
         """Return what explains the difference."""
@@ -87,32 +86,28 @@ class Weights:
         parts = list(map(sampled, each))
         empty = [str(place) for place, part in enumerate(parts, 1) if not part.isfinite().all()]
         if empty:
-            text = (
-                f"micro-batch {listed(empty)} of {len(parts)} has no finite gradient by itself: a mean over nothing is "
-            )
+            text = f"micro-batch {listed(empty)} of {len(parts)} has no finite gradient by itself: a mean over nothing "
             count = "count.clamp(min=1)"
-            return [runner.cause("wrong-count", OUTSIDE, f"{text}no number. Divide by {count}", count=count)]
+            return [cause("wrong-count", OUTSIDE, f"{text}is no number. Divide by {count}", count=count)]
         alone = self._of_parameters_alone(self.off)
         used, right = (fit(sampled(side), parts, alone) for side in (self.left.found, self.left.truth))
-        text = ""
+        if right.residual <= limit and self._hold_elsewhere(right, _ELSEWHERE * limit):
+            if used.residual > limit:
+                return self._of_clamped()
+            return list(self._mistakes(used, right, has_alone=alone is not None))
+        text = "the weights by which micro-batches add up to the big batch change with the model's own weights, as "
+        text += "those of a root or a logarithm of a mean do"
         if right.residual > limit:
             if counts := self._of_several_counts(each, limit):
                 return counts
             text = "no weights of micro-batches add up to the big batch's gradient: samples are compared, or a mean, a "
             text += "rank or a threshold is taken of all of them"
-        elif not self._hold_elsewhere(right, _ELSEWHERE * limit):
-            text = "the weights by which micro-batches add up to the big batch change with the model's own weights, as "
-            text += "those of a root or a logarithm of a mean do"
-        if text:
-            where = runner.attempt(lambda: coupling_place(runner, self.off, self.tolerance.loose), OUTSIDE)
-            if where == OUTSIDE and math.isinf(right.residual):
-                return []
-            by_samples = Fit(tuple(size / runner.batch.size for size in runner.sizes))  # what a loop may have meant
-            beside = [] if used.residual > limit else self._mistakes(used, by_samples)
-            return [runner.cause("coupled-samples", where, text), *beside]
-        if used.residual > limit:
-            return self._of_clamped()
-        return list(self._mistakes(used, right, has_alone=alone is not None))
+        where = self.coupling_place()
+        if where == OUTSIDE and math.isinf(right.residual):
+            return []
+        by_samples = Fit(tuple(size / runner.batch.size for size in runner.sizes))  # what a loop may have meant
+        beside = [] if used.residual > limit else self._mistakes(used, by_samples)
+        return [cause("coupled-samples", where, text), *beside]
 
     def _of_parameters_alone(self, off: Off) -> Tensor | None:
         """Return the gradient of terms that no sample is in; None where there are none."""
@@ -132,12 +127,10 @@ class Weights:
 
     def _of_several_counts(self, each: Sequence[Gradients], limit: float) -> list[Cause]:
         """Perhaps each term of the loss has its own count: BigStep reads them, or parameters show them apart."""
-        runner, truth = self.runner, self.left.truth
-        options = Options(check=False, batch_norm="micro")
-        by_terms = replace(runner.strategy, name="BigStep", train_window=None, size=max(runner.sizes), options=options)
+        truth, options = self.left.truth, Options(check=False, batch_norm="micro")
         found = "the loss has several terms, averaged over different things, and no one weight per micro-batch fits"
         try:
-            own = relative(runner.accumulated(self.off, by_terms).gradients, truth)
+            own = relative(self.runner.accumulated(self.off, Strategy("BigStep", options)).gradients, truth)
         except BigBatchError:
             own = {"": math.inf}
         if self.tolerance.is_negligible(own):
@@ -151,7 +144,7 @@ class Weights:
             if len(means) < 2:  # noqa: PLR2004
                 return []
             found += ": " + ", ".join(f"'{name}' adds up by {weights}" for weights, name in means.items())
-        return [runner.cause("wrong-count", OUTSIDE, found, count="its own count")]
+        return [cause("wrong-count", OUTSIDE, found, count="its own count")]
 
     def _of_clamped(self) -> list[Cause]:
         """A gradient that was clipped by value has many elements of one size, and none that are larger."""
@@ -160,7 +153,7 @@ class Weights:
         if number <= _BY_CHANCE or not limit:
             return []
         text = f"no element of the gradient is beyond {limit:.3g}, which {number} are at: it was clipped by value"
-        return [self.runner.cause("clipping", "clipping by value", text)]
+        return [cause("clipping", "clipping by value", text)]
 
     def _mistakes(self, taken: Fit, right: Fit, *, has_alone: bool = False) -> Iterator[Cause]:
         """Tell what is wrong with the weights that were used."""
@@ -171,7 +164,7 @@ class Weights:
         if out and kept:
             text = f"micro-batch {listed([str(i + 1) for i in out])} of {number} has no weight"
             text += ": it did not come to the step, or gradients were cleared after it"
-            yield runner.cause("dropped-micro-batch", "", text)
+            yield cause("dropped-micro-batch", "", text)
             share = math.fsum(should[i] for i in kept) / (math.fsum(should) or 1.0)
             if _near(scale, number / len(kept), 1e-3) or _near(scale * share, 1.0, 1e-3):
                 scale = 1.0  # an average over those that are left
@@ -180,17 +173,17 @@ class Weights:
         if not _near(scale, 1.0, 1e-3):
             text = f"the gradient is {scale:.4g} times the big batch's"
             totals = {name: math.fsum(each) for name, each in counts.items()}
-            yield runner.cause("wrong-scale", "", text + _of_scale(scale, number, totals, count))
+            yield cause("wrong-scale", "", text + _of_scale(scale, number, totals, count))
         if not is_common:
             text = f"micro-batches were weighted {_proportion(used)}; the big batch weights them {_proportion(should)}"
             text += f", in proportion to {count}" if count else ""
-            yield runner.cause("wrong-count", "", text, count=count or "count")
+            yield cause("wrong-count", "", text, count=count or "count")
         if has_alone and not out:
             times, once = (math.fsum(used) + taken.alone) / scale, math.fsum(should) + right.alone
             text = f"a term that no sample is in is added {round(times, 3):g} times per window; it should be added "
             if not _near(times, once, 1e-3):
                 text += f"{once:.3g} times"
-                yield runner.cause("wrong-count", "a term of parameters alone", text, count="count")
+                yield cause("wrong-count", "a term of parameters alone", text, count="count")
 
 
 def _in_proportion_to(weights: Sequence[float], every: dict[str, list[float]]) -> str:
@@ -205,16 +198,15 @@ def _in_proportion_to(weights: Sequence[float], every: dict[str, list[float]]) -
 
 def _of_scale(scale: float, number: int, totals: dict[str, float], count: str) -> str:
     """Say which division is missing, or one too many, where all weights are wrong by one factor."""
-    wanted, power = totals.get(count, math.nan) / scale, math.log2(abs(scale))
+    wanted = totals.get(count, math.nan) / scale
     other = next((each for each, total in totals.items() if each != count and _near(total, wanted)), "")
-    rows = (  # the first that holds
-        (scale < 0, ": its sign is turned, so a step goes uphill"),
-        (_near(scale, number, 1e-3), f", once for each of {number} micro-batches: it was not divided"),
-        (_near(scale, 1 / number, 1e-3), ": it was divided by the number of micro-batches once too often"),
-        (other, f", as if divided by {totals.get(other, 0):g}, {other}, instead of {totals.get(count, 0):g}, {count}"),
-        (power > _SCALES and _near(power, round(power), 1e-9), ", a power of two: a loss scale was left in"),
-    )
-    return next((text for holds, text in rows if holds), "")
+    if _near(scale, number, 1e-3):
+        return f", once for each of {number} micro-batches: it was not divided"
+    if _near(scale, 1 / number, 1e-3):
+        return ": it was divided by the number of micro-batches once too often"
+    if other:
+        return f", as if divided by {totals[other]:g}, {other}, instead of {totals[count]:g}, {count}"
+    return ": its sign is turned" if scale < 0 else ""
 
 
 def _scale(used: Sequence[float], should: Sequence[float], kept: Sequence[int]) -> tuple[float, bool]:
