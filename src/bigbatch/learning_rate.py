@@ -95,13 +95,17 @@ def scale_lr(
     what = "the samples behind one optimizer step: micro-batch x steps x ranks"
     kappa = arguments.positive("to_batch", to_batch, what) / arguments.positive("from_batch", from_batch, what)
     factor = kappa if chosen == "linear" else math.sqrt(kappa)
-    each = range(len(optimizer.param_groups))
-    groups = tuple(_scale_group(optimizer, at, kappa, factor, scale_beta2=scale_beta2) for at in each)
-    scaling = Scaling(type(optimizer).__name__, chosen, from_batch, to_batch, groups)
+    has_beta2 = scale_beta2 and isinstance(optimizer, (*ADAM_FAMILY, RMSprop))
+    each = enumerate(optimizer.param_groups)
+    groups = tuple(_scale_group(at, group, kappa, factor, scale_beta2=has_beta2) for at, group in each)
     # Only now that every group has passed: a refusal leaves the optimizer as it was.
-    for group, change in zip(optimizer.param_groups, scaling.groups, strict=True):
-        _write(group, change)
-    return scaling
+    for group, change in zip(optimizer.param_groups, groups, strict=True):
+        group["lr"] = _replaced(group["lr"], change.lr_after)
+        if change.beta2_after is not None and "alpha" in group:
+            group["alpha"] = change.beta2_after
+        elif change.beta2_after is not None:
+            group["betas"] = group["betas"][0], _replaced(group["betas"][1], change.beta2_after)
+    return Scaling(type(optimizer).__name__, chosen, from_batch, to_batch, groups)
 
 
 def warmup(optimizer: Optimizer, updates: int) -> LRScheduler:
@@ -149,9 +153,8 @@ def _choose_rule(optimizer: Optimizer, rule: Rule) -> Literal["linear", "sqrt"]:
     )
 
 
-def _scale_group(optimizer: Optimizer, index: int, kappa: float, factor: float, *, scale_beta2: bool) -> GroupScaling:
+def _scale_group(index: int, group: dict[str, Any], kappa: float, factor: float, *, scale_beta2: bool) -> GroupScaling:
     """Return what one group is to become."""
-    group = optimizer.param_groups[index]
     if "initial_lr" in group:
         raise ConfigurationError(
             f"Parameter group {index} has an initial_lr: a scheduler was made from this optimizer, or its state was "
@@ -162,9 +165,9 @@ def _scale_group(optimizer: Optimizer, index: int, kappa: float, factor: float, 
     after = before * factor
     if not math.isfinite(after) or before < 0:
         raise ConfigurationError(f"Parameter group {index} would go from lr {before:g} to {after:g}.")
-    if not scale_beta2 or not isinstance(optimizer, (*ADAM_FAMILY, RMSprop)):
+    if not scale_beta2:
         return GroupScaling(before, after)
-    decay = float(group["alpha"] if isinstance(optimizer, RMSprop) else group["betas"][1])
+    decay = float(group["alpha"] if "alpha" in group else group["betas"][1])
     scaled: float = decay**kappa
     if decay > 0 and not min(decay, 0.5) <= scaled < 1:  # it would forget all at once, or nothing ever
         raise ConfigurationError(
@@ -175,17 +178,6 @@ def _scale_group(optimizer: Optimizer, index: int, kappa: float, factor: float, 
     return GroupScaling(before, after, decay, scaled)
 
 
-def _write(group: dict[str, Any], change: GroupScaling) -> None:
-    """Set the new values, tensors in place: groups may share one, and CUDA graphs hold their addresses."""
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(change.lr_after)
-    else:
-        group["lr"] = change.lr_after
-    if change.beta2_after is None:
-        return
-    if "alpha" in group:
-        group["alpha"] = change.beta2_after
-    elif isinstance(group["betas"][1], Tensor):
-        group["betas"][1].fill_(change.beta2_after)
-    else:
-        group["betas"] = (group["betas"][0], change.beta2_after)
+def _replaced(before: Any, after: float) -> Any:
+    """Return a new value; a tensor is filled, since groups may share one, and CUDA graphs hold its address."""
+    return before.fill_(after) if isinstance(before, Tensor) else after
