@@ -1,8 +1,5 @@
 """Micro-batches come in, updates come out."""
 
-import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -20,11 +17,11 @@ from bigbatch.loop import Listener, Loop, NoLoop, Over, Source
 from bigbatch.loss.count import Count, GivenCount, Term, checked_count
 from bigbatch.state.scope import asked_anywhere, times_asked
 from bigbatch.update import Update
+from bigbatch.window.forgotten import Forgotten
 from bigbatch.window.gate import Admission, Questions, refuse_scaled
 from bigbatch.window.gradients import all_parameters
 from bigbatch.window.stepper import Stepper, Witness, refuse_copy
-from bigbatch.window.tally import Ledger
-from bigbatch.window.window import CLOSED, OPEN, Window
+from bigbatch.window.window import CLOSED, OPEN, Alike, Window, refuse_unfit_window
 
 Batch = TypeVar("Batch")
 STATE_VERSION = 1
@@ -118,7 +115,7 @@ class Accumulator:
         self._team.prepare(last=self._steps == 1)
         self._questions, self._forgotten = Questions(), Forgotten(self)
         self._window: Window | None = None
-        self._before: Window | None = None  # the latest one that was closed
+        self._alike: Alike | None = None  # how the latest loss was read, where another is recognized by it
         self._resumed = False  # a window loaded from a state_dict: the next `over` goes on with it
         self._loop: Loop = NoLoop()
         self._sources: list[Source[Any]] = []  # what was read ahead of iterators that loops were left with
@@ -172,25 +169,23 @@ class Accumulator:
         """
         loop, window, admission, added = self._loop, self._window, self._admission, None
         try:
-            number = None if count is not None else self._count_alike(loop, window or self._before, loss)
+            alike = None if count is not None else self._alike
+            number = None if alike is None else self._count_alike(alike, loop, loss)
             terms = [] if number else self._admitted(loop, loss, count)
             loop.spent, added = loop.of_over, False
             if window is None:
                 window = self._opened()
-                if number and self._before is not None:
-                    window.begin_alike(self._before, number)
-            if number:
-                window.add_alike(loss, number)
+            if number and alike is not None:
+                window.add_alike(loss, number, alike)
             elif loop.repeated:
                 with admission.sparing_others():
                     window.pass_by(loss, only_own=admission.only_own)
             elif admission.only_own:
-                window.add(loss, terms)
-                if window.is_plain and count is None and self._counts is None and not admission.is_wary:
-                    window.alike = admission.reader.plain, loss.dtype
+                again = count is None and self._counts is None and not admission.is_wary
+                self._alike = window.add(loss, terms, reading=admission.reader.plain if again else None)
             else:
                 with admission.sparing_others():
-                    window.add(loss, terms, only_own=False)
+                    self._alike = window.add(loss, terms, only_own=False)
             window.state, added = OPEN, True
             if loop.last or window.passes >= self._steps:
                 return self._close(window, checked=True)
@@ -209,6 +204,7 @@ class Accumulator:
         loop, window = self._loop, self._window
         if window is not None:
             window.check()  # a loss that was weighed before had its backward
+        self._alike = None
         undivided = loss if times == 1.0 or not isinstance(loss, Tensor) else loss * times
         terms = self._admitted(loop, undivided, None)
         if window is None:
@@ -229,16 +225,14 @@ class Accumulator:
         """
         return None if self._window is None else self._close(self._window, stepping=False)
 
-    def _count_alike(self, loop: Loop, window: Window | None, loss: Tensor) -> float | None:
-        """Return the count of a loss that was read as a window's latest, a plain mean; None: it is to be checked."""
+    def _count_alike(self, alike: Alike, loop: Loop, loss: Tensor) -> float | None:
+        """Return the count of a loss that was read as the latest, a plain mean; None: it is to be checked."""
         admission = self._admission
         if (
-            window is None
-            or window.alike is None
-            or window.alike[0] is not admission.reader.plain
+            alike.reading is not admission.reader.plain
             or loop.spent
             or type(loss) is not Tensor
-            or window.alike[1] is not loss.dtype
+            or alike.dtype is not loss.dtype
             or not loss.is_cpu
             or asked_anywhere[0] != self._questions.anywhere
         ):
@@ -323,7 +317,6 @@ class Accumulator:
         return update
 
     def _close(self, window: Window, *, checked: bool = False, stepping: bool = True) -> Update:
-        self._admission.note_step()
         loop = self._loop
         loop.promised = loop.of_over and not loop.last
         try:
@@ -332,7 +325,7 @@ class Accumulator:
             else:
                 with self._team.telling_of_failure(window.gradients.device):
                     update = window.close(checked=checked, goes_on=loop.promised, stepping=stepping)
-            loop.last, self._before = False, window
+            loop.last = False
             self._forget()
         except BaseException as error:
             self._forgotten.told()  # the error says enough
@@ -363,7 +356,7 @@ class Accumulator:
         if self._window is not None:
             self._loop.spent = self._loop.spent and self._window.state is OPEN  # or its batch may be tried again
             self._window.discard()
-        self._before = None
+        self._alike = None
         self._forget()
 
     __reduce_ex__ = refuse_copy
@@ -401,10 +394,12 @@ class Accumulator:
         An open window was weighed for its own `steps`, which come with it. Where none was, `steps` stay as they are
         here: they are one rank's, and another number of ranks takes others.
         """
-        if not isinstance(state, dict) or not {"version", "steps", "window"} <= state.keys():
-            raise StateError("this is not the state_dict() of an Accumulator: it should hold version, steps and window")
-        if state["version"] != STATE_VERSION:
-            raise StateError(f"this state_dict has version {state['version']}, not {STATE_VERSION}")
+        is_ours = isinstance(state, dict) and {"version", "steps", "window"} <= state.keys()
+        if not is_ours or state["version"] != STATE_VERSION:
+            raise StateError(
+                "this is not the state_dict() of an Accumulator: it should hold version, steps and window.",
+                found=f"version {state['version']}, not {STATE_VERSION}" if is_ours else type(state).__name__,
+            )
         saved = state["window"]
         if saved is not None and not self._team.is_alone:
             raise StateError(
@@ -413,15 +408,13 @@ class Accumulator:
                 "ranks",
             )
         steps = self._steps if saved is None else arguments.steps(state["steps"])
+        if saved is not None:
+            refuse_unfit_window(saved, self._stepper, self._gradient_dtype)
         self.discard()
         if saved is None:
             return
         window = Window(self._stepper, steps, self._gradient_dtype)
-        try:
-            window.load_state_dict(saved)
-        except BaseException:
-            window.discard()
-            raise
+        window.load_state_dict(saved)
         self._window, self._resumed, self._steps = window, True, steps
         self._forgotten.ledger = window.ledger
         self._forgotten.told()  # it can be loaded again
@@ -493,35 +486,3 @@ class Accumulator:
         """End an `over`; another one may have begun since."""
         if self._loop is loop:
             self._loop = NoLoop()
-
-
-class Forgotten:
-    """Knows the window that is open, and warns where its owner goes before it is closed, dropped or saved.
-
-    It holds the counts of the window alone: what is told at the end must not keep a model alive until then.
-    """
-
-    ledger: Ledger | None = None  # of the open window
-
-    def __init__(self, owner: object) -> None:
-        """Watch over an owner, also at the end of the program."""
-        self._error = id(vars(sys).get("last_value"))  # the last one that was shown, in a notebook
-        frame = sys._getframe(1)  # noqa: SLF001 - as `warnings` has it
-        while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "bigbatch":
-            frame = frame.f_back
-        self._made = frame.f_code.co_filename, frame.f_lineno  # where it goes may be in Python's own end
-        weakref.finalize(owner, self._warn)
-
-    def told(self) -> None:
-        """Note that the user knows of the window as it stands: it was saved, or an error has told of it."""
-        if self.ledger is not None:
-            self.ledger.told = self.ledger.micro_batches
-
-    def _warn(self) -> None:
-        ledger, failed = self.ledger, sys.exc_info()[0] is not None or id(vars(sys).get("last_value")) != self._error
-        if ledger is not None and ledger.micro_batches != ledger.told and not failed:
-            text = (
-                f"a window was left open with {ledger.micro_batches} of {ledger.steps} micro-batches, and made no "
-                "update. Use: accumulator.flush(), or accumulator.over(loader); accumulator.discard() drops it."
-            )
-            warnings.warn_explicit(text, UserWarning, *self._made)

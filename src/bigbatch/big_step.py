@@ -315,10 +315,9 @@ class BigStep:
             if short:
                 self._runner.forget()
         let_go(error)
-        if self._stepper.ranks is not None and self._admission.side_by_side:
-            self._stepper.ranks.try_again(
-                self._mover.device
-            )  # they are on their way through the same window, and begin anew, too
+        team: Any = self._team
+        if not team.is_alone and self._admission.side_by_side:
+            team.try_again(self._mover.device)  # they are on their way through this window, and begin anew, too
         return True
 
     def _may_divide_again(self, division: Division | None, error: BaseException) -> bool:
@@ -339,9 +338,7 @@ class BigStep:
 
         It may read or change the gradients. Returns a function that removes it.
         """
-        key = object()
-        self._stepper.hooks[key] = hook
-        return lambda: self._stepper.hooks.pop(key, None) and None
+        return self._stepper.before_step(hook)
 
     def observe(self, witness: Witness) -> Callable[[], None]:
         """Show each window to a witness, such as a `GradientNoise`; returns a function that ends it."""

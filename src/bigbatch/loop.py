@@ -240,14 +240,11 @@ class Over(Generic[Batch]):
         if not most(int(has_any)):
             return
         if most(int(not has_any)):
-            msg = (
+            raise BatchError(
                 f"{'another' if has_any else 'this'} rank's loader has no batch, and others have: every pass through a "
-                "sharded model is a meeting of all ranks, so each needs one batch at least, which it runs again, for "
-                "nothing, where others have more.\n"
-                "Give every rank a share of the samples:  Subset(data, order[rank::size])\n"
-                "Where there are fewer samples than ranks, start fewer ranks."
+                "sharded model needs all ranks, and a rank that runs out repeats its last batch.",
+                fix="a share of the samples for every rank, Subset(data, order[rank::size]), or fewer ranks",
             )
-            raise BatchError(msg)
         batch, last, more = source.held[0], source.is_last(), True
         while more:
             more = most(int(not last)) > 0
@@ -289,12 +286,11 @@ def _refuse_other_numbers(own: int, most: Callable[[int], int]) -> None:
     """Raise on all ranks where one has fewer micro-batches than another in a window that is counted in advance."""
     largest, smallest = most(own), -most(-own)
     if largest != smallest:
-        msg = (
+        raise BatchError(
             f"ranks have {smallest} to {largest} micro-batches in this window, {own} here, and every pass through a "
-            "sharded model is a meeting of all of them.\n"
-            "With counts=, give every rank as many batches (DistributedSampler(..., drop_last=True)) and steps."
+            "sharded model needs all of them.",
+            fix="with counts=, as many batches for every rank, DistributedSampler(..., drop_last=True), and steps",
         )
-        raise BatchError(msg)
 
 
 def _totals(counted: list[Any]) -> tuple[Count, ...]:

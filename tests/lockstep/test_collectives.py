@@ -292,7 +292,7 @@ REFUSED: dict[str, tuple[LossFunction, Any, str]] = {
         UnreadableLoss,
         r"(?s)made of values of all micro-batches alone.*counted\(term, n\)",
     ),
-    "another loss": (changing, LossError, r"changes within a batch: its terms are .* in one and .* in another"),
+    "another loss": (changing, LossError, r"changed within a window: its terms were .* and are .* now"),
     "a gathered number": (
         lambda m, b: across.gather(m.one(b["x"]).mean()).mean(), LossError, r"(?s)takes rows.*0-d.*across\.sum\(x\)"
     ),

@@ -179,7 +179,7 @@ def test_a_refused_state_leaves_the_open_window() -> None:
     model = Net()
     accumulator = Accumulator(model, sgd(model), steps=2)
     accumulator.backward(F.mse_loss(model(DATA[0][0]), DATA[0][1]))
-    with pytest.raises(errors.StateError, match="not a dict"):
+    with pytest.raises(errors.StateError, match="not the window of an Accumulator"):
         accumulator.load_state_dict({"version": 1, "steps": 3, "window": [1]})
     assert accumulator.steps == 2
     assert accumulator.remaining == 1

@@ -241,16 +241,6 @@ class Ranks(Team):
         together = torch.cat([part[:number] for part, number in zip(every, rows, strict=True)])
         return together, sum(rows[: self.rank])
 
-    def check_finite(self, gradients: "Gradients") -> None:
-        """Raise on all ranks where a micro-batch that counts nothing may have left 0 / 0 in the gradient."""
-        finite = not gradients.dense() or bool(torch.isfinite(gradients.norm()))
-        if self.most(not finite, gradients.device):
-            raise LossError(
-                "the gradient is not finite, and a micro-batch of this window counts nothing, on this rank or another: "
-                "a loss that divides by its count by hand has 0 / 0 in its gradient. Nothing was stepped.",
-                fix="loss = (values * mask).sum() / mask.sum().clamp(min=1), with count=mask.sum()",
-            )
-
     @contextmanager
     def telling_of_failure(self, device: torch.device) -> Iterator[None]:
         """Tell other ranks, who wait for this one's statement, of an error inside, if they have not heard from it."""

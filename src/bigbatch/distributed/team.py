@@ -51,7 +51,7 @@ class Team:
 
     prepare = open_window = drop = share_buffers = _tell_nobody
     begin_loop = announce = tell_of_several = agree_on_unit = _tell_nobody
-    check_loss = check_last_batch = check_finite = _tell_nobody
+    check_loss = check_last_batch = _tell_nobody
 
     def most(self, number: int, device: torch.device) -> int:
         """Return the largest of all ranks' numbers."""

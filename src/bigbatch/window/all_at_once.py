@@ -9,10 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from bigbatch.errors import LossError
 from bigbatch.loss.count import RATIO_TOLERANCE, Count, Term, TotalOfSum, finite
-from bigbatch.window.gradients import Gradients
-from bigbatch.window.same_loss import keep_factors, names_of
+from bigbatch.window.same_loss import keep_factors, keep_names, names_of
 from bigbatch.window.tally import Ledger, Weights, over_data
 
 OfAll = Callable[[tuple[Count, ...]], tuple[Count, ...]]
@@ -26,14 +24,7 @@ def weigh_together(ledger: Ledger, every: list[list[Term]], of_all: OfAll | None
         return [next(some) if terms else Weights() for terms in every]
     rows = [over_data(terms) for terms in every]
     for terms, data in zip(every, rows, strict=True):
-        if names_of(terms) != names_of(every[0]):
-            shown = f"{', '.join(names_of(every[0]))} in one and {', '.join(names_of(terms))} in another"
-            msg = (
-                f"the loss changes within a batch: its terms are {shown} micro-batch. A big batch has one loss: "
-                "write every term for every micro-batch, as counted(term, n) with n = 0 where it does not "
-                "apply."
-            )
-            raise LossError(msg)
+        keep_names(names_of(every[0]), terms)
         keep_factors(ledger.factors, data)
         ledger.factors = [term.factors for term in data]
     columns = [_Column(column) for column in zip(*rows, strict=True)]
@@ -62,53 +53,31 @@ def is_hollow(loss: Tensor, terms: list[Term]) -> bool:
     return not bool(loss.detach().isfinite())  # a device is waited for where a micro-batch counts nothing, alone
 
 
-def refuse_hollow(gradients: Gradients) -> None:
-    """Raise where a micro-batch that counts nothing has left 0 / 0 in the gradient: all that it weighs is not less."""
-    if all(bool(each.isfinite().all()) for each in gradients.dense()):
-        return
-    msg = (
-        "the gradient is not finite, and a micro-batch of this batch counts nothing: where its loss divides by its "
-        "count by hand, 0 / 0 stands in its gradient. Others wait for it, so it cannot be left out. Nothing was "
-        "stepped.\n"
-        "Divide by one at least:  counted((values * mask).sum() / mask.sum().clamp(min=1), mask.sum())"
-    )
-    raise LossError(msg)
-
-
 class _Column:
     """One term of the loss in all micro-batches."""
 
     def __init__(self, terms: Sequence[Term]) -> None:
         counts = [term.count for term in terms]
         self.is_mean = terms[0].kind != "sum"
-        self.row: Tensor | None = _row(counts) if self.is_mean else None  # what is on a device
-        self.total: Count = TotalOfSum(1.0)
-        if self.row is not None:
-            self.total = self.row.sum()
-        elif self.is_mean:
-            self.total = finite(sum(counts, start=0.0))
-        self.shares: Sequence[Count] = [1.0] * len(terms) if not self.is_mean else counts
+        self._on_host = not any(isinstance(count, Tensor) for count in counts)
+        self.row = _row(counts)
+        total: Tensor = self.row.sum()
+        self.total: Count = finite(total.item() if self._on_host else total) if self.is_mean else TotalOfSum(1.0)
+        self.shares: Sequence[Count] = [1.0] * len(terms)
 
     def share(self, total: Count) -> None:
         """Give each micro-batch its part of a total, which may be that of all ranks; what counts nothing has none."""
-        if not self.is_mean:
-            return
-        if self.row is not None:
-            # A total of all ranks is a number.
-            is_any = total > 0 if isinstance(total, Tensor) else torch.full_like(self.row, total) > 0
-            self.row = torch.where(is_any, self.row / total, 0.0)
-            self.shares = self.row.unbind()
-        elif isinstance(total, Tensor):
-            self.shares = [torch.where(total > 0, count / total, 0.0) for count in self.shares]
-        else:
-            self.shares = [count / total if total else 0.0 for count in self.shares]
+        if self.is_mean:
+            of = total if isinstance(total, Tensor) else torch.full_like(self.row[0], total)
+            self.row = torch.where(of > 0, self.row / of, 0.0)
+            self.shares = self.row.tolist() if self._on_host else self.row.unbind()
 
 
-def _row(counts: Sequence[Count], like: Tensor | None = None) -> Tensor | None:
+def _row(counts: Sequence[Count], like: Tensor | None = None) -> Tensor:
     """Put counts into one tensor, where any of them is one; in float64, in which they are added up."""
     where = next((count for count in counts if isinstance(count, Tensor)), like)
     if where is None:
-        return None
+        return torch.tensor(counts, dtype=torch.float64)
     precise = torch.float32 if where.device.type == "mps" else torch.float64
     alike = all(isinstance(count, Tensor) and count.dtype == where.dtype for count in counts)
     tensors = [
@@ -134,12 +103,15 @@ def _as_one(data: list[Term], shares: tuple[Count, ...]) -> Weights | None:
 
 def _with_value(ledger: Ledger, weights: list[Weights], columns: list[_Column]) -> list[Weights]:
     """Where every term has a weight of its own, on a device: the loss's value is known if they turn out the same."""
-    rows = [column.row for column in columns]
-    means = all(column.is_mean for column in columns)
-    like = next((row for row in rows if row is not None), None)
-    if not means or like is None or any(len(weight.each) != len(rows) for weight in weights):
+    shares = [share for column in columns for share in column.shares]
+    like = next((share for share in shares if isinstance(share, Tensor)), None)
+    if (
+        like is None
+        or any(not column.is_mean for column in columns)
+        or any(len(w.each) != len(columns) for w in weights)
+    ):
         return weights
-    every = torch.stack([row for row in (_row(column.shares, like) for column in columns) if row is not None])
+    every = torch.stack([_row(column.shares, like) for column in columns])
     same = ((every[1:] - every[0]) ** 2 <= (RATIO_TOLERANCE * every[0]) ** 2).all()
     ledger.loss_known = same & ledger.loss_known
     return [weight._replace(of_value=share) for weight, share in zip(weights, every[0].unbind(), strict=True)]

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]  # no public name
 from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.optim import Optimizer
@@ -69,7 +68,6 @@ class Admission:
         self.hints = Hints()
         self.others: dict[int, weakref.ref[Tensor]] = {}  # parameters that losses run through, and that are not ours
         self._versions: dict[int, int] = {}  # of those, at the first micro-batch of the window
-        self._stepped: tuple[int, dict[int, int]] = 0, {}  # see `note_step`
         _present.add(self)
 
     @property
@@ -157,8 +155,12 @@ class Admission:
             others = (p for key, p in found.leaves.items() if key not in self._own and isinstance(p, nn.Parameter))
             self.others.update((id(p), weakref.ref(p)) for p in others)
         elif found.leaves.keys() & self._shards:
-            used = [p for p in all_parameters(self._optimizers) if id(p) in found.leaves]
-            raise _shards_in_a_loss() if all(hasattr(p, "device_mesh") for p in used) else _beside_shards()
+            raise LossError(
+                "this loss uses parameters of the optimizer outside of the forward of a model that fully_shard has "
+                "sharded: nothing adds up what ranks find for them there.",
+                fix="such a term inside the model's forward, of parameters that are the model's; for a penalty, "
+                "weight_decay=",
+            )
         if self.exact and found.batch_norm:
             self._refuse_escaped()
         if self._refuses and found.batch_norm:
@@ -167,21 +169,10 @@ class Admission:
             own = {m.running_mean.data_ptr() for _, m in self.batch_norms if m.running_mean is not None}
             self.may_wake = not found.resting <= (own | {0} if own else own)
 
-    def note_step(self) -> None:
-        """Note when our optimizers are about to step, and what versions losses from before then were computed with."""
-        if len(_present) > 1:
-            self._stepped = _get_sequence_nr(), {id(p): p._version for p in all_parameters(self._optimizers)}  # noqa: SLF001
-
     def refuse_changed(self, loss: Tensor) -> None:
         """Refuse a loss that was computed with parameters of others which have changed since the window began."""
         used = {key: p._version for key, ref in self.others.items() if (p := ref()) is not None}  # noqa: SLF001
-        root: Any = loss.grad_fn
-        if root is None or all(self._versions.setdefault(key, version) == version for key, version in used.items()):
-            return
-        for when, before in (each._stepped for each in _present):  # noqa: SLF001 - others of this class
-            if root._sequence_nr() < when:  # noqa: SLF001 - no public name
-                used.update((key, before[key]) for key in used.keys() & before.keys())
-        changed = {key for key, version in used.items() if self._versions[key] != version}
+        changed = {key for key, version in used.items() if self._versions.setdefault(key, version) != version}
         if changed and (changed := changed & scan(loss).leaves.keys()):  # the rest is of other losses
             raise WindowDisturbed(
                 f"this loss runs through parameters that another optimizer trains, which has changed {len(changed)} of "
@@ -302,19 +293,3 @@ def refuse_scaled(loss: Tensor, scaler: GradScaler) -> None:
                 fix_in_step="return loss",
             )
         stack.extend(below for below, _ in edges(node))
-
-
-def _shards_in_a_loss() -> LossError:
-    return LossError(
-        "this loss uses parameters that fully_shard has sharded, beside the model's own forward: nothing adds up what "
-        "ranks find for them there.",
-        fix="such a term inside the model's forward, where its parameters are whole; for a penalty, weight_decay=",
-    )
-
-
-def _beside_shards() -> LossError:
-    return LossError(
-        "this loss uses a parameter of the optimizer that fully_shard has not sharded, outside of the model: nothing "
-        "adds up what ranks find for it, so each would step it by itself.",
-        fix="a parameter of the model, made before fully_shard(model), and used in the model's forward",
-    )

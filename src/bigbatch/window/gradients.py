@@ -113,13 +113,6 @@ class Gradients:
     def check(self) -> None:
         """Raise where a gradient is not as we left it."""
         for p, g, version, dtype in self._held:
-            if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
-                break
-            if not p.requires_grad or p.dtype is not dtype:
-                break
-        else:
-            return
-        for p, _, _, dtype in self._held:
             if not p.requires_grad or p.dtype is not dtype:
                 how = f"cast from {dtype} to {p.dtype}" if p.requires_grad else "frozen"
                 raise WindowDisturbed(
@@ -128,6 +121,10 @@ class Gradients:
                     fix="accumulator.flush() before it, or accumulator.discard()",
                     fix_in_step="",
                 )
+            if p.grad is not g or (g is not None and g._version != version):  # noqa: SLF001 - torch's own counter
+                break
+        else:
+            return
         zeroed = sum(p.grad is None and g is not None for p, g, _, _ in self._held)
         found = f"{zeroed} were set to None" if zeroed else "they were changed in place"
         raise WindowDisturbed(
@@ -207,27 +204,26 @@ class Gradients:
         """Return copies of the gradients, for a checkpoint."""
         return [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
 
-    def restore(self, saved: Iterable[Tensor | None]) -> None:
-        """Put gradients back that `snapshot` returned."""
-        gradients = list(saved)
-        if len(gradients) != len(self.parameters):
-            raise StateError(
-                f"this window was saved with {len(gradients)} trainable parameters, and the optimizer has "
-                f"{len(self.parameters)} now. Load it into the same model and optimizer."
-            )
-        for number, (p, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if gradient is not None and gradient.shape != p.shape:
-                found, own = tuple(gradient.shape), tuple(p.shape)
-                raise StateError(f"gradient {number} of this window is {found}, and its parameter has shape {own}")
-            if gradient is not None and gradient.dtype not in {p.dtype, self.dtype_of(p)}:
-                raise StateError(
-                    f"gradient {number} of this window is {gradient.dtype}, and its parameter {p.dtype} adds up in "
-                    f"{self.dtype_of(p)}. Use the gradient_dtype it was saved with."
-                )
-        for p, gradient in zip(self.parameters, gradients, strict=True):
+    def restore(self, saved: Sequence[Tensor | None]) -> None:
+        """Put gradients back that `snapshot` returned, and `refuse_unfit` has let pass."""
+        for p, gradient in zip(self.parameters, saved, strict=True):
             _hand(p, None if gradient is None else gradient.to(p.device, copy=True))
         self._narrow = [p for p in self._wide if p.grad is None or p.grad.dtype != self.dtype]
         self._hold()
+
+
+def refuse_unfit(saved: Sequence[Tensor | None], optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
+    """Raise where gradients were not saved from these parameters, or were added up in another type."""
+    parameters = [p for p in all_parameters(optimizers) if p.requires_grad]
+    fitting = [(p.shape, {p.dtype, dtype if dtype and p.dtype in LOW_PRECISION else p.dtype}) for p in parameters]
+    pairs = zip(saved, fitting, strict=False)
+    fits = all(each is None or (each.shape == shape and each.dtype in dtypes) for each, (shape, dtypes) in pairs)
+    if len(saved) != len(fitting) or not fits:
+        raise StateError(
+            f"this window does not fit: it was saved with {len(saved)} trainable parameters, and the optimizer has "
+            f"{len(fitting)}, or with others or in another gradient_dtype.",
+            fix="the same model, optimizer and gradient_dtype that it was saved with",
+        )
 
 
 @contextmanager

@@ -26,7 +26,8 @@ def keep_names(before: tuple[str, ...], terms: list[Term]) -> None:
             f"the loss changed within a window: its terms were {', '.join(before)} and are {', '.join(now)} now. A "
             "window makes one big batch, which has one loss.",
             fix="one accumulator per loss, or the sum of a batch's losses; accumulator.flush() ends a window early",
-            fix_in_step="a BigStep for each loss, or the sum of a batch's losses",
+            fix_in_step="every term for every micro-batch, as counted(term, n) with n = 0 where it does not apply; "
+            "or a BigStep for each loss",
         )
 
 
@@ -52,10 +53,12 @@ def in_ratio(reference: Sequence[Count], data: list[Term], terms: list[Term]) ->
         return None
     if not reference:
         if not isinstance(counts[0], Tensor) and not counts[0] and any(counts):
-            raise SeveralCounts(several(terms, "counts not in constant ratio"))
+            raise SeveralCounts(several(listed(terms), "counts not in constant ratio"))
         return None
     if len(counts) != len(reference):
-        raise SeveralCounts(several(terms, f"another number of terms, {len(counts)} here and {len(reference)} before,"))
+        raise SeveralCounts(
+            several(listed(terms), f"another number of terms, {len(counts)} here and {len(reference)} before,")
+        )
     found: Tensor | None = None
     for now, then in zip(counts[1:], reference[1:], strict=True):
         here, there = now * reference[0], then * counts[0]
@@ -64,7 +67,7 @@ def in_ratio(reference: Sequence[Count], data: list[Term], terms: list[Term]) ->
             found = kept if found is None else found & kept
         elif abs(here - there) > RATIO_TOLERANCE * max(here, there):
             refuse_doubtful(data)
-            raise SeveralCounts(several(terms, "counts not in constant ratio"))
+            raise SeveralCounts(several(listed(terms), "counts not in constant ratio"))
     return found
 
 
@@ -104,10 +107,10 @@ def listed(terms: list[Term]) -> str:
     return ", ".join(f"{term.name} ({term.kind}{over})" for term, over in zip(terms, told, strict=True))
 
 
-def several(terms: list[Term], found: str) -> str:
+def several(terms: str, found: str) -> str:
     """Explain that several counts must be known before the first backward."""
     return (
-        f"the terms of this loss were averaged over different things: found {found} in {listed(terms)}.\n"
+        f"the terms of this loss were averaged over different things: found {found} in {terms}. Nothing was stepped.\n"
         "Their gradients share one buffer, so each term's total over the window must be known before its first "
         "backward. Give the counts of a batch, one per term in the order in which they are written:\n"
         "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
@@ -116,19 +119,15 @@ def several(terms: list[Term], found: str) -> str:
 
 
 COUNTED_TWICE = "a loss_fn with the same terms and counts each time: it is called twice for the same samples"
-_TARGETS = "targets that are not ignored, (labels != -100).sum(), or the sum of their class weights"
-_COUNTS_OF = {"NllLoss": _TARGETS, "NllLoss2D": _TARGETS, "counted": "the n of counted(term, n)"}
 
 
-def other_total(place: int, of: int, name: str, came: float, total: float) -> SeveralCounts:
-    """Say which term's count in advance is not what came, and what it would have to be."""
-    times = came / total if total else 0.0
-    many = f", {times:g} times as many" if times > 1 and times == round(times) else ""
-    right = _COUNTS_OF.get(name, "what the mean is over: elements, prediction.numel(), where it is over all of them")
+def other_total(place: int, of: int, came: float, total: float) -> SeveralCounts:
+    """Say which term's count in advance is not what came."""
     return SeveralCounts(
-        f"term {place + 1} of {of}{f', {name}' if name else ''}: the counts in advance came to {total:g} for this "
-        f"window, and its losses to {came:g}{many}. Nothing was stepped.",
-        fix=f"for this term in counts=  {right}; or leave a batch that was passed over out before "
-        "accumulator.over(loader). accumulator.discard() drops this window",
+        f"term {place + 1} of {of}: the counts in advance came to {total:g} for this window, and its losses to "
+        f"{came:g}. Nothing was stepped.",
+        fix="for this term in counts=, what its mean is over: targets that are not ignored, the sum of their class "
+        "weights, all elements (prediction.numel()), or the n of counted(term, n); and no batch that the loop passes "
+        "over. accumulator.discard() drops this window",
         fix_in_step=COUNTED_TWICE,
     )

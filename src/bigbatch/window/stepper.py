@@ -80,11 +80,6 @@ class Stepper:
             for handle in (optimizer.register_step_pre_hook(begins), optimizer.register_step_post_hook(ends)):
                 weakref.finalize(self, handle.remove)
 
-    @property
-    def ranks(self) -> Any:
-        """The other processes; None where there are none."""
-        return None if self.team.is_alone else self.team
-
     def before_step(self, hook: Callable[[], None]) -> Callable[[], None]:
         """Call `hook()` before each step; returns a function that removes it."""
         key = object()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from bigbatch.distributed.statement import Statement
-from bigbatch.errors import SeveralCounts, StateError
+from bigbatch.errors import SeveralCounts
 from bigbatch.loss import refusals
 from bigbatch.loss.count import Count, Term
 from bigbatch.window.same_loss import (
@@ -38,8 +38,6 @@ from bigbatch.window.same_loss import (
 
 _COUNT_TOLERANCE = 1e-6  # class weights are added up in float32
 _PENDING = 64  # losses kept on a device before they are added up; a scalar takes 512 bytes there
-_SAVED = "micro_batches provisional total totals loss loss_known kind names in_ratio reference factors came".split()
-_SAVED_LATER = "over plain zeros whole".split()  # not in the first states
 
 
 class Weights(NamedTuple):
@@ -62,9 +60,7 @@ class Ledger:
     own_totals: tuple[Count, ...] | None = None  # of `totals`, where other ranks have a part in them
     sure: bool = False  # the totals are sums of what comes: nothing to compare
     came: Sequence[Count] = ()  # what has come of totals that were counted in advance
-    over: tuple[str, ...] = ()  # names of the terms over data, then
     micro_batches: int = 0
-    told: int = 0  # so many of them the user knows of, if the window is never closed
     provisional: Count | None = None
     total: Count = 0.0
     loss: Count = 0.0
@@ -88,7 +84,6 @@ class Ledger:
         in_common: bool = False,
         provisional: Count | None = None,
         ranks: int = 1,
-        totals: tuple[Count, ...] | None = None,
     ) -> None:
         """Begin a window of so many `steps`.
 
@@ -96,7 +91,7 @@ class Ledger:
         gradients are added to these before the window ends.
         """
         self.steps, self.small, self.in_common, self.provisional = steps, small, in_common, provisional
-        self.once, self.totals = 1.0 / ranks, totals
+        self.once = 1.0 / ranks
         self.pending: list[tuple[Tensor, Count]] = []  # losses on a device, with their counts
 
     def weigh(self, terms: list[Term]) -> Weights:
@@ -112,7 +107,7 @@ class Ledger:
         kinds = {term.kind for term in data}
         if len(kinds) > 1 or (self.kind and kinds and kinds != {self.kind}):
             refuse_doubtful(data)
-            raise SeveralCounts(several(terms, "a mean beside a sum"))
+            raise SeveralCounts(several(listed(terms), "a mean beside a sum"))
         if "mean" in kinds:
             self._keep_ratio(in_ratio(self.reference, data, terms))
             keep_names(self.names, terms)
@@ -193,33 +188,23 @@ class Ledger:
             self.factors = [term.factors for term in data]
         if not self.reference and data and (isinstance(data[0].count, Tensor) or data[0].count):
             self.reference = [term.count for term in data]
-        if self.totals is None and data and data[0].kind == "mean":
-            self._enter_mean(value, data[0].count)
-            return
+        is_mean = self.totals is None and bool(data) and data[0].kind == "mean"
         if self.totals is not None:
-            self._enter_known(data)
-        else:
-            self.kind = self.kind or ("sum" if data else "")
-            self.total = 1.0 if self.kind == "sum" else self.total
-        of_value = weights.of_value if weights.each else weights.whole
+            self.kind = "known"
+            self._count_what_came(data)
+        elif data and not self.kind:
+            self.kind, self.total = data[0].kind, float(not is_mean)
+        of_value = data[0].count if is_mean else weights.of_value if weights.each else weights.whole
         if of_value is not None and isinstance(value, Tensor):
-            self._put_off(value, of_value)
-        else:
-            self._enter_parts(terms, weights, value, factors)
-
-    def _enter_mean(self, value: Count, count: Count) -> None:
-        self.kind = "mean"
-        if isinstance(value, Tensor):
-            self._put_off(value, count)
-        else:
+            self.pending.append((value, of_value))  # added up later, with others
+            if len(self.pending) >= _PENDING:
+                self.fold()
+        elif is_mean:
+            count = data[0].count
             self.total += count
             self.loss += value * count if count else 0.0
-
-    def _put_off(self, value: Tensor, weight: Count) -> None:
-        """Have a loss on a device added up later, with others."""
-        self.pending.append((value, weight))
-        if len(self.pending) >= _PENDING:
-            self.fold()
+        else:
+            self._enter_parts(terms, weights, value, factors)
 
     def begin_alike(self, before: "Ledger", count: float) -> None:
         """Begin with a mean over a `count` that was read as those of the ledger `before`, which is plain."""
@@ -232,8 +217,7 @@ class Ledger:
         is_one = self.kind == "mean" and len(self.names) == len(self.reference) == 1 and not self.zeros
         return is_one and isinstance(self.provisional, float) and isinstance(self.total, float)
 
-    def _enter_known(self, data: list[Term]) -> None:
-        self.kind, self.over = "known", names_of(data)
+    def _count_what_came(self, data: list[Term]) -> None:
         if not self.sure:
             counts = [term.count if term.kind == "mean" else 0.0 for term in data]
             self.came = [a + b for a, b in zip(self.came, counts, strict=True)] if self.came else counts
@@ -302,8 +286,7 @@ class Ledger:
         for place, (came, total) in enumerate(zip(self.came, expected, strict=True) if self.came else ()):
             apart = came - total
             if (isinstance(came, Tensor) or came) and bool(apart * apart > (_COUNT_TOLERANCE * total) ** 2):
-                name = self.over[place] if place < len(self.over) else ""
-                raise other_total(place, len(self.came), name, float(came), float(total))
+                raise other_total(place, len(self.came), float(came), float(total))
 
     def statement(self, *, precise: bool) -> Statement:
         """Return what this window came to."""
@@ -345,16 +328,12 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the running totals."""
         self.fold()
-        return {name: _copied(getattr(self, name)) for name in (*_SAVED, *_SAVED_LATER)}
+        return {name: _copied(getattr(self, name)) for name in Ledger.__annotations__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with totals that were saved."""
-        missing = [name for name in _SAVED if name not in state]
-        if missing:
-            msg = f"this window lacks {', '.join(missing)}: it is not the state_dict() of an Accumulator"
-            raise StateError(msg)
-        for name in (*_SAVED, *_SAVED_LATER):
-            setattr(self, name, _copied(state.get(name, getattr(self, name))))
+        """Go on with totals that were saved; older states lack some."""
+        for name in Ledger.__annotations__.keys() & state.keys():
+            setattr(self, name, _copied(state[name]))
         self.totals = None if self.totals is None else tuple(self.totals)
 
 

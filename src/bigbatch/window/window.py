@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +17,10 @@ from bigbatch.errors import LossError, SeveralCounts, StateError, WindowBroken, 
 from bigbatch.loss import refusals
 from bigbatch.loss.count import LOW_PRECISION, Count, Term, finite, wide
 from bigbatch.update import Update
-from bigbatch.window.all_at_once import is_hollow, refuse_hollow, weigh_together
+from bigbatch.window.all_at_once import is_hollow, weigh_together
 from bigbatch.window.backward import refuse_rounded_weights, run_backward, weigh_terms
-from bigbatch.window.gradients import Gradients
+from bigbatch.window.gradients import Gradients, refuse_unfit
+from bigbatch.window.same_loss import several
 from bigbatch.window.start import Starts
 from bigbatch.window.stepper import Stepper
 from bigbatch.window.tally import Ledger, Weights
@@ -30,6 +32,17 @@ class Recorded(NamedTuple):
     ledger: Ledger
     precise: bool
     first_count: Tensor | None
+
+
+@dataclass(slots=True)
+class Alike:
+    """A plain mean that was added: how it was read, and the latest start of a backward of such a loss."""
+
+    reading: object
+    dtype: torch.dtype
+    ledger: Ledger  # that it was entered in, perhaps of a window before
+    weight: float = 0.0
+    start: Tensor | None = None
 
 
 class State(Enum):
@@ -57,14 +70,10 @@ class Window:
     passed_by: int = 0  # passes that added nothing, for company
     recording: bool = False  # whether what is launched is captured, and nothing computed yet
     _precise: bool = False  # whether the latest loss was of float64
-    is_plain: bool = False  # whether all losses were plain means with counts on the host
-    alike: tuple[object, torch.dtype] | None = None  # how the latest was read, where another is recognized by it
-    _alike_start: tuple[float, Tensor] | None = None  # the latest start of their backwards, and its weight
     _first_count: Tensor | None = None  # on its way to the host
     _reached: bool = False  # whether any gradient has come yet
-    _awaited: bool = False  # whether a loss was weighed whose backward did not come yet
     _around: ExitStack | None = None  # what is to hold during that
-    _failure: tuple[BaseException, str] | None = None  # what failed, and what is true of the window since
+    _failure: tuple[BaseException | None, str] | None = None  # what failed, and what is true of the window since
 
     def __init__(
         self, stepper: Stepper, steps: int, dtype: torch.dtype | None, totals: tuple[Count, ...] | None = None
@@ -84,12 +93,6 @@ class Window:
         self._shown = self._witness is None  # whether all who want to have seen the first gradient
         self.state = OPEN
 
-    def begin_alike(self, before: "Window", count: float) -> None:
-        """Begin with a loss that was read as those of the window `before`, which were plain means."""
-        self.ledger.begin_alike(before.ledger, count)
-        self.is_plain, self.alike, self._alike_start = True, before.alike, before._alike_start  # noqa: SLF001
-        self._precise = before._precise  # noqa: SLF001
-
     @property
     def micro_batches(self) -> int:
         """How many micro-batches have been added."""
@@ -108,7 +111,7 @@ class Window:
     @property
     def ranks(self) -> Any:
         """The other processes that make the big batch; None where there are none."""
-        return self._stepper.ranks
+        return None if self._team.is_alone else self._team
 
     @property
     def residual(self) -> Count:
@@ -123,10 +126,11 @@ class Window:
             return 1.0
         return scale.item() if scale.is_cpu else wide(scale)
 
-    def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True) -> None:
+    def add(self, loss: Tensor, terms: list[Term], *, only_own: bool = True, reading: object = None) -> "Alike | None":
         """Add one micro-batch's gradient. Raises before anything is added, or leaves the window broken.
 
-        So it does at its end: the caller, who knows that all is done, opens it again.
+        So it does at its end: the caller, who knows that all is done, opens it again. Where `reading` is how a plain
+        mean was read, it returns what the next loss that is read so need not pass again.
         """
         ledger, team, dtype = self.ledger, self._team, loss.dtype
         if not self.untouched:  # gradients were looked at when the window was opened
@@ -145,20 +149,24 @@ class Window:
             if not self._shown:
                 self._show(terms, weights)
         self._enter(terms, weights, loss, factors)
-        is_plain = only_own and self._shown and team.is_alone and self._stepper.scaler is None and ledger.is_plain
-        self.is_plain = is_plain and loss.is_cpu and dtype not in LOW_PRECISION and bool(self.residual == 1.0)
+        if reading is None or not (only_own and self._shown and team.is_alone and ledger.is_plain and loss.is_cpu):
+            return None
+        is_weighed = self._stepper.scaler is None and dtype not in LOW_PRECISION and self.residual == 1.0
+        return Alike(reading, dtype, ledger) if is_weighed else None
 
-    def add_alike(self, loss: Tensor, count: float) -> None:
+    def add_alike(self, loss: Tensor, count: float, alike: "Alike") -> None:
         """Add one more micro-batch whose loss was read as the latest, on the shortest way: small models feel it."""
-        gradients, ledger, known = self.gradients, self.ledger, self._alike_start
+        gradients, ledger = self.gradients, self.ledger
         if ledger.micro_batches or self.state is not OPEN:  # gradients were looked at when the window was opened
             self.check()
+        else:
+            ledger.begin_alike(alike.ledger, count)
+            self._precise = alike.dtype is torch.float64
         weight: float = count / ledger.provisional  # type: ignore[operator, assignment]  # a number: is_plain
         self.state = BROKEN
-        if known is None or known[0] != weight:
-            known = weight, self._starts.of(weight, loss, first=False)
-            self._alike_start = known
-        run_backward(loss, known[1], gradients.parameters)
+        if alike.start is None or alike.weight != weight:
+            alike.weight, alike.start = weight, self._starts.of(weight, loss, first=False)
+        run_backward(loss, alike.start, gradients.parameters)
         gradients.remember()
         if not self._reached:
             self._refuse_unreached()
@@ -206,11 +214,11 @@ class Window:
             scale = found[0].reshape(())
             known = {} if weights.of_value is not None else {node: factor / scale for node, factor in factors.items()}
             self._enter(terms, weights, loss.detach() * self._starts.undivided(times, arrived[0]), known)
-            self._awaited, self.state = False, OPEN
+            self._failure, self.state = None, OPEN
 
         around.enter_context(self._team.around_backward(self.gradients.parameters, adds=not weights.nothing))
         hooks.append(loss.register_hook(weighed))
-        self._awaited, self.state = True, BROKEN
+        self._failure, self.state = (None, "a loss was weighed, and its backward failed or did not come."), BROKEN
 
     def add_together(self, found: list[tuple[Tensor, list[Term]]], *, only_own: bool) -> list[Callable[[], None]]:
         """Weigh micro-batches whose losses are all there before the first backward; returns the backward of each.
@@ -226,7 +234,8 @@ class Window:
         weights = weigh_together(self.ledger, every, of_all)
         refuse_rounded_weights([loss for loss, _ in found], weights)
         gradients.widen()
-        left, hollow = len(found), any(is_hollow(*each) for each in found)
+        left = len(found)
+        self.ledger.nothings = self.ledger.nothings + float(sum(is_hollow(*each) for each in found))
         self._await([term for terms in every for term in terms])
 
         def backward(loss: Tensor, terms: list[Term], weight: Weights) -> None:
@@ -239,8 +248,6 @@ class Window:
             else:
                 gradients.drop_unused()
                 self._refuse_unreached()
-                if hollow and team.is_alone and self._stepper.scaler is None and not self._stepper.skip_nonfinite:
-                    refuse_hollow(gradients)
             self._enter(terms, weight, loss, factors)
             if not left:
                 self.state = OPEN
@@ -341,14 +348,13 @@ class Window:
             self._witness.first(self, weights.whole * self.scale, mean.count)
 
     def _enter(self, terms: list[Term], weights: Weights, loss: Tensor, factors: dict[Node, Tensor]) -> None:
-        self._precise, self.is_plain, self.alike, self._alike_start = loss.dtype == torch.float64, False, None, None
+        self._precise = loss.dtype == torch.float64
         self.ledger.enter(terms, weights, loss, factors)
 
     def check(self) -> None:
         """Raise where the window cannot go on."""
         if self.state is not OPEN:
-            said = "a loss was weighed, and its backward failed or did not come." if self._awaited else _FAILED
-            error, failure = self._failure or (None, said)
+            error, failure = self._failure or (None, "a backward or a step of this window failed.")
             raise WindowBroken(failure, fix="accumulator.discard(), then the next window", fix_in_step="") from error
         self.gradients.check()
 
@@ -391,7 +397,7 @@ class Window:
         agreement = mine if team.is_alone else team.agree(*self._said(mine, goes_on=goes_on), gradients)
         loss, _ = agreement.big_loss(), finite(agreement.total)
         if agreement.nothings and stepper.scaler is None and not stepper.skip_nonfinite:
-            team.check_finite(gradients)
+            self._refuse_hollow()
         team.share_buffers()  # before the step, which may fail on one rank: the others would wait here
         norm: Tensor | None = None
         skipped: bool | Tensor = True
@@ -418,6 +424,18 @@ class Window:
             _skipped=skipped,
             _loss_known=agreement.loss_known,
         )
+
+    def _refuse_hollow(self) -> None:
+        """Raise on all ranks where a micro-batch that counts nothing may have left 0 / 0 in the gradient."""
+        gradients = self.gradients
+        finite = not gradients.dense() or bool(torch.isfinite(gradients.norm()))
+        if self._team.most(not finite, gradients.device):
+            raise LossError(
+                "the gradient is not finite, and a micro-batch of this window counts nothing, on this rank or another: "
+                "a loss that divides by its count by hand has 0 / 0 in its gradient. Nothing was stepped.",
+                fix="loss = (values * mask).sum() / mask.sum().clamp(min=1), with count=mask.sum()",
+                fix_in_step="counted((values * mask).sum() / mask.sum().clamp(min=1), mask.sum())",
+            )
 
     def _said(self, mine: Statement, *, goes_on: bool) -> tuple[Statement, Words]:
         """Say what other ranks must know of this window beside its totals; the settings in the first one."""
@@ -465,13 +483,7 @@ class Window:
             return
         if len(self.ledger.names) == 1:
             raise refusals.scaled_sum("Div", "a tensor")
-        raise SeveralCounts(
-            "the terms of this loss were averaged over different things, in no constant ratio; nothing was "
-            "stepped.\n"
-            "Give the counts of a batch in advance, one per term in the order in which they are written:\n"
-            "    Accumulator(..., counts=lambda batch: ((batch['labels'] != -100).sum(), len(batch['labels'])))\n"
-            "and drop this window:  accumulator.discard()"
-        )
+        raise SeveralCounts(several(", ".join(self.ledger.names), "counts in no constant ratio"))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window: its provisional gradients and its running totals."""
@@ -484,14 +496,8 @@ class Window:
             **self.ledger.state_dict(),
         }
 
-    def load_state_dict(self, state: object) -> None:
-        """Go on where a window was saved."""
-        if not isinstance(state, dict):
-            raise StateError(f"the window of this state_dict is a {type(state).__name__}, not a dict")
-        missing = {"gradients", "residual", "double"} - state.keys()
-        if missing:
-            msg = f"this window lacks {', '.join(sorted(missing))}: it is not the state_dict() of an Accumulator"
-            raise StateError(msg)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where a window was saved that `refuse_unfit` has let pass."""
         self.ledger.load_state_dict(state)
         self.gradients.restore(state["gradients"])
         residual = state["residual"]
@@ -500,4 +506,9 @@ class Window:
         self._shown = True  # or never: its first gradient has others added to it by now
 
 
-_FAILED = "a backward or a step of this window failed."
+def refuse_unfit_window(state: object, stepper: Stepper, dtype: torch.dtype | None) -> None:
+    """Refuse what is not the saved window of an accumulator with these parameters; nothing is changed yet."""
+    wanted = {"gradients", "residual", "double", "micro_batches", "total"}
+    if not isinstance(state, dict) or wanted - state.keys():
+        raise StateError(f"this is not the window of an Accumulator: it should hold {', '.join(sorted(wanted))}")
+    refuse_unfit(state["gradients"], stepper.optimizers, dtype)
